@@ -1,0 +1,59 @@
+# Every target does its own set-up in .venv; nothing has to be installed by hand but Python 3.11 or newer.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# More than eight workers spend longer starting than testing.
+PYTEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadgroup
+PYTEST_ARGS ?=
+SOURCES := asyncflow tests examples benchmarks
+PROSE := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check doctest bench package clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("asyncflow needs Python 3.11 or newer, and " \
+		+ sys.executable + " is " + sys.version.split()[0] + "; choose another with: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,demo]'
+	@touch $@
+
+setup: $(STAMP) ## Make the virtual environment .venv with the package and all tools
+
+demo: $(STAMP) ## Run the main job: PageRank of the standard library's import graph, with its timeline
+	$(BIN)/python examples/pagerank.py --output demo-out
+
+test: $(STAMP) ## Run the test suite
+	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+check: $(STAMP) ## Lint, format, types, layers, spelling
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell $(SOURCES) $(PROSE)
+
+doctest: $(STAMP) ## Run the examples in docstrings and in the README
+	$(BIN)/python -m pytest -q --doctest-modules --doctest-glob=README.md asyncflow README.md
+
+bench: $(STAMP) ## Measure, beside TensorFlow where it is installed (pip install -e '.[bench]')
+	$(BIN)/python -m benchmarks
+
+# The wheel is built from the sdist, so both are complete; it is then installed alone, with the core dependencies only.
+package: $(STAMP) ## Build sdist and wheel, check their contents, try the wheel in an empty environment
+	@set -eu; out=$$(mktemp -d); trap 'rm -rf "$$out"' EXIT; set -x; \
+	$(BIN)/python -m build --outdir "$$out" . >"$$out/build.log" 2>&1 || { cat "$$out/build.log"; exit 1; }; \
+	$(BIN)/check-wheel-contents "$$out"/*.whl; \
+	$(PYTHON) -m venv "$$out/venv"; \
+	"$$out/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$out"/*.whl; \
+	cd "$$out"; venv/bin/python -W error -c 'import asyncflow'; venv/bin/asyncflow devices
+
+clean: ## Remove what the targets made, the virtual environment too
+	rm -rf $(VENV) build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find asyncflow tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,41 @@
+"""Pass: tells which loop frame each node of a lowered graph runs in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.frames import FramePath, frame_of
+
+if TYPE_CHECKING:
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node
+
+
+def assign_frames(graph: Graph) -> dict[Node, FramePath]:
+    """The frame of every node of a flat graph.
+
+    Raises:
+        GraphError: a node mixes two frames.
+    """
+    frames: dict[Node, FramePath] = {}
+    consumers: dict[Node, list[Node]] = {}
+    missing: dict[Node, int] = {}
+    ready: list[Node] = []
+    for node in graph.nodes:
+        waits_for = dict.fromkeys((*(tensor.node for tensor in node.inputs), *node.control_inputs))
+        if node.op.name == "merge":
+            waits_for = {source: None for source in waits_for if source.op.name != "next_iteration"}
+        missing[node] = len(waits_for)
+        if not waits_for:
+            ready.append(node)
+        for source in waits_for:
+            consumers.setdefault(source, []).append(node)
+    while ready:
+        node = ready.pop()
+        sources = (*(tensor.node for tensor in node.inputs), *node.control_inputs)
+        frames[node] = frame_of(node.op.name, node.name, sources, frames, node.location)
+        for consumer in consumers.get(node, ()):
+            missing[consumer] -= 1
+            if missing[consumer] == 0:
+                ready.append(consumer)
+    return frames

@@ -1,0 +1,77 @@
+"""Binds each node's kernel to its device, attributes and state, and guards it where the session asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.resource import Resource
+from asyncflow.graph.shapes import format_shape, is_compatible
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from asyncflow.graph.ir import Node
+    from asyncflow.graph.op import Kernel
+
+Resolve: TypeAlias = Callable[[Resource], Any]
+"""Gives the state a session keeps for a resource."""
+
+
+def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: bool, check_numerics: bool) -> Kernel:
+    """The callable that runs `node` on one device.
+
+    Args:
+        node: of an op with a kernel.
+        xp: the device's array namespace.
+        resolve: looks up the state of resources among the attributes.
+        check_outputs: hold every output against the op's shape rule.
+        check_numerics: fail on NaN and infinity.
+    """
+    attrs = {name: resolve(value) if isinstance(value, Resource) else value for name, value in node.attrs.items()}
+    assert node.op.kernel is not None, f"{node.op.name} has no kernel"
+    kernel = node.op.kernel(xp, **attrs)
+    if node.op.scalar_kernel is not None and all(tensor.shape == () for tensor in node.inputs):
+        kernel = node.op.scalar_kernel
+    if node.op.is_async:
+        return kernel
+    if check_outputs:
+        kernel = _with_checked_outputs(node, kernel)
+    if check_numerics and any(tensor.dtype.kind in "fc" for tensor in node.outputs):
+        kernel = _with_checked_numbers(node, kernel)
+    return kernel
+
+
+def _with_checked_outputs(node: Node, kernel: Kernel) -> Kernel:
+    expected = [tensor.spec for tensor in node.outputs]
+
+    def checked(*inputs: Any) -> Any:
+        result = kernel(*inputs)
+        values = (result,) if node.single else result
+        if len(values) != len(expected):
+            raise TypeError(f"the kernel returned {len(values)} values for {len(expected)} outputs")
+        for index, (value, spec) in enumerate(zip(values, expected, strict=True)):
+            if spec.dtype == VARIANT or isinstance(value, str):
+                continue
+            if not isinstance(value, np.ndarray | np.generic):
+                raise TypeError(f"output {index} is a {type(value).__name__}, not an array; declared {spec}")
+            if value.dtype != spec.dtype or not is_compatible(value.shape, spec.shape):
+                raise TypeError(f"output {index} is {value.dtype}{format_shape(value.shape)}; declared {spec}")
+        return result
+
+    return checked
+
+
+def _with_checked_numbers(node: Node, kernel: Kernel) -> Kernel:
+    def checked(*inputs: Any) -> Any:
+        result = kernel(*inputs)
+        for index, value in enumerate((result,) if node.single else result):
+            if getattr(value, "dtype", VARIANT).kind in "fc" and not np.isfinite(value).all():
+                nans, infinite = int(np.isnan(value).sum()), int(np.isinf(value).sum())
+                raise FloatingPointError(f"check_numerics: output {index} has {nans} NaN and {infinite} infinite values")
+        return result
+
+    return checked

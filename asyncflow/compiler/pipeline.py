@@ -1,0 +1,76 @@
+"""How a graph becomes a plan: the passes, in order."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.extract import extract
+from asyncflow.compiler.frames import assign_frames
+from asyncflow.compiler.kernels import bind_kernel
+from asyncflow.compiler.lower import lower
+from asyncflow.compiler.order_effects import order_effects
+from asyncflow.compiler.plan import Plan, build_partition
+from asyncflow.graph.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.compiler.kernels import Resolve
+    from asyncflow.devices.protocol import Device
+    from asyncflow.graph.build import SupportsTensor
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+
+
+def compile_plan(
+    graph: Graph,
+    fetches: Sequence[Tensor | Node | SupportsTensor],
+    feeds: Sequence[Tensor],
+    *,
+    device: Device,
+    resolve: Resolve,
+    streamed: Sequence[Tensor] = (),
+    all_effects: bool = False,
+    debug: bool = False,
+    check_numerics: bool = False,
+) -> Plan:
+    """Compiles what one kind of run needs.
+
+    Args:
+        graph: a root graph; not changed.
+        fetches: what the run returns.
+        feeds: tensors the run gets values for.
+        device: where it runs.
+        resolve: looks up the state of resources.
+        streamed: tensors of one body, handed out in each iteration.
+        all_effects: run every side effect of the graph, fetched or not.
+        debug: verify the graph after every pass, and every kernel's outputs while running.
+        check_numerics: fail on NaN and infinity.
+
+    Raises:
+        FeedError: a needed placeholder is not fed.
+        GraphError: the graph is not a valid program.
+    """
+    extracted = extract(graph, fetches, feeds, streamed=streamed, all_effects=all_effects)
+    if debug:
+        verify(extracted.graph)
+    order_effects(extracted.graph)
+    if debug:
+        verify(extracted.graph)
+    lowered = lower(extracted.graph)
+    if debug:
+        verify(lowered)
+    bind = partial(bind_kernel, xp=device.xp, resolve=resolve, check_outputs=debug, check_numerics=check_numerics)
+    with_value = [fetch for fetch in extracted.fetches if fetch is not None]
+    partition = build_partition(
+        lowered,
+        assign_frames(lowered),
+        device=device.name,
+        feeds=extracted.feeds,
+        fetches=with_value,
+        bind=bind,
+    )
+    positions = iter(range(len(with_value)))
+    order = [None if fetch is None else next(positions) for fetch in extracted.fetches]
+    return Plan(graph=lowered, partitions=[partition], fetches=order)

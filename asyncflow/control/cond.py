@@ -1,0 +1,102 @@
+"""`cond`: runs one of two branches (EuroSys '18 §4.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor
+from asyncflow.control.primitives.switch import check_predicate
+from asyncflow.errors import DTypeError, GraphError, user_location
+from asyncflow.graph import nest
+from asyncflow.graph.build import graph_for
+from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import relax
+from asyncflow.graph.spec import Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncflow.graph.build import TensorLike
+
+
+def _infer(pred: Spec, *captures: Spec, true_branch: Subgraph, false_branch: Subgraph) -> tuple[Spec, ...]:
+    check_predicate(pred)
+    pairs = zip(true_branch.results, false_branch.results, strict=True)
+    return tuple(Spec(a.dtype, relax(a.shape, b.shape)) for a, b in pairs)
+
+
+COND = register(Op(name="cond", infer=_infer))
+
+
+def cond(
+    pred: TensorLike,
+    true_fn: Callable[[], Any],
+    false_fn: Callable[[], Any],
+    *,
+    name: str | None = None,
+) -> Any:
+    """The results of `true_fn` if `pred` holds, else those of `false_fn`; only that branch's nodes run.
+
+    Each function is called once, while the graph is built, and may use any tensor around it. Fetching one of several
+    results runs only what it needs, and, in a graph with ordered effects, all effects of the branch taken.
+
+    Args:
+        pred: a boolean with one element. A Python bool is a constant: both branches are still built.
+        true_fn: no arguments; returns any nest of values. A `Node` in it gives a boolean that is true once it ran.
+        false_fn: as `true_fn`; the same nest, with the same dtypes. Extents that differ are unknown in the result.
+        name: of the node.
+
+    Returns:
+        The nest; the node itself if the functions return None.
+
+    Raises:
+        GraphError, DTypeError: the branches do not match; the message names the result.
+        ShapeError: `pred` has several elements.
+
+    >>> import asyncflow as af
+    >>> with Graph():
+    ...     x = af.placeholder("float32", ())
+    ...     y = cond(x > 0, lambda: x, lambda: -x)
+    >>> y
+    <Tensor cond:0 float32[]>
+    """
+    graph = graph_for(pred)
+    predicate = graph.import_tensor(as_predicate(pred, "the predicate of cond"))
+    check_predicate(predicate.spec)
+    label = graph.unique_name(name or "cond")
+    branches = Subgraph(graph, f"{label}/true"), Subgraph(graph, f"{label}/false")
+    returned = []
+    for branch, fn in zip(branches, (true_fn, false_fn), strict=True):
+        with branch:
+            returned.append(fn())
+    structure = _match(label, branches, returned)
+    captured = join_captures(branches, 0)
+    attrs = {"true_branch": branches[0], "false_branch": branches[1]}
+    specs = _infer(predicate.spec, **attrs)
+    node = graph.add_node(COND, [predicate, *captured], attrs, specs, reserved_name=label)
+    add_outer_controls(node)
+    return structure.unflatten(node.outputs) if node.outputs else node
+
+
+def _match(label: str, branches: tuple[Subgraph, Subgraph], returned: list[Any]) -> nest.Structure:
+    true_leaves, structure = nest.flatten(returned[0])
+    try:
+        false_leaves = nest.flatten_like(structure, returned[1])
+    except nest.StructureMismatch as error:
+        raise GraphError(
+            f"the branches of {label} return different nests (true_fn first): {error}\n  written at {user_location()}"
+        ) from None
+    for path, on_true, on_false in zip(structure.paths("result"), true_leaves, false_leaves, strict=True):
+        a = result_tensor(branches[0], on_true, on_false if isinstance(on_false, Tensor) else None)
+        b = result_tensor(branches[1], on_false, a)
+        if a.dtype != b.dtype:
+            raise DTypeError(
+                f"{path} of {label} is {dtype_name(a.dtype)} in true_fn and {dtype_name(b.dtype)} in false_fn; "
+                f"convert one with af.astype\n  written at {user_location()}"
+            )
+        branches[0].results.append(a)
+        branches[1].results.append(b)
+    return structure

@@ -1,0 +1,14 @@
+"""ControlTrigger: runs once all its control inputs are done, dead or not."""
+
+from __future__ import annotations
+
+from asyncflow.graph.build import graph_for
+from asyncflow.graph.ir import Node
+from asyncflow.graph.op import Op, register
+
+CONTROL_TRIGGER = register(Op(name="control_trigger", infer=lambda: ()))
+
+
+def control_trigger(*, name: str | None = None) -> Node:
+    """A node that is never dead; give it its inputs with `control_dependencies`."""
+    return graph_for().add_node(CONTROL_TRIGGER, (), {}, (), name=name)

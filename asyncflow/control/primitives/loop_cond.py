@@ -1,0 +1,25 @@
+"""LoopCond: marks the predicate that a loop's Switches share, once per iteration (EuroSys '18 §4.1).
+
+It is where partitions that share a loop learn whether the next iteration runs. Deadness: as any node.
+"""
+
+from __future__ import annotations
+
+from asyncflow.control.primitives.switch import check_predicate
+from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.spec import Spec
+
+
+def _infer(pred: Spec) -> Spec:
+    check_predicate(pred)
+    return pred
+
+
+LOOP_COND = register(Op(name="loop_cond", infer=_infer))
+
+
+def loop_cond(pred: TensorLike, *, name: str | None = None) -> Tensor:
+    """`pred`, marked as the predicate of its loop."""
+    return apply(LOOP_COND, pred, name=name)[0]

@@ -1,0 +1,50 @@
+"""Merge: passes on the first live input (EuroSys '18 §4.1).
+
+Deadness: fires once per tag, with the first live input, or dead when all inputs are dead. It waits for all its control
+inputs but ignores their deadness. Two live inputs under one tag are an error, where TensorFlow races.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+from asyncflow.errors import DTypeError, GraphError
+from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.dtypes import int32
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import relax
+from asyncflow.graph.spec import Spec
+
+
+def _infer(*inputs: Spec) -> tuple[Spec, Spec]:
+    if not inputs:
+        raise GraphError("merge needs at least one input")
+    if len({spec.dtype for spec in inputs}) > 1:
+        raise DTypeError(f"all inputs of a merge have one dtype; got {', '.join(map(str, inputs))}")
+    shape = reduce(relax, (spec.shape for spec in inputs))
+    return Spec(inputs[0].dtype, shape), Spec(int32, ())
+
+
+MERGE = register(Op(name="merge", infer=_infer))
+
+
+def merge(*inputs: TensorLike, name: str | None = None) -> tuple[Tensor, Tensor]:
+    """``(value, index)``: the first live input and its position.
+
+    A loop's Merge starts with its Enter alone; `add_back_edge` adds the NextIteration.
+    """
+    value, index = apply(MERGE, *inputs, name=name)
+    return value, index
+
+
+def add_back_edge(merged: Tensor, next_iteration: Tensor) -> None:
+    """Closes a hand-written loop: makes `next_iteration` an input of the Merge behind `merged`.
+
+    Raises:
+        GraphError: `merged` is not a Merge's value, or `next_iteration` not the output of a NextIteration.
+    """
+    if merged.node.op is not MERGE or next_iteration.node.op.name != "next_iteration":
+        raise GraphError(f"a back edge runs from a next_iteration to a merge; got {next_iteration!r} to {merged!r}")
+    _infer(merged.spec, next_iteration.spec)
+    merged.node.inputs.append(merged.graph.import_tensor(next_iteration))

@@ -1,0 +1,39 @@
+"""Switch: sends a value to one of two outputs (EuroSys '18 §4.1).
+
+Deadness: the output not chosen is dead; a dead input makes both dead. The scheduler routes the value itself, so any
+dtype passes, and no copy is made.
+"""
+
+from __future__ import annotations
+
+from asyncflow.errors import DTypeError, ShapeError
+from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.dtypes import bool_
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import format_shape
+from asyncflow.graph.spec import Spec
+
+
+def check_predicate(pred: Spec) -> None:
+    """Raises DTypeError or ShapeError unless `pred` is a boolean scalar."""
+    if pred.dtype != bool_:
+        raise DTypeError(f"a predicate is a boolean scalar; got {pred}; compare it with something, or use af.astype")
+    if pred.shape != ():
+        raise ShapeError(
+            f"a predicate is a boolean scalar; got shape {format_shape(pred.shape)}; use af.any, af.all or af.reshape"
+        )
+
+
+def _infer(data: Spec, pred: Spec) -> tuple[Spec, Spec]:
+    check_predicate(pred)
+    return data, data
+
+
+SWITCH = register(Op(name="switch", infer=_infer))
+
+
+def switch(data: TensorLike, pred: TensorLike, *, name: str | None = None) -> tuple[Tensor, Tensor]:
+    """``(output_false, output_true)``: `data` leaves through the side that `pred` names, the other is dead."""
+    output_false, output_true = apply(SWITCH, data, pred, name=name)
+    return output_false, output_true

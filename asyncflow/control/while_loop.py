@@ -1,0 +1,202 @@
+"""`while_loop`: repeats a body while a predicate holds (EuroSys '18 §4.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor
+from asyncflow.control.primitives.enter import check_parallel_iterations
+from asyncflow.control.primitives.switch import check_predicate
+from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.graph import nest
+from asyncflow.graph.build import as_tensor, graph_for
+from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import as_shape, format_shape, is_subshape
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.elementwise import add
+from asyncflow.ops.logic import less, logical_and
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncflow.graph.build import TensorLike
+    from asyncflow.graph.ir import Tensor
+
+
+def _infer(
+    *inputs: Spec,
+    cond: Subgraph,
+    body: Subgraph,
+    n_vars: int,
+    parallel_iterations: int,
+    swap_memory: bool,
+) -> tuple[Spec, ...]:
+    check_parallel_iterations(parallel_iterations)
+    check_predicate(cond.results[0].spec)
+    return tuple(inner.spec for inner in body.inputs[:n_vars])
+
+
+WHILE = register(Op(name="while", infer=_infer))
+
+
+def while_loop(
+    cond: Callable[..., TensorLike],
+    body: Callable[..., Any],
+    loop_vars: Any,
+    *,
+    shape_invariants: Any = None,
+    parallel_iterations: int = 32,
+    swap_memory: bool = False,
+    maximum_iterations: TensorLike | None = None,
+    name: str | None = None,
+) -> Any:
+    """Repeats ``loop_vars = body(loop_vars)`` while ``cond(loop_vars)`` holds, and returns the last `loop_vars`.
+
+    Both functions are called once, while the graph is built. A tuple or list of loop variables is spread over the
+    arguments; any other nest is passed as it is. Iterations overlap as far as data and effects allow; with ordered
+    effects, nodes that touch one resource keep their order from iteration to iteration.
+
+    Args:
+        cond: loop variables to a boolean with one element.
+        body: loop variables to the next ones: same nest, dtypes, and shapes no less specific.
+        loop_vars: initial values; any nest of tensors, TensorArrays, variables, arrays and numbers.
+        shape_invariants: same nest, of partial shapes, for variables whose shape changes; None for all that do not.
+        parallel_iterations: how many iterations may be live at once, at least 1. It never changes the result.
+        swap_memory: values saved for gradients may move to host memory.
+        maximum_iterations: stop after so many; a number or an integer scalar.
+        name: of the node.
+
+    Raises:
+        GraphError, DTypeError, ShapeError: the body does not fit the loop variables; the message names the variable.
+
+    >>> import asyncflow as af
+    >>> with Graph():
+    ...     n, total = while_loop(lambda i, s: i < 10, lambda i, s: (i + 1, s + i), (0, 0))
+    >>> total
+    <Tensor while:1 int64[]>
+    """
+    graph = graph_for(*(leaf for leaf in nest.flatten(loop_vars)[0]))
+    check_parallel_iterations(parallel_iterations)
+    variables = _Variables(graph, loop_vars, shape_invariants)
+    if maximum_iterations is not None:
+        cond, body, variables = _bounded(cond, body, variables, maximum_iterations)
+    label = graph.unique_name(name or "while")
+    condition, loop_body = Subgraph(graph, f"{label}/cond"), Subgraph(graph, f"{label}/body")
+    with condition:
+        pred = as_predicate(cond(*variables.arguments(condition)), f"the predicate of {label}")
+        check_predicate(pred.spec)
+        condition.results.append(condition.import_tensor(pred))
+    with loop_body:
+        returned = body(*variables.arguments(loop_body))
+    loop_body.results.extend(variables.next_values(label, loop_body, returned))
+    attrs = {
+        "cond": condition,
+        "body": loop_body,
+        "n_vars": len(variables.specs),
+        "parallel_iterations": parallel_iterations,
+        "swap_memory": swap_memory,
+    }
+    captured = join_captures((condition, loop_body), len(variables.specs))
+    node = graph.add_node(WHILE, [*variables.initial, *captured], attrs, tuple(variables.specs), reserved_name=label)
+    add_outer_controls(node)
+    result = variables.structure.unflatten(node.outputs)
+    return result if maximum_iterations is None else result[1]
+
+
+class _Variables:
+    """The loop variables: their nest, initial values, and the specs that hold in every iteration."""
+
+    def __init__(self, graph: Graph, loop_vars: Any, shape_invariants: Any) -> None:
+        leaves, self.structure = nest.flatten(loop_vars)
+        if not leaves:
+            raise GraphError(
+                f"while_loop needs at least one loop variable; got {loop_vars!r}\n  written at {user_location()}"
+            )
+        self.initial: list[Tensor] = [graph.import_tensor(as_tensor(leaf)) for leaf in leaves]
+        self.names = list(self.structure.paths("loop_vars"))
+        self.specs = [tensor.spec for tensor in self.initial]
+        if shape_invariants is not None:
+            self._apply_invariants(shape_invariants)
+
+    def _apply_invariants(self, shape_invariants: Any) -> None:
+        try:
+            shapes = nest.flatten_like(self.structure, shape_invariants, nested_leaves=True)
+        except nest.StructureMismatch as error:
+            raise GraphError(f"shape_invariants do not match loop_vars: {error}") from None
+        for index, shape in enumerate(map(as_shape, shapes)):
+            initial = self.initial[index].shape
+            if not is_subshape(initial, shape):
+                raise ShapeError(
+                    f"{self.names[index]} starts with shape {format_shape(initial)}, which its shape invariant "
+                    f"{format_shape(shape)} does not allow\n  written at {user_location()}"
+                )
+            self.specs[index] = Spec(self.specs[index].dtype, shape)
+
+    def arguments(self, body: Subgraph) -> tuple[Any, ...]:
+        """The loop variables as `body` sees them, as the positional arguments of its function."""
+        inner = [body.add_input(spec, "var") for spec in self.specs]
+        nested = self.structure.unflatten(inner)
+        return tuple(nested) if self.structure.kind in (tuple, list) else (nested,)
+
+    def next_values(self, label: str, body: Subgraph, returned: Any) -> list[Tensor]:
+        """What the body returned, checked against the loop variables."""
+        kind = self.structure.kind
+        if kind in (tuple, list):
+            spread = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
+            returned = kind(returned if spread else (returned,))  # type: ignore[misc]
+        try:
+            leaves = nest.flatten_like(self.structure, returned)
+        except nest.StructureMismatch as error:
+            raise GraphError(
+                f"the body of {label} must return what it was given, {self.structure}: {error}"
+                f"\n  written at {user_location()}"
+            ) from None
+        return [self._next_value(label, body, index, leaf) for index, leaf in enumerate(leaves)]
+
+    def _next_value(self, label: str, body: Subgraph, index: int, value: Any) -> Tensor:
+        name, spec = self.names[index], self.specs[index]
+        tensor = result_tensor(body, value, body.inputs[index])
+        if tensor.dtype != spec.dtype:
+            raise DTypeError(
+                f"{name} of {label} enters as {dtype_name(spec.dtype)} but the body returns "
+                f"{dtype_name(tensor.dtype)}; convert it with af.astype\n  written at {user_location()}"
+            )
+        if not is_subshape(tensor.shape, spec.shape):
+            raise ShapeError(
+                f"{name} of {label} has shape {format_shape(spec.shape)} but the body returns "
+                f"{format_shape(tensor.shape)}; if its shape changes, say so with shape_invariants"
+                f"\n  written at {user_location()}"
+            )
+        return tensor
+
+
+def _bounded(
+    cond: Callable[..., TensorLike],
+    body: Callable[..., Any],
+    variables: _Variables,
+    maximum: TensorLike,
+) -> tuple[Callable[..., TensorLike], Callable[..., Any], _Variables]:
+    """The same loop with an iteration counter in front of its variables."""
+    limit = as_tensor(maximum)
+    if limit.dtype.kind not in "iu" or limit.shape not in ((), None):
+        raise GraphError(f"maximum_iterations is an integer scalar; got {limit!r}")
+    spread = variables.structure.kind in (tuple, list)
+    counted = _Variables(limit.graph, (as_tensor(0, int64), variables.structure.unflatten(variables.initial)), None)
+    counted.specs[1:] = variables.specs
+    counted.names = ["the iteration counter", *variables.names]
+
+    def counted_cond(count: Tensor, inner: Any) -> Tensor:
+        pred = as_predicate(cond(*inner) if spread else cond(inner), "the predicate of while_loop")
+        return logical_and(less(count, limit), pred)
+
+    def counted_body(count: Tensor, inner: Any) -> Any:
+        returned = body(*inner) if spread else body(inner)
+        if spread:
+            kind = variables.structure.kind
+            listed = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
+            returned = kind(returned if listed else (returned,))  # type: ignore[misc]
+        return add(count, 1), returned
+
+    return counted_cond, counted_body, counted

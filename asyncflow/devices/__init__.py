@@ -1,0 +1,37 @@
+"""Where do kernels run and values live? Devices, their names, their memory, and what kernels cost."""
+
+from __future__ import annotations
+
+from asyncflow.devices.blas import BlasLease, acquire_blas_threads
+from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.devices.cpu import CpuDevice
+from asyncflow.devices.memory import (
+    TRACKED_BYTES,
+    LiveBuffer,
+    MemoryAccount,
+    MemoryLimitExceeded,
+    MemoryStatistics,
+)
+from asyncflow.devices.names import ANY_DEVICE, DeviceName, DeviceSpec
+from asyncflow.devices.protocol import Device
+from asyncflow.devices.registry import DeviceDescription, available_devices, open_devices
+
+__all__ = [
+    "ANY_DEVICE",
+    "INLINE_LIMIT_NS",
+    "TRACKED_BYTES",
+    "BlasLease",
+    "CpuDevice",
+    "Device",
+    "DeviceDescription",
+    "DeviceName",
+    "DeviceSpec",
+    "LiveBuffer",
+    "MeasuredCost",
+    "MemoryAccount",
+    "MemoryLimitExceeded",
+    "MemoryStatistics",
+    "acquire_blas_threads",
+    "available_devices",
+    "open_devices",
+]

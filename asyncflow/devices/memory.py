@@ -1,0 +1,223 @@
+"""How many bytes of arrays a device holds, which ones are the largest, and what its limit is.
+
+An account only watches: it holds weak references to the buffers that kernels returned, and a buffer leaves the account
+when Python frees it. Buffers may be freed on any thread, at any bytecode, even inside this module; so the weak
+reference's callback is a bare ``deque.append``, which takes no lock, and whoever reads the account first settles what
+has been freed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncflow.devices.options import positive_count
+
+TRACKED_BYTES = 4096
+"""Arrays smaller than this are not counted: watching one costs more than it holds."""
+
+_TOP = 5
+
+Buffer = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+
+
+class LiveBuffer(NamedTuple):
+    """A buffer that is alive."""
+
+    nbytes: int
+    label: str
+    """What was said when it was tracked: the name of the node that made it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStatistics:
+    """One moment of an account, in bytes."""
+
+    device: str
+    used: int
+    peak: int
+    limit: int | None
+    buffers: int
+    """How many buffers are alive."""
+
+
+class MemoryLimitExceeded(Exception):
+    """A device holds more than its limit; the runtime turns it into an `OutOfMemoryError` with provenance.
+
+    Attributes:
+        requested: bytes of the buffer that passed the limit.
+        used: bytes held, that buffer included.
+        limit: the limit in bytes.
+        top: the largest buffers alive, largest first.
+    """
+
+    def __init__(self, *, device: str, requested: int, used: int, limit: int, top: tuple[LiveBuffer, ...]) -> None:
+        self.device = device
+        self.requested = requested
+        self.used = used
+        self.limit = limit
+        self.top = top
+        largest = ", ".join(f"{buffer.label or 'unnamed'} {format_bytes(buffer.nbytes)}" for buffer in top)
+        super().__init__(
+            f"{device} holds {format_bytes(used)}, over its limit of {format_bytes(limit)}, after a value of "
+            f"{format_bytes(requested)}; largest now: {largest}; raise memory_limit=, or run fewer iterations or "
+            "requests at once"
+        )
+
+
+class MemoryAccount:
+    """The account of one device.
+
+    Invariant, under the lock and after `_settle`: ``_live`` holds exactly the tracked buffers that are alive, by the
+    id of the array that owns them, and ``_used`` is their sum. An id is reused only after its owner was freed, hence
+    after its callback ran, hence never while `_settle` has not seen it.
+    """
+
+    __slots__ = ("_device", "_freed", "_limit", "_live", "_lock", "_peak", "_used")
+
+    def __init__(self, device_name: str, limit: int | None = None) -> None:
+        """Open an account.
+
+        Raises:
+            ValueError: ``limit`` is no positive number of bytes.
+        """
+        self._device = device_name
+        self._limit = None if limit is None else positive_count(limit, f"the memory limit of {device_name} in bytes")
+        self._live: dict[int, _Watch] = {}
+        self._freed: deque[_Watch] = deque()
+        self._lock = threading.RLock()  # reentrant: settling may run the finalizers of others
+        self._used = 0
+        self._peak = 0
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes the device may hold; None is no limit."""
+        return self._limit
+
+    @property
+    def used(self) -> int:
+        """Bytes held now."""
+        with self._lock:
+            self._settle()
+            return self._used
+
+    @property
+    def peak(self) -> int:
+        """The most bytes ever held at a time."""
+        return self._peak
+
+    def would_exceed(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more would pass the limit."""
+        return self._limit is not None and self.used + nbytes > self._limit
+
+    def track(self, value: object, label: str = "") -> None:
+        """Count the buffer behind ``value`` until it is freed; ``label`` is the name of the node that made it.
+
+        Anything but an array of at least `TRACKED_BYTES` is ignored. A view counts as the buffer it looks into, and a
+        buffer counts once however many views of it are tracked.
+
+        Raises:
+            MemoryLimitExceeded: the device now holds more than its limit; the buffer stays counted while it lives.
+        """
+        # Each firing comes here: two checks, and gone. A view may show more bytes than there are (broadcasting) or
+        # fewer (a slice); a small slice is let go, as what it looks into was tracked when it was made.
+        if isinstance(value, np.ndarray) and value.nbytes >= TRACKED_BYTES:
+            owner = owner_of(value)
+            nbytes = owner.nbytes
+            if nbytes >= TRACKED_BYTES:
+                used = self._watch(owner, nbytes, label)
+                if self._limit is not None and used > self._limit:
+                    del value, owner  # the traceback keeps this frame, and must not keep the buffer
+                    raise MemoryLimitExceeded(
+                        device=self._device, requested=nbytes, used=used, limit=self._limit, top=self.top()
+                    )
+
+    def top(self, n: int = _TOP) -> tuple[LiveBuffer, ...]:
+        """The ``n`` largest tracked buffers that are alive, largest first."""
+        with self._lock:
+            self._settle()
+            buffers = [LiveBuffer(watch.nbytes, watch.label) for watch in self._live.values()]
+        return tuple(heapq.nlargest(n, buffers))
+
+    def statistics(self) -> MemoryStatistics:
+        """A snapshot."""
+        with self._lock:
+            self._settle()
+            return MemoryStatistics(
+                device=self._device, used=self._used, peak=self._peak, limit=self._limit, buffers=len(self._live)
+            )
+
+    def _watch(self, owner: Buffer, nbytes: int, label: str) -> int:
+        """Count a buffer unless it is counted; the bytes now in use, or 0 if that has not changed."""
+        key = id(owner)
+        with self._lock:
+            self._settle()
+            if key in self._live:
+                return 0
+            self._live[key] = _Watch(owner, self._freed.append, key, nbytes, label)
+            self._used += nbytes
+            self._peak = max(self._peak, self._used)
+            return self._used
+
+    def _settle(self) -> None:
+        freed = self._freed
+        while freed:
+            watch = freed.popleft()
+            del self._live[watch.key]
+            self._used -= watch.nbytes
+
+
+class _Watch(weakref.ref[Buffer]):
+    """A weak reference that knows what it counted."""
+
+    __slots__ = ("key", "label", "nbytes")
+
+    key: int
+    nbytes: int
+    label: str
+
+    def __new__(cls, owner: Buffer, freed: Callable[[_Watch], None], key: int, nbytes: int, label: str) -> _Watch:
+        self = super().__new__(cls, owner, freed)
+        self.key = key
+        self.nbytes = nbytes
+        self.label = label
+        return self
+
+    def __init__(self, owner: Buffer, freed: Callable[[_Watch], None], *_: object) -> None:
+        # `weakref.ref` counts its arguments here as well.
+        super().__init__(owner, freed)  # type: ignore[call-arg]
+
+
+def owner_of(value: npt.NDArray[np.generic]) -> Buffer:
+    """The array whose buffer ``value`` looks into: itself unless it is a view.
+
+    The chain of bases may pass through objects that are no arrays (`numpy.lib.stride_tricks.as_strided`), and may end
+    in one (a memory map); the last array on it is the owner.
+    """
+    owner: Buffer = value
+    base: object = value.base
+    while base is not None:
+        if isinstance(base, np.ndarray):
+            owner = base
+        base = getattr(base, "base", None)
+    return owner
+
+
+def format_bytes(nbytes: int) -> str:
+    """Bytes for people: ``512 B``, ``1.5 MiB``."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"

@@ -1,0 +1,96 @@
+"""Names of devices (``cuda:1``), and partial ones that constrain placement (``cuda``)."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from asyncflow.errors import PlacementError
+
+KINDS = ("cpu", "cuda", "sim")
+"""The kinds of device that have a name, whether or not this machine has one."""
+
+_PATTERN = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]*))?")
+_ACCEPTED = "accepted are a kind (cpu, cuda, sim) or a kind and an index (cpu:0, cuda:1, sim:3)"
+_OTHER_WORDS = {"gpu": "cuda", "host": "cpu", "simulated": "sim"}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DeviceName:
+    """The full name of one device: its kind and its index among that kind, from 0."""
+
+    kind: str
+    index: int
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceName:
+        """Read a full name, such as ``cpu:0``.
+
+        Raises:
+            PlacementError: ``text`` is no device name, or has no index.
+        """
+        kind, index = _split(text)
+        if index is None:
+            raise PlacementError(f"device name {text!r} has no index where one device is meant; say {kind + ':0'!r}")
+        return cls(kind, index)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """A constraint on devices; a part that is None fits any."""
+
+    kind: str | None = None
+    index: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceSpec:
+        """Read a name that may leave out the index, such as ``cuda`` or ``cuda:1``.
+
+        Raises:
+            PlacementError: ``text`` is neither.
+        """
+        return cls(*_split(text))
+
+    def matches(self, name: DeviceName | str) -> bool:
+        """Whether the device of this full name satisfies the constraint.
+
+        Raises:
+            PlacementError: ``name`` is a str and no full device name.
+        """
+        device = DeviceName.parse(name) if isinstance(name, str) else name
+        return self.kind in (None, device.kind) and self.index in (None, device.index)
+
+    def narrowed_by(self, other: DeviceSpec) -> DeviceSpec | None:
+        """The constraint that demands both; None if no device can satisfy both."""
+        kind = self.kind if other.kind is None else other.kind
+        index = self.index if other.index is None else other.index
+        if self.kind not in (None, kind) or self.index not in (None, index):
+            return None
+        return DeviceSpec(kind, index)
+
+    def __str__(self) -> str:
+        kind = self.kind or "any"
+        return kind if self.index is None else f"{kind}:{self.index}"
+
+
+ANY_DEVICE = DeviceSpec()
+"""The constraint that every device satisfies."""
+
+
+def _split(text: object) -> tuple[str, int | None]:
+    match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise PlacementError(f"{text!r} is no device name; {_ACCEPTED}")
+    kind, index = match[1], match[2]
+    if kind not in KINDS:
+        raise PlacementError(f"unknown kind of device in {text!r}{_suggestion(kind)}; {_ACCEPTED}")
+    return kind, None if index is None else int(index)
+
+
+def _suggestion(kind: str) -> str:
+    close = [_OTHER_WORDS[kind]] if kind in _OTHER_WORDS else difflib.get_close_matches(kind, KINDS, n=1)
+    return f", did you mean {close[0]!r}?" if close else ""

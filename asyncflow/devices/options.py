@@ -1,0 +1,14 @@
+"""The numbers that users give to devices, checked."""
+
+from __future__ import annotations
+
+
+def positive_count(value: object, meaning: str) -> int:
+    """``value`` if it is an int of at least 1; ``meaning`` says in the error what it counts.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{meaning} is a positive int, not {value!r}")
+    return value

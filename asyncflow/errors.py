@@ -1,0 +1,159 @@
+"""What can go wrong, and where in the user's code.
+
+Every error asyncflow raises on purpose derives from `AsyncflowError`::
+
+    AsyncflowError
+    ├── GraphError                  a program that cannot be built            (build time)
+    │   ├── ShapeError                (also ValueError)
+    │   └── DTypeError                (also TypeError)
+    ├── FeedError                   a value that may not be fed               (also ValueError)
+    ├── FetchError                  a thing that cannot be fetched, or a dead fetch
+    ├── PlacementError              no device can run a node as requested
+    ├── KernelError                 a node failed while running: node, tag, device, inputs, user line
+    │   └── OutOfMemoryError          (also MemoryError)
+    ├── DeadlineExceeded            a run's ``timeout=`` passed               (also TimeoutError)
+    ├── CheckpointError             a file that cannot be saved or restored
+    ├── SessionClosedError          a session used after close, or after a fork
+    └── InternalError               a bug in asyncflow itself
+
+`asyncio.CancelledError` stays itself: cancelling a run is not an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).resolve().parent) + "/"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLocation:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+UNKNOWN_LOCATION = SourceLocation("<unknown>", 0, "<unknown>")
+
+
+def user_location() -> SourceLocation:
+    """The innermost line of the call stack that lies outside asyncflow."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_back is None:
+            return UNKNOWN_LOCATION
+        frame = frame.f_back
+    return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+class AsyncflowError(Exception):
+    """Base of every error asyncflow raises on purpose."""
+
+
+class GraphError(AsyncflowError):
+    """A program that cannot be built; raised where the user wrote it."""
+
+
+class ShapeError(GraphError, ValueError):
+    """Shapes that do not fit together."""
+
+
+class DTypeError(GraphError, TypeError):
+    """Dtypes that do not fit together."""
+
+
+class FeedError(AsyncflowError, ValueError):
+    """A fed value that does not fit its tensor, is missing, or may not be fed."""
+
+
+class FetchError(AsyncflowError):
+    """Something that cannot be fetched, or a fetch that turned out dead."""
+
+
+class PlacementError(AsyncflowError):
+    """No device can run a node as requested."""
+
+
+class DeadlineExceeded(AsyncflowError, TimeoutError):
+    """A run did not end within its ``timeout=``."""
+
+
+class CheckpointError(AsyncflowError):
+    """A checkpoint that cannot be written, or a file that is not a whole checkpoint."""
+
+
+class SessionClosedError(AsyncflowError):
+    """A session used after it was closed, or in a forked child."""
+
+
+class InternalError(AsyncflowError):
+    """A bug in asyncflow: please report it with the text of the error."""
+
+
+class KernelError(AsyncflowError):
+    """A node failed while it ran; ``__cause__`` is the original exception.
+
+    Attributes:
+        node: name of the node.
+        op: name of its op.
+        tag: the frames and iterations it ran in, such as ``outer/3/inner/7``; empty outside loops.
+        device: name of the device.
+        inputs: ``dtype[shape]`` of each input value.
+        location: the user's line that built the node.
+        reason: what happened, without the provenance.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        node: str,
+        op: str,
+        tag: str = "",
+        device: str = "",
+        inputs: tuple[str, ...] = (),
+        location: SourceLocation = UNKNOWN_LOCATION,
+    ) -> None:
+        self.reason = reason
+        self.node = node
+        self.op = op
+        self.tag = tag
+        self.device = device
+        self.inputs = inputs
+        self.location = location
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        where = f" in iteration {self.tag}" if self.tag else ""
+        lines = [f"{self.reason}", f"  node    {self.node} ({self.op}){where}"]
+        if self.device:
+            lines.append(f"  device  {self.device}")
+        if self.inputs:
+            lines.append(f"  inputs  {', '.join(self.inputs)}")
+        lines.append(f"  built at {self.location}")
+        return "\n".join(lines)
+
+
+class OutOfMemoryError(KernelError, MemoryError):
+    """A device's memory limit would be passed.
+
+    Attributes:
+        requested: bytes asked for.
+        used: bytes in use on the device.
+        limit: the device's limit in bytes.
+    """
+
+    def __init__(
+        self, reason: str, *, requested: int, used: int, limit: int, **provenance: object
+    ) -> None:
+        self.requested = requested
+        self.used = used
+        self.limit = limit
+        super().__init__(reason, **provenance)  # type: ignore[arg-type]

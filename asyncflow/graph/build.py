@@ -1,0 +1,216 @@
+"""How user code adds nodes: `apply` an op, turn values `as_tensor`, `placeholder`, `constant`, `identity`, `group`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+
+from asyncflow.errors import DTypeError, GraphError, user_location
+from asyncflow.graph import builtin
+from asyncflow.graph.dtypes import VARIANT, as_dtype, is_supported, string
+from asyncflow.graph.frames import frame_of
+from asyncflow.graph.graph import Graph, current_graph
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.spec import Spec
+from asyncflow.graph.shapes import as_shape
+
+if TYPE_CHECKING:
+    from asyncflow.graph.dtypes import DType, DTypeLike
+    from asyncflow.graph.op import Op
+    from asyncflow.graph.shapes import ShapeLike
+
+
+@runtime_checkable
+class SupportsTensor(Protocol):
+    """Something that reads as a tensor, such as a `Variable`."""
+
+    def __asyncflow_tensor__(self) -> Tensor:
+        """The tensor, built in the current graph."""
+        ...
+
+
+TensorLike: TypeAlias = Any
+"""A Tensor, a Variable, a NumPy array or scalar, a Python number, bool or string, or a nested list of those numbers."""
+
+
+def graph_for(*values: object) -> Graph:
+    """The graph new nodes join: the one being built, or else the root graph of the tensors given.
+
+    Raises:
+        GraphError: there is neither.
+    """
+    graph = current_graph()
+    if graph is not None:
+        return graph
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.graph.root
+    raise GraphError("no graph is being built here; write `with af.Graph() as graph:` around this code")
+
+
+def apply(op: Op, *inputs: TensorLike, name: str | None = None, **attrs: Any) -> tuple[Tensor, ...]:
+    """Adds a node to the current graph and returns its outputs.
+
+    Raises:
+        ShapeError, DTypeError: the op does not accept the inputs; the message names the op and its inputs.
+        GraphError: an input belongs to another graph or leaked out of a branch or loop.
+    """
+    graph = graph_for(*inputs)
+    tensors = [graph.import_tensor(as_tensor(value)) for value in inputs]
+    try:
+        specs = op.infer(*(tensor.spec for tensor in tensors), **attrs)
+    except GraphError as error:
+        seen = ", ".join(f"{tensor.name} {tensor.spec}" for tensor in tensors)
+        raise type(error)(f"{op.name}: {error}\n  inputs   {seen or 'none'}\n  written at {user_location()}") from None
+    if not graph.frames and op.name != "enter":
+        return graph.add_node(op, tensors, attrs, specs, name=name).outputs
+    # A loop written by hand: its frames are checked as it is built.
+    sources = [*(tensor.node for tensor in tensors), *graph.controls]
+    for source in sources:
+        graph.frames.setdefault(source, ())
+    frame = frame_of(op.name, name or op.name, sources, graph.frames, user_location())
+    node = graph.add_node(op, tensors, attrs, specs, name=name)
+    graph.frames[node] = frame
+    return node.outputs
+
+
+def as_tensor(value: TensorLike, dtype: DTypeLike | None = None) -> Tensor:
+    """`value` as a tensor of the current graph; a constant unless it already is symbolic.
+
+    Raises:
+        DTypeError: a value that no tensor can hold, or a tensor of another dtype than asked for.
+        GraphError: a ragged list.
+    """
+    if not isinstance(value, Tensor) and isinstance(value, SupportsTensor):
+        value = value.__asyncflow_tensor__()
+    if not isinstance(value, Tensor):
+        return constant(value, dtype)
+    if dtype is not None and value.dtype != as_dtype(dtype):
+        raise DTypeError(f"{value!r} is not of dtype {as_dtype(dtype)}; convert it with af.astype")
+    return graph_for(value).import_tensor(value)
+
+
+def constant(value: TensorLike, dtype: DTypeLike | None = None, *, name: str | None = None) -> Tensor:
+    """A value fixed when the graph is built.
+
+    Args:
+        value: a number, bool, string, NumPy array, or nested lists of numbers. Copied.
+        dtype: None takes NumPy's choice (Python floats give float64, ints int64).
+
+    Raises:
+        DTypeError: the value cannot be held, or does not fit `dtype` exactly in kind.
+        GraphError: nested lists are ragged, or contain tensors (use af.stack).
+    """
+    array = as_array(value, None if dtype is None else as_dtype(dtype))
+    array.flags.writeable = False
+    return apply(builtin.CONSTANT, name=name, value=array)[0]
+
+
+def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
+    """A fresh NumPy array of `value`; refuses what a tensor cannot hold."""
+    if isinstance(value, list | tuple) and _contains_tensor(value):
+        raise GraphError("a list with tensors in it is not a constant; use af.stack to make one tensor of them")
+    try:
+        array = np.array(value)
+    except (ValueError, OverflowError) as error:
+        raise GraphError(f"cannot make a tensor of {_brief(value)}: {error}") from error
+    if array.dtype.kind in "UT":
+        if isinstance(value, list | tuple) and not _only_strings(value):
+            raise DTypeError(f"cannot make a tensor of {_brief(value)}: strings and other values do not mix")
+        array = array.astype(string)
+    if not is_supported(array.dtype) or VARIANT in (array.dtype, dtype):
+        raise DTypeError(
+            f"cannot make a tensor of {_brief(value)}: NumPy gives dtype {array.dtype}; tensors hold booleans, "
+            f"integers, floats, complex numbers or strings"
+        )
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array if dtype is None or array.dtype == dtype else _convert(array, value, dtype)
+
+
+def _convert(array: np.ndarray[Any, Any], value: TensorLike, dtype: DType) -> np.ndarray[Any, Any]:
+    if array.size == 0 and isinstance(value, list | tuple):
+        return np.empty(array.shape, dtype)
+    if string not in (array.dtype, dtype) and _RANKS[array.dtype.kind] <= _RANKS[dtype.kind]:
+        # Overflow gives infinities, which the comparison finds.
+        with np.errstate(over="ignore"):
+            converted = array.astype(dtype)
+        if _same_values(array, converted):
+            return converted
+    raise DTypeError(f"{_brief(value)} does not fit dtype {dtype}; convert it yourself if you mean to lose data")
+
+
+_RANKS = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
+"""Kinds of dtypes, each of which the later ones can hold; bfloat16 is of kind V."""
+
+
+def _same_values(array: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -> bool:
+    """Whether integers are unchanged, and floats finite where they were; rounding is what a smaller float is for."""
+    if converted.dtype.kind in "biu":
+        return bool((array == converted).all())
+    return bool((np.isfinite(converted) | ~np.isfinite(array)).all())
+
+
+def _only_strings(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_only_strings, value))
+    return isinstance(value, str) or (isinstance(value, np.ndarray) and value.dtype.kind in "UT")
+
+
+def _contains_tensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_contains_tensor(item) for item in value)
+    return isinstance(value, Tensor | SupportsTensor)
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def placeholder(dtype: DTypeLike, shape: ShapeLike = None, name: str | None = None) -> Tensor:
+    """A value every run that needs it must feed.
+
+    Args:
+        dtype: element type.
+        shape: partial shape; None for unknown rank.
+    """
+    spec = Spec(as_dtype(dtype), as_shape(shape))
+    return apply(builtin.PLACEHOLDER, name=name, spec=spec)[0]
+
+
+def identity(x: TensorLike, *, name: str | None = None) -> Tensor:
+    """`x` itself; a new node to hang control edges or a name on."""
+    return apply(builtin.IDENTITY, x, name=name)[0]
+
+
+def group(*items: Tensor | Node, name: str | None = None) -> Node:
+    """A node that has run when all `items` have."""
+    graph = graph_for(*items)
+    node = graph.add_node(builtin.NO_OP, (), {}, (), name=name or "group")
+    for item in items:
+        add_control_input(node, item.node if isinstance(item, Tensor) else item)
+    return node
+
+
+def add_control_input(node: Node, before: Node) -> None:
+    """Makes `node` run after `before`."""
+    local = node.graph.import_control(before)
+    if local is not None and local not in node.control_inputs:
+        node.control_inputs.append(local)
+
+
+__all__ = [
+    "SupportsTensor",
+    "TensorLike",
+    "add_control_input",
+    "apply",
+    "as_array",
+    "as_tensor",
+    "constant",
+    "graph_for",
+    "group",
+    "identity",
+    "placeholder",
+]

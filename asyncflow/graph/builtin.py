@@ -1,0 +1,40 @@
+"""The ops every graph needs, whatever the library of operations is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.spec import Spec
+
+if TYPE_CHECKING:
+    from asyncflow.graph.op import Kernel
+
+
+def _spec_attr(*, spec: Spec) -> Spec:
+    return spec
+
+
+def _constant_spec(*, value: Any) -> Spec:
+    return Spec(value.dtype, value.shape)
+
+
+def _constant_kernel(xp: Any, *, value: Any) -> Kernel:
+    # A NumPy scalar is several times cheaper to compute with than a 0-d array, and means the same.
+    stored = value[()] if value.ndim == 0 and value.dtype.kind in "biufc" else xp.asarray(value)
+    return lambda: stored
+
+
+PLACEHOLDER = register(Op(name="placeholder", infer=_spec_attr))
+PARAMETER = register(Op(name="parameter", infer=_spec_attr))
+CONSTANT = register(Op(name="constant", infer=_constant_spec, kernel=_constant_kernel))
+IDENTITY = register(Op(name="identity", infer=lambda x: x, kernel=lambda xp: _same))
+NO_OP = register(Op(name="no_op", infer=lambda *_: (), kernel=lambda xp: _nothing))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _nothing(*_: Any) -> tuple[()]:
+    return ()

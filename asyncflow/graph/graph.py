@@ -1,0 +1,327 @@
+"""`Graph`: nodes in the order they were built; `Subgraph`: the body of a branch or loop, with captures."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from asyncflow.errors import GraphError, user_location
+from asyncflow.graph.ir import Node, NodeId, Tensor
+from asyncflow.graph.op import Access, Effects, find_op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from contextvars import Token
+
+    from asyncflow.errors import SourceLocation
+    from asyncflow.graph.frames import FramePath
+    from asyncflow.graph.op import Op
+    from asyncflow.graph.spec import Spec
+
+_current: ContextVar[Graph | None] = ContextVar("asyncflow_graph", default=None)
+
+
+def current_graph() -> Graph | None:
+    """The graph or subgraph that new nodes join, or None."""
+    return _current.get()
+
+
+class Graph:
+    """A program: nodes and edges. Use it as a context manager; nodes built inside join it.
+
+    A graph may grow after it has run; `version` counts its nodes, and sessions compile anew when it changes.
+
+    Args:
+        effects: ``"ordered"``: nodes that touch one resource run in the order they were written, and a branch or
+            loop that runs, runs all its effects. ``"unordered"``: only explicit edges order, and branches and loops
+            are pruned to what is needed (the MAPL '17 semantics).
+        seed: seeds the graph's random ops; None takes the session's seed.
+
+    >>> with Graph() as graph:
+    ...     pass
+    >>> len(graph.nodes)
+    0
+    """
+
+    is_subgraph: ClassVar[bool] = False
+
+    def __init__(self, *, effects: Literal["ordered", "unordered"] = "ordered", seed: int | None = None) -> None:
+        if effects not in ("ordered", "unordered"):
+            raise GraphError(f"Graph(effects={effects!r}): effects must be 'ordered' or 'unordered'")
+        self.effects: Literal["ordered", "unordered"] = effects
+        self.seed = seed
+        self.nodes: list[Node] = []
+        self.parent: Graph | None = None
+        self.root: Graph = self
+        self.version = 0
+        self.device: str | None = None
+        self.colocated_with: str | None = None
+        self.name_scope = ""
+        self.controls: tuple[Node, ...] = ()
+        self.frames: dict[Node, FramePath] = {}
+        self._by_name: dict[str, Node] = {}
+        self._taken: dict[str, int] = {}
+        self._entered: list[Token[Graph | None]] = []
+
+    def __enter__(self) -> Self:
+        self._entered.append(_current.set(self))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _current.reset(self._entered.pop())
+
+    def __repr__(self) -> str:
+        return f"<Graph of {len(self.nodes)} nodes>"
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def add_node(
+        self,
+        op: Op,
+        inputs: Sequence[Tensor],
+        attrs: Mapping[str, Any],
+        specs: Spec | tuple[Spec, ...],
+        *,
+        name: str | None = None,
+        reserved_name: str | None = None,
+        location: SourceLocation | None = None,
+    ) -> Node:
+        """Appends a node whose inputs already belong to this graph. `specs` describe its outputs.
+
+        `reserved_name` comes from an earlier `unique_name` and is taken as it is.
+        """
+        root = self.root
+        node = Node(
+            graph=self,
+            id=NodeId(root.version),
+            name=reserved_name or self.unique_name(name or op.name),
+            op=op,
+            inputs=inputs,
+            attrs=attrs,
+            specs=specs,
+            control_inputs=self.controls,
+            device=self.device,
+            colocated_with=self.colocated_with,
+            location=location or user_location(),
+        )
+        root.version += 1
+        root._by_name[node.name] = node
+        self.nodes.append(node)
+        return node
+
+    def adopt(self, node: Node) -> None:
+        """Appends a node of another graph, which is used up; a compiler pass calls `renumber` when it is done."""
+        node.graph = self
+        self.root._by_name[node.name] = node
+        self.nodes.append(node)
+
+    def renumber(self) -> None:
+        """Gives the nodes of a root graph ids in their order again."""
+        for index, node in enumerate(self.nodes):
+            node.id = NodeId(index)
+        self.version = len(self.nodes)
+
+    def unique_name(self, name: str) -> str:
+        """`name` inside the current name scope, numbered if taken: ``layer/add``, ``layer/add_1``."""
+        full = self.name_scope + name
+        taken = self.root._taken
+        candidate = full
+        while candidate in taken:
+            taken[full] += 1
+            candidate = f"{full}_{taken[full]}"
+        taken[candidate] = 0
+        return candidate
+
+    def import_tensor(self, tensor: Tensor) -> Tensor:
+        """`tensor` as seen from this graph: itself, or a capture of an enclosing graph's tensor.
+
+        Raises:
+            GraphError: it belongs to another graph, or to the body of a branch or loop that does not enclose this one.
+        """
+        if tensor.node.graph is self:
+            return tensor
+        raise GraphError(_leak(tensor, self))
+
+    def import_control(self, node: Node) -> Node | None:
+        """`node` as a control input here; None if an enclosing branch or loop waits for it instead."""
+        if node.graph is self:
+            return node
+        raise GraphError(_leak(node.outputs[0] if node.outputs else node, self))
+
+    # -- looking up ----------------------------------------------------------------------------------------------
+
+    def node(self, name: str) -> Node:
+        """The node of that name, in this graph or in any branch or loop of it.
+
+        Raises:
+            GraphError: there is none; close names are suggested.
+        """
+        found = self.root._by_name.get(name)
+        if found is None:
+            raise GraphError(f"no node is named {name!r}{_suggest(name, self.root._by_name)}")
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of that name: ``"layer/add:0"``, or ``"layer/add"`` for output 0.
+
+        Raises:
+            GraphError: there is none.
+        """
+        node_name, _, index = name.partition(":")
+        node = self.node(node_name)
+        number = int(index) if index.isascii() and index.isdigit() else 0 if not index else -1
+        if not 0 <= number < len(node.outputs):
+            raise GraphError(f"no tensor is named {name!r}: node {node_name!r} has {len(node.outputs)} outputs")
+        return node.outputs[number]
+
+    def walk(self) -> Iterator[Node]:
+        """Every node, those of branches and loops included, outer before inner."""
+        stack: list[Graph] = [self]
+        while stack:
+            graph = stack.pop()
+            yield from graph.nodes
+            for node in graph.nodes:
+                if node.op.name in STRUCTURED:
+                    stack.extend(node.subgraphs)
+
+
+STRUCTURED = frozenset({"cond", "while"})
+"""Ops whose nodes hold subgraphs."""
+
+
+class Subgraph(Graph):
+    """The body of a branch or loop (or a loop's predicate).
+
+    Attributes:
+        label: for messages and names, such as ``while/body``.
+        inputs: one inner tensor per input of the structured node: first its parameters, then its captures.
+        captures: outer tensor (of `parent`) to inner tensor.
+        results: the tensors it gives back.
+        outer_controls: nodes of `parent` that must run before the structured node does.
+    """
+
+    is_subgraph: ClassVar[bool] = True
+
+    def __init__(self, parent: Graph, label: str) -> None:
+        super().__init__(effects=parent.effects, seed=parent.seed)
+        self.parent = parent
+        self.root = parent.root
+        self.label = label
+        self.device = parent.device
+        self.colocated_with = parent.colocated_with
+        self.name_scope = f"{label}/"
+        self.inputs: list[Tensor] = []
+        self.captures: dict[Tensor, Tensor] = {}
+        self.results: list[Tensor] = []
+        self.outer_controls: dict[Node, None] = {}
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return f"<Subgraph {self.label} of {len(self.nodes)} nodes>"
+
+    def add_node(
+        self,
+        op: Op,
+        inputs: Sequence[Tensor],
+        attrs: Mapping[str, Any],
+        specs: Spec | tuple[Spec, ...],
+        *,
+        name: str | None = None,
+        reserved_name: str | None = None,
+        location: SourceLocation | None = None,
+    ) -> Node:
+        """Appends a node.
+
+        Raises:
+            GraphError: the body is finished; only code inside its builder function may add to it.
+        """
+        if self.closed:
+            raise GraphError(f"{self.label} is finished: nodes can only be added while its function is being called")
+        return super().add_node(
+            op, inputs, attrs, specs, name=name, reserved_name=reserved_name, location=location
+        )
+
+    def add_input(self, spec: Spec, name: str) -> Tensor:
+        """A new inner tensor that stands for an input of the structured node."""
+        saved, self.controls = self.controls, ()
+        node = self.add_node(find_op("parameter"), (), {"spec": spec}, spec, name=name)
+        self.controls = saved
+        self.inputs.append(node.outputs[0])
+        return node.outputs[0]
+
+    def import_tensor(self, tensor: Tensor) -> Tensor:
+        """See `Graph.import_tensor`; tensors of enclosing graphs become captures."""
+        if tensor.node.graph is self:
+            return tensor
+        if not encloses(tensor.node.graph, self):
+            raise GraphError(_leak(tensor, self))
+        assert self.parent is not None
+        outer = self.parent.import_tensor(tensor)
+        if outer not in self.captures:
+            self.captures[outer] = self.add_input(outer.spec, f"capture_{tensor.node.name.rpartition('/')[2]}")
+        return self.captures[outer]
+
+    def import_control(self, node: Node) -> Node | None:
+        """See `Graph.import_control`: a node outside runs before the whole branch or loop."""
+        if node.graph is self:
+            return node
+        if not encloses(node.graph, self):
+            raise GraphError(_leak(node.outputs[0] if node.outputs else node, self))
+        assert self.parent is not None
+        outer = self.parent.import_control(node)
+        if outer is not None:
+            self.outer_controls[outer] = None
+        return None
+
+
+def encloses(outer: Graph, inner: Graph) -> bool:
+    """Whether `inner` is `outer`, or a branch or loop somewhere inside it."""
+    graph: Graph | None = inner
+    while graph is not None:
+        if graph is outer:
+            return True
+        graph = graph.parent
+    return False
+
+
+def node_effects(node: Node) -> Effects:
+    """Resources the node touches: its op's effects, or all effects inside a structured node, first touch first."""
+    if node.op.name in STRUCTURED:
+        return _combine(effect for body in node.subgraphs for inner in body.nodes for effect in node_effects(inner))
+    return node.op.effects(node) if node.op.effects is not None else ()
+
+
+def has_side_effect(node: Node) -> bool:
+    """Whether the node changes anything outside its outputs."""
+    return any(access is Access.WRITE for _, access in node_effects(node))
+
+
+def _combine(effects: Iterable[tuple[Any, Access]]) -> Effects:
+    combined: dict[Any, Access] = {}
+    for resource, access in effects:
+        if combined.get(resource) is not Access.WRITE:
+            combined[resource] = access
+    return tuple(combined.items())
+
+
+def _leak(value: Tensor | Node, graph: Graph) -> str:
+    home = value.graph
+    node = value.node if isinstance(value, Tensor) else value
+    here = graph.label if isinstance(graph, Subgraph) else "this graph"
+    if home.root is not graph.root:
+        return (
+            f"{value!r} belongs to another graph than {here}: a graph only uses its own tensors; feed its value instead"
+            f"\n  built at {node.location}"
+        )
+    where = home.label if isinstance(home, Subgraph) else "the outer graph"
+    return (
+        f"{value!r} was built inside {where} and is used in {here}, which lies outside it: "
+        f"a value leaves a branch or loop only as one of its results; return it from the function"
+        f"\n  built at {node.location}"
+    )
+
+
+def _suggest(name: str, known: Mapping[str, object]) -> str:
+    close = get_close_matches(name, known, n=3)
+    return f"; did you mean {' or '.join(repr(item) for item in close)}?" if close else ""

@@ -1,0 +1,150 @@
+"""The two things a graph is made of: `Node`, an op applied, and `Tensor`, one output of a node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NewType
+
+from asyncflow.errors import GraphError
+from asyncflow.graph.dtypes import DType
+from asyncflow.graph.operators import Operators, _call
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from asyncflow.errors import SourceLocation
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.op import Op
+    from asyncflow.graph.shapes import Shape
+    from asyncflow.graph.spec import Spec
+
+NodeId = NewType("NodeId", int)
+"""Position of a node in the order in which its root graph was built."""
+
+
+class Tensor(Operators):
+    """A symbolic value: output number `index` of `node`. It has a value only inside a run."""
+
+    __slots__ = ("index", "node", "spec")
+
+    def __init__(self, node: Node, index: int, spec: Spec) -> None:
+        self.node = node
+        self.index = index
+        self.spec = spec
+
+    @property
+    def dtype(self) -> DType:
+        """Element type."""
+        return self.spec.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Partial shape: None for unknown rank, None items for unknown extents."""
+        return self.spec.shape
+
+    @property
+    def ndim(self) -> int | None:
+        """Number of dimensions, or None if unknown."""
+        return self.spec.rank
+
+    @property
+    def graph(self) -> Graph:
+        """The graph or subgraph that holds the node."""
+        return self.node.graph
+
+    @property
+    def name(self) -> str:
+        """``node-name:index``, which a session accepts as a fetch or a feed."""
+        return f"{self.node.name}:{self.index}"
+
+    @property
+    def T(self) -> Tensor:
+        """The transpose of a matrix."""
+        if self.ndim not in (None, 2):
+            raise GraphError(f"{self!r}.T needs rank 2; use af.permute_dims or .mT")
+        return _call("matrix_transpose", self)
+
+    @property
+    def mT(self) -> Tensor:
+        """The transpose of the last two axes."""
+        return _call("matrix_transpose", self)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.shape or self.shape[0] is None:
+            raise GraphError(
+                f"cannot iterate over {self!r}: its length is not known while the graph is built; "
+                f"use af.while_loop, af.map_fn or af.scan"
+            )
+        return (self[i] for i in range(self.shape[0]))
+
+    def __repr__(self) -> str:
+        return f"<Tensor {self.name} {self.spec}>"
+
+
+class Node:
+    """An op applied to inputs. Built by `asyncflow.graph.build.apply`; never changed by users.
+
+    Attributes:
+        graph: the graph or subgraph it stands in.
+        id: its place in the build order of the root graph.
+        name: unique in the root graph.
+        inputs: tensors of the same graph.
+        attrs: the op's static arguments.
+        outputs: its tensors.
+        single: whether the kernel returns the one value itself rather than a tuple.
+        control_inputs: nodes of the same graph that run first.
+        device: placement constraint, such as ``"cpu"`` or ``"cuda:1"``; None for none.
+        colocated_with: name of a node to be placed with.
+        location: the user's line.
+    """
+
+    __slots__ = (
+        "attrs",
+        "colocated_with",
+        "control_inputs",
+        "device",
+        "graph",
+        "id",
+        "inputs",
+        "location",
+        "name",
+        "op",
+        "outputs",
+        "single",
+    )
+
+    def __init__(
+        self,
+        *,
+        graph: Graph,
+        id: NodeId,
+        name: str,
+        op: Op,
+        inputs: Sequence[Tensor],
+        attrs: Mapping[str, Any],
+        specs: Spec | tuple[Spec, ...],
+        control_inputs: Sequence[Node],
+        device: str | None,
+        colocated_with: str | None,
+        location: SourceLocation,
+    ) -> None:
+        self.graph = graph
+        self.id = id
+        self.name = name
+        self.op = op
+        self.inputs = list(inputs)
+        self.attrs = dict(attrs)
+        self.single = not isinstance(specs, tuple)
+        listed = specs if isinstance(specs, tuple) else (specs,)
+        self.outputs = tuple(Tensor(self, index, spec) for index, spec in enumerate(listed))
+        self.control_inputs = list(control_inputs)
+        self.device = device
+        self.colocated_with = colocated_with
+        self.location = location
+
+    @property
+    def subgraphs(self) -> tuple[Subgraph, ...]:
+        """The bodies a structured node (`Cond`, `While`) holds; empty for any other."""
+        return tuple(value for value in self.attrs.values() if getattr(value, "is_subgraph", False))
+
+    def __repr__(self) -> str:
+        return f"<Node {self.name} ({self.op.name})>"

@@ -1,0 +1,186 @@
+"""Nests: trees of tuples, lists, dicts, namedtuples and dataclasses whose leaves are values.
+
+Loop variables, branch results, feeds and fetches may be any nest. ``None`` is an empty nest. A leaf is anything that
+is not one of the containers; a class can join the containers through `register`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Sequence
+
+    Unpack = Callable[[Any], tuple[tuple[Hashable, ...], tuple[Any, ...], Hashable]]
+    Pack = Callable[[Hashable, Sequence[Any]], Any]
+
+_registered: dict[type, tuple[Unpack, Pack]] = {}
+_leaf_types: set[type] = set()
+
+
+def register(kind: type, unpack: Unpack, pack: Pack) -> None:
+    """Makes instances of `kind` containers.
+
+    ``unpack(x)`` gives ``(keys, children, aux)``; ``pack(aux, children)`` rebuilds. Two nests match when `aux` match.
+    """
+    _registered[kind] = (unpack, pack)
+
+
+def register_leaf(kind: type) -> None:
+    """Makes instances of a dataclass or tuple type leaves."""
+    _leaf_types.add(kind)
+
+
+class StructureMismatch(Exception):
+    """Two nests differ; the message names the place and both sides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The shape of a nest without its leaves. ``kind is None`` for a leaf."""
+
+    kind: type | None
+    keys: tuple[Hashable, ...] = ()
+    children: tuple[Structure, ...] = ()
+    aux: Hashable = None
+
+    @property
+    def size(self) -> int:
+        """Number of leaves."""
+        return 1 if self.kind is None else sum(child.size for child in self.children)
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """The nest of this structure with these leaves."""
+        if len(leaves) != self.size:
+            raise ValueError(f"{len(leaves)} leaves for a structure with {self.size}")
+        iterator = iter(leaves)
+        return self._build(iterator)
+
+    def _build(self, leaves: Iterator[Any]) -> Any:
+        if self.kind is None:
+            return next(leaves)
+        children = [child._build(leaves) for child in self.children]
+        if self.kind is type(None):
+            return None
+        if self.kind in _registered:
+            return _registered[self.kind][1](self.aux, children)
+        if self.kind in (tuple, list):
+            return self.kind(children)
+        if issubclass(self.kind, dict):
+            items = dict(zip(self.keys, children, strict=True))
+            return items if self.kind is dict else self._mapping(items)
+        if issubclass(self.kind, tuple):
+            return self.kind(*children)
+        return self.kind(**{str(key): child for key, child in zip(self.keys, children, strict=True)})
+
+    def _mapping(self, items: dict[Any, Any]) -> Any:
+        make: Callable[..., Any] = self.kind or dict
+        return make(self.aux, items) if issubclass(self.kind or dict, defaultdict) else make(items)
+
+    def paths(self, root: str = "") -> Iterator[str]:
+        """Where each leaf stands, such as ``['state'].h[0]``."""
+        if self.kind is None:
+            yield root
+            return
+        for key, child in zip(self.keys, self.children, strict=True):
+            yield from child.paths(root + _step(self.kind, key))
+
+    def __str__(self) -> str:
+        if self.kind is None:
+            return "*"
+        inner = ", ".join(f"{key}: {child}" for key, child in zip(self.keys, self.children, strict=True))
+        if self.kind in (tuple, list):
+            inner = ", ".join(map(str, self.children))
+            return f"[{inner}]" if self.kind is list else f"({inner})"
+        return "None" if self.kind is type(None) else f"{self.kind.__name__}({inner})"
+
+
+LEAF = Structure(None)
+
+
+def _step(kind: type, key: Hashable) -> str:
+    if kind in (tuple, list):
+        return f"[{key}]"
+    return f"[{key!r}]" if issubclass(kind, dict) else f".{key}"
+
+
+def _open(nest: Any) -> tuple[tuple[Hashable, ...], tuple[Any, ...], Hashable] | None:
+    """Keys, children and aux of a container; None for a leaf."""
+    kind = type(nest)
+    if kind in _registered:
+        return _registered[kind][0](nest)
+    if kind in _leaf_types:
+        return None
+    if nest is None:
+        return (), (), None
+    if kind in (tuple, list):
+        return tuple(range(len(nest))), tuple(nest), None
+    if isinstance(nest, dict):
+        return tuple(nest), tuple(nest.values()), nest.default_factory if isinstance(nest, defaultdict) else None
+    if isinstance(nest, tuple) and hasattr(kind, "_fields"):
+        return kind._fields, tuple(nest), None
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        names = tuple(field.name for field in dataclasses.fields(nest))
+        return names, tuple(getattr(nest, name) for name in names), None
+    return None
+
+
+def flatten(nest: Any) -> tuple[list[Any], Structure]:
+    """Leaves, in order, and the structure that puts them back."""
+    leaves: list[Any] = []
+    return leaves, _flatten(nest, leaves)
+
+
+def _flatten(nest: Any, leaves: list[Any]) -> Structure:
+    opened = _open(nest)
+    if opened is None:
+        leaves.append(nest)
+        return LEAF
+    keys, children, aux = opened
+    return Structure(type(nest), keys, tuple(_flatten(child, leaves) for child in children), aux)
+
+
+def flatten_like(structure: Structure, nest: Any, *, nested_leaves: bool = False) -> list[Any]:
+    """Leaves of `nest` in the order of `structure`; dict keys match in any order.
+
+    With `nested_leaves`, what stands at a leaf of `structure` may itself be a container (a shape, say).
+
+    Raises:
+        StructureMismatch: `nest` is built differently; the message says where.
+    """
+    leaves: list[Any] = []
+    _flatten_like(structure, nest, "", leaves, nested_leaves)
+    return leaves
+
+
+def _flatten_like(structure: Structure, nest: Any, path: str, leaves: list[Any], nested_leaves: bool) -> None:
+    if structure.kind is None:
+        if not nested_leaves and _open(nest) is not None:
+            raise StructureMismatch(f"{path or 'the whole'}: expected one value, got {flatten(nest)[1]}")
+        leaves.append(nest)
+        return
+    if type(nest) is not structure.kind:
+        raise StructureMismatch(f"{path or 'the whole'}: expected {structure}, got {flatten(nest)[1]}")
+    keys, children, aux = _open(nest) or ((), (), None)
+    if aux != structure.aux:
+        raise StructureMismatch(f"{path or 'the whole'}: expected {structure} with {structure.aux!r}, got {aux!r}")
+    if set(keys) != set(structure.keys):
+        raise StructureMismatch(
+            f"{path or 'the whole'}: expected {_count(structure.keys)}, got {_count(keys)}",
+        )
+    by_key = dict(zip(keys, children, strict=True))
+    for key, child in zip(structure.keys, structure.children, strict=True):
+        _flatten_like(child, by_key[key], path + _step(structure.kind, key), leaves, nested_leaves)
+
+
+def _count(keys: Sequence[Hashable]) -> str:
+    return f"{len(keys)} item{'s' * (len(keys) != 1)} ({', '.join(map(str, keys))})"
+
+
+def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
+    """`nest` with `fn` applied to each leaf."""
+    leaves, structure = flatten(nest)
+    return structure.unflatten([fn(leaf) for leaf in leaves])

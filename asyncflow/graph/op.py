@@ -1,0 +1,110 @@
+"""What an operation is: name, shape rule, kernels, effects; and the table of all operations."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from asyncflow.errors import GraphError
+
+if TYPE_CHECKING:
+    from asyncflow.graph.ir import Node
+    from asyncflow.graph.spec import Spec
+
+Kernel: TypeAlias = Callable[..., Any]
+"""Takes input values and returns the output value (one output) or a tuple of them (several).
+
+A value of rank 0 may be a NumPy scalar or a 0-d array: kernels accept both and may return either. Kernels never
+write to their inputs.
+"""
+
+
+class Access(enum.Enum):
+    """How a node touches a resource."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+Effects: TypeAlias = tuple[tuple[Hashable, Access], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Op:
+    """An operation.
+
+    Attributes:
+        name: unique, the standard's name where there is one.
+        infer: ``infer(*input_specs, **attrs)`` gives the output's `Spec`, or a tuple of them for an op whose kernel
+            returns a tuple. Raises ShapeError or DTypeError on inputs that do not fit.
+        kernel: ``kernel(xp, **attrs)`` binds the op for one node: it returns the `Kernel` to call on each firing.
+            None for ops that the compiler or the scheduler handles itself.
+        scalar_kernel: used instead when every input has rank 0; a plain Python operator on NumPy scalars gives the
+            same bits several times faster than a ufunc.
+        effects: resources a node touches, in the order it touches them; None for a pure op.
+        needs_context: the kernel takes a `KernelContext` before its inputs (seed, run and tag).
+        is_async: the kernel returns an awaitable.
+        is_random: two nodes with equal inputs are not interchangeable.
+        is_user: the kernel is the user's own code: its outputs are checked on every firing.
+        flops: ``flops(input_shapes, output_shapes, **attrs)`` estimates arithmetic operations for the cost model;
+            None: one per output element.
+    """
+
+    name: str
+    infer: Callable[..., Spec | tuple[Spec, ...]]
+    kernel: Callable[..., Kernel] | None = None
+    scalar_kernel: Kernel | None = None
+    effects: Callable[[Node], Effects] | None = None
+    needs_context: bool = False
+    is_async: bool = False
+    is_random: bool = False
+    is_user: bool = False
+    flops: Callable[..., float] | None = None
+
+    def __repr__(self) -> str:
+        return f"Op({self.name!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelContext:
+    """Which firing a kernel runs for: what seeded random ops count by."""
+
+    seed: int
+    """The session's or graph's seed."""
+    run: int
+    """Number of the run within its session."""
+    tag: tuple[int, ...]
+    """Iteration numbers from the outermost loop inward."""
+
+
+_ops: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    """Adds `op` to the table of operations.
+
+    Raises:
+        GraphError: another op has its name.
+    """
+    if op.name in _ops:
+        raise GraphError(f"an op named {op.name!r} is already registered; op names are unique")
+    _ops[op.name] = op
+    return op
+
+
+def find_op(name: str) -> Op:
+    """The registered op of that name.
+
+    Raises:
+        GraphError: there is none.
+    """
+    if name not in _ops:
+        raise GraphError(f"no op is named {name!r}; is the module that registers it imported?")
+    return _ops[name]
+
+
+def all_ops() -> tuple[Op, ...]:
+    """Every registered op, by name."""
+    return tuple(_ops[name] for name in sorted(_ops))

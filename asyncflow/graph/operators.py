@@ -1,0 +1,163 @@
+"""Python operators on symbolic values: ``a + b``, ``-a``, ``a[1:]`` build nodes.
+
+`Tensor` and `Variable` share them through `Operators`. The functions behind them live in `asyncflow.ops`, which hands
+them over with `install`, because a graph must not know which operations exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from asyncflow.errors import GraphError
+
+if TYPE_CHECKING:
+    from asyncflow.graph.ir import Tensor
+
+_functions: dict[str, Callable[..., Any]] = {}
+
+
+def install(**functions: Callable[..., Any]) -> None:
+    """Hands over the functions behind the operators, under their Array API names (``add``, ``matmul``, …)."""
+    _functions.update(functions)
+
+
+def _call(name: str, *operands: Any) -> Tensor:
+    result: Tensor = _functions[name](*operands)
+    return result
+
+
+class Operators:
+    """Arithmetic, comparison and indexing operators of symbolic values."""
+
+    __slots__ = ()
+    # Makes NumPy arrays on the left leave the operation to us.
+    __array_ufunc__ = None
+
+    def __add__(self, other: Any) -> Tensor:
+        return _call("add", self, other)
+
+    def __radd__(self, other: Any) -> Tensor:
+        return _call("add", other, self)
+
+    def __sub__(self, other: Any) -> Tensor:
+        return _call("subtract", self, other)
+
+    def __rsub__(self, other: Any) -> Tensor:
+        return _call("subtract", other, self)
+
+    def __mul__(self, other: Any) -> Tensor:
+        return _call("multiply", self, other)
+
+    def __rmul__(self, other: Any) -> Tensor:
+        return _call("multiply", other, self)
+
+    def __truediv__(self, other: Any) -> Tensor:
+        return _call("divide", self, other)
+
+    def __rtruediv__(self, other: Any) -> Tensor:
+        return _call("divide", other, self)
+
+    def __floordiv__(self, other: Any) -> Tensor:
+        return _call("floor_divide", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Tensor:
+        return _call("floor_divide", other, self)
+
+    def __mod__(self, other: Any) -> Tensor:
+        return _call("remainder", self, other)
+
+    def __rmod__(self, other: Any) -> Tensor:
+        return _call("remainder", other, self)
+
+    def __pow__(self, other: Any) -> Tensor:
+        return _call("pow", self, other)
+
+    def __rpow__(self, other: Any) -> Tensor:
+        return _call("pow", other, self)
+
+    def __matmul__(self, other: Any) -> Tensor:
+        return _call("matmul", self, other)
+
+    def __rmatmul__(self, other: Any) -> Tensor:
+        return _call("matmul", other, self)
+
+    def __and__(self, other: Any) -> Tensor:
+        return _call("bitwise_and", self, other)
+
+    def __rand__(self, other: Any) -> Tensor:
+        return _call("bitwise_and", other, self)
+
+    def __or__(self, other: Any) -> Tensor:
+        return _call("bitwise_or", self, other)
+
+    def __ror__(self, other: Any) -> Tensor:
+        return _call("bitwise_or", other, self)
+
+    def __xor__(self, other: Any) -> Tensor:
+        return _call("bitwise_xor", self, other)
+
+    def __rxor__(self, other: Any) -> Tensor:
+        return _call("bitwise_xor", other, self)
+
+    def __lshift__(self, other: Any) -> Tensor:
+        return _call("bitwise_left_shift", self, other)
+
+    def __rlshift__(self, other: Any) -> Tensor:
+        return _call("bitwise_left_shift", other, self)
+
+    def __rshift__(self, other: Any) -> Tensor:
+        return _call("bitwise_right_shift", self, other)
+
+    def __rrshift__(self, other: Any) -> Tensor:
+        return _call("bitwise_right_shift", other, self)
+
+    def __neg__(self) -> Tensor:
+        return _call("negative", self)
+
+    def __pos__(self) -> Tensor:
+        return _call("positive", self)
+
+    def __abs__(self) -> Tensor:
+        return _call("abs", self)
+
+    def __invert__(self) -> Tensor:
+        return _call("bitwise_invert", self)
+
+    def __lt__(self, other: Any) -> Tensor:
+        return _call("less", self, other)
+
+    def __le__(self, other: Any) -> Tensor:
+        return _call("less_equal", self, other)
+
+    def __gt__(self, other: Any) -> Tensor:
+        return _call("greater", self, other)
+
+    def __ge__(self, other: Any) -> Tensor:
+        return _call("greater_equal", self, other)
+
+    def __eq__(self, other: object) -> Tensor:  # type: ignore[override]
+        return _call("equal", self, other)
+
+    def __ne__(self, other: object) -> Tensor:  # type: ignore[override]
+        return _call("not_equal", self, other)
+
+    # Elementwise equality must not take identity hashing away: graphs keep tensors in dicts.
+    __hash__ = object.__hash__
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return _call("getitem", self, key)
+
+    def __bool__(self) -> NoReturn:
+        raise GraphError(
+            f"{self!r} has no truth value while the graph is built; use af.cond or af.while_loop to branch on it, "
+            f"or `is` to compare identities"
+        )
+
+    def __len__(self) -> NoReturn:
+        raise GraphError(f"len() of {self!r} is not known to Python; use .shape[0], or af.shape(x)[0] when running")
+
+    def __int__(self) -> NoReturn:
+        raise GraphError(f"{self!r} has no value until a run computes it; fetch it with `await session.run(x)`")
+
+    __float__ = __complex__ = __index__ = __int__

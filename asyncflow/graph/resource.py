@@ -1,0 +1,28 @@
+"""Resources: named things that survive a run, such as variables and queues."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+_serial = itertools.count()
+
+
+class Resource:
+    """A named thing that nodes refer to and whose state a session keeps.
+
+    A resource belongs to no graph: any graph may use it. Its state lives in the session, or, when `container` is
+    given, in the container of that name, which all sessions of the process share.
+    """
+
+    def __init__(self, name: str, container: str | None) -> None:
+        self.name = name
+        self.container = container
+        self.serial = next(_serial)
+
+    def create_state(self) -> Any:
+        """The initial state; called once per session (or container)."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"

@@ -1,0 +1,82 @@
+"""Context managers that mark the nodes built inside them: names, devices, colocation, control edges."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from asyncflow.errors import GraphError
+from asyncflow.graph.build import SupportsTensor, graph_for
+from asyncflow.graph.ir import Node, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+@contextmanager
+def name_scope(name: str) -> Iterator[str]:
+    """Prefixes the names of nodes with ``name/``; scopes nest. Gives the full prefix."""
+    if not name or ":" in name:
+        raise GraphError(f"name_scope({name!r}): a scope's name is not empty and has no ':' in it")
+    graph = graph_for()
+    saved = graph.name_scope
+    graph.name_scope = graph.unique_name(name) + "/"
+    try:
+        yield graph.name_scope
+    finally:
+        graph.name_scope = saved
+
+
+@contextmanager
+def device(spec: str | None) -> Iterator[None]:
+    """Asks for nodes to be placed on a device: ``"cpu"``, ``"cuda:1"``; None lifts the constraint."""
+    graph = graph_for()
+    saved = graph.device
+    graph.device = spec
+    try:
+        yield
+    finally:
+        graph.device = saved
+
+
+@contextmanager
+def colocate_with(x: Tensor | Node) -> Iterator[None]:
+    """Asks for nodes to be placed on the device of `x`."""
+    graph = graph_for(x)
+    saved = graph.colocated_with
+    graph.colocated_with = (x.node if isinstance(x, Tensor) else x).name
+    try:
+        yield
+    finally:
+        graph.colocated_with = saved
+
+
+@contextmanager
+def control_dependencies(items: Sequence[Tensor | Node | SupportsTensor] | None) -> Iterator[None]:
+    """Makes nodes built inside run after all `items`; None lifts the enclosing dependencies.
+
+    An item built outside the branch or loop body that this stands in runs once, before the whole branch or loop, and
+    whether or not the branch is taken.
+    """
+    graph = graph_for(*(items or ()))
+    saved = graph.controls
+    if items is None:
+        graph.controls = ()
+    else:
+        graph.controls = tuple(dict.fromkeys((*saved, *_local_controls(items))))
+    try:
+        yield
+    finally:
+        graph.controls = saved
+
+
+def _local_controls(items: Sequence[Tensor | Node | SupportsTensor]) -> Iterator[Node]:
+    graph = graph_for(*items)
+    for item in items:
+        if not isinstance(item, Tensor | Node):
+            if not isinstance(item, SupportsTensor):
+                raise GraphError(f"control_dependencies: {item!r} is neither a tensor, a node nor a variable")
+            item = item.__asyncflow_tensor__()
+        local = graph.import_control(item.node if isinstance(item, Tensor) else item)
+        if local is not None:
+            yield local

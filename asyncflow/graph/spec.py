@@ -1,0 +1,33 @@
+"""What is known of a value before the graph runs: its dtype and partial shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name
+from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Dtype and partial shape of a value; prints as ``float32[2,?]``."""
+
+    dtype: DType
+    shape: Shape = None
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}{format_shape(self.shape)}"
+
+    @property
+    def rank(self) -> int | None:
+        """Number of dimensions, or None if unknown."""
+        return None if self.shape is None else len(self.shape)
+
+
+def spec(dtype: DTypeLike, shape: ShapeLike = None) -> Spec:
+    """Describes a value by dtype and partial shape (None: unknown rank; None items: unknown extents).
+
+    >>> str(spec("float32", (2, None)))
+    'float32[2,?]'
+    """
+    return Spec(as_dtype(dtype), as_shape(shape))

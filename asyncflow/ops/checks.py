@@ -1,0 +1,151 @@
+"""Looking at values while the graph runs: printing, and checks that stop the run."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.errors import GraphError
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, identity
+from asyncflow.graph.op import Access, Effects, Op, register
+from asyncflow.ops.promotion import kind_of, require_kind, same
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.spec import Spec
+
+
+def _on_host(value: Any) -> np.ndarray[Any, Any]:
+    # CuPy refuses to be read by NumPy unasked.
+    return np.asarray(value.get() if hasattr(value, "get") else value)
+
+
+def _text(value: Any, summarize: int | None) -> str:
+    array = _on_host(value)
+    if array.ndim == 0:
+        return str(array[()])
+    if summarize is None:
+        return np.array2string(array, threshold=sys.maxsize)
+    return np.array2string(array, threshold=2 * summarize, edgeitems=summarize)
+
+
+# -- printing --------------------------------------------------------------------------------------------------------
+
+
+def _print_effects(node: Node) -> Effects:
+    return (("stdout", Access.WRITE),)
+
+
+def _print_kernel(xp: Any, *, message: str, summarize: int | None) -> Kernel:
+    def write(*values: Any) -> Any:
+        parts = [message] if message else []
+        line = " ".join([*parts, *(_text(value, summarize) for value in values)])
+        # One call, so that lines of several runs do not mix.
+        sys.stdout.write(line + "\n")
+        return values[0]
+
+    return write
+
+
+PRINT = register(Op(name="print", infer=same, kernel=_print_kernel, effects=_print_effects))
+
+
+def print_(*values: TensorLike, message: str = "", summarize: int | None = 3) -> Tensor:
+    """Prints values to standard output when it runs, and gives back the first of them.
+
+    Lines come in the order they were written in the program. At the top level of a graph a print runs only if its
+    result is used or fetched, or stands in `control_dependencies`; inside branches and loops it always runs.
+
+    Args:
+        values: what to print, on one line.
+        message: text before them.
+        summarize: how many items at each end of each axis of a long array; None for all.
+
+    Raises:
+        GraphError: there is no value.
+    """
+    if not values:
+        raise GraphError("print needs a value; write af.print(af.constant(0), message=...) to print text alone")
+    return apply(PRINT, *values, message=str(message), summarize=summarize)[0]
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_numerics_kernel(xp: Any, *, message: str) -> Kernel:
+    def check(x: Any) -> Any:
+        if not xp.isfinite(x).all():
+            nans, infinities = int(xp.isnan(x).sum()), int(xp.isinf(x).sum())
+            found = f"{nans} NaN and {infinities} Inf among {x.size} values"
+            raise FloatingPointError(f"{message}: {found}" if message else found)
+        return x
+
+    return check
+
+
+def _check_numerics_spec(x: Spec, *, message: str) -> Spec:
+    require_kind(x, "fc", "floats or complex numbers")
+    return x
+
+
+CHECK_NUMERICS = register(Op(name="check_numerics", infer=_check_numerics_spec, kernel=_check_numerics_kernel))
+
+
+def check_numerics(x: TensorLike, message: str = "") -> Tensor:
+    """`x` itself; the run fails with a FloatingPointError that counts them if it holds NaN or infinities.
+
+    Only what uses the result is protected. Integers and booleans pass.
+    """
+    x = as_tensor(x)
+    return identity(x) if kind_of(x.dtype) in "biu" else apply(CHECK_NUMERICS, x, message=str(message))[0]
+
+
+def _assert_effects(node: Node) -> Effects:
+    # A resource of its own: never pruned from a body that runs, and not ordered with other assertions.
+    return ((node, Access.WRITE),)
+
+
+def _assert_spec(condition: Spec, *data: Spec, message: str, summarize: int | None) -> Spec:
+    require_kind(condition, "b", "a boolean condition")
+    return condition
+
+
+def _assert_kernel(xp: Any, *, message: str, summarize: int | None) -> Kernel:
+    def check(condition: Any, *data: Any) -> Any:
+        if not condition.all():
+            lines = [message or "the condition does not hold", *(f"  {_text(item, summarize)}" for item in data)]
+            raise AssertionError("\n".join(lines))
+        return condition
+
+    return check
+
+
+ASSERT = register(Op(name="assert", infer=_assert_spec, kernel=_assert_kernel, effects=_assert_effects))
+
+
+def assert_that(
+    condition: TensorLike, message: str = "", data: Sequence[TensorLike] = (), *, summarize: int | None = 3
+) -> Tensor:
+    """Fails the run with an AssertionError unless every element of `condition` is true.
+
+    Inside branches and loops it always runs; at the top level put the result into `control_dependencies` or fetch it.
+
+    Args:
+        condition: booleans of any shape.
+        message: what went wrong.
+        data: values to show, one a line.
+        summarize: how many items at each end of each axis of a long array; None for all.
+
+    Returns:
+        The condition.
+    """
+    with graph_for(condition, *data):
+        return apply(ASSERT, condition, *data, message=str(message), summarize=summarize)[0]
+
+
+__all__ = ["assert_that", "check_numerics", "print_"]

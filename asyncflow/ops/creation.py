@@ -1,0 +1,358 @@
+"""Creation functions of the Array API standard. Sizes and bounds may be tensors: then the run decides the shape."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, constant, graph_for
+from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float64
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import is_static
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.datatypes import astype
+from asyncflow.ops.extents import (
+    Extent,
+    ExtentsLike,
+    shape_reader,
+    split_extents,
+    static_value,
+    template_shape,
+)
+from asyncflow.ops.promotion import kind_of, promote_operands, promoted_dtype, require_kind, same
+
+if TYPE_CHECKING:
+    from typing_extensions import CapsuleType
+
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.shapes import Shape
+
+
+class SupportsDLPack(Protocol):
+    """An array of another library that can be handed over in place."""
+
+    def __dlpack__(self, *, stream: None = ...) -> CapsuleType:
+        """The capsule."""
+        ...
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Kind and number of the device that holds it."""
+        ...
+
+
+# -- one value everywhere --------------------------------------------------------------------------------------------
+
+
+def _scalars(*inputs: Spec) -> None:
+    for x in inputs:
+        if x.rank not in (0, None):
+            raise ShapeError(f"takes tensors of rank 0 here, not {x}")
+
+
+def _full_spec(value: Spec, *sizes: Spec, shape: Shape) -> Spec:
+    _scalars(value)
+    return Spec(value.dtype, template_shape(shape, sizes))
+
+
+def _full_kernel(xp: Any, *, shape: Shape) -> Kernel:
+    read = shape_reader(shape)
+    return lambda value, *sizes: xp.full(read(sizes), value, dtype=value.dtype)
+
+
+def _full_like_spec(x: Spec, value: Spec) -> Spec:
+    _scalars(value)
+    return Spec(value.dtype, x.shape)
+
+
+def _full_like_kernel(xp: Any) -> Kernel:
+    return lambda x, value: xp.full(x.shape, value, dtype=value.dtype)
+
+
+FULL = register(Op(name="full", infer=_full_spec, kernel=_full_kernel))
+FULL_LIKE = register(Op(name="full_like", infer=_full_like_spec, kernel=_full_like_kernel))
+
+
+def full(shape: ExtentsLike, fill_value: TensorLike, *, dtype: DTypeLike | None = None) -> Tensor:
+    """A tensor with `fill_value` everywhere.
+
+    Args:
+        shape: ints and integer tensors of rank 0, or one integer tensor of rank 1.
+        fill_value: a number, or a tensor of rank 0.
+        dtype: None takes that of `fill_value`.
+    """
+    template, sizes = split_extents(shape)
+    return apply(FULL, _fill_value(fill_value, dtype), *sizes, shape=template)[0]
+
+
+def full_like(x: TensorLike, /, fill_value: TensorLike, *, dtype: DTypeLike | None = None) -> Tensor:
+    """A tensor shaped like `x`, with `fill_value` everywhere; `dtype` None takes that of `x`."""
+    with graph_for(x):
+        x = as_tensor(x)
+        value = _fill_value(fill_value, x.dtype if dtype is None else dtype)
+        return apply(FULL, value, shape=x.shape)[0] if is_static(x.shape) else apply(FULL_LIKE, x, value)[0]
+
+
+def _fill_value(value: TensorLike, dtype: DTypeLike | None) -> Tensor:
+    if isinstance(value, Tensor | SupportsTensor):
+        return as_tensor(value) if dtype is None else astype(value, dtype)
+    return constant(value, dtype)
+
+
+def _number(value: Literal[0, 1], dtype: DTypeLike) -> Tensor:
+    if kind_of(as_dtype(dtype)) not in "biufc":
+        raise DTypeError(f"there is no {value} of dtype {dtype_name(as_dtype(dtype))}; use af.full")
+    return constant(np.asarray(value).astype(as_dtype(dtype)))
+
+
+def zeros(shape: ExtentsLike, *, dtype: DTypeLike = float64) -> Tensor:
+    """A tensor of zeros; for `shape` see `full`."""
+    return full(shape, _number(0, dtype))
+
+
+def ones(shape: ExtentsLike, *, dtype: DTypeLike = float64) -> Tensor:
+    """A tensor of ones; for `shape` see `full`."""
+    return full(shape, _number(1, dtype))
+
+
+def empty(shape: ExtentsLike, *, dtype: DTypeLike = float64) -> Tensor:
+    """A tensor whose values do not matter: zeros, because runs are reproducible. For `shape` see `full`."""
+    return zeros(shape, dtype=dtype)
+
+
+def zeros_like(x: TensorLike, /, *, dtype: DTypeLike | None = None) -> Tensor:
+    """Zeros shaped like `x`; `dtype` None takes that of `x`."""
+    with graph_for(x):
+        x = as_tensor(x)
+        return full_like(x, _number(0, dtype or x.dtype), dtype=dtype)
+
+
+def ones_like(x: TensorLike, /, *, dtype: DTypeLike | None = None) -> Tensor:
+    """Ones shaped like `x`; `dtype` None takes that of `x`."""
+    with graph_for(x):
+        x = as_tensor(x)
+        return full_like(x, _number(1, dtype or x.dtype), dtype=dtype)
+
+
+def empty_like(x: TensorLike, /, *, dtype: DTypeLike | None = None) -> Tensor:
+    """A tensor shaped like `x` whose values do not matter; `dtype` None takes that of `x`."""
+    return zeros_like(x, dtype=dtype)
+
+
+# -- ranges ----------------------------------------------------------------------------------------------------------
+
+
+def _arange_spec(start: Spec, stop: Spec, step: Spec, *, dtype: DType, length: int | None) -> Spec:
+    _scalars(start, stop, step)
+    for bound in (start, stop, step):
+        require_kind(bound, "iuf", "real numbers")
+    return Spec(dtype, (length,))
+
+
+def _arange_kernel(xp: Any, *, dtype: DType, length: int | None) -> Kernel:
+    return lambda start, stop, step: xp.arange(start.item(), stop.item(), step.item(), dtype=dtype)
+
+
+ARANGE = register(Op(name="arange", infer=_arange_spec, kernel=_arange_kernel))
+
+
+def arange(
+    start: TensorLike, /, stop: TensorLike | None = None, step: TensorLike = 1, *, dtype: DTypeLike | None = None
+) -> Tensor:
+    """Evenly spaced values ``start, start + step, …`` up to but not including `stop`, as a vector.
+
+    Args:
+        start: first value; the only argument is taken for `stop`, and `start` is 0.
+        stop: where to stop.
+        step: distance; not 0. Any of the three may be a tensor of rank 0, then only the run knows the length.
+        dtype: None takes the promoted dtype of the three.
+
+    Raises:
+        GraphError: a step of 0.
+    """
+    if stop is None:
+        start, stop = 0, start
+    bounds = promote_operands(start, stop, step)
+    found = promoted_dtype(bound.dtype for bound in bounds) if dtype is None else as_dtype(dtype)
+    return apply(ARANGE, *bounds, dtype=found, length=_arange_length(bounds))[0]
+
+
+def _arange_length(bounds: tuple[Tensor, ...]) -> int | None:
+    known = [static_value(bound) for bound in bounds]
+    if known[2] is not None and known[2].size == 1 and known[2].item() == 0:
+        raise GraphError("arange: the step is 0, so the values never reach the stop")
+    numbers = [value.item() for value in known if value is not None and value.size == 1 and value.dtype.kind != "c"]
+    if len(numbers) < 3:
+        return None
+    start, stop, step = numbers
+    length: int = math.ceil((stop - start) / step)
+    return max(0, length)
+
+
+def _linspace_spec(start: Spec, stop: Spec, *size: Spec, num: Shape, dtype: DType, endpoint: bool) -> Spec:
+    _scalars(start, stop)
+    for bound in (start, stop):
+        require_kind(bound, "biufc", "numbers")
+    return Spec(dtype, num)
+
+
+def _linspace_kernel(xp: Any, *, num: Shape, dtype: DType, endpoint: bool) -> Kernel:
+    read = shape_reader(num)
+    return lambda start, stop, *size: xp.linspace(start, stop, *read(size), endpoint=endpoint, dtype=dtype)
+
+
+LINSPACE = register(Op(name="linspace", infer=_linspace_spec, kernel=_linspace_kernel))
+
+
+def linspace(
+    start: TensorLike, stop: TensorLike, /, num: Extent, *, dtype: DTypeLike | None = None, endpoint: bool = True
+) -> Tensor:
+    """`num` evenly spaced values from `start` to `stop`, as a vector.
+
+    Args:
+        start: first value, rank 0.
+        stop: last value, rank 0; left out if not `endpoint`.
+        num: how many; an int or an integer tensor of rank 0.
+        dtype: None takes the promoted dtype of `start`, `stop` and a Python float.
+        endpoint: whether `stop` is the last value.
+    """
+    bounds = promote_operands(start, stop)
+    found = promoted_dtype([*(x.dtype for x in bounds), 1.0]) if dtype is None else as_dtype(dtype)
+    template, size = split_extents((num,))
+    return apply(LINSPACE, *bounds, *size, num=template, dtype=found, endpoint=endpoint)[0]
+
+
+# -- matrices and grids ----------------------------------------------------------------------------------------------
+
+
+def _eye_spec(*sizes: Spec, shape: Shape, k: int, dtype: DType) -> Spec:
+    return Spec(dtype, shape)
+
+
+def _eye_kernel(xp: Any, *, shape: Shape, k: int, dtype: DType) -> Kernel:
+    read = shape_reader(shape)
+    return lambda *sizes: xp.eye(*read(sizes), k=k, dtype=dtype)
+
+
+EYE = register(Op(name="eye", infer=_eye_spec, kernel=_eye_kernel))
+
+
+def eye(n_rows: Extent, n_cols: Extent | None = None, /, *, k: int = 0, dtype: DTypeLike = float64) -> Tensor:
+    """A matrix with ones on diagonal `k` (above the main one if positive) and zeros elsewhere.
+
+    Args:
+        n_rows: an int or an integer tensor of rank 0.
+        n_cols: likewise; None for a square matrix.
+        k: which diagonal.
+        dtype: element type.
+    """
+    found = as_dtype(dtype)
+    if kind_of(found) not in "biufc":
+        raise DTypeError(f"eye: takes a dtype of numbers, not {dtype_name(found)}")
+    template, sizes = split_extents((n_rows, n_rows if n_cols is None else n_cols))
+    return apply(EYE, *sizes, shape=template, k=k, dtype=found)[0]
+
+
+def _triangle_spec(x: Spec, *, k: int) -> Spec:
+    require_kind(x, "biufc", "numbers")
+    if x.rank is not None and x.rank < 2:
+        raise ShapeError(f"takes a matrix or a stack of them, rank 2 or more; got {x}")
+    return same(x)
+
+
+TRIL = register(Op(name="tril", infer=_triangle_spec, kernel=lambda xp, k: partial(xp.tril, k=k)))
+TRIU = register(Op(name="triu", infer=_triangle_spec, kernel=lambda xp, k: partial(xp.triu, k=k)))
+
+
+def tril(x: TensorLike, /, *, k: int = 0) -> Tensor:
+    """The lower triangle of the last two axes, with zeros above diagonal `k`."""
+    return apply(TRIL, x, k=k)[0]
+
+
+def triu(x: TensorLike, /, *, k: int = 0) -> Tensor:
+    """The upper triangle of the last two axes, with zeros below diagonal `k`."""
+    return apply(TRIU, x, k=k)[0]
+
+
+def _meshgrid_spec(*inputs: Spec, indexing: str) -> tuple[Spec, ...]:
+    for x in inputs:
+        if x.rank not in (0, 1, None):
+            raise ShapeError(f"takes vectors, not {x}")
+    dims = [None if x.shape is None else (x.shape or (1,))[0] for x in inputs]
+    if indexing == "xy" and len(dims) > 1:
+        dims[:2] = dims[1::-1]
+    return tuple(Spec(x.dtype, tuple(dims)) for x in inputs)
+
+
+def _meshgrid_kernel(xp: Any, *, indexing: str) -> Kernel:
+    return lambda *arrays: tuple(xp.meshgrid(*arrays, indexing=indexing))
+
+
+MESHGRID = register(Op(name="meshgrid", infer=_meshgrid_spec, kernel=_meshgrid_kernel))
+
+
+def meshgrid(*arrays: TensorLike, indexing: Literal["xy", "ij"] = "xy") -> list[Tensor]:
+    """Coordinate grids of vectors: one tensor a vector, all of the shape their extents span.
+
+    Args:
+        arrays: vectors, or scalars that count as vectors of one.
+        indexing: ``"ij"`` puts vector `i` along axis `i`; ``"xy"`` swaps the first two axes.
+    """
+    if indexing not in ("xy", "ij"):
+        raise GraphError(f"meshgrid(indexing={indexing!r}): indexing must be 'xy' or 'ij'")
+    return list(apply(MESHGRID, *arrays, indexing=indexing)) if arrays else []
+
+
+# -- from other arrays -----------------------------------------------------------------------------------------------
+
+
+def asarray(obj: TensorLike, /, *, dtype: DTypeLike | None = None, copy: bool | None = None) -> Tensor:
+    """`obj` as a tensor, converted to `dtype` if given.
+
+    Arrays are copied when the graph is built, so later changes to them are not seen; `copy` is accepted for the
+    standard's sake.
+
+    Raises:
+        DTypeError: a value that no tensor can hold, or that does not fit `dtype`.
+    """
+    if isinstance(obj, Tensor | SupportsTensor):
+        return as_tensor(obj) if dtype is None else astype(obj, dtype)
+    return constant(obj, dtype)
+
+
+def from_dlpack(x: SupportsDLPack, /) -> Tensor:
+    """A constant with the values of another library's array in host memory. Copied.
+
+    Raises:
+        GraphError: an array that NumPy cannot read, such as one in GPU memory.
+    """
+    try:
+        array = np.from_dlpack(x)
+    except (AttributeError, BufferError, RuntimeError, TypeError) as error:
+        raise GraphError(f"from_dlpack: cannot read {type(x).__name__} in host memory: {error}") from error
+    return constant(array)
+
+
+__all__ = [
+    "SupportsDLPack",
+    "arange",
+    "asarray",
+    "empty",
+    "empty_like",
+    "eye",
+    "from_dlpack",
+    "full",
+    "full_like",
+    "linspace",
+    "meshgrid",
+    "ones",
+    "ones_like",
+    "tril",
+    "triu",
+    "zeros",
+    "zeros_like",
+]

@@ -1,0 +1,112 @@
+"""Shapes given as arguments: ints where known, tensors where only a run knows them.
+
+Such an argument becomes a plain attribute, the *template*, and inputs for what it leaves open: ``(2, n)`` is the
+template ``(2, None)`` with the input `n`; a whole shape in one vector is the template None with that vector as input.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+
+import numpy as np
+
+from asyncflow.errors import DTypeError, ShapeError
+from asyncflow.graph.build import SupportsTensor, as_tensor
+from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.ir import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncflow.graph.shapes import Shape
+    from asyncflow.graph.spec import Spec
+
+Extent: TypeAlias = "SupportsIndex | Tensor | SupportsTensor"
+ExtentsLike: TypeAlias = "Extent | Sequence[Extent]"
+
+
+def split_extents(shape: ExtentsLike | None) -> tuple[Shape, tuple[Tensor, ...]]:
+    """The template of a shape argument and the tensors it leaves open.
+
+    Args:
+        shape: an int, an integer tensor of rank 0 or 1, or a sequence of ints and integer tensors of rank 0.
+
+    Raises:
+        ShapeError: a negative or unknown extent, or an unknown rank.
+        DTypeError: an extent that is no integer.
+    """
+    if isinstance(shape, Tensor | SupportsTensor):
+        whole = _integer(as_tensor(shape))
+        known = static_value(whole)
+        if known is not None:
+            return tuple(_extent(int(item)) for item in np.atleast_1d(known)), ()
+        if whole.ndim == 0:
+            return (None,), (whole,)
+        if whole.ndim not in (1, None):
+            raise ShapeError(f"a shape is an integer tensor of rank 1; {whole!r} has rank {whole.ndim}")
+        return None, (whole,)
+    if shape is None:
+        raise ShapeError("the shape is None, of unknown rank while the graph is built; take it from af.shape(x)")
+    listed = [shape] if isinstance(shape, SupportsIndex) else list(shape)
+    items = [_scalar(x) if isinstance(x, Tensor | SupportsTensor) else _extent(x) for x in listed]
+    template = tuple(None if isinstance(item, Tensor) else item for item in items)
+    return template, tuple(item for item in items if isinstance(item, Tensor))
+
+
+def static_value(x: Tensor) -> np.ndarray[Any, Any] | None:
+    """The value of a constant; None for any other tensor."""
+    value: np.ndarray[Any, Any] | None = x.node.attrs["value"] if x.node.op is CONSTANT else None
+    return value
+
+
+def template_shape(template: Shape, sizes: Sequence[Spec]) -> Shape:
+    """What is known of the shape a template and its inputs stand for."""
+    if template is not None:
+        return template
+    (vector,) = sizes
+    length = vector.shape[0] if vector.shape else None
+    return None if length is None else (None,) * length
+
+
+def shape_reader(template: Shape) -> Callable[[Sequence[Any]], tuple[int, ...]]:
+    """A function from the values of the inputs to the shape."""
+    if template is None:
+        return lambda sizes: tuple(int(item) for item in sizes[0].tolist())
+    if None not in template:
+        fixed = tuple(item for item in template if item is not None)
+        return lambda sizes: fixed
+
+    def read(sizes: Sequence[Any]) -> tuple[int, ...]:
+        rest = iter(sizes)
+        return tuple(int(next(rest)) if item is None else item for item in template)
+
+    return read
+
+
+def _scalar(x: Tensor | SupportsTensor) -> Tensor | int:
+    tensor = _integer(as_tensor(x))
+    if tensor.ndim not in (0, None):
+        raise ShapeError(f"an extent is an integer tensor of rank 0; {tensor!r} has rank {tensor.ndim}")
+    known = static_value(tensor)
+    return tensor if known is None else _extent(int(known))
+
+
+def _integer(x: Tensor) -> Tensor:
+    if x.dtype.kind not in "iu":
+        raise DTypeError(f"a shape holds integers; {x!r} does not")
+    return x
+
+
+def _extent(value: object) -> int:
+    if value is None:
+        raise ShapeError("an extent is None, not known while the graph is built; take it from af.shape(x) instead")
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise DTypeError(f"a shape holds integers, not {value!r}")
+    extent = operator.index(value)
+    if extent < 0:
+        raise ShapeError(f"an extent is not negative; got {extent}")
+    return extent
+
+
+__all__ = ["Extent", "ExtentsLike", "shape_reader", "split_extents", "static_value", "template_shape"]

@@ -1,0 +1,290 @@
+"""Indexing: ``x[key]``, `take` and `gather`, and their opposites, which give a changed copy.
+
+Negative positions count from the back. On the CPU a position out of range raises an IndexError that names it and the
+extent; a GPU does not check positions, as that would mean waiting for it, and wraps them around.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.errors import ShapeError
+from asyncflow.graph import operators
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
+from asyncflow.graph.dtypes import uint64
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.axes import replaced, static_int
+from asyncflow.ops.cost import elements, free
+from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, encode, indexed_shape
+from asyncflow.ops.promotion import require_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.op import Kernel
+
+# -- x[key] ----------------------------------------------------------------------------------------------------------
+
+
+def _getitem_spec(x: Spec, *indices: Spec, key: Key) -> Spec:
+    return Spec(x.dtype, indexed_shape(x.shape, key, indices))
+
+
+def _getitem_kernel(xp: Any, *, key: Key) -> Kernel:
+    static, build = compile_key(key)
+    if static is not None:
+        return operator.itemgetter(static[0] if len(static) == 1 else static)
+    if key == (("input", 0),):
+        return operator.getitem
+    return lambda x, *indices: x[build(*indices)]
+
+
+def _getitem_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, key: Key) -> float:
+    views = all(entry[0] != "input" for entry in key)
+    return free(inputs, outputs) if views else float(elements(outputs[0]))
+
+
+GETITEM = register(Op(name="getitem", infer=_getitem_spec, kernel=_getitem_kernel, flops=_getitem_flops))
+
+
+def getitem(x: TensorLike, key: Any, /) -> Tensor:
+    """``x[key]`` with NumPy's meaning; what ``x[...]`` on a tensor calls.
+
+    Args:
+        x: any tensor.
+        key: an item or a tuple of them: ints, slices whose bounds are ints or integer scalar tensors, ``...``, None,
+            integer arrays and tensors (which broadcast together), boolean masks.
+
+    Raises:
+        ShapeError: too many indices, or an int that is out of range for sure.
+        DTypeError: an index tensor of floats, strings or complex numbers.
+    """
+    with graph_for(x):
+        tensor = as_tensor(x)
+        entries, indices = encode(key)
+        if tensor.dtype.kind not in "biufcV" and ELLIPSIS not in entries:
+            # NumPy gives a Python str for one element of a string array; with an ellipsis it stays an array.
+            entries = (*entries, ELLIPSIS)
+        return apply(GETITEM, tensor, *indices, key=entries)[0]
+
+
+# -- take, gather ----------------------------------------------------------------------------------------------------
+
+
+def _take_spec(x: Spec, indices: Spec, *, axis: int) -> Spec:
+    require_kind(indices, "iu", "integer indices")
+    if x.shape is None:
+        return Spec(x.dtype)
+    at = normalize_axis(axis, len(x.shape))
+    if indices.shape is None:
+        return Spec(x.dtype)
+    return Spec(x.dtype, (*x.shape[:at], *indices.shape, *x.shape[at + 1 :]))
+
+
+TAKE = register(Op(name="take", infer=_take_spec, kernel=lambda xp, axis: partial(xp.take, axis=axis)))
+
+
+def take(x: TensorLike, indices: TensorLike, /, *, axis: int | None = None) -> Tensor:
+    """Slices of `x` at the positions `indices` along `axis`.
+
+    Args:
+        x: a tensor of rank 1 or higher.
+        indices: integers of any shape, which takes the place of `axis` in the result.
+        axis: may be left out for rank 1.
+
+    Raises:
+        ShapeError: `axis` is missing or out of range.
+    """
+    with graph_for(x, indices):
+        tensor = as_tensor(x)
+        if axis is None and tensor.ndim != 1:
+            raise ShapeError(f"take: axis may only be left out for a value of rank 1, not {tensor!r}; give axis=")
+        return gather(tensor, indices, axis=0 if axis is None else axis)
+
+
+def gather(x: TensorLike, indices: TensorLike, /, *, axis: int = 0) -> Tensor:
+    """Slices of `x` at the positions `indices` along `axis`: `take` with rows as the default."""
+    with graph_for(x, indices):
+        tensor, positions, at = as_tensor(x), as_tensor(indices), static_int(axis, "axis")
+        if tensor.dtype.kind in "TO" or positions.dtype == uint64:
+            # NumPy's `take` turns one string into a Python str, and refuses uint64.
+            require_kind(positions.spec, "iu", "integer indices")
+            return getitem(tensor, _key_along(tensor, at, positions))
+        return apply(TAKE, tensor, positions, axis=at)[0]
+
+
+def _key_along(x: Tensor, axis: int, positions: Tensor) -> tuple[Any, ...]:
+    """The key that indexes one axis."""
+    if x.ndim is not None:
+        axis = normalize_axis(axis, x.ndim)
+    if axis < 0:
+        return (..., positions, *(slice(None),) * (-1 - axis))
+    return (*(slice(None),) * axis, positions)
+
+
+def _along_spec(x: Spec, indices: Spec, *, axis: int) -> Spec:
+    require_kind(indices, "iu", "integer indices")
+    if x.shape is None or indices.shape is None:
+        return Spec(x.dtype, None if x.rank is None else (None,) * x.rank)
+    if len(x.shape) != len(indices.shape):
+        seen = f"{format_shape(x.shape)} and {format_shape(indices.shape)}"
+        raise ShapeError(f"x and indices must have one rank, got {seen}")
+    along = indices.shape[normalize_axis(axis, len(x.shape))]
+    others = broadcast((replaced(x.shape, axis, 1), replaced(indices.shape, axis, 1)))
+    return Spec(x.dtype, replaced(others, axis, along))
+
+
+TAKE_ALONG_AXIS = register(
+    Op(name="take_along_axis", infer=_along_spec, kernel=lambda xp, axis: partial(xp.take_along_axis, axis=axis))
+)
+
+
+def take_along_axis(x: TensorLike, indices: TensorLike, /, *, axis: int = -1) -> Tensor:
+    """Elements of `x` at positions along `axis` given for each slice, such as `argsort` gives.
+
+    Args:
+        x: a tensor of rank 1 or higher.
+        indices: integers, of the rank of `x`; the other axes broadcast.
+        axis: along which the positions count.
+    """
+    with graph_for(x, indices):
+        return apply(TAKE_ALONG_AXIS, x, indices, axis=static_int(axis, "axis"))[0]
+
+
+# -- changed copies --------------------------------------------------------------------------------------------------
+
+
+def _changed_spec(x: Spec, values: Spec, *indices: Spec, key: Key) -> Spec:
+    target = indexed_shape(x.shape, key, indices)
+    if target is not None and values.shape is not None and not _fits(values.shape, target):
+        raise ShapeError(
+            f"values of shape {format_shape(values.shape)} do not broadcast to {format_shape(target)}, "
+            f"the shape of what they change"
+        )
+    return x
+
+
+def _fits(shape: tuple[int | None, ...], target: tuple[int | None, ...]) -> bool:
+    if len(shape) > len(target):
+        return False
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return all(dim in (1, None) or extent in (None, dim) for dim, extent in pairs)
+
+
+def _added_spec(x: Spec, values: Spec, *indices: Spec, key: Key) -> Spec:
+    require_kind(x, "biufc", "numbers and booleans")
+    return _changed_spec(x, values, *indices, key=key)
+
+
+def _update_kernel(xp: Any, *, key: Key) -> Kernel:
+    _, build = compile_key(key)
+
+    def kernel(x: Any, values: Any, *indices: Any) -> Any:
+        result = xp.array(x)
+        result[build(*indices)] = values
+        return result
+
+    return kernel
+
+
+def _add_kernel(xp: Any, *, key: Key) -> Kernel:
+    static, build = compile_key(key)
+
+    def basic(x: Any, values: Any) -> Any:
+        result = xp.array(x)
+        result[static] += values
+        return result
+
+    def kernel(x: Any, values: Any, *indices: Any) -> Any:
+        result = xp.array(x)
+        # Unlike `+=`, which adds only the last of several values for one element.
+        xp.add.at(result, build(*indices), values)
+        return result
+
+    return kernel if static is None else basic
+
+
+def _changed_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
+    return float(elements(outputs[0]) + elements(inputs[1]))
+
+
+INDEX_UPDATE = register(Op(name="index_update", infer=_changed_spec, kernel=_update_kernel, flops=_changed_flops))
+INDEX_ADD = register(Op(name="index_add", infer=_added_spec, kernel=_add_kernel, flops=_changed_flops))
+
+
+def index_update(x: TensorLike, key: Any, values: TensorLike, /) -> Tensor:
+    """A copy of `x` with ``x[key]`` replaced by `values`; which value stays where `key` names an element twice is open.
+
+    Args:
+        x: any tensor.
+        key: as for `getitem`.
+        values: of the dtype of `x` (Python numbers adapt); broadcast to the shape of ``x[key]``.
+
+    Raises:
+        ShapeError: `values` do not broadcast.
+        DTypeError: `values` have another dtype.
+    """
+    return _change(INDEX_UPDATE, x, key, values)
+
+
+def index_add(x: TensorLike, key: Any, values: TensorLike, /) -> Tensor:
+    """A copy of `x` with `values` added to ``x[key]``; where `key` names an element twice both are added.
+
+    The gradient of `getitem`. Arguments and errors as for `index_update`; `x` holds numbers or booleans ("or").
+    """
+    return _change(INDEX_ADD, x, key, values)
+
+
+def scatter_add(x: TensorLike, indices: TensorLike, updates: TensorLike, /, *, axis: int = 0) -> Tensor:
+    """A copy of `x` with `updates` added to its slices at the positions `indices` along `axis`; duplicates all add.
+
+    The gradient of `gather`.
+
+    Args:
+        x: a tensor of numbers, of rank 1 or higher.
+        indices: integers of any shape.
+        updates: of the dtype of `x`, broadcast to the shape that `gather` gives.
+        axis: along which the positions count.
+    """
+    return _scatter(INDEX_ADD, x, indices, updates, axis)
+
+
+def scatter_update(x: TensorLike, indices: TensorLike, updates: TensorLike, /, *, axis: int = 0) -> Tensor:
+    """A copy of `x` with its slices at the positions `indices` along `axis` replaced.
+
+    Arguments as for `scatter_add`; which of several updates of one slice stays is open.
+    """
+    return _scatter(INDEX_UPDATE, x, indices, updates, axis)
+
+
+def _scatter(op: Op, x: TensorLike, indices: TensorLike, updates: TensorLike, axis: int) -> Tensor:
+    with graph_for(x, indices, updates):
+        tensor, positions = as_tensor(x), as_tensor(indices)
+        require_kind(positions.spec, "iu", "integer indices")
+        return _change(op, tensor, _key_along(tensor, static_int(axis, "axis"), positions), updates)
+
+
+def _change(op: Op, x: TensorLike, key: Any, values: TensorLike) -> Tensor:
+    with graph_for(x, values):
+        tensor = as_tensor(x)
+        entries, indices = encode(key)
+        return apply(op, tensor, as_tensor(values, tensor.dtype), *indices, key=entries)[0]
+
+
+operators.install(getitem=getitem)
+
+__all__ = [
+    "gather",
+    "getitem",
+    "index_add",
+    "index_update",
+    "scatter_add",
+    "scatter_update",
+    "take",
+    "take_along_axis",
+]

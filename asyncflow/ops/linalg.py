@@ -1,0 +1,309 @@
+"""Linear algebra: products of vectors, matrices and stacks of them."""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from asyncflow.errors import GraphError, ShapeError
+from asyncflow.graph import operators
+from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.dtypes import DType, float32
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.axes import normalize_axes, static_int
+from asyncflow.ops.cost import elements, free, per_input_element
+from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.op import Kernel
+
+Contraction: TypeAlias = int | tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _product_dtype(*inputs: Spec) -> DType:
+    for x in inputs:
+        require_kind(x, "biufc", "numbers and booleans")
+    return promoted_dtype(x.dtype for x in inputs)
+
+
+def _narrowed(product: Kernel, dtype: DType) -> Kernel:
+    """`product`, cast for the dtypes in which NumPy computes wider than it should answer."""
+    if dtype.name != "bfloat16":
+        return product
+    return lambda *xs: product(*xs).astype(dtype)
+
+
+def _apply_product(op: Op, *xs: TensorLike, **attrs: Any) -> Tensor:
+    tensors = promote_operands(*xs)
+    return apply(op, *tensors, dtype=promoted_dtype(x.dtype for x in tensors), **attrs)[0]
+
+
+def _require_equal(n: int | None, m: int | None, x1: Spec, x2: Spec) -> None:
+    if n is not None and m is not None and n != m:
+        seen = f"{format_shape(x1.shape)} and {format_shape(x2.shape)}"
+        raise ShapeError(f"summed extents of {seen} must be equal, found {n} and {m}")
+
+
+# -- matmul ----------------------------------------------------------------------------------------------------------
+
+
+def _matmul_spec(x1: Spec, x2: Spec, *, dtype: DType) -> Spec:
+    return Spec(_product_dtype(x1, x2), _matmul_shape(x1, x2))
+
+
+def _matmul_shape(x1: Spec, x2: Spec) -> Shape:
+    for x in (x1, x2):
+        if x.shape == ():
+            raise ShapeError("operands must be of rank 1 or higher, one is a scalar; multiply by it instead")
+    if x1.shape is None or x2.shape is None:
+        return None
+    rows, columns = x1.shape[-2:-1], x2.shape[-1:] if len(x2.shape) > 1 else ()
+    _require_equal(x1.shape[-1], x2.shape[-2] if len(x2.shape) > 1 else x2.shape[0], x1, x2)
+    batch = broadcast((x1.shape[:-2], x2.shape[:-2]))
+    assert batch is not None
+    return batch + rows + columns
+
+
+def _matmul_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
+    summed = elements((inputs[0] or (1,))[-1:])
+    return 2.0 * elements(outputs[0]) * summed
+
+
+MATMUL = register(
+    Op(
+        name="matmul",
+        infer=_matmul_spec,
+        kernel=lambda xp, dtype: _narrowed(xp.matmul, dtype),
+        flops=_matmul_flops,
+    )
+)
+
+
+def matmul(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Matrix product; vectors are rows on the left and columns on the right, leading axes broadcast as a batch.
+
+    Shapes: ``(..., m, k) @ (..., k, n) -> (..., m, n)``; the axis of a vector operand is summed away.
+
+    Raises:
+        ShapeError: the summed extents differ, or an operand is a scalar.
+    """
+    return _apply_product(MATMUL, x1, x2)
+
+
+# -- matrix_transpose ------------------------------------------------------------------------------------------------
+
+
+def _matrix_transpose_spec(x: Spec) -> Spec:
+    if x.shape is None:
+        return x
+    if len(x.shape) < 2:
+        raise ShapeError(f"needs rank 2 or higher, got {format_shape(x.shape)}")
+    return Spec(x.dtype, (*x.shape[:-2], x.shape[-1], x.shape[-2]))
+
+
+MATRIX_TRANSPOSE = register(
+    Op(
+        name="matrix_transpose",
+        infer=_matrix_transpose_spec,
+        kernel=lambda xp: operator.methodcaller("swapaxes", -1, -2),
+        flops=free,
+    )
+)
+
+
+def matrix_transpose(x: TensorLike, /) -> Tensor:
+    """`x` with its last two axes swapped.
+
+    Raises:
+        ShapeError: `x` has fewer than two axes.
+    """
+    return apply(MATRIX_TRANSPOSE, x)[0]
+
+
+# -- tensordot -------------------------------------------------------------------------------------------------------
+
+
+def _summed_axes(rank1: int, rank2: int, axes: Contraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if isinstance(axes, int):
+        if not 0 <= axes <= min(rank1, rank2):
+            raise ShapeError(f"cannot sum over {axes} axes of operands of rank {rank1} and {rank2}")
+        return tuple(range(rank1 - axes, rank1)), tuple(range(axes))
+    first, second = axes
+    if len(first) != len(second):
+        raise ShapeError(f"axes {axes} must name equally many axes of both operands")
+    return normalize_axes(first, rank1), normalize_axes(second, rank2)
+
+
+def _tensordot_spec(x1: Spec, x2: Spec, *, axes: Contraction, dtype: DType) -> Spec:
+    result = _product_dtype(x1, x2)
+    if x1.shape is None or x2.shape is None:
+        return Spec(result)
+    first, second = _summed_axes(len(x1.shape), len(x2.shape), axes)
+    for i, j in zip(first, second, strict=True):
+        _require_equal(x1.shape[i], x2.shape[j], x1, x2)
+    left = [dim for i, dim in enumerate(x1.shape) if i not in first]
+    right = [dim for j, dim in enumerate(x2.shape) if j not in second]
+    return Spec(result, (*left, *right))
+
+
+def _tensordot_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, axes: Contraction, **attrs: object) -> float:
+    x1, x2 = inputs
+    if x1 is None or x2 is None:
+        return 2.0 * elements(outputs[0])
+    first, _ = _summed_axes(len(x1), len(x2), axes)
+    return 2.0 * elements(outputs[0]) * elements(tuple(x1[i] for i in first))
+
+
+def _tensordot_kernel(xp: Any, *, axes: Contraction, dtype: DType) -> Kernel:
+    return _narrowed(partial(xp.tensordot, axes=axes), dtype)
+
+
+TENSORDOT = register(Op(name="tensordot", infer=_tensordot_spec, kernel=_tensordot_kernel, flops=_tensordot_flops))
+
+
+def tensordot(x1: TensorLike, x2: TensorLike, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Tensor:
+    """Product summed over pairs of axes.
+
+    Args:
+        x1: left operand.
+        x2: right operand.
+        axes: how many of the last axes of `x1` pair with the first of `x2`; or which axes of both, in two sequences.
+
+    Shapes: the axes of `x1` that are not summed, then those of `x2`.
+    """
+    if isinstance(axes, tuple | list):
+        if len(axes) != 2:
+            raise GraphError(f"tensordot: axes must be an int or two sequences of ints, got {axes!r}")
+        first, second = (tuple(static_int(item, "an axis") for item in side) for side in axes)
+        return _apply_product(TENSORDOT, x1, x2, axes=(first, second))
+    return _apply_product(TENSORDOT, x1, x2, axes=static_int(axes, "axes"))
+
+
+# -- vecdot ----------------------------------------------------------------------------------------------------------
+
+
+def _vecdot_spec(x1: Spec, x2: Spec, *, axis: int, dtype: DType) -> Spec:
+    result = _product_dtype(x1, x2)
+    for x in (x1, x2):
+        if x.shape is not None:
+            normalize_axis(axis, len(x.shape))
+    if x1.shape is None or x2.shape is None:
+        return Spec(result)
+    _require_equal(x1.shape[axis], x2.shape[axis], x1, x2)
+    return Spec(result, broadcast(_without(shape, axis) for shape in (x1.shape, x2.shape)))
+
+
+def _without(shape: tuple[int | None, ...], axis: int) -> Shape:
+    at = axis % len(shape)
+    return shape[:at] + shape[at + 1 :]
+
+
+def _vecdot_kernel(xp: Any, *, axis: int, dtype: DType) -> Kernel:
+    if hasattr(xp, "vecdot"):
+        return _narrowed(partial(xp.vecdot, axis=axis), dtype)
+
+    def kernel(x1: Any, x2: Any) -> Any:
+        row, column = xp.moveaxis(x1, axis, -1).conj()[..., None, :], xp.moveaxis(x2, axis, -1)[..., :, None]
+        return xp.matmul(row, column)[..., 0, 0]
+
+    return _narrowed(kernel, dtype)
+
+
+VECDOT = register(Op(name="vecdot", infer=_vecdot_spec, kernel=_vecdot_kernel, flops=per_input_element))
+
+
+def vecdot(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:
+    """Dot product of vectors along `axis`, the first conjugated; the other axes broadcast.
+
+    Raises:
+        ShapeError: the extents along `axis` differ.
+    """
+    return _apply_product(VECDOT, x1, x2, axis=static_int(axis, "axis"))
+
+
+# -- einsum ----------------------------------------------------------------------------------------------------------
+
+
+def _parse(subscripts: str) -> tuple[list[str], str]:
+    """The letters of each operand and of the result; NumPy's implicit result where there is no arrow."""
+    left, arrow, result = subscripts.replace(" ", "").partition("->")
+    terms = left.split(",")
+    letters = "".join(terms)
+    if not all(term.isalpha() or not term for term in (*terms, result)):
+        raise GraphError(f"einsum subscripts {subscripts!r} may hold letters, commas and one '->' only")
+    if not arrow:
+        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    unknown = set(result) - set(letters)
+    if unknown or len(set(result)) < len(result):
+        raise GraphError(f"einsum result {result!r} of {subscripts!r} must name letters of the operands, each once")
+    return terms, result
+
+
+def _extents(xs: Sequence[Spec], terms: Sequence[str]) -> dict[str, int | None]:
+    """Extent of each letter; letters of operands of unknown rank, and of extent 1, broadcast."""
+    shapes: dict[str, list[Shape]] = {}
+    for x, term in zip(xs, terms, strict=True):
+        if x.shape is not None and len(x.shape) != len(term):
+            raise ShapeError(f"operand {format_shape(x.shape)} does not have the {len(term)} axes of {term!r}")
+        for letter, dim in zip(term, x.shape or (None,) * len(term), strict=True):
+            shapes.setdefault(letter, []).append((dim,))
+    extents: dict[str, int | None] = {}
+    for letter, dims in shapes.items():
+        joined = broadcast(dims)
+        assert joined is not None
+        extents[letter] = joined[0]
+    return extents
+
+
+def _einsum_spec(*xs: Spec, subscripts: str, dtype: DType) -> Spec:
+    terms, result = _parse(subscripts)
+    if len(terms) != len(xs):
+        raise ShapeError(f"subscripts {subscripts!r} are for {len(terms)} operands, got {len(xs)}")
+    extents = _extents(xs, terms)
+    return Spec(_product_dtype(*xs), tuple(extents[letter] for letter in result))
+
+
+def _einsum_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, subscripts: str, **attrs: object) -> float:
+    terms, _ = _parse(subscripts)
+    extents: dict[str, int] = {}
+    for shape, term in zip(inputs, terms, strict=True):
+        for letter, dim in zip(term, shape or (), strict=False):
+            extents[letter] = max(extents.get(letter, 1), 1 if dim is None else dim)
+    return float(len(inputs) * elements(tuple(extents.values())))
+
+
+def _einsum_kernel(xp: Any, *, subscripts: str, dtype: DType) -> Kernel:
+    # An optimized path contracts pairs with matrix products; for one or two operands it is the plain call.
+    product = partial(xp.einsum, subscripts, optimize=True)
+    if dtype.name != "bfloat16":
+        return product
+    return lambda *xs: product(*(x.astype(float32) for x in xs)).astype(dtype)
+
+
+EINSUM = register(Op(name="einsum", infer=_einsum_spec, kernel=_einsum_kernel, flops=_einsum_flops))
+
+
+def einsum(subscripts: str, /, *operands: TensorLike) -> Tensor:
+    """Einstein summation, such as ``af.einsum("bik,bkj->bij", x, y)``.
+
+    Args:
+        subscripts: a letter per axis of each operand; without ``->`` the letters that occur once are kept, sorted.
+        operands: one tensor per comma-separated term.
+
+    Raises:
+        GraphError: the subscripts are malformed (an ellipsis is not supported).
+        ShapeError: an operand has another rank than its term, or extents of one letter differ.
+    """
+    _parse(subscripts)
+    return _apply_product(EINSUM, *operands, subscripts=subscripts)
+
+
+operators.install(matmul=matmul, matrix_transpose=matrix_transpose)
+
+__all__ = ["einsum", "matmul", "matrix_transpose", "tensordot", "vecdot"]

@@ -1,0 +1,199 @@
+"""Comparisons, tests, and logical and bitwise functions of the Array API standard, elementwise with broadcasting."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncflow.graph.build import SupportsTensor, TensorLike
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.operators import install
+from asyncflow.ops.promotion import binary, comparison, predicate, ufunc_op, unary
+
+if TYPE_CHECKING:
+    from types import NotImplementedType
+
+    from asyncflow.graph.op import Kernel
+
+
+def _comparison_op(name: str, scalar_kernel: Kernel) -> Op:
+    # Strings compare too, which is why these do not take NumPy's rule for the ufunc.
+    return register(Op(name=name, infer=predicate, kernel=lambda xp: getattr(xp, name), scalar_kernel=scalar_kernel))
+
+
+EQUAL = _comparison_op("equal", operator.eq)
+GREATER = _comparison_op("greater", operator.gt)
+GREATER_EQUAL = _comparison_op("greater_equal", operator.ge)
+LESS = _comparison_op("less", operator.lt)
+LESS_EQUAL = _comparison_op("less_equal", operator.le)
+NOT_EQUAL = _comparison_op("not_equal", operator.ne)
+
+BITWISE_AND = ufunc_op("bitwise_and", "bitwise_and", operator.and_)
+BITWISE_OR = ufunc_op("bitwise_or", "bitwise_or", operator.or_)
+BITWISE_XOR = ufunc_op("bitwise_xor", "bitwise_xor", operator.xor)
+BITWISE_LEFT_SHIFT = ufunc_op("bitwise_left_shift", "left_shift", operator.lshift)
+BITWISE_RIGHT_SHIFT = ufunc_op("bitwise_right_shift", "right_shift", operator.rshift)
+LOGICAL_AND = ufunc_op("logical_and", "logical_and")
+LOGICAL_OR = ufunc_op("logical_or", "logical_or")
+LOGICAL_XOR = ufunc_op("logical_xor", "logical_xor")
+
+BITWISE_INVERT = ufunc_op("bitwise_invert", "invert", operator.invert)
+ISFINITE = ufunc_op("isfinite", "isfinite")
+ISINF = ufunc_op("isinf", "isinf")
+ISNAN = ufunc_op("isnan", "isnan")
+LOGICAL_NOT = ufunc_op("logical_not", "logical_not")
+SIGNBIT = ufunc_op("signbit", "signbit")
+
+
+def bitwise_and(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Bits set in both; ``and`` of booleans."""
+    return binary(BITWISE_AND, x1, x2)
+
+
+def bitwise_invert(x: TensorLike, /) -> Tensor:
+    """Every bit flipped; ``not`` of booleans."""
+    return unary(BITWISE_INVERT, x)
+
+
+def bitwise_left_shift(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """`x1` shifted left by `x2` bits."""
+    return binary(BITWISE_LEFT_SHIFT, x1, x2)
+
+
+def bitwise_or(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Bits set in either; ``or`` of booleans."""
+    return binary(BITWISE_OR, x1, x2)
+
+
+def bitwise_right_shift(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """`x1` shifted right by `x2` bits, keeping the sign."""
+    return binary(BITWISE_RIGHT_SHIFT, x1, x2)
+
+
+def bitwise_xor(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Bits set in exactly one; ``xor`` of booleans."""
+    return binary(BITWISE_XOR, x1, x2)
+
+
+def equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Whether `x1` equals `x2`; NaN equals nothing."""
+    return comparison(EQUAL, x1, x2)
+
+
+def greater(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Whether `x1` is greater than `x2`."""
+    return comparison(GREATER, x1, x2)
+
+
+def greater_equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Whether `x1` is greater than or equal to `x2`."""
+    return comparison(GREATER_EQUAL, x1, x2)
+
+
+def isfinite(x: TensorLike, /) -> Tensor:
+    """Whether the value is neither infinite nor NaN."""
+    return unary(ISFINITE, x)
+
+
+def isinf(x: TensorLike, /) -> Tensor:
+    """Whether the value is plus or minus infinity."""
+    return unary(ISINF, x)
+
+
+def isnan(x: TensorLike, /) -> Tensor:
+    """Whether the value is NaN."""
+    return unary(ISNAN, x)
+
+
+def less(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Whether `x1` is less than `x2`."""
+    return comparison(LESS, x1, x2)
+
+
+def less_equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Whether `x1` is less than or equal to `x2`."""
+    return comparison(LESS_EQUAL, x1, x2)
+
+
+def logical_and(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Whether both are true; numbers are true unless 0."""
+    return binary(LOGICAL_AND, x1, x2)
+
+
+def logical_not(x: TensorLike, /) -> Tensor:
+    """Whether the value is false; numbers are true unless 0."""
+    return unary(LOGICAL_NOT, x)
+
+
+def logical_or(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Whether either is true; numbers are true unless 0."""
+    return binary(LOGICAL_OR, x1, x2)
+
+
+def logical_xor(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Whether exactly one is true; numbers are true unless 0."""
+    return binary(LOGICAL_XOR, x1, x2)
+
+
+def not_equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Whether `x1` differs from `x2`."""
+    return comparison(NOT_EQUAL, x1, x2)
+
+
+def signbit(x: TensorLike, /) -> Tensor:
+    """Whether the sign bit is set: true for -0.0 too."""
+    return unary(SIGNBIT, x)
+
+
+_COMPARABLE = (Tensor, SupportsTensor, np.ndarray, np.generic, bool, int, float, complex, str, list, tuple)
+
+
+def _eq(x1: TensorLike, x2: TensorLike) -> Tensor | NotImplementedType:
+    # What no tensor can hold, such as None, leaves `==` and `!=` to Python, which compares identities.
+    return equal(x1, x2) if isinstance(x2, _COMPARABLE) else NotImplemented
+
+
+def _ne(x1: TensorLike, x2: TensorLike) -> Tensor | NotImplementedType:
+    return not_equal(x1, x2) if isinstance(x2, _COMPARABLE) else NotImplemented
+
+
+install(
+    equal=_eq,
+    not_equal=_ne,
+    greater=greater,
+    greater_equal=greater_equal,
+    less=less,
+    less_equal=less_equal,
+    bitwise_and=bitwise_and,
+    bitwise_or=bitwise_or,
+    bitwise_xor=bitwise_xor,
+    bitwise_left_shift=bitwise_left_shift,
+    bitwise_right_shift=bitwise_right_shift,
+    bitwise_invert=bitwise_invert,
+)
+
+__all__ = [
+    "bitwise_and",
+    "bitwise_invert",
+    "bitwise_left_shift",
+    "bitwise_or",
+    "bitwise_right_shift",
+    "bitwise_xor",
+    "equal",
+    "greater",
+    "greater_equal",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "less",
+    "less_equal",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "logical_xor",
+    "not_equal",
+    "signbit",
+]

@@ -1,0 +1,326 @@
+"""Functions of neural networks: activations, normalisations, and looking up rows.
+
+Each is one op, stable where the formula would overflow. Half-precision values are computed in float32 and rounded
+once at the end.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.errors import DTypeError, ShapeError
+from asyncflow.graph.build import TensorLike, apply, as_tensor
+from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float32
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import broadcast, format_shape, is_compatible, normalize_axis
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.axes import Axes, as_axes, normalize_axes, reduced, static_int
+from asyncflow.ops.cost import elements
+from asyncflow.ops.extents import Extent, shape_reader, split_extents, template_shape
+from asyncflow.ops.promotion import kind_of, require_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.shapes import Shape
+
+
+def _wide(function: Callable[..., Any]) -> Kernel:
+    """A kernel that computes in float32 at least and gives back the dtype of its first input."""
+
+    def run(x: Any, *rest: Any) -> Any:
+        if x.dtype.itemsize >= float32.itemsize:
+            return function(x, *rest)
+        return function(x.astype(float32), *(item.astype(float32) for item in rest)).astype(x.dtype)
+
+    return run
+
+
+def _float_spec(x: Spec) -> Spec:
+    require_kind(x, "f", "floats")
+    return x
+
+
+def _activation(name: str, function: Callable[[Any, Any], Any], flops: float) -> Op:
+    def cost(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
+        return flops * elements(outputs[0])
+
+    return register(Op(name=name, infer=_float_spec, kernel=lambda xp: _wide(partial(function, xp)), flops=cost))
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
+
+
+def _sigmoid(xp: Any, x: Any) -> Any:
+    # Two exponentials of arguments that are not positive: neither overflows, and both tails keep their digits.
+    return xp.exp(xp.minimum(x, 0)) / (1 + xp.exp(-xp.abs(x)))
+
+
+def _softplus(xp: Any, x: Any) -> Any:
+    return xp.maximum(x, 0) + xp.log1p(xp.exp(-xp.abs(x)))
+
+
+def _gelu(xp: Any, x: Any) -> Any:
+    return 0.5 * x * (1 + xp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+def _relu_spec(x: Spec) -> Spec:
+    require_kind(x, "iuf", "real numbers")
+    return x
+
+
+def _relu_kernel(xp: Any) -> Kernel:
+    return lambda x: xp.maximum(x, x.dtype.type(0))
+
+
+RELU = register(Op(name="relu", infer=_relu_spec, kernel=_relu_kernel))
+SIGMOID = _activation("sigmoid", _sigmoid, 8)
+SILU = _activation("silu", lambda xp, x: x * _sigmoid(xp, x), 9)
+SOFTPLUS = _activation("softplus", _softplus, 8)
+GELU = _activation("gelu", _gelu, 12)
+
+
+def relu(x: TensorLike, /) -> Tensor:
+    """``maximum(x, 0)`` of real numbers; NaN stays NaN."""
+    return apply(RELU, x)[0]
+
+
+def sigmoid(x: TensorLike, /) -> Tensor:
+    """Logistic function ``1 / (1 + exp(-x))`` of floats."""
+    return apply(SIGMOID, x)[0]
+
+
+def silu(x: TensorLike, /) -> Tensor:
+    """``x * sigmoid(x)`` of floats, also called swish."""
+    return apply(SILU, x)[0]
+
+
+def softplus(x: TensorLike, /) -> Tensor:
+    """``log(1 + exp(x))`` of floats."""
+    return apply(SOFTPLUS, x)[0]
+
+
+def gelu(x: TensorLike, /) -> Tensor:
+    """Gaussian error linear unit of floats, in its usual approximation by tanh (error below 0.0005)."""
+    return apply(GELU, x)[0]
+
+
+# -- over an axis ----------------------------------------------------------------------------------------------------
+
+
+def _softmax_spec(x: Spec, *, axis: int) -> Spec:
+    _float_spec(x)
+    if x.rank is not None:
+        normalize_axis(axis, x.rank)
+    return x
+
+
+def _softmax(xp: Any, axis: int, x: Any) -> Any:
+    if not x.size:
+        return x
+    weights = xp.exp(x - x.max(axis=axis, keepdims=True))
+    return weights / weights.sum(axis=axis, keepdims=True)
+
+
+def _log_softmax(xp: Any, axis: int, x: Any) -> Any:
+    if not x.size:
+        return x
+    shifted = x - x.max(axis=axis, keepdims=True)
+    return shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
+
+
+SOFTMAX = register(Op(name="softmax", infer=_softmax_spec, kernel=lambda xp, axis: _wide(partial(_softmax, xp, axis))))
+LOG_SOFTMAX = register(
+    Op(name="log_softmax", infer=_softmax_spec, kernel=lambda xp, axis: _wide(partial(_log_softmax, xp, axis)))
+)
+
+
+def softmax(x: TensorLike, /, *, axis: int = -1) -> Tensor:
+    """``exp(x)`` scaled to sum to 1 along `axis`. Floats; the shape stays."""
+    return apply(SOFTMAX, x, axis=static_int(axis, "axis"))[0]
+
+
+def log_softmax(x: TensorLike, /, *, axis: int = -1) -> Tensor:
+    """Logarithm of `softmax`, exact where that is close to 0."""
+    return apply(LOG_SOFTMAX, x, axis=static_int(axis, "axis"))[0]
+
+
+def _logsumexp_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
+    _float_spec(x)
+    return Spec(x.dtype, reduced(x.shape, axis, keepdims))
+
+
+def _logsumexp(xp: Any, axis: Axes, keepdims: bool, x: Any) -> Any:
+    x = xp.asarray(x)
+    axes = normalize_axes(axis, x.ndim)
+    if any(x.shape[i] == 0 for i in axes):
+        shape = reduced(x.shape, axis, keepdims)
+        return xp.full(shape, -np.inf, dtype=x.dtype)
+    peak = x.max(axis=axes, keepdims=True)
+    # An infinite peak would give inf - inf.
+    peak = xp.where(xp.isfinite(peak), peak, x.dtype.type(0))
+    # log(0) is meant: a sum of exp(-inf) is 0.
+    with np.errstate(divide="ignore"):
+        total = xp.log(xp.exp(x - peak).sum(axis=axes, keepdims=True)) + peak
+    return total if keepdims else total.reshape(reduced(x.shape, axis, False))
+
+
+def _logsumexp_kernel(xp: Any, *, axis: Axes, keepdims: bool) -> Kernel:
+    return _wide(partial(_logsumexp, xp, axis, keepdims))
+
+
+LOGSUMEXP = register(Op(name="logsumexp", infer=_logsumexp_spec, kernel=_logsumexp_kernel))
+
+
+def logsumexp(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
+    """``log(sum(exp(x)))`` over `axis` (None: all), without overflow. Floats; -inf where there is nothing to sum."""
+    return apply(LOGSUMEXP, x, axis=as_axes(axis), keepdims=keepdims)[0]
+
+
+def _layer_norm_spec(x: Spec, *affine: Spec, axis: Axes, epsilon: float, scaled: bool, shifted: bool) -> Spec:
+    _float_spec(x)
+    if x.rank is not None:
+        normalize_axes(axis, x.rank)
+    for item in affine:
+        if item.dtype != x.dtype:
+            raise DTypeError(
+                f"scale and bias have the dtype of the values, {dtype_name(x.dtype)}, not {dtype_name(item.dtype)}"
+            )
+        whole = broadcast([x.shape, item.shape])
+        if not is_compatible(whole, x.shape):
+            raise ShapeError(f"scale and bias broadcast to shape {format_shape(x.shape)}; got {item}")
+    return x
+
+
+def _layer_norm(xp: Any, axis: Axes, epsilon: float, scaled: bool, shifted: bool, x: Any, *affine: Any) -> Any:
+    if not x.size:
+        return x
+    centred = x - x.mean(axis=axis, keepdims=True)
+    result = centred / xp.sqrt((centred * centred).mean(axis=axis, keepdims=True) + epsilon)
+    if scaled:
+        result = result * affine[0]
+    return result + affine[-1] if shifted else result
+
+
+def _layer_norm_kernel(xp: Any, *, axis: Axes, epsilon: float, scaled: bool, shifted: bool) -> Kernel:
+    return _wide(partial(_layer_norm, xp, axis, epsilon, scaled, shifted))
+
+
+LAYER_NORM = register(Op(name="layer_norm", infer=_layer_norm_spec, kernel=_layer_norm_kernel))
+
+
+def layer_norm(
+    x: TensorLike,
+    /,
+    scale: TensorLike | None = None,
+    bias: TensorLike | None = None,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    epsilon: float = 1e-5,
+) -> Tensor:
+    """`x` with mean 0 and variance 1 over `axis`, times `scale`, plus `bias`.
+
+    Args:
+        x: floats.
+        scale: of the dtype of `x`, broadcasts to its shape; None for none.
+        bias: likewise.
+        axis: what to normalise over.
+        epsilon: added to the variance.
+    """
+    affine = [item for item in (scale, bias) if item is not None]
+    return apply(
+        LAYER_NORM,
+        x,
+        *affine,
+        axis=as_axes(axis),
+        epsilon=float(epsilon),
+        scaled=scale is not None,
+        shifted=bias is not None,
+    )[0]
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _one_hot_spec(indices: Spec, *size: Spec, depth: Shape, dtype: DType, axis: int) -> Spec:
+    require_kind(indices, "iu", "integers")
+    if indices.shape is None:
+        return Spec(dtype, None)
+    at = normalize_axis(axis, len(indices.shape) + 1)
+    (extent,) = template_shape(depth, size) or (None,)
+    return Spec(dtype, (*indices.shape[:at], extent, *indices.shape[at:]))
+
+
+def _one_hot_kernel(xp: Any, *, depth: Shape, dtype: DType, axis: int) -> Kernel:
+    read = shape_reader(depth)
+
+    def run(indices: Any, *size: Any) -> Any:
+        at = normalize_axis(axis, indices.ndim + 1)
+        classes = xp.arange(*read(size)).reshape((-1,) + (1,) * (indices.ndim - at))
+        return (xp.expand_dims(indices, at) == classes).astype(dtype)
+
+    return run
+
+
+ONE_HOT = register(Op(name="one_hot", infer=_one_hot_spec, kernel=_one_hot_kernel))
+
+
+def one_hot(indices: TensorLike, /, depth: Extent, *, axis: int = -1, dtype: DTypeLike = float32) -> Tensor:
+    """1 at each index along a new axis of extent `depth`, 0 elsewhere; all 0 for an index outside.
+
+    Args:
+        indices: integers.
+        depth: an int or an integer tensor of rank 0.
+        axis: where the new axis goes in the result.
+        dtype: of the result.
+    """
+    found = as_dtype(dtype)
+    if kind_of(found) not in "biufc":
+        raise DTypeError(f"one_hot: takes a dtype of numbers, not {dtype_name(found)}")
+    template, size = split_extents((depth,))
+    return apply(ONE_HOT, indices, *size, depth=template, dtype=found, axis=static_int(axis, "axis"))[0]
+
+
+def _embedding_spec(table: Spec, ids: Spec) -> Spec:
+    require_kind(table, "biufc", "a table of numbers")
+    require_kind(ids, "iu", "integer ids")
+    if table.rank == 0:
+        raise ShapeError(f"takes a table of rank 1 or more, not {table}")
+    if table.shape is None or ids.shape is None:
+        return Spec(table.dtype, None)
+    return Spec(table.dtype, ids.shape + table.shape[1:])
+
+
+def _embedding_kernel(xp: Any) -> Kernel:
+    return lambda table, ids: table[ids]
+
+
+EMBEDDING = register(Op(name="embedding", infer=_embedding_spec, kernel=_embedding_kernel))
+
+
+def embedding(table: TensorLike, ids: TensorLike, /) -> Tensor:
+    """Row ``ids[...]`` of `table` at each position: shape ``ids.shape + table.shape[1:]``, the dtype of `table`.
+
+    On the CPU an id out of range fails the run; GPUs wrap it around.
+    """
+    return apply(EMBEDDING, table, as_tensor(ids))[0]
+
+
+__all__ = [
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "log_softmax",
+    "logsumexp",
+    "one_hot",
+    "relu",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "softplus",
+]

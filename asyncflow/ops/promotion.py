@@ -1,0 +1,217 @@
+"""How operands of different dtypes come together, and the dtype and shape rules that follow from it.
+
+NEP 50: Python scalars are weak, they take the dtype of what they meet; everything else is strong. A weak operand
+becomes a constant of the promoted dtype when the graph is built, so kernels only ever see typed values.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+
+import numpy as np
+
+from asyncflow.errors import DTypeError, user_location
+from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for
+from asyncflow.graph.dtypes import VARIANT, DType, bool_, dtype_name, promote, string
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import broadcast
+from asyncflow.graph.spec import Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from asyncflow.graph.op import Kernel
+
+WeakScalar: TypeAlias = bool | int | float | complex
+
+
+def is_weak(value: TensorLike) -> TypeGuard[WeakScalar]:
+    """Whether `value` is a Python scalar, which takes the dtype of what it meets; NumPy scalars keep theirs."""
+    return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
+
+
+def promoted_dtype(operands: Iterable[DType | WeakScalar]) -> DType:
+    """The common dtype of dtypes and weak scalars.
+
+    Raises:
+        DTypeError: there is none.
+    """
+    listed = list(operands)
+    strong = [x for x in listed if isinstance(x, np.dtype)]
+    weak = [x for x in listed if not isinstance(x, np.dtype)]
+    if VARIANT in strong:
+        raise DTypeError("a variant has no arithmetic; only the ops that made it read it")
+    if not strong:
+        return promote(weak)
+    common = promote(strong)
+    # NumPy knows bfloat16 as a foreign dtype and takes a weak float with it for a float64.
+    if common.name == "bfloat16" and not any(isinstance(x, complex) for x in weak):
+        return common
+    return promote([common, *weak])
+
+
+def promote_operands(*operands: TensorLike) -> tuple[Tensor, ...]:
+    """The operands as tensors: weak scalars as constants of the promoted dtype, all others with their own dtype.
+
+    Raises:
+        DTypeError: the dtypes have nothing in common, or a Python integer does not fit.
+        GraphError: no graph is being built and no operand is a tensor.
+    """
+    with graph_for(*operands):
+        items = [x if is_weak(x) else as_tensor(x) for x in operands]
+        if not any(is_weak(x) for x in items):
+            return tuple(x for x in items if isinstance(x, Tensor))
+        dtype = promoted_dtype(x.dtype if isinstance(x, Tensor) else x for x in items)
+        return tuple(x if isinstance(x, Tensor) else constant(x, dtype) for x in items)
+
+
+def promote_compared(*operands: TensorLike) -> tuple[Tensor, ...]:
+    """Like `promote_operands` for comparisons, which are exact: an integer outside the other's range stays itself.
+
+    Raises:
+        DTypeError: the dtypes have nothing in common.
+    """
+    with graph_for(*operands):
+        items = [_exact(x) if is_weak(x) else x for x in operands]
+        tensors = [x if is_weak(x) else as_tensor(x) for x in items]
+        integers = [x.dtype for x in tensors if isinstance(x, Tensor) and x.dtype.kind in "iu"]
+        for position, x in enumerate(tensors):
+            if type(x) is int and any(not np.iinfo(dtype).min <= x <= np.iinfo(dtype).max for dtype in integers):
+                tensors[position] = constant(x)
+        return promote_operands(*tensors)
+
+
+def _exact(value: WeakScalar) -> WeakScalar:
+    """Integers that no integer dtype holds compare as floats do."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return math.copysign(math.inf, value > 0 or -1) if abs(value) > sys.float_info.max else float(value)
+    return value
+
+
+def binary(op: Op, x1: TensorLike, x2: TensorLike) -> Tensor:
+    """Applies a one-output op to two promoted operands."""
+    return apply(op, *promote_for(op, x1, x2))[0]
+
+
+def comparison(op: Op, x1: TensorLike, x2: TensorLike) -> Tensor:
+    """Applies a one-output op to two operands that it compares."""
+    return apply(op, *promote_for(op, x1, x2, promote_compared))[0]
+
+
+def unary(op: Op, x: TensorLike) -> Tensor:
+    """Applies a one-output op to one operand."""
+    return apply(op, x)[0]
+
+
+def ufunc_op(name: str, ufunc: str, scalar_kernel: Kernel | None = None) -> Op:
+    """Registers the op that is NumPy's (and CuPy's) `ufunc` of that name, with its dtypes and broadcasting."""
+    return register(
+        Op(
+            name=name,
+            infer=by_ufunc(getattr(np, ufunc)),
+            kernel=lambda xp: getattr(xp, ufunc),
+            scalar_kernel=scalar_kernel,
+        )
+    )
+
+
+def promote_for(
+    op: Op,
+    x1: TensorLike,
+    x2: TensorLike,
+    convert: Callable[[TensorLike, TensorLike], tuple[Tensor, ...]] = promote_operands,
+) -> tuple[Tensor, ...]:
+    """The operands as promoted tensors; an error names the op and the user's line."""
+    try:
+        return convert(x1, x2)
+    except DTypeError as error:
+        raise DTypeError(f"{op.name}: {error}\n  operands {x1!r}, {x2!r}\n  written at {user_location()}") from None
+
+
+# -- shape rules -----------------------------------------------------------------------------------------------------
+
+
+def promoted(*inputs: Spec) -> Spec:
+    """Rule of ops that promote and broadcast their inputs."""
+    return Spec(promoted_dtype(x.dtype for x in inputs), broadcast(x.shape for x in inputs))
+
+
+def same(x: Spec, *_: Spec, **attrs: object) -> Spec:
+    """Rule of ops whose output is like their first input."""
+    return x
+
+
+def predicate(*inputs: Spec) -> Spec:
+    """Rule of ops that compare their broadcast inputs."""
+    promoted_dtype(x.dtype for x in inputs)
+    return Spec(bool_, broadcast(x.shape for x in inputs))
+
+
+def by_ufunc(ufunc: np.ufunc) -> Callable[..., Spec]:
+    """Rule of an op that is NumPy's `ufunc`: its dtypes, broadcast shapes. Strings are refused."""
+
+    def infer(*inputs: Spec) -> Spec:
+        return Spec(ufunc_dtype(ufunc, *(x.dtype for x in inputs)), broadcast(x.shape for x in inputs))
+
+    return infer
+
+
+@lru_cache(maxsize=4096)
+def ufunc_dtype(ufunc: np.ufunc, *inputs: DType) -> DType:
+    """The dtype NumPy's `ufunc` gives for inputs of these dtypes.
+
+    Raises:
+        DTypeError: it does not take them.
+    """
+    seen = " and ".join(dtype_name(dtype) for dtype in inputs)
+    if string in inputs or VARIANT in inputs:
+        raise DTypeError(f"is not defined for {seen}; only numbers and booleans")
+    # Mixtures that NumPy computes in a dtype wider than both, such as bfloat16 with int32, are refused here.
+    promoted_dtype(inputs)
+    try:
+        *_, dtype = ufunc.resolve_dtypes((*inputs, *(None,) * ufunc.nout))
+    except TypeError:
+        raise DTypeError(f"is not defined for {seen}; convert with af.astype first") from None
+    return dtype
+
+
+def require_kind(x: Spec, kinds: str, what: str) -> None:
+    """Raises DTypeError unless the dtype of `x` is of one of the NumPy `kinds` (bfloat16 counts as ``"f"``)."""
+    if kind_of(x.dtype) not in kinds:
+        raise DTypeError(f"takes {what}, not {dtype_name(x.dtype)}; convert with af.astype first")
+
+
+def kind_of(dtype: DType) -> str:
+    """NumPy's kind character: b, i, u, f, c; ``T`` strings, ``O`` variants; bfloat16 is ``f`` here, not ``V``."""
+    return "f" if dtype.name == "bfloat16" else dtype.kind
+
+
+def real_dtype(dtype: DType) -> DType:
+    """The dtype of the real part."""
+    return np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "c" else dtype
+
+
+__all__ = [
+    "WeakScalar",
+    "binary",
+    "by_ufunc",
+    "comparison",
+    "is_weak",
+    "kind_of",
+    "predicate",
+    "promote_compared",
+    "promote_for",
+    "promote_operands",
+    "promoted",
+    "promoted_dtype",
+    "real_dtype",
+    "require_kind",
+    "same",
+    "ufunc_dtype",
+    "ufunc_op",
+    "unary",
+]

@@ -1,0 +1,363 @@
+"""Random numbers that do not depend on the schedule, as ``af.random``.
+
+Every draw starts a fresh counter-based generator (Philox 4x64): its key is the session's (or graph's) seed and the
+op's, its counter starts at the number of the run and the iteration tag. The same seed, op, run and iteration give the
+same numbers whatever ran before or beside them, and on every device, for the numbers are drawn on the host; any other
+op, run or iteration gives independent ones. An op's seed is `seed`, or comes from its name.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor
+from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import KernelContext, Op, register
+from asyncflow.graph.shapes import broadcast, format_shape, is_compatible, normalize_axis
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.axes import reduced, static_int
+from asyncflow.ops.creation import arange
+from asyncflow.ops.elementwise import add, multiply, subtract
+from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
+from asyncflow.ops.promotion import is_weak, kind_of, require_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.shapes import Shape
+
+_WORD = 2**64 - 1
+
+
+def generator(context: KernelContext, seed: int) -> np.random.Generator:
+    """The generator of one firing of the op with that seed."""
+    key = np.array([context.seed & _WORD, seed & _WORD], dtype=np.uint64)
+    # The lowest word counts the blocks drawn, so counters of different runs and tags never meet.
+    counter = np.array([0, context.run & _WORD, *_tag_words(context.tag)], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(counter=counter, key=key))
+
+
+def _tag_words(tag: tuple[int, ...]) -> tuple[int, int]:
+    if len(tag) < 2:
+        return (len(tag), tag[0] if tag else 0)
+    digest = blake2b(repr(tag).encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
+
+def _seed_of(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _random_op(name: str, infer: Callable[..., Spec], draw: Callable[..., Callable[..., Any]]) -> Op:
+    """Registers an op; ``draw(**attrs)`` gives a function of the generator and the inputs, in NumPy."""
+
+    def kernel(xp: Any, *, seed: int, **attrs: Any) -> Kernel:
+        function = draw(**attrs)
+        if xp is np:
+            return lambda context, *inputs: function(generator(context, seed), *inputs)
+
+        def run(context: KernelContext, *inputs: Any) -> Any:
+            return xp.asarray(function(generator(context, seed), *(xp.asnumpy(x) for x in inputs)))
+
+        return run
+
+    def rule(*inputs: Spec, seed: int, **attrs: Any) -> Spec:
+        return infer(*inputs, **attrs)
+
+    return register(Op(name=f"random_{name}", infer=rule, kernel=kernel, needs_context=True, is_random=True))
+
+
+def _apply(op: Op, *inputs: TensorLike, seed: int | None, name: str | None, **attrs: Any) -> Tensor:
+    if seed is not None:
+        return apply(op, *inputs, name=name, seed=static_int(seed, "seed"), **attrs)[0]
+    (result,) = apply(op, *inputs, name=name, seed=0, **attrs)
+    # Only now is it known what the node is called.
+    result.node.attrs["seed"] = _seed_of(result.node.name)
+    return result
+
+
+# -- floats ----------------------------------------------------------------------------------------------------------
+
+
+def _float_spec(*sizes: Spec, shape: Shape, dtype: DType) -> Spec:
+    return Spec(dtype, template_shape(shape, sizes))
+
+
+def _float_draw(
+    sample: Callable[[np.random.Generator, tuple[int, ...], DType], Any], *, shape: Shape, dtype: DType
+) -> Callable[..., Any]:
+    read = shape_reader(shape)
+    drawn = float64 if dtype == float64 else float32
+    return lambda rng, *sizes: sample(rng, read(sizes), drawn).astype(dtype, copy=False)
+
+
+def _sample_normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Any:
+    return rng.standard_normal(shape, dtype=dtype.type)
+
+
+def _sample_uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Any:
+    return rng.random(shape, dtype=dtype.type)
+
+
+def _sample_truncated(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Any:
+    values = np.asarray(rng.standard_normal(shape, dtype=dtype.type))
+    while (outside := np.abs(values) > 2).any():
+        values[outside] = rng.standard_normal(int(outside.sum()), dtype=dtype.type)
+    return values
+
+
+NORMAL = _random_op("normal", _float_spec, partial(_float_draw, _sample_normal))
+TRUNCATED_NORMAL = _random_op("truncated_normal", _float_spec, partial(_float_draw, _sample_truncated))
+UNIFORM = _random_op("uniform", _float_spec, partial(_float_draw, _sample_uniform))
+
+
+def _floats(op: Op, shape: ExtentsLike, dtype: DTypeLike, seed: int | None, name: str | None) -> Tensor:
+    found = as_dtype(dtype)
+    if kind_of(found) != "f":
+        raise DTypeError(f"{op.name} gives floats, not {dtype_name(found)}; use af.random.integers or af.astype")
+    template, sizes = split_extents(shape)
+    return _apply(op, *sizes, seed=seed, name=name, shape=template, dtype=found)
+
+
+def _scaled(x: Tensor, factor: TensorLike, offset: TensorLike) -> Tensor:
+    if not (is_weak(factor) and factor == 1):
+        x = multiply(x, factor)
+    return x if is_weak(offset) and offset == 0 else add(x, offset)
+
+
+def normal(
+    shape: ExtentsLike = (),
+    *,
+    mean: TensorLike = 0.0,
+    std: TensorLike = 1.0,
+    dtype: DTypeLike = float64,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Normally distributed floats.
+
+    Args:
+        shape: ints and integer tensors of rank 0, or one integer tensor of rank 1.
+        mean: broadcasts with the result; gradients flow to it and to `std`.
+        std: standard deviation, likewise.
+        dtype: a float dtype.
+        seed: of this op; None derives one from its name.
+        name: of the node.
+    """
+    return _scaled(_floats(NORMAL, shape, dtype, seed, name), std, mean)
+
+
+def truncated_normal(
+    shape: ExtentsLike = (),
+    *,
+    mean: TensorLike = 0.0,
+    std: TensorLike = 1.0,
+    dtype: DTypeLike = float64,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Like `normal`, with values further than two standard deviations from the mean drawn again."""
+    return _scaled(_floats(TRUNCATED_NORMAL, shape, dtype, seed, name), std, mean)
+
+
+def uniform(
+    shape: ExtentsLike = (),
+    *,
+    low: TensorLike = 0.0,
+    high: TensorLike = 1.0,
+    dtype: DTypeLike = float64,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Floats spread evenly over `low` to `high`; `high` only comes out where rounding makes it.
+
+    Args:
+        shape: see `normal`.
+        low: lower end; broadcasts with the result.
+        high: upper end, likewise.
+        dtype: a float dtype.
+        seed: see `normal`.
+        name: of the node.
+    """
+    from_zero = is_weak(low) and low == 0
+    width = high if from_zero else high - low if is_weak(low) and is_weak(high) else subtract(high, low)
+    return _scaled(_floats(UNIFORM, shape, dtype, seed, name), width, low)
+
+
+# -- choices ---------------------------------------------------------------------------------------------------------
+
+
+def _integers_spec(low: Spec, high: Spec, *sizes: Spec, shape: Shape, dtype: DType) -> Spec:
+    target = template_shape(shape, sizes)
+    for bound in (low, high):
+        require_kind(bound, "iu", "integer bounds")
+        if target is not None and not is_compatible(broadcast([bound.shape, target]), target):
+            raise ShapeError(f"bounds broadcast to the shape asked for, {format_shape(target)}; got {bound}")
+    return Spec(dtype, target)
+
+
+def _integers_draw(*, shape: Shape, dtype: DType) -> Callable[..., Any]:
+    read = shape_reader(shape)
+    return lambda rng, low, high, *sizes: rng.integers(low, high, size=read(sizes), dtype=dtype.type)
+
+
+INTEGERS = _random_op("integers", _integers_spec, _integers_draw)
+
+
+def integers(
+    shape: ExtentsLike = (),
+    *,
+    low: TensorLike = 0,
+    high: TensorLike,
+    dtype: DTypeLike = int64,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Integers from `low` up to but not including `high`, all equally likely.
+
+    Args:
+        shape: see `normal`.
+        low: integers that broadcast to `shape`.
+        high: likewise; above `low`, or the run fails.
+        dtype: an integer dtype.
+        seed: see `normal`.
+        name: of the node.
+    """
+    found = as_dtype(dtype)
+    if found.kind not in "iu":
+        raise DTypeError(f"random_integers gives integers, not {dtype_name(found)}; use af.random.uniform")
+    template, sizes = split_extents(shape)
+    return _apply(INTEGERS, low, high, *sizes, seed=seed, name=name, shape=template, dtype=found)
+
+
+def _bernoulli_spec(p: Spec) -> Spec:
+    require_kind(p, "f", "probabilities as floats")
+    return Spec(bool_, p.shape)
+
+
+BERNOULLI = _random_op("bernoulli", _bernoulli_spec, lambda: lambda rng, p: rng.random(p.shape) < p.astype(float64))
+
+
+def bernoulli(p: TensorLike, /, *, seed: int | None = None, name: str | None = None) -> Tensor:
+    """True with probability `p`, float and elementwise; booleans of the shape of `p`."""
+    return _apply(BERNOULLI, p, seed=seed, name=name)
+
+
+def _categorical_spec(logits: Spec, *, axis: int) -> Spec:
+    require_kind(logits, "f", "logits as floats")
+    return Spec(int64, reduced(logits.shape, axis, keepdims=False))
+
+
+def _categorical_draw(*, axis: int) -> Callable[..., Any]:
+    # The largest of the logits plus Gumbel noise falls on a category with just its probability.
+    return lambda rng, logits: np.argmax(logits.astype(float64) + rng.gumbel(size=logits.shape), axis=axis)
+
+
+CATEGORICAL = _random_op("categorical", _categorical_spec, _categorical_draw)
+
+
+def categorical(logits: TensorLike, /, *, axis: int = -1, seed: int | None = None, name: str | None = None) -> Tensor:
+    """Category numbers drawn with probabilities ``softmax(logits)``: int64, the shape of `logits` without `axis`."""
+    return _apply(CATEGORICAL, logits, seed=seed, name=name, axis=static_int(axis, "axis"))
+
+
+def _choice_spec(x: Spec, *rest: Spec, shape: Shape, replace: bool, weighted: bool) -> Spec:
+    p, sizes = (rest[0], rest[1:]) if weighted else (None, rest)
+    if x.rank == 0:
+        raise ShapeError(f"takes a tensor of rank 1 or more to choose from, not {x}")
+    if p is not None:
+        require_kind(p, "f", "probabilities as floats")
+        if not is_compatible(p.shape, None if x.shape is None else x.shape[:1]):
+            raise ShapeError(f"takes one probability for each row of {x}, not {p}")
+    target = template_shape(shape, sizes)
+    return Spec(x.dtype, None if target is None or x.shape is None else target + x.shape[1:])
+
+
+def _choice_draw(*, shape: Shape, replace: bool, weighted: bool) -> Callable[..., Any]:
+    read = shape_reader(shape)
+
+    def draw(rng: np.random.Generator, x: Any, *rest: Any) -> Any:
+        p = rest[0].astype(float64) if weighted else None
+        return x[rng.choice(len(x), read(rest[weighted:]), replace=replace, p=p)]
+
+    return draw
+
+
+CHOICE = _random_op("choice", _choice_spec, _choice_draw)
+
+
+def choice(
+    x: TensorLike,
+    /,
+    shape: ExtentsLike = (),
+    *,
+    replace: bool = True,
+    p: TensorLike | None = None,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Rows of `x` (items along its first axis) drawn at random: shape ``shape + x.shape[1:]``.
+
+    Args:
+        x: what to choose from; an int `n` stands for ``arange(n)``.
+        shape: how many; see `normal`.
+        replace: whether a row may be drawn twice.
+        p: probability of each row, summing to 1; None for all alike.
+        seed: see `normal`.
+        name: of the node.
+    """
+    template, sizes = split_extents(shape)
+    weights = () if p is None else (as_tensor(p),)
+    return _apply(
+        CHOICE,
+        _rows(x),
+        *weights,
+        *sizes,
+        seed=seed,
+        name=name,
+        shape=template,
+        replace=replace,
+        weighted=p is not None,
+    )
+
+
+def _permutation_spec(x: Spec, *, axis: int) -> Spec:
+    if x.rank is not None:
+        normalize_axis(axis, x.rank)
+    return x
+
+
+PERMUTATION = _random_op("permutation", _permutation_spec, lambda *, axis: lambda rng, x: rng.permutation(x, axis=axis))
+
+
+def permutation(x: TensorLike, /, *, axis: int = 0, seed: int | None = None, name: str | None = None) -> Tensor:
+    """`x` with its items along `axis` in random order; an int `n` stands for ``arange(n)``."""
+    return _apply(PERMUTATION, _rows(x), seed=seed, name=name, axis=static_int(axis, "axis"))
+
+
+def _rows(x: TensorLike) -> Tensor:
+    if isinstance(x, bool) or (is_weak(x) and not isinstance(x, int)):
+        raise GraphError(f"takes a tensor or an int to choose from, not {x!r}")
+    if not isinstance(x, Tensor | SupportsTensor) and np.ndim(x) == 0:
+        return arange(x)
+    return as_tensor(x)
+
+
+__all__ = [
+    "bernoulli",
+    "categorical",
+    "choice",
+    "generator",
+    "integers",
+    "normal",
+    "permutation",
+    "truncated_normal",
+    "uniform",
+]

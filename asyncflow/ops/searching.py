@@ -1,0 +1,174 @@
+"""Searching functions: positions of extremes and of nonzero elements, sorted insertion, and choice by `where`."""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.graph.build import TensorLike, apply, graph_for
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.axes import Axes, as_axes, flat_extent, reduced, require_elements, static_int
+from asyncflow.ops.cost import per_input_element
+from asyncflow.ops.datatypes import astype
+from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
+
+if TYPE_CHECKING:
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.op import Kernel
+
+# -- extremes --------------------------------------------------------------------------------------------------------
+
+
+def _argument_spec(x: Spec, *, axis: int | None, keepdims: bool) -> Spec:
+    require_kind(x, "biufc", "numbers and booleans")
+    require_elements(x.shape, axis)
+    return Spec(int64, reduced(x.shape, axis, keepdims))
+
+
+def _function(name: str) -> Any:
+    return lambda xp, **attrs: partial(getattr(xp, name), **attrs)
+
+
+ARGMAX = register(Op(name="argmax", infer=_argument_spec, kernel=_function("argmax"), flops=per_input_element))
+ARGMIN = register(Op(name="argmin", infer=_argument_spec, kernel=_function("argmin"), flops=per_input_element))
+
+
+def argmax(x: TensorLike, /, *, axis: int | None = None, keepdims: bool = False) -> Tensor:
+    """Position (int64) of the first largest element along `axis`, or in the flattened `x`; of the first NaN if any.
+
+    Raises:
+        ShapeError: there are no elements to choose from.
+    """
+    at = None if axis is None else static_int(axis, "axis")
+    return apply(ARGMAX, x, axis=at, keepdims=bool(keepdims))[0]
+
+
+def argmin(x: TensorLike, /, *, axis: int | None = None, keepdims: bool = False) -> Tensor:
+    """Position (int64) of the first smallest element along `axis`, or in the flattened `x`; of the first NaN if any.
+
+    Raises:
+        ShapeError: there are no elements to choose from.
+    """
+    at = None if axis is None else static_int(axis, "axis")
+    return apply(ARGMIN, x, axis=at, keepdims=bool(keepdims))[0]
+
+
+# -- nonzero elements ------------------------------------------------------------------------------------------------
+
+
+def _count_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
+    require_kind(x, "biufcT", "numbers, booleans and strings")
+    return Spec(int64, reduced(x.shape, axis, keepdims))
+
+
+def _count_kernel(xp: Any, *, axis: Axes, keepdims: bool) -> Kernel:
+    total = operator.methodcaller("sum", axis=axis, dtype=int64, keepdims=keepdims)
+    # `count_nonzero` itself gives a Python int on NumPy and has no keepdims on CuPy.
+    return lambda x: total(x.astype(bool))
+
+
+def _nonzero_spec(x: Spec) -> tuple[Spec, ...]:
+    require_kind(x, "biufcT", "numbers, booleans and strings")
+    if not x.rank:
+        raise ShapeError(f"needs a value of known rank 1 or higher, got {format_shape(x.shape)}")
+    extent = 0 if flat_extent(x.shape) == 0 else None
+    return (Spec(int64, (extent,)),) * x.rank
+
+
+COUNT_NONZERO = register(Op(name="count_nonzero", infer=_count_spec, kernel=_count_kernel, flops=per_input_element))
+NONZERO = register(Op(name="nonzero", infer=_nonzero_spec, kernel=lambda xp: xp.nonzero, flops=per_input_element))
+
+
+def count_nonzero(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
+    """Number of nonzero (true, nonempty) elements, over `axis` or all axes, as int64."""
+    return apply(COUNT_NONZERO, x, axis=as_axes(axis), keepdims=bool(keepdims))[0]
+
+
+def nonzero(x: TensorLike, /) -> tuple[Tensor, ...]:
+    """Positions of the nonzero elements: one int64 vector per axis of `x`, of a length only the run knows.
+
+    Raises:
+        ShapeError: `x` is a scalar, or its rank is not known.
+    """
+    return apply(NONZERO, x)
+
+
+# -- sorted insertion ------------------------------------------------------------------------------------------------
+
+
+def _searchsorted_spec(x1: Spec, x2: Spec, sorter: Spec | None = None, *, side: str) -> Spec:
+    require_kind(x1, "biufcT", "numbers, booleans and strings")
+    promoted_dtype((x1.dtype, x2.dtype))
+    if not is_compatible(x1.shape, (None,)):
+        raise ShapeError(f"x1 must be of rank 1, got {format_shape(x1.shape)}")
+    if sorter is not None:
+        require_kind(sorter, "iu", "an integer sorter")
+        if not is_compatible(sorter.shape, x1.shape):
+            raise ShapeError(f"sorter {format_shape(sorter.shape)} must be shaped like x1 {format_shape(x1.shape)}")
+    return Spec(int64, x2.shape)
+
+
+def _searchsorted_kernel(xp: Any, *, side: str) -> Kernel:
+    return lambda x1, x2, sorter=None: xp.searchsorted(x1, x2, side=side, sorter=sorter)
+
+
+SEARCHSORTED = register(Op(name="searchsorted", infer=_searchsorted_spec, kernel=_searchsorted_kernel))
+
+
+def searchsorted(
+    x1: TensorLike,
+    x2: TensorLike,
+    /,
+    *,
+    side: Literal["left", "right"] = "left",
+    sorter: TensorLike | None = None,
+) -> Tensor:
+    """Where in the sorted vector `x1` each element of `x2` would have to go, as int64 in the shape of `x2`.
+
+    Args:
+        x1: vector, ascending (or so ordered by `sorter`).
+        x2: values to place.
+        side: before (``"left"``) or behind (``"right"``) equal elements.
+        sorter: integer positions that sort `x1`, such as `argsort` gives.
+    """
+    if side not in ("left", "right"):
+        raise GraphError(f"searchsorted: side must be 'left' or 'right', got {side!r}")
+    extra = () if sorter is None else (sorter,)
+    with graph_for(x1, x2, *extra):
+        return apply(SEARCHSORTED, *promote_operands(x1, x2), *extra, side=side)[0]
+
+
+# -- choice ----------------------------------------------------------------------------------------------------------
+
+
+def _where_spec(condition: Spec, x1: Spec, x2: Spec) -> Spec:
+    require_kind(condition, "b", "a boolean condition")
+    if x1.dtype != x2.dtype:
+        raise DTypeError(f"x1 and x2 must have one dtype, got {x1} and {x2}")
+    return Spec(x1.dtype, broadcast((condition.shape, x1.shape, x2.shape)))
+
+
+def _choose(condition: Any, x1: Any, x2: Any) -> Any:
+    return x1 if condition else x2
+
+
+WHERE = register(Op(name="where", infer=_where_spec, kernel=lambda xp: xp.where, scalar_kernel=_choose))
+
+
+def where(condition: TensorLike, x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """Elements of `x1` where `condition` is true, of `x2` elsewhere; all three broadcast, `x1` and `x2` promote.
+
+    Both are computed; to run only one of two computations use `cond`.
+    """
+    with graph_for(condition, x1, x2):
+        operands = promote_operands(x1, x2)
+        dtype = promoted_dtype(x.dtype for x in operands)
+        return apply(WHERE, condition, *(x if x.dtype == dtype else astype(x, dtype) for x in operands))[0]
+
+
+__all__ = ["argmax", "argmin", "count_nonzero", "nonzero", "searchsorted", "where"]

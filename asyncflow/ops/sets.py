@@ -1,0 +1,135 @@
+"""Set functions: the distinct elements of a tensor, whose number only the run knows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.axes import flat_extent
+from asyncflow.ops.cost import sorting
+from asyncflow.ops.promotion import require_kind
+
+if TYPE_CHECKING:
+    from asyncflow.graph.op import Kernel
+
+
+class UniqueAll(NamedTuple):
+    """What `unique_all` gives."""
+
+    values: Tensor
+    """Distinct elements, sorted."""
+    indices: Tensor
+    """Where each first occurs in the flattened input, int64."""
+    inverse_indices: Tensor
+    """Which of `values` each input element is, int64, in the input's shape."""
+    counts: Tensor
+    """How often each occurs, int64."""
+
+
+class UniqueCounts(NamedTuple):
+    """What `unique_counts` gives."""
+
+    values: Tensor
+    """Distinct elements, sorted."""
+    counts: Tensor
+    """How often each occurs, int64."""
+
+
+class UniqueInverse(NamedTuple):
+    """What `unique_inverse` gives."""
+
+    values: Tensor
+    """Distinct elements, sorted."""
+    inverse_indices: Tensor
+    """Which of `values` each input element is, int64, in the input's shape."""
+
+
+def _values_spec(x: Spec) -> Spec:
+    require_kind(x, "biufcT", "numbers, booleans and strings")
+    extent = flat_extent(x.shape)
+    # No element or one is all that is distinct then; otherwise the data decide.
+    return Spec(x.dtype, (extent if extent in (0, 1) else None,))
+
+
+def _all_spec(x: Spec) -> tuple[Spec, ...]:
+    values = _values_spec(x)
+    per_value = Spec(int64, values.shape)
+    return values, per_value, Spec(int64, x.shape), per_value
+
+
+def _all_kernel(xp: Any) -> Kernel:
+    unique = partial(xp.unique, return_index=True, return_inverse=True, return_counts=True, equal_nan=False)
+
+    def kernel(x: Any) -> tuple[Any, ...]:
+        values, indices, inverse, counts = unique(x)
+        return values, indices, inverse.reshape(x.shape), counts
+
+    return kernel
+
+
+def _inverse_kernel(xp: Any) -> Kernel:
+    unique = partial(xp.unique, return_inverse=True, equal_nan=False)
+
+    def kernel(x: Any) -> tuple[Any, ...]:
+        values, inverse = unique(x)
+        return values, inverse.reshape(x.shape)
+
+    return kernel
+
+
+UNIQUE_ALL = register(Op(name="unique_all", infer=_all_spec, kernel=_all_kernel, flops=sorting))
+UNIQUE_COUNTS = register(
+    Op(
+        name="unique_counts",
+        infer=lambda x: _all_spec(x)[:2],
+        kernel=lambda xp: partial(xp.unique, return_counts=True, equal_nan=False),
+        flops=sorting,
+    )
+)
+UNIQUE_INVERSE = register(
+    Op(name="unique_inverse", infer=lambda x: _all_spec(x)[::2], kernel=_inverse_kernel, flops=sorting)
+)
+UNIQUE_VALUES = register(
+    Op(
+        name="unique_values",
+        infer=_values_spec,
+        kernel=lambda xp: partial(xp.unique, equal_nan=False),
+        flops=sorting,
+    )
+)
+
+
+def unique_all(x: TensorLike, /) -> UniqueAll:
+    """Distinct elements of `x`, sorted, with first positions, inverse and counts. Each NaN is distinct."""
+    return UniqueAll(*apply(UNIQUE_ALL, x))
+
+
+def unique_counts(x: TensorLike, /) -> UniqueCounts:
+    """Distinct elements of `x`, sorted, and how often each occurs. Each NaN is distinct."""
+    return UniqueCounts(*apply(UNIQUE_COUNTS, x))
+
+
+def unique_inverse(x: TensorLike, /) -> UniqueInverse:
+    """Distinct elements of `x`, sorted, and which of them each element of `x` is. Each NaN is distinct."""
+    return UniqueInverse(*apply(UNIQUE_INVERSE, x))
+
+
+def unique_values(x: TensorLike, /) -> Tensor:
+    """Distinct elements of `x`, sorted; a vector of a length only the run knows. Each NaN is distinct."""
+    return apply(UNIQUE_VALUES, x)[0]
+
+
+__all__ = [
+    "UniqueAll",
+    "UniqueCounts",
+    "UniqueInverse",
+    "unique_all",
+    "unique_counts",
+    "unique_inverse",
+    "unique_values",
+]

@@ -1,0 +1,52 @@
+"""Shapes as values: what a tensor's shape turns out to be in a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import free
+
+if TYPE_CHECKING:
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.op import Kernel
+
+
+def _shape_kernel(xp: Any) -> Kernel:
+    return lambda x: xp.array(x.shape, dtype=int64)
+
+
+def _size_kernel(xp: Any) -> Kernel:
+    return (lambda x: np.int64(x.size)) if xp is np else (lambda x: xp.array(x.size, dtype=int64))
+
+
+def _rank_kernel(xp: Any) -> Kernel:
+    return (lambda x: np.int64(x.ndim)) if xp is np else (lambda x: xp.array(x.ndim, dtype=int64))
+
+
+SHAPE = register(Op(name="shape", infer=lambda x: Spec(int64, (x.rank,)), kernel=_shape_kernel, flops=free))
+SIZE = register(Op(name="size", infer=lambda x: Spec(int64, ()), kernel=_size_kernel, flops=free))
+RANK = register(Op(name="rank", infer=lambda x: Spec(int64, ()), kernel=_rank_kernel, flops=free))
+
+
+def shape(x: TensorLike, /) -> Tensor:
+    """The shape of `x` in the run, as a vector of int64. What is known while building is ``x.shape``."""
+    return apply(SHAPE, x)[0]
+
+
+def size(x: TensorLike, /) -> Tensor:
+    """The number of elements of `x` in the run, an int64 scalar."""
+    return apply(SIZE, x)[0]
+
+
+def rank(x: TensorLike, /) -> Tensor:
+    """The number of dimensions of `x` in the run, an int64 scalar. What is known while building is ``x.ndim``."""
+    return apply(RANK, x)[0]
+
+
+__all__ = ["rank", "shape", "size"]

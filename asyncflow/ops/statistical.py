@@ -1,0 +1,252 @@
+"""Statistical functions: reductions to sums, extremes and moments, and running sums and products."""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.errors import DTypeError, ShapeError
+from asyncflow.graph.build import TensorLike, apply, as_tensor
+from asyncflow.graph.dtypes import DType, as_dtype, dtype_name, float32, float64, int64, uint64
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import normalize_axis
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, require_elements, static_int
+from asyncflow.ops.cost import per_input_element
+from asyncflow.ops.promotion import kind_of, real_dtype, require_kind
+
+if TYPE_CHECKING:
+    from asyncflow.graph.dtypes import DTypeLike
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.op import Kernel
+
+# -- sums and products -----------------------------------------------------------------------------------------------
+
+
+def accumulator_dtype(dtype: DType) -> DType:
+    """The dtype sums and products of `dtype` have unless told otherwise: 64 bits for integers and booleans."""
+    kind = kind_of(dtype)
+    return {"b": int64, "i": int64, "u": uint64}.get(kind, dtype)
+
+
+def _accumulated(x: Spec, dtype: DType) -> DType:
+    require_kind(x, "biufc", "numbers and booleans")
+    if kind_of(dtype) not in "biufc":
+        raise DTypeError(f"cannot accumulate in dtype {dtype_name(dtype)}; use a number dtype")
+    if x.dtype.kind == "c" and dtype.kind != "c":
+        raise DTypeError(f"dtype {dtype_name(dtype)} would drop the imaginary part of {dtype_name(x.dtype)}")
+    return dtype
+
+
+def _sum_spec(x: Spec, *, axis: Axes, dtype: DType, keepdims: bool) -> Spec:
+    return Spec(_accumulated(x, dtype), reduced(x.shape, axis, keepdims))
+
+
+def _in_dtype(method: str, dtype: DType, **options: Any) -> Kernel:
+    """Calls ``x.method(dtype=dtype)``; bfloat16 accumulates in float32, as it stops counting at 256."""
+    if dtype.name != "bfloat16":
+        return operator.methodcaller(method, dtype=dtype, **options)
+    wide = operator.methodcaller(method, dtype=float32, **options)
+    return lambda x: wide(x).astype(dtype)
+
+
+def _summing(method: str) -> Any:
+    def factory(xp: Any, *, axis: Axes, dtype: DType, keepdims: bool) -> Kernel:
+        return _in_dtype(method, dtype, axis=axis, keepdims=keepdims)
+
+    return factory
+
+
+SUM = register(Op(name="sum", infer=_sum_spec, kernel=_summing("sum"), flops=per_input_element))
+PROD = register(Op(name="prod", infer=_sum_spec, kernel=_summing("prod"), flops=per_input_element))
+
+
+def sum(x: TensorLike, /, *, axis: Axes = None, dtype: DTypeLike | None = None, keepdims: bool = False) -> Tensor:
+    """Sum of the elements, over `axis` or all axes; 0 where there are none.
+
+    Args:
+        x: numbers or booleans.
+        axis: one axis, several, or None for all.
+        dtype: of the result; None keeps floats as they are, and gives int64 or uint64 for integers and booleans.
+        keepdims: leave reduced axes in the shape, with extent 1.
+    """
+    return _accumulate(SUM, x, dtype, axis=as_axes(axis), keepdims=bool(keepdims))
+
+
+def prod(x: TensorLike, /, *, axis: Axes = None, dtype: DTypeLike | None = None, keepdims: bool = False) -> Tensor:
+    """Product of the elements, over `axis` or all axes; 1 where there are none. Arguments as for `sum`."""
+    return _accumulate(PROD, x, dtype, axis=as_axes(axis), keepdims=bool(keepdims))
+
+
+def _accumulate(op: Op, x: TensorLike, dtype: DTypeLike | None, **attrs: Any) -> Tensor:
+    tensor = as_tensor(x)
+    target = accumulator_dtype(tensor.dtype) if dtype is None else as_dtype(dtype)
+    return apply(op, tensor, dtype=target, **attrs)[0]
+
+
+# -- running sums and products ---------------------------------------------------------------------------------------
+
+
+def _cumulative_spec(x: Spec, *, axis: int | None, dtype: DType, include_initial: bool) -> Spec:
+    result = _accumulated(x, dtype)
+    if axis is None and x.rank != 1:
+        raise ShapeError("axis may only be left out for a value of rank 1; give axis=")
+    if x.shape is None:
+        return Spec(result)
+    at = normalize_axis(0 if axis is None else axis, len(x.shape))
+    extent = x.shape[at]
+    return Spec(result, replaced(x.shape, at, None if extent is None else extent + include_initial))
+
+
+def _cumulating(method: str, initial: int) -> Any:
+    def factory(xp: Any, *, axis: int | None, dtype: DType, include_initial: bool) -> Kernel:
+        at = 0 if axis is None else axis
+        running = _in_dtype(method, dtype, axis=at)
+        return partial(_with_initial, xp, running, at, initial) if include_initial else running
+
+    return factory
+
+
+def _with_initial(xp: Any, running: Kernel, axis: int, initial: int, x: Any) -> Any:
+    result = running(x)
+    shape = list(result.shape)
+    shape[axis] = 1
+    return xp.concatenate([xp.full(shape, initial, dtype=result.dtype), result], axis=axis)
+
+
+CUMULATIVE_SUM = register(Op(name="cumulative_sum", infer=_cumulative_spec, kernel=_cumulating("cumsum", 0)))
+CUMULATIVE_PROD = register(Op(name="cumulative_prod", infer=_cumulative_spec, kernel=_cumulating("cumprod", 1)))
+
+
+def cumulative_sum(
+    x: TensorLike, /, *, axis: int | None = None, dtype: DTypeLike | None = None, include_initial: bool = False
+) -> Tensor:
+    """Running sum along `axis`.
+
+    Args:
+        x: numbers or booleans, of rank 1 or higher.
+        axis: may be left out for rank 1.
+        dtype: as for `sum`.
+        include_initial: begin with a 0, which makes the result one longer.
+    """
+    at = None if axis is None else static_int(axis, "axis")
+    return _accumulate(CUMULATIVE_SUM, x, dtype, axis=at, include_initial=bool(include_initial))
+
+
+def cumulative_prod(
+    x: TensorLike, /, *, axis: int | None = None, dtype: DTypeLike | None = None, include_initial: bool = False
+) -> Tensor:
+    """Running product along `axis`; with `include_initial` it begins with a 1. Arguments as for `cumulative_sum`."""
+    at = None if axis is None else static_int(axis, "axis")
+    return _accumulate(CUMULATIVE_PROD, x, dtype, axis=at, include_initial=bool(include_initial))
+
+
+# -- extremes --------------------------------------------------------------------------------------------------------
+
+
+def _extreme_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
+    require_kind(x, "biufc", "numbers and booleans")
+    require_elements(x.shape, axis)
+    return Spec(x.dtype, reduced(x.shape, axis, keepdims))
+
+
+def _method(name: str) -> Any:
+    return lambda xp, **attrs: operator.methodcaller(name, **attrs)
+
+
+MAX = register(Op(name="max", infer=_extreme_spec, kernel=_method("max"), flops=per_input_element))
+MIN = register(Op(name="min", infer=_extreme_spec, kernel=_method("min"), flops=per_input_element))
+
+
+def max(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
+    """Largest element, over `axis` or all axes; NaN if there is one. Complex numbers compare by real part first.
+
+    Raises:
+        ShapeError: there are no elements to choose from.
+    """
+    return apply(MAX, x, axis=as_axes(axis), keepdims=bool(keepdims))[0]
+
+
+def min(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
+    """Smallest element, over `axis` or all axes; NaN if there is one. Complex numbers compare by real part first.
+
+    Raises:
+        ShapeError: there are no elements to choose from.
+    """
+    return apply(MIN, x, axis=as_axes(axis), keepdims=bool(keepdims))[0]
+
+
+# -- moments ---------------------------------------------------------------------------------------------------------
+
+
+def _mean_dtype(dtype: DType) -> DType:
+    return float64 if kind_of(dtype) in "biu" else dtype
+
+
+def _mean_spec(x: Spec, *, axis: Axes, keepdims: bool, dtype: DType) -> Spec:
+    require_kind(x, "biufc", "numbers and booleans")
+    return Spec(dtype, reduced(x.shape, axis, keepdims))
+
+
+def _mean_kernel(xp: Any, *, axis: Axes, keepdims: bool, dtype: DType) -> Kernel:
+    if dtype.name == "bfloat16":
+        return _in_dtype("mean", dtype, axis=axis, keepdims=keepdims)
+    # Without a dtype NumPy accumulates float16 in float32.
+    return operator.methodcaller("mean", axis=axis, keepdims=keepdims)
+
+
+def _spread_spec(x: Spec, *, axis: Axes, correction: float, keepdims: bool, dtype: DType) -> Spec:
+    return Spec(real_dtype(dtype), _mean_spec(x, axis=axis, keepdims=keepdims, dtype=dtype).shape)
+
+
+def _spread(name: str) -> Any:
+    def factory(xp: Any, *, axis: Axes, correction: float, keepdims: bool, dtype: DType) -> Kernel:
+        if dtype.name == "bfloat16":
+            return _in_dtype(name, dtype, axis=axis, ddof=correction, keepdims=keepdims)
+        return operator.methodcaller(name, axis=axis, ddof=correction, keepdims=keepdims)
+
+    return factory
+
+
+MEAN = register(Op(name="mean", infer=_mean_spec, kernel=_mean_kernel, flops=per_input_element))
+STD = register(Op(name="std", infer=_spread_spec, kernel=_spread("std"), flops=per_input_element))
+VAR = register(Op(name="var", infer=_spread_spec, kernel=_spread("var"), flops=per_input_element))
+
+
+def mean(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
+    """Arithmetic mean, over `axis` or all axes; float64 for integers and booleans, NaN where there are no elements."""
+    tensor = as_tensor(x)
+    return apply(MEAN, tensor, axis=as_axes(axis), keepdims=bool(keepdims), dtype=_mean_dtype(tensor.dtype))[0]
+
+
+def std(x: TensorLike, /, *, axis: Axes = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
+    """Standard deviation, over `axis` or all axes: the square root of `var`."""
+    return _moment(STD, x, axis, correction, keepdims)
+
+
+def var(x: TensorLike, /, *, axis: Axes = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
+    """Variance, over `axis` or all axes; real also for complex numbers.
+
+    Args:
+        x: numbers or booleans; integers and booleans give float64.
+        axis: one axis, several, or None for all.
+        correction: subtracted from the number of elements in the divisor; 1 for an unbiased estimate.
+        keepdims: leave reduced axes in the shape, with extent 1.
+    """
+    return _moment(VAR, x, axis, correction, keepdims)
+
+
+def _moment(op: Op, x: TensorLike, axis: Axes, correction: float, keepdims: bool) -> Tensor:
+    tensor = as_tensor(x)
+    return apply(
+        op,
+        tensor,
+        axis=as_axes(axis),
+        correction=float(correction),
+        keepdims=bool(keepdims),
+        dtype=_mean_dtype(tensor.dtype),
+    )[0]
+
+
+__all__ = ["cumulative_prod", "cumulative_sum", "max", "mean", "min", "prod", "std", "sum", "var"]

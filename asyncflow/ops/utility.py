@@ -1,0 +1,89 @@
+"""Utility functions of the standard: `all`, `any`, `diff`."""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.errors import ShapeError
+from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.dtypes import bool_
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import normalize_axis
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, static_int
+from asyncflow.ops.cost import per_input_element
+from asyncflow.ops.manipulation import concat
+from asyncflow.ops.promotion import require_kind
+
+if TYPE_CHECKING:
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.op import Kernel
+
+
+def _test_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
+    require_kind(x, "biufcT", "numbers, booleans and strings")
+    return Spec(bool_, reduced(x.shape, axis, keepdims))
+
+
+def _method(name: str) -> Any:
+    return lambda xp, **attrs: operator.methodcaller(name, **attrs)
+
+
+ALL = register(Op(name="all", infer=_test_spec, kernel=_method("all"), flops=per_input_element))
+ANY = register(Op(name="any", infer=_test_spec, kernel=_method("any"), flops=per_input_element))
+
+
+def all(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
+    """Whether all elements are true (nonzero), over `axis` or all axes; true where there are none."""
+    return apply(ALL, x, axis=as_axes(axis), keepdims=bool(keepdims))[0]
+
+
+def any(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
+    """Whether some element is true (nonzero), over `axis` or all axes; false where there are none."""
+    return apply(ANY, x, axis=as_axes(axis), keepdims=bool(keepdims))[0]
+
+
+def _diff_spec(x: Spec, *, axis: int, n: int) -> Spec:
+    require_kind(x, "biufc", "numbers and booleans")
+    if n < 0:
+        raise ShapeError(f"n must be 0 or more, got {n}")
+    if x.shape is None:
+        return x
+    extent = x.shape[normalize_axis(axis, len(x.shape))]
+    return Spec(x.dtype, replaced(x.shape, axis, None if extent is None else extent - n if extent > n else 0))
+
+
+def _diff_kernel(xp: Any, *, axis: int, n: int) -> Kernel:
+    return partial(xp.diff, n=n, axis=axis)
+
+
+DIFF = register(Op(name="diff", infer=_diff_spec, kernel=_diff_kernel))
+
+
+def diff(
+    x: TensorLike,
+    /,
+    *,
+    axis: int = -1,
+    n: int = 1,
+    prepend: TensorLike | None = None,
+    append: TensorLike | None = None,
+) -> Tensor:
+    """Differences of neighbours along `axis`, taken `n` times; "not equal" for booleans.
+
+    Args:
+        x: numbers or booleans, of rank 1 or higher.
+        axis: where neighbours lie.
+        n: how often to take differences; each makes the axis one shorter.
+        prepend: put before `x` along `axis` first; same rank as `x`.
+        append: put behind `x` along `axis` first; same rank as `x`.
+    """
+    parts = [part for part in (prepend, x, append) if part is not None]
+    at = static_int(axis, "axis")
+    joined = concat(parts, axis=at) if len(parts) > 1 else x
+    return apply(DIFF, joined, axis=at, n=static_int(n, "n"))[0]
+
+
+__all__ = ["all", "any", "diff"]

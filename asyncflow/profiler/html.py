@@ -1,0 +1,132 @@
+"""A trace as one HTML page that opens offline: the template, its style and script, and the data, in one file.
+
+The page asks the network for nothing, which its content security policy also enforces. Names reach it as JSON data and
+are only ever shown as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterator
+from importlib.resources import files
+from typing import Generic, TypeAlias, TypeVar
+
+from asyncflow.profiler.lanes import Lane, devices, firing_lanes, lane_label, run_rows, time_bounds
+from asyncflow.runtime.trace import RunSpan, Trace
+
+Json: TypeAlias = dict[str, object]
+
+_K = TypeVar("_K", bound=Hashable)
+
+
+def render_html(trace: Trace) -> Iterator[str]:
+    """The text of a self-contained HTML timeline, in pieces."""
+    page = _resource("timeline.html")
+    for slot, content in (
+        ("/*{{style}}*/", _resource("timeline.css")),
+        ("{{data}}", _embed(timeline_data(trace))),
+        ("/*{{script}}*/", _resource("timeline.js")),
+    ):
+        # Split, not replace: a node may be named like a slot that is still to be filled.
+        before, _, page = page.partition(slot)
+        yield before
+        yield content
+    yield page
+
+
+def timeline_data(trace: Trace) -> Json:
+    """What the page draws: a column of integers per property and lane, with the strings in tables beside them.
+
+    Times are integer nanoseconds from the first event. ``sites`` holds ``[node, op, location]``.
+    """
+    first, last = time_bounds(trace)
+    tables = _Tables()
+    lanes = firing_lanes(trace)
+    groups: list[Json] = [
+        {
+            "device": device,
+            "lanes": [_lane_columns(lane, tables, first) for lane in lanes if lane.device == device],
+            "memory": _memory_columns(trace, device, first),
+        }
+        for device in devices(trace)
+    ]
+    return {
+        "wall": last - first,
+        "dropped": trace.dropped,
+        "groups": groups,
+        "runs": [_run_columns(row, index, first) for index, row in enumerate(run_rows(trace))],
+        "sites": tables.sites.values(),
+        "tags": tables.tags.values(),
+        "outputs": tables.outputs.values(),
+        "statuses": tables.statuses.values(),
+    }
+
+
+class _Table(Generic[_K]):
+    """Distinct values, numbered from 0 in the order they came."""
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self) -> None:
+        self._numbers: dict[_K, int] = {}
+
+    def number(self, value: _K) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def values(self) -> list[_K]:
+        return list(self._numbers)
+
+
+class _Tables:
+    """The strings of a trace: each is written once, however many firings share it."""
+
+    __slots__ = ("outputs", "sites", "statuses", "tags")
+
+    def __init__(self) -> None:
+        self.sites: _Table[tuple[str, str, str]] = _Table()
+        self.tags: _Table[str] = _Table()
+        self.outputs: _Table[str] = _Table()
+        self.statuses: _Table[str] = _Table()
+
+
+def _lane_columns(lane: Lane, tables: _Tables, origin: int) -> Json:
+    firings = lane.firings
+    return {
+        "label": lane.label,
+        "start": [f.started_ns - origin for f in firings],
+        "duration": [f.ended_ns - f.started_ns for f in firings],
+        "queued": [f.started_ns - f.scheduled_ns for f in firings],
+        "site": [tables.sites.number((f.node, f.op, f.location)) for f in firings],
+        "tag": [tables.tags.number(f.tag) for f in firings],
+        "output": [tables.outputs.number(f.outputs) for f in firings],
+        "run": [f.run for f in firings],
+        "status": [tables.statuses.number(f.status) for f in firings],
+    }
+
+
+def _run_columns(row: list[RunSpan], index: int, origin: int) -> Json:
+    return {
+        "label": lane_label("runs", index),
+        "start": [run.started_ns - origin for run in row],
+        "duration": [max(0, run.ended_ns - run.started_ns) for run in row],
+        "run": [run.run for run in row],
+        "name": [run.label or f"run {run.run}" for run in row],
+        "status": [run.status for run in row],
+    }
+
+
+def _memory_columns(trace: Trace, device: str, origin: int) -> Json:
+    samples = sorted(
+        ((sample.time_ns - origin, sample.nbytes) for sample in trace.memory if sample.device == device),
+        key=lambda sample: sample[0],
+    )
+    return {"time": [time for time, _ in samples], "nbytes": [nbytes for _, nbytes in samples]}
+
+
+def _embed(data: Json) -> str:
+    """JSON that is safe inside a script element: no ``<`` can end it or open another."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _resource(name: str) -> str:
+    return files("asyncflow.profiler").joinpath(name).read_text(encoding="utf-8")

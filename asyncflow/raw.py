@@ -1,0 +1,25 @@
+"""The primitives, to write control flow by hand: ``af.raw``.
+
+`asyncflow.cond` and `asyncflow.while_loop` compile to these; use them directly only to study or test the executor.
+"""
+
+from __future__ import annotations
+
+from asyncflow.control.primitives.control_trigger import control_trigger
+from asyncflow.control.primitives.enter import enter
+from asyncflow.control.primitives.exit import exit
+from asyncflow.control.primitives.loop_cond import loop_cond
+from asyncflow.control.primitives.merge import add_back_edge, merge
+from asyncflow.control.primitives.next_iteration import next_iteration
+from asyncflow.control.primitives.switch import switch
+
+__all__ = [
+    "add_back_edge",
+    "control_trigger",
+    "enter",
+    "exit",
+    "loop_cond",
+    "merge",
+    "next_iteration",
+    "switch",
+]

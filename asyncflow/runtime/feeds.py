@@ -1,0 +1,105 @@
+"""Checks fed values and makes the copies a run may keep: strict about dtype, shape and place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.errors import FeedError, GraphError
+from asyncflow.graph.build import as_array
+from asyncflow.graph.dtypes import VARIANT, dtype_name
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.shapes import format_shape, is_compatible
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_PYTHON_SCALARS = (bool, int, float, complex, str)
+
+
+def feed_target(key: object, graph: Graph | None) -> Tensor:
+    """The tensor a key of ``feeds`` names.
+
+    Raises:
+        FeedError: it names none, or one that cannot be fed.
+    """
+    if isinstance(key, str):
+        if graph is None:
+            raise FeedError(f"the name {key!r} says nothing without a graph; give one to Session(graph), or a Tensor")
+        try:
+            key = graph.tensor(key)
+        except GraphError as error:
+            raise FeedError(str(error)) from None
+    if not isinstance(key, Tensor):
+        raise FeedError(f"feeds are keyed by tensors or their names; got {type(key).__name__} {key!r}")
+    if isinstance(key.graph, Subgraph):
+        raise FeedError(
+            f"{key!r} is inside {key.graph.label}: it has a value per iteration or branch taken, so a run cannot feed "
+            f"it; feed what enters the branch or loop instead\n  built at {key.node.location}"
+        )
+    if key.dtype == VARIANT:
+        raise FeedError(f"{key!r} holds an opaque value that cannot be fed\n  built at {key.node.location}")
+    return key
+
+
+def feed_value(tensor: Tensor, value: Any) -> Any:
+    """`value` as the run will see it: a NumPy scalar, or a C-contiguous array nobody else can write to.
+
+    Raises:
+        FeedError: dtype or shape do not fit; nothing is cast silently.
+    """
+    if isinstance(value, np.generic) and value.dtype == tensor.dtype and tensor.shape in ((), None):
+        return value
+    if isinstance(value, Tensor):
+        raise _refusal(tensor, value, "that is a tensor, which has no value yet; fetch it first")
+    if isinstance(value, np.ma.MaskedArray):
+        raise _refusal(tensor, value, "a masked array would lose its mask; fill it first")
+    array = _as_typed_array(tensor, value)
+    if not is_compatible(array.shape, tensor.shape):
+        raise _refusal(tensor, value, f"its shape is {format_shape(array.shape)}")
+    if array.ndim == 0 and array.dtype.kind in "biufc":
+        return array[()]
+    array.flags.writeable = False
+    return array
+
+
+def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any]:
+    """A C-contiguous array of the tensor's dtype that shares no memory the caller can write to."""
+    strong = hasattr(value, "dtype") or hasattr(value, "__array__") or hasattr(value, "__array_interface__")
+    if not strong:
+        try:
+            return as_array(value, tensor.dtype)
+        except GraphError as error:
+            raise _refusal(tensor, value, str(error)) from error
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _refusal(tensor, value, f"NumPy cannot read it: {error}") from error
+    native = array.dtype.newbyteorder("=")
+    if native != tensor.dtype and not (array.dtype.kind == "U" and tensor.dtype.kind == "T"):
+        raise _refusal(tensor, value, f"its dtype is {native}; convert it yourself if you mean to")
+    owned_and_locked = array.base is None and not array.flags.writeable and array.flags.c_contiguous
+    if owned_and_locked and native == array.dtype == tensor.dtype:
+        return array
+    return np.array(array, dtype=tensor.dtype, order="C", copy=True, subok=False)
+
+
+def _refusal(tensor: Tensor, value: object, reason: str) -> FeedError:
+    seen = type(value).__name__
+    return FeedError(
+        f"cannot feed {tensor.name}: expected {dtype_name(tensor.dtype)}{format_shape(tensor.shape)}, got a {seen}: "
+        f"{reason}\n  built at {tensor.node.location}"
+    )
+
+
+def check_feeds(feeds: Mapping[Any, Any], graph: Graph | None) -> dict[Tensor, Any]:
+    """Every fed tensor with its checked value."""
+    checked: dict[Tensor, Any] = {}
+    for key, value in feeds.items():
+        tensor = feed_target(key, graph)
+        if tensor in checked:
+            raise FeedError(f"{tensor.name} is fed twice")
+        checked[tensor] = feed_value(tensor, value)
+    return checked

@@ -1,0 +1,100 @@
+"""What a run may return: reads the nest of fetches, and turns run-time values into values for the user."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from asyncflow.compiler.plan import Dead
+from asyncflow.errors import FetchError, GraphError
+from asyncflow.graph import nest
+from asyncflow.graph.build import SupportsTensor
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Node, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Fetch: TypeAlias = Tensor | Node | SupportsTensor
+
+
+def read_fetches(fetches: Any, graph: Graph | None) -> tuple[list[Fetch], nest.Structure]:
+    """The fetches and their nest; names are looked up in `graph`.
+
+    Raises:
+        FetchError: a leaf that cannot be fetched; the message says which and why.
+    """
+    leaves, structure = nest.flatten(fetches)
+    return [_read_fetch(leaf, graph) for leaf in leaves], structure
+
+
+def _read_fetch(leaf: object, graph: Graph | None) -> Fetch:
+    if isinstance(leaf, str):
+        if graph is None:
+            raise FetchError(f"the name {leaf!r} says nothing without a graph; give one to Session(graph)")
+        try:
+            leaf = graph.tensor(leaf) if ":" in leaf or graph.node(leaf).outputs else graph.node(leaf)
+        except GraphError as error:
+            raise FetchError(str(error)) from None
+    if not isinstance(leaf, Tensor | Node | SupportsTensor):
+        raise FetchError(
+            f"a fetch is a tensor, a node, a variable or a name, in any nest; got {type(leaf).__name__} {leaf!r}"
+        )
+    if isinstance(leaf, Tensor | Node):
+        _refuse_inner(leaf)
+    if isinstance(leaf, Tensor) and leaf.dtype == VARIANT:
+        raise FetchError(f"{leaf!r} holds an opaque value; fetch what is read from it\n  built at {leaf.node.location}")
+    return leaf
+
+
+def _refuse_inner(leaf: Tensor | Node) -> None:
+    body = leaf.graph
+    if not isinstance(body, Subgraph):
+        return
+    location = leaf.node.location if isinstance(leaf, Tensor) else leaf.location
+    raise FetchError(
+        f"{leaf!r} is inside {body.label}: it has no value, or one per iteration, once the run is over; return it from "
+        f"the branch or body, or iterate over it with `async for value in session.stream(x)`\n  built at {location}"
+    )
+
+
+def graph_of(fetches: Sequence[Fetch], graph: Graph | None) -> Graph:
+    """The one root graph that all fetches belong to.
+
+    Raises:
+        FetchError: there are two, or none is known.
+    """
+    for fetch in fetches:
+        if isinstance(fetch, Tensor | Node):
+            root = fetch.graph.root
+            if graph is not None and root is not graph:
+                raise FetchError(f"{fetch!r} belongs to another graph than this session or the other fetches")
+            graph = root
+    if graph is None:
+        raise FetchError("these fetches belong to no graph; give one to Session(graph)")
+    return graph
+
+
+def user_value(fetch: Fetch, value: Any, *, allow_dead: bool) -> Any:
+    """A run-time value as the user gets it: a NumPy scalar, or an array that nothing else shares.
+
+    Raises:
+        FetchError: the value is dead: it lies on a branch that was not taken.
+    """
+    if isinstance(value, Dead):
+        if allow_dead:
+            return None
+        name = fetch.name if isinstance(fetch, Tensor) else repr(fetch)
+        raise FetchError(
+            f"{name} is dead: it depends on a branch that was not taken, at the switch {value.killer} built at "
+            f"{value.location}; merge the branches, or pass allow_dead=True to get None"
+        )
+    if isinstance(value, np.ndarray):
+        if value.ndim == 0 and value.dtype.kind in "biufc":
+            return value[()]
+        # Constants, variables and feeds are locked, and a view shares its base: the user gets a copy of those.
+        if not value.flags.writeable or value.base is not None:
+            return value.copy()
+    return value

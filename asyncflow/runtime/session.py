@@ -1,0 +1,388 @@
+"""`Session`: runs graphs on devices; `await session.run(fetches, feeds)`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+import warnings
+import weakref
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from asyncflow.compiler.pipeline import compile_plan
+from asyncflow.devices.blas import acquire_blas_threads
+from asyncflow.devices.registry import open_devices
+from asyncflow.errors import FetchError, SessionClosedError
+from asyncflow.graph import nest
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Tensor
+from asyncflow.runtime.channel import Channel
+from asyncflow.runtime.feeds import check_feeds, feed_target
+from asyncflow.runtime.fetches import graph_of, read_fetches, user_value
+from asyncflow.runtime.run import Run
+from asyncflow.runtime.trace import Trace, write_trace
+from asyncflow.runtime.turn import Turn
+from asyncflow.state.containers import StateStore
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from contextvars import Token
+
+    from asyncflow.compiler.plan import Plan
+    from asyncflow.devices.blas import BlasLease
+    from asyncflow.devices.protocol import Device
+    from asyncflow.runtime.fetches import Fetch
+
+_current: ContextVar[Session | None] = ContextVar("asyncflow_session", default=None)
+_forked: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def current_session() -> Session | None:
+    """The session whose ``async with`` block this code runs in, or None."""
+    return _current.get()
+
+
+class SessionStatistics(NamedTuple):
+    """What a session holds at one moment."""
+
+    runs: int
+    """Runs in flight."""
+    plans: int
+    """Compiled plans in the cache."""
+    completed: int
+    """Runs that have ended, in whatever way."""
+    used_bytes: dict[str, int]
+    """Bytes held, by device."""
+
+
+class Session:
+    """Runs graphs on devices. Any number of runs may be in flight; each is awaited on the session's event loop.
+
+    A session binds to the event loop that first uses it. Variables without a container belong to one session.
+
+    Args:
+        graph: where names in fetches and feeds are looked up; tensors know their own graph.
+        devices: names such as ``["cpu:0", "cpu:1"]``; None for one CPU device.
+        debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
+        seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
+        memory_limit: bytes per device; None for no limit.
+        threads: BLAS threads a stream. One is best when several runs are in flight.
+        check_numerics: fail on the first NaN or infinity, naming the node.
+        max_iterations: most iterations of any one loop; None for no limit.
+
+    >>> import asyncflow as af
+    >>> with af.Graph() as graph:
+    ...     x = af.placeholder("float32", ())
+    ...     y = x * 2
+    >>> async def main():
+    ...     async with af.Session(graph) as session:
+    ...         return await session.run(y, {x: 21.0})
+    >>> af.run(main())
+    np.float32(42.0)
+    """
+
+    def __init__(
+        self,
+        graph: Graph | None = None,
+        devices: Sequence[str] | None = None,
+        *,
+        debug: bool = False,
+        seed: int | None = None,
+        memory_limit: int | None = None,
+        threads: int = 1,
+        check_numerics: bool = False,
+        max_iterations: int | None = None,
+    ) -> None:
+        self.graph = graph
+        self.devices: tuple[Device, ...] = open_devices(devices, memory_limit)
+        self.state = StateStore()
+        self._debug = debug
+        self._seed = seed
+        self._threads = threads
+        self._check_numerics = check_numerics
+        self._max_iterations = max_iterations
+        self._random_seed = secrets.randbits(63)
+        self._plans: dict[Graph, tuple[int, dict[Any, Plan]]] = {}
+        self._runs: set[Run] = set()
+        self._run_count = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread_id = 0
+        self._turn: Turn | None = None
+        self._blas: BlasLease | None = None
+        self._closed: str | None = None
+        self._entered: list[Token[Session | None]] = []
+        self._idle: asyncio.Event | None = None
+        _forked.add(self)
+
+    # -- life cycle ----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._bind()
+        self._entered.append(_current.set(self))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        _current.reset(self._entered.pop())
+        await self.aclose()
+
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        """The event loop, after checking that this is it and that the session is open."""
+        if self._closed is not None:
+            raise SessionClosedError(self._closed)
+        loop = asyncio.get_running_loop()
+        if loop is self._loop:
+            return loop
+        if self._loop is not None:
+            raise RuntimeError(
+                "this session is bound to a different event loop; make one session per loop, or use "
+                "session.run_threadsafe(...) from another thread"
+            )
+        self._loop = loop
+        self._thread_id = threading.get_ident()
+        self._turn = Turn(loop)
+        self._blas = acquire_blas_threads(self._threads)
+        return loop
+
+    async def aclose(self, grace_s: float = 5.0) -> None:
+        """Lets runs in flight end for up to `grace_s` seconds, stops the others, and frees everything. Idempotent."""
+        if self._closed is not None:
+            return
+        self._closed = "the session is closed; make a new one"
+        try:
+            if self._runs:
+                await self._drain(grace_s)
+        finally:
+            for run in list(self._runs):
+                run.close()
+            if self._runs:
+                await self._drain(None)
+            for device in self.devices:
+                await device.aclose(grace_s)
+            self._release()
+
+    async def _drain(self, grace_s: float | None) -> None:
+        self._idle = asyncio.Event()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass  # the caller stops what is left
+
+    def _release(self) -> None:
+        self._plans.clear()
+        self.state.clear()
+        if self._blas is not None:
+            self._blas.release()
+            self._blas = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", "") is None and self._loop is not None:
+            warnings.warn(f"{self!r} was dropped without close; use `async with`", ResourceWarning, stacklevel=2)
+            self._release()
+
+    def __repr__(self) -> str:
+        return f"<Session on {', '.join(device.name for device in self.devices)}>"
+
+    def statistics(self) -> SessionStatistics:
+        """A snapshot."""
+        used = {device.name: device.memory.used for device in self.devices}
+        plans = sum(len(plans) for _, plans in self._plans.values())
+        return SessionStatistics(len(self._runs), plans, self._run_count - len(self._runs), used)
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    async def run(
+        self,
+        fetches: Any,
+        feeds: Mapping[Any, Any] | None = None,
+        *,
+        timeout: float | None = None,
+        trace: Trace | str | Path | None = None,
+        allow_dead: bool = False,
+    ) -> Any:
+        """Runs what `fetches` need and returns their values in the same nest.
+
+        Args:
+            fetches: any nest of tensors, nodes (run, give None), variables (read after everything else) and names.
+            feeds: values for placeholders, or for any other tensor outside branches and loops. Copied; strict about
+                dtype and shape.
+            timeout: seconds until `DeadlineExceeded`.
+            trace: a `Trace` to record into, or a path to write the timeline to (``.json``, ``.json.gz``, ``.html``).
+            allow_dead: give None for a fetch on a branch not taken, instead of an error.
+
+        Raises:
+            FeedError, FetchError: before anything runs (or, for a dead fetch, after).
+            KernelError: the first node that failed; everything else has been stopped.
+            DeadlineExceeded: after `timeout`.
+
+        Cancellation: the run stops, kernels in flight end, then CancelledError is raised; the session stays usable.
+        """
+        return await self._execute(fetches, feeds, timeout, trace, allow_dead, all_effects=False)
+
+    async def _execute(
+        self,
+        fetches: Any,
+        feeds: Mapping[Any, Any] | None,
+        timeout: float | None,
+        trace: Trace | str | Path | None,
+        allow_dead: bool,
+        *,
+        all_effects: bool,
+    ) -> Any:
+        loop = self._bind()
+        leaves, structure = read_fetches(fetches, self.graph)
+        checked = check_feeds(feeds, self.graph) if feeds else {}
+        plan = self._plan(leaves, tuple(checked), (), all_effects)
+        recorder = Trace() if isinstance(trace, str | Path) else trace
+        run = self._start(loop, plan, list(checked.values()), timeout, recorder, None)
+        try:
+            values = await run.wait()
+        finally:
+            self._forget(run)
+            if recorder is not None and recorder is not trace:
+                await asyncio.to_thread(write_trace, recorder, Path(str(trace)))
+        results = [
+            None if position is None else user_value(leaf, values[position], allow_dead=allow_dead)
+            for leaf, position in zip(leaves, plan.fetches, strict=True)
+        ]
+        return structure.unflatten(results)
+
+    def _start(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        plan: Plan,
+        values: Sequence[Any],
+        timeout: float | None,
+        trace: Trace | None,
+        channel: Channel | None,
+    ) -> Run:
+        assert self._turn is not None
+        self._run_count += 1
+        run = Run(
+            plan,
+            number=self._run_count,
+            device=self.devices[0],
+            loop=loop,
+            turn=self._turn,
+            seed=self._random_seed if plan.graph.seed is None else plan.graph.seed,
+            shuffle_seed=self._seed,
+            max_iterations=self._max_iterations,
+            trace=trace,
+            channel=channel,
+        )
+        self._runs.add(run)
+        run.start(values, timeout)
+        return run
+
+    def _forget(self, run: Run) -> None:
+        self._runs.discard(run)
+        if self._idle is not None and not self._runs:
+            self._idle.set()
+
+    async def stream(
+        self,
+        fetches: Any,
+        feeds: Mapping[Any, Any] | None = None,
+        *,
+        timeout: float | None = None,
+        trace: Trace | None = None,
+    ) -> AsyncIterator[Any]:
+        """Iterates over values inside a loop: ``async for value in session.stream(x)``, one item an iteration.
+
+        Items come in the order of the iterations. The loop runs at most `parallel_iterations` ahead of the consumer.
+        Leaving the ``async for`` early stops the run.
+
+        Args:
+            fetches: any nest of tensors of one loop body (or of a branch in it).
+            feeds: as in `run`.
+            timeout: seconds for the whole run.
+            trace: a `Trace` to record into.
+
+        Raises:
+            FetchError: the tensors are not inside one loop body.
+            KernelError, DeadlineExceeded: as in `run`, after the items before the failure.
+        """
+        loop = self._bind()
+        leaves, structure = nest.flatten(fetches)
+        tensors = [_streamed(leaf, self.graph) for leaf in leaves]
+        if not tensors or any(tensor.graph is not tensors[0].graph for tensor in tensors):
+            raise FetchError("stream takes tensors of one loop body; these are inside several, or there are none")
+        checked = check_feeds(feeds, self.graph) if feeds else {}
+        plan = self._plan((), tuple(checked), tuple(tensors), False)
+        channel = Channel(loop)
+        run = self._start(loop, plan, list(checked.values()), timeout, trace, channel)
+        try:
+            while (values := await channel.get()) is not None:
+                pairs = zip(tensors, values, strict=True)
+                yield structure.unflatten([user_value(tensor, value, allow_dead=False) for tensor, value in pairs])
+            await run.wait()
+        finally:
+            if not run.is_finished:
+                run.stop("cancelled")
+                await run.wait()
+            self._forget(run)
+
+    def run_threadsafe(
+        self, fetches: Any, feeds: Mapping[Any, Any] | None = None, *, timeout: float | None = None
+    ) -> concurrent.futures.Future[Any]:
+        """`run` from another thread; the session's event loop must be running in its own."""
+        if self._loop is None:
+            raise RuntimeError("the session has no event loop yet; enter it with `async with` on the loop's thread")
+        return asyncio.run_coroutine_threadsafe(self.run(fetches, feeds, timeout=timeout), self._loop)
+
+    # -- plans ---------------------------------------------------------------------------------------------------
+
+    def plan(self, fetches: Any, feeds: Sequence[Any] = ()) -> Plan:
+        """The compiled plan for runs with these fetches and these fed tensors; ``.explain()`` prints it."""
+        leaves, _ = read_fetches(fetches, self.graph)
+        return self._plan(leaves, tuple(feed_target(feed, self.graph) for feed in feeds), (), False)
+
+    def _plan(
+        self, fetches: Sequence[Fetch], feeds: tuple[Tensor, ...], streamed: tuple[Tensor, ...], all_effects: bool
+    ) -> Plan:
+        graph = graph_of((*fetches, *streamed, *feeds), self.graph)
+        version, plans = self._plans.get(graph, (-1, {}))
+        if version != graph.version:  # the graph has grown since: its old plans are of no more use
+            plans = {}
+            self._plans[graph] = graph.version, plans
+        key = (tuple(fetches), feeds, streamed, all_effects)
+        plan = plans.get(key)
+        if plan is None:
+            plan = plans[key] = compile_plan(
+                graph,
+                fetches,
+                feeds,
+                device=self.devices[0],
+                resolve=self.state.lookup,
+                streamed=streamed,
+                all_effects=all_effects,
+                debug=self._debug,
+                check_numerics=self._check_numerics,
+            )
+        return plan
+
+
+def _streamed(leaf: object, graph: Graph | None) -> Tensor:
+    if isinstance(leaf, str) and graph is not None:
+        leaf = graph.tensor(leaf)
+    if not isinstance(leaf, Tensor):
+        raise FetchError(f"stream takes tensors inside a loop body; got {type(leaf).__name__} {leaf!r}")
+    body: Graph | None = leaf.graph
+    while isinstance(body, Subgraph) and not body.label.endswith("/body"):
+        body = body.parent
+    if not isinstance(body, Subgraph):
+        raise FetchError(f"{leaf!r} is not inside a loop; fetch it with session.run\n  built at {leaf.node.location}")
+    return leaf
+
+
+def _poison_after_fork() -> None:
+    for session in list(_forked):
+        session._closed = "this session belongs to the parent process: make a new one after a fork"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_poison_after_fork)

@@ -1,0 +1,82 @@
+"""What a traced run records: firings, run spans and memory samples, in nanoseconds.
+
+The runtime only appends to these lists; `asyncflow.profiler` turns them into timelines and tables, and nothing
+here knows of it. Times are `time.perf_counter_ns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Firing(NamedTuple):
+    """One node firing: when it became ready, when its kernel started, when its outputs were there."""
+
+    run: int
+    node: str
+    op: str
+    tag: str
+    """Frames and iterations, such as ``outer/3/inner/7``; empty outside loops."""
+    device: str
+    """Such as ``cpu:0``."""
+    stream: str
+    """``inline`` (on the event loop), ``compute`` (a stream thread) or ``async`` (a coroutine op)."""
+    scheduled_ns: int
+    started_ns: int
+    ended_ns: int
+    outputs: str
+    """dtype[shape] of each output, such as ``float32[64,64]``."""
+    status: str
+    """``ok``, ``error`` or ``cancelled``."""
+    location: str
+    """``file:line`` of the user's code that built the node."""
+
+
+class RunSpan(NamedTuple):
+    """One ``await session.run(...)``."""
+
+    run: int
+    label: str
+    started_ns: int
+    ended_ns: int
+    status: str
+    """``ok``, ``error``, ``cancelled`` or ``deadline``."""
+
+
+class MemorySample(NamedTuple):
+    """Bytes a device held at one moment."""
+
+    device: str
+    time_ns: int
+    nbytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Trace:
+    """A record of one or more runs; pass it as ``session.run(..., trace=trace)``.
+
+    At most ``capacity`` firings are kept; later ones are counted in ``dropped``.
+    """
+
+    capacity: int = 1_000_000
+    firings: list[Firing] = field(default_factory=list)
+    runs: list[RunSpan] = field(default_factory=list)
+    memory: list[MemorySample] = field(default_factory=list)
+    dropped: int = 0
+
+
+Writer = Callable[[Trace, Path], None]
+_writers: list[Writer] = []
+
+
+def install_writer(writer: Writer) -> None:
+    """Tells the runtime how to write a trace to a file; the profiler does, which the runtime must not know."""
+    _writers[:] = [writer]
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Writes `trace` in the format that the path's suffix names."""
+    _writers[0](trace, path)

@@ -1,0 +1,86 @@
+"""A session's share of the event loop: how long its runs may go on before other coroutines get their turn.
+
+All runs of a session share one budget of `BURST_NS` per pass of the event loop. A run that still has ready work when
+it is spent waits in a queue, and the queue goes on in the next pass, first come first served.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+BURST_NS = 1_000_000
+"""How long a session's runs may hold the event loop at a time (1 ms)."""
+
+
+class Driven(Protocol):
+    """Something with work to do on the event loop."""
+
+    is_queued: bool
+
+    def drive(self, deadline_ns: int) -> bool:
+        """Works until nothing is ready (False) or the deadline has passed (True)."""
+        ...
+
+
+class Turn:
+    """The queue of runs with ready work, and the budget of the current pass of the event loop."""
+
+    __slots__ = ("_burst_end", "_loop", "_queue", "_scheduled", "number")
+
+    def __init__(self, loop: AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: deque[Driven] = deque()
+        self._scheduled = False
+        self._burst_end = 0
+        self.number = 0
+        """Counts passes, so that failures of one pass can be told from later ones."""
+
+    def drive_now(self, driven: Driven) -> None:
+        """Drives at once if the current pass has time left; queues what remains."""
+        if self._burst_end == 0:
+            self._burst_end = perf_counter_ns() + BURST_NS
+            self._schedule()
+        elif self._queue or perf_counter_ns() >= self._burst_end:
+            self.enqueue(driven)
+            return
+        with np.errstate(all="ignore"):
+            more = driven.drive(self._burst_end)
+        if more:
+            self.enqueue(driven)
+
+    def enqueue(self, driven: Driven) -> None:
+        """Drives in a later pass, or later in this one."""
+        if not driven.is_queued:
+            driven.is_queued = True
+            self._queue.append(driven)
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._pass)
+
+    def _pass(self) -> None:
+        self._scheduled = False
+        self._burst_end = 0
+        self.number += 1
+        queue = self._queue
+        if not queue:
+            return
+        end = perf_counter_ns() + BURST_NS
+        # In a graph, infinities and NaN are values: no floating-point warnings.
+        with np.errstate(all="ignore"):
+            while queue and perf_counter_ns() < end:
+                driven = queue.popleft()
+                driven.is_queued = False
+                if driven.drive(end):
+                    self.enqueue(driven)
+        if queue:
+            self._schedule()

@@ -1,0 +1,83 @@
+"""Where the states of resources live: in a session, or in a named container that all sessions of the process share."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncflow.graph.resource import Resource
+
+_containers: dict[str, dict[str, Any]] = {}
+_lock = Lock()
+
+
+class StateStore:
+    """The states one session uses.
+
+    A state of the session's own lives as long as both the session and the resource; one in a container until
+    `reset_container`.
+    """
+
+    __slots__ = ("__weakref__", "_private")
+
+    def __init__(self) -> None:
+        # By serial number: a variable's == builds a node, so it cannot be the key of a weak mapping.
+        self._private: dict[int, tuple[ref[Resource], Any]] = {}
+
+    def lookup(self, resource: Resource) -> Any:
+        """The state of `resource`, created on first use.
+
+        Raises:
+            GraphError: its container holds another kind of thing under its name.
+        """
+        if resource.container is not None:
+            return _shared_state(resource, resource.container)
+        found = self._private.get(resource.serial)
+        if found is None:
+            entry = ref(resource, _forget(ref(self), resource.serial)), resource.create_state()
+            found = self._private.setdefault(resource.serial, entry)
+        return found[1]
+
+    def clear(self) -> None:
+        """Forgets the states of the session's own; those in containers stay."""
+        self._private.clear()
+
+    def __len__(self) -> int:
+        return len(self._private)
+
+
+def _forget(store: ref[StateStore], serial: int) -> Callable[[ref[Resource]], None]:
+    # Neither end keeps the other alive: module-level variables outlive sessions, and sessions outlive their graphs.
+    def forget(_: ref[Resource]) -> None:
+        alive = store()
+        if alive is not None:
+            alive._private.pop(serial, None)
+
+    return forget
+
+
+def _shared_state(resource: Resource, container: str) -> Any:
+    with _lock:
+        states = _containers.setdefault(container, {})
+        if resource.name not in states:
+            states[resource.name] = resource.create_state()
+        state = states[resource.name]
+    state.check_resource(resource)
+    return state
+
+
+def reset_container(name: str) -> None:
+    """Forgets all values in the container of that name, for every session that looks them up from now on.
+
+    Sessions that have used the container keep what they hold; close them first. A container that does not exist is
+    empty already.
+    """
+    with _lock:
+        _containers.pop(name, None)
+
+
+__all__ = ["StateStore", "reset_container"]

@@ -1,0 +1,509 @@
+"""`Variable`: a value that survives a run, and the ops that read and write it.
+
+Every write is atomic against every other op on the variable, in this run and in all others. Values never change in
+place: a write computes the new value beside the old one and swaps it in, if the old one is still there, and else
+computes again. So a read takes no lock, a reader keeps the value it saw, and no lock is held while a kernel runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.errors import AsyncflowError, DTypeError, GraphError, ShapeError, user_location
+from asyncflow.graph.build import (
+    SupportsTensor,
+    TensorLike,
+    add_control_input,
+    apply,
+    as_array,
+    as_tensor,
+    constant,
+    graph_for,
+)
+from asyncflow.graph.builtin import PARAMETER
+from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name
+from asyncflow.graph.graph import STRUCTURED, Subgraph, node_effects
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Access, Effects, Op, register
+from asyncflow.graph.operators import Operators
+from asyncflow.graph.resource import Resource
+from asyncflow.graph.shapes import (
+    Shape,
+    ShapeLike,
+    as_shape,
+    broadcast,
+    format_shape,
+    is_compatible,
+    is_static,
+    is_subshape,
+    merge,
+)
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator
+
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node
+    from asyncflow.graph.op import Kernel
+
+
+class Variable(Resource, Operators):
+    """A value that survives a run; used like a tensor, it is read anew at each use.
+
+    It belongs to no graph. Its value lives in the session, one per session, or, with `container`, in the container of
+    that name, where all sessions of the process share it under the variable's name. In a graph with ordered effects
+    its reads and writes happen in the order they were written.
+
+    Args:
+        value: the initial value: an array, a number or nested lists of numbers; copied. Or a `Spec`, for a variable
+            that has no value before it is assigned one.
+        name: for messages, and the key inside a container; one is made up if it is None.
+        container: a name shared by sessions; None for a value of the session's own.
+        dtype: of the value; None takes NumPy's choice.
+        shape: partial shape that all values have to fit; None for the initial value's.
+
+    Raises:
+        DTypeError, ShapeError: `value` does not fit `dtype` or `shape`.
+        GraphError: `value` is symbolic, or a variable in a container has no name.
+
+    >>> import asyncflow as af
+    >>> count = Variable(0, name="count")
+    >>> with af.Graph():
+    ...     print(count.assign_add(1), (count + 1).dtype)
+    <Tensor count/assign_add:0 int64[]> int64
+    """
+
+    def __init__(
+        self,
+        value: TensorLike | Spec,
+        *,
+        name: str | None = None,
+        container: str | None = None,
+        dtype: DTypeLike | None = None,
+        shape: ShapeLike = None,
+    ) -> None:
+        if name is not None and (not name or ":" in name):
+            raise GraphError(f"Variable(name={name!r}): a name is not empty and has no ':' in it")
+        if container is not None and name is None:
+            raise GraphError(f"a variable in container {container!r} needs a name, by which sessions find it there")
+        super().__init__(name or "", container)
+        self.name = name or f"variable_{self.serial}"
+        self.spec, self.initial = _declared(value, dtype, shape)
+
+    @property
+    def dtype(self) -> DType:
+        """Element type of all its values."""
+        return self.spec.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Partial shape that all its values fit."""
+        return self.spec.shape
+
+    @property
+    def ndim(self) -> int | None:
+        """Number of dimensions, or None if unknown."""
+        return self.spec.rank
+
+    @property
+    def effect_key(self) -> Hashable:
+        """Equal for variables that share one value, whose reads and writes are ordered among themselves."""
+        return ("variable", self.serial) if self.container is None else ("container", self.container, self.name)
+
+    # -- symbolic use --------------------------------------------------------------------------------------------
+
+    def __asyncflow_tensor__(self) -> Tensor:
+        """A new read of the variable, in the current graph."""
+        return self.read()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.read())
+
+    def read(self) -> Tensor:
+        """The value at this point of the program.
+
+        Raises:
+            GraphError: no graph is being built.
+        """
+        return apply(READ, name=f"{self.name}/read", variable=self)[0]
+
+    def assign(self, x: TensorLike) -> Tensor:
+        """Makes `x` the value.
+
+        Args:
+            x: same dtype, and a shape that fits; Python numbers and lists take the variable's dtype.
+
+        Returns:
+            The new value.
+
+        Raises:
+            DTypeError, ShapeError: `x` cannot be a value of the variable.
+        """
+        return self._write(ASSIGN, x, "assign")
+
+    def assign_add(self, x: TensorLike) -> Tensor:
+        """Adds `x`, which broadcasts to the value's shape. Returns the new value; see `assign`."""
+        return self._write(ASSIGN_ADD, x, "assign_add")
+
+    def assign_sub(self, x: TensorLike) -> Tensor:
+        """Subtracts `x`, which broadcasts to the value's shape. Returns the new value; see `assign`."""
+        return self._write(ASSIGN_SUB, x, "assign_sub")
+
+    def update(self, fn: Callable[..., TensorLike], *xs: TensorLike) -> Tensor:
+        """Makes ``fn(old, *xs)`` the value, atomically (Assign-f of MAPL '17).
+
+        Args:
+            fn: called once, now, with tensors; returns the new value. It may use tensors around it. Only pure ops: it
+                runs again if another write came between.
+            xs: values it gets after the old one. A Python number takes the variable's dtype if it fits.
+
+        Returns:
+            The new value.
+
+        Raises:
+            DTypeError, ShapeError: the result cannot be a value of the variable.
+            GraphError: `fn` builds something that is not pure: state, coroutines, random numbers, branches or loops.
+        """
+        with graph_for(*xs) as graph:
+            inputs = [graph.import_tensor(self._operand(x)) for x in xs]
+            return _update(self, graph, fn, inputs)
+
+    def _write(self, op: Op, x: TensorLike, verb: str) -> Tensor:
+        with graph_for(x):
+            return apply(op, self._own(x), name=f"{self.name}/{verb}", variable=self)[0]
+
+    def _own(self, x: TensorLike) -> Tensor:
+        """`x` as a tensor; what Python leaves without a dtype takes the variable's."""
+        if isinstance(x, Tensor | SupportsTensor | np.ndarray | np.generic):
+            return as_tensor(x)
+        if is_weak(x) and promoted_dtype([self.dtype, x]) != self.dtype:
+            raise DTypeError(
+                f"{x!r} does not fit variable {self.name!r} of dtype {dtype_name(self.dtype)}; convert it yourself if "
+                f"you mean to lose data\n  written at {user_location()}"
+            )
+        return constant(x, self.dtype)
+
+    def _operand(self, x: TensorLike) -> Tensor:
+        fits = is_weak(x) and self.dtype.kind in "biufcV" and promoted_dtype([self.dtype, x]) == self.dtype
+        return constant(x, self.dtype) if fits else as_tensor(x)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def create_state(self) -> VariableState:
+        """A state that holds the initial value, if there is one."""
+        return VariableState(self.name, self.spec, self.initial)
+
+
+def _declared(
+    value: TensorLike | Spec, dtype: DTypeLike | None, shape: ShapeLike
+) -> tuple[Spec, np.ndarray[Any, Any] | None]:
+    """Spec and initial value of a variable made with these arguments."""
+    if isinstance(value, Spec):
+        if dtype is not None or shape is not None:
+            raise GraphError(f"Variable({value}): a Spec says dtype and shape itself; leave out dtype= and shape=")
+        if value.dtype == VARIANT:
+            raise DTypeError("a variable cannot hold variants; only the ops that made them read them")
+        return value, None
+    if isinstance(value, Tensor | SupportsTensor):
+        raise GraphError(
+            f"Variable({value!r}): the initial value is fixed before any run; "
+            f"write Variable(af.spec(dtype, shape)) and assign the tensor to it"
+        )
+    array = as_array(value, None if dtype is None else as_dtype(dtype))
+    array.flags.writeable = False
+    declared = array.shape if shape is None else as_shape(shape)
+    if not is_compatible(array.shape, declared):
+        raise ShapeError(
+            f"the initial value has shape {format_shape(array.shape)}; shape={format_shape(declared)} does not allow it"
+        )
+    return Spec(array.dtype, declared), array
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+class VariableState:
+    """The value of a variable in one session or container, safe to use from all threads.
+
+    Invariants: `value` is None, a NumPy scalar, or an array that nobody can write to; it fits `spec`; it is only ever
+    replaced as a whole, under the lock.
+    """
+
+    __slots__ = ("_lock", "_shape", "name", "spec", "value")
+
+    def __init__(self, name: str, spec: Spec, initial: np.ndarray[Any, Any] | None = None) -> None:
+        self.name = name
+        self.spec = spec
+        self.value: Any = None if initial is None else immutable(initial)
+        self._shape = spec.shape if is_static(spec.shape) else None
+        self._lock = Lock()
+
+    def __repr__(self) -> str:
+        return f"<VariableState {self.name} {self.spec}{'' if self.value is not None else ', no value yet'}>"
+
+    def read(self) -> Any:
+        """The value.
+
+        Raises:
+            AsyncflowError: there is none yet.
+        """
+        value = self.value
+        if value is None:
+            raise AsyncflowError(
+                f"variable {self.name!r} is read before it has a value; assign to it earlier in the program or in an "
+                f"earlier run, or give it an initial value: Variable(value, name={self.name!r})"
+            )
+        return value
+
+    def assign(self, x: Any) -> Any:
+        """Makes `x` the value, copied if anyone could write to it, and returns the value.
+
+        Raises:
+            DTypeError, ShapeError: it does not fit.
+        """
+        self._check(x)
+        value = immutable(x)
+        with self._lock:
+            self.value = value
+        return value
+
+    def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Makes ``fn(old, *args)`` the value and returns it; calls `fn` again if another write came between.
+
+        Raises:
+            AsyncflowError: there is no old value.
+            DTypeError, ShapeError: the new one does not fit; the old one stays.
+        """
+        while True:
+            old = self.read()
+            new = fn(old, *args)
+            self._check(new)
+            value = immutable(new)
+            with self._lock:
+                if self.value is old:
+                    self.value = value
+                    return value
+
+    def check_resource(self, resource: Resource) -> None:
+        """Checks that `resource` may use this state, which was made for another of its name.
+
+        Raises:
+            GraphError: it is no variable, or one of other dtype or shape.
+        """
+        if not isinstance(resource, Variable) or resource.spec != self.spec:
+            seen = f"a variable {resource.spec}" if isinstance(resource, Variable) else f"a {type(resource).__name__}"
+            raise GraphError(
+                f"container {resource.container!r} already holds {self.name!r} as a variable {self.spec}, and it is "
+                f"asked for as {seen}; use another name, or reset_container({resource.container!r}) first"
+            )
+
+    def _check(self, x: Any) -> None:
+        dtype = getattr(x, "dtype", None)
+        if dtype != self.spec.dtype:
+            found = type(x).__name__ if dtype is None else dtype_name(dtype)
+            raise DTypeError(f"variable {self.name!r} holds {dtype_name(self.spec.dtype)}, not {found}")
+        if x.shape != self._shape and (self._shape is not None or not is_subshape(x.shape, self.spec.shape)):
+            raise ShapeError(f"variable {self.name!r} is {self.spec}; a value of shape {format_shape(x.shape)} "
+                             f"does not fit")
+
+
+def immutable(value: Any) -> Any:
+    """`value` itself if nobody can write to its memory, else a copy that nobody can; rank 0 becomes a NumPy scalar."""
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.ndim == 0 and value.dtype.kind in "biufc":
+        return value[()]
+    if _is_immutable(value):
+        return value
+    copied = value.copy()
+    copied.flags.writeable = False
+    return copied
+
+
+def _is_immutable(array: np.ndarray[Any, Any]) -> bool:
+    """Whether the array and all that share its memory are read-only, as far as NumPy tells."""
+    while not array.flags.writeable:
+        if array.base is None:
+            return True
+        if not isinstance(array.base, np.ndarray):
+            return False
+        array = array.base
+    return False
+
+
+def _sealed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose results are fresh memory, with its results made read-only: no copy is needed to keep them."""
+
+    def call(old: Any, *args: Any) -> Any:
+        result = function(old, *args)
+        if isinstance(result, np.ndarray) and result.base is None and all(result is not x for x in (old, *args)):
+            result.flags.writeable = False
+        return result
+
+    return call
+
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+
+def _effects(access: Access) -> Callable[[Node], Effects]:
+    return lambda node: ((node.attrs["variable"].effect_key, access),)
+
+
+def _fitting(variable: Variable, x: Spec) -> Spec:
+    """What is known of a value of `variable` that also has spec `x`."""
+    if x.dtype != variable.dtype:
+        raise DTypeError(
+            f"variable {variable.name!r} is {variable.spec} and cannot hold {x}; convert the value with af.astype"
+        )
+    if not is_compatible(x.shape, variable.shape):
+        raise ShapeError(f"variable {variable.name!r} is {variable.spec} and cannot hold {x}")
+    return Spec(x.dtype, merge(x.shape, variable.shape))
+
+
+def _assign_spec(x: Spec, *, variable: Variable) -> Spec:
+    return _fitting(variable, x)
+
+
+def _arithmetic_spec(ufunc: np.ufunc) -> Callable[..., Spec]:
+    def infer(x: Spec, *, variable: Variable) -> Spec:
+        if x.dtype != variable.dtype:
+            return _fitting(variable, x)
+        return _fitting(variable, Spec(ufunc_dtype(ufunc, x.dtype, x.dtype), broadcast([variable.shape, x.shape])))
+
+    return infer
+
+
+def _arithmetic(name: str, ufunc: np.ufunc) -> Op:
+    def kernel(xp: Any, *, variable: VariableState) -> Kernel:
+        return partial(variable.apply, _sealed(getattr(xp, ufunc.__name__)))
+
+    return register(Op(name=name, infer=_arithmetic_spec(ufunc), kernel=kernel, effects=_effects(Access.WRITE)))
+
+
+def _update_spec(*inputs: Spec, variable: Variable, function: Subgraph) -> Spec:
+    return _fitting(variable, function.results[0].spec)
+
+
+def _update_kernel(xp: Any, *, variable: VariableState, function: Subgraph) -> Kernel:
+    return partial(variable.apply, _compiled(xp, function))
+
+
+READ = register(
+    Op(
+        name="variable_read",
+        infer=lambda *, variable: variable.spec,
+        kernel=lambda xp, *, variable: variable.read,
+        effects=_effects(Access.READ),
+    )
+)
+ASSIGN = register(
+    Op(
+        name="variable_assign",
+        infer=_assign_spec,
+        kernel=lambda xp, *, variable: variable.assign,
+        effects=_effects(Access.WRITE),
+    )
+)
+ASSIGN_ADD = _arithmetic("variable_assign_add", np.add)
+ASSIGN_SUB = _arithmetic("variable_assign_sub", np.subtract)
+UPDATE = register(
+    Op(name="variable_update", infer=_update_spec, kernel=_update_kernel, effects=_effects(Access.WRITE))
+)
+USER_UPDATE = register(replace(UPDATE, name="variable_user_update", is_user=True))
+"""An update whose function calls code of the user's, so it may take long however small its values are."""
+
+
+# -- update ----------------------------------------------------------------------------------------------------------
+
+
+def _update(variable: Variable, graph: Graph, fn: Callable[..., TensorLike], inputs: list[Tensor]) -> Tensor:
+    label = graph.unique_name(f"{variable.name}/update")
+    body = Subgraph(graph, label)
+    with body:
+        old = body.add_input(variable.spec, "old")
+        returned = fn(old, *[body.add_input(x.spec, "x") for x in inputs])
+        result = body.import_tensor(variable._own(returned))
+    body.results.append(result)
+    body.closed = True
+    _check_pure(body, label)
+    attrs = {"variable": variable, "function": body}
+    try:
+        spec = _update_spec(variable=variable, function=body)
+    except GraphError as error:
+        raise type(error)(f"{label}: {error}\n  written at {user_location()}") from None
+    op = USER_UPDATE if any(node.op.is_user for node in body.nodes) else UPDATE
+    node = graph.add_node(op, [*inputs, *body.captures], attrs, spec, reserved_name=label)
+    for outer in body.outer_controls:
+        add_control_input(node, outer)
+    return node.outputs[0]
+
+
+def _check_pure(body: Subgraph, label: str) -> None:
+    for node in body.nodes:
+        fault = None if node.op is PARAMETER else _impurity(node)
+        if fault is not None:
+            raise GraphError(
+                f"{label}: {node.name} ({node.op.name}) {fault}; the function of an update may run several times and "
+                f"is made of pure ops only: compute this outside and pass it as an argument\n  built at {node.location}"
+            )
+
+
+def _impurity(node: Node) -> str | None:
+    if node.op.name in STRUCTURED:
+        return "is a branch or loop"
+    if node_effects(node):
+        return "uses state or has a side effect"
+    if node.op.is_async:
+        return "is a coroutine"
+    if node.op.is_random or node.op.needs_context:
+        return "draws random numbers"
+    return "has no value of its own" if node.op.kernel is None else None
+
+
+def _compiled(xp: Any, function: Subgraph) -> Callable[..., Any]:
+    """One Python callable for a body of pure nodes: input values to the result."""
+    slots = {tensor: slot for slot, tensor in enumerate(function.inputs)}
+    steps: list[tuple[Kernel, tuple[int, ...], Node]] = []
+    for node in _needed(function):
+        assert node.op.kernel is not None
+        steps.append((node.op.kernel(xp, **node.attrs), tuple(slots[x] for x in node.inputs), node))
+        for output in node.outputs:
+            slots[output] = len(slots)
+    last = slots[function.results[0]]
+
+    def call(*inputs: Any) -> Any:
+        values = list(inputs)
+        for kernel, sources, node in steps:
+            try:
+                result = kernel(*[values[source] for source in sources])
+            except Exception as error:
+                error.add_note(f"in {node.name} ({node.op.name}), built at {node.location}")
+                raise
+            if node.single:
+                values.append(result)
+            else:
+                values.extend(result)
+        return values[last]
+
+    # A user's function may keep the array it returns, so that one is copied.
+    return call if any(node.op.is_user for _, _, node in steps) else _sealed(call)
+
+
+def _needed(function: Subgraph) -> list[Node]:
+    """The nodes that the result depends on, in the order they were built."""
+    needed = {function.results[0].node: None}
+    for node in reversed(function.nodes):
+        if node in needed:
+            needed.update(dict.fromkeys(tensor.node for tensor in node.inputs))
+    return [node for node in function.nodes if node in needed and node.op is not PARAMETER]
+
+
+__all__ = ["Variable", "VariableState", "immutable"]

@@ -1,0 +1,420 @@
+"""The CPU's stream: one thread that does its work in order.
+
+Three objects, so that dropping a stream ends its thread::
+
+    ThreadStream ──▶ _Queue ◀── thread        the thread never refers to the stream
+                       ▲
+    ThreadEvent ───────┘
+
+| state of a `_Queue` | enters by                  | giving work          | the thread                             |
+|---------------------|----------------------------|----------------------|----------------------------------------|
+| idle                | creation                   | starts the thread    | does not exist                         |
+| serving             | first work                 | appends              | does jobs in order                     |
+| stopped             | `stop`, or stream dropped  | `SessionClosedError` | does what is queued, then ends         |
+| abandoned           | `close` ran out of grace   | `SessionClosedError` | ends its job, refuses the rest, ends   |
+| forked              | fork, in the child         | `SessionClosedError` | does not exist                         |
+
+NumPy and BLAS release the GIL inside large kernels, which is what makes a thread worth having.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from time import perf_counter_ns
+from typing import Protocol
+
+import numpy as np
+
+from asyncflow.errors import SessionClosedError
+from asyncflow.streams.latch import Latch
+from asyncflow.streams.mailbox import Mailbox
+from asyncflow.streams.protocol import Deliver, Event
+
+_log = logging.getLogger("asyncflow.streams")
+
+
+class ThreadStream:
+    """A FIFO queue of work done by one daemon thread, which starts with the first work.
+
+    All methods but `close` belong to the thread of the event loop that owns the stream; none of them blocks.
+    Work runs with NumPy's floating-point warnings off: in a graph, inf and nan are values.
+    A stream must be closed; one that is dropped instead warns, and its thread ends after the work it has.
+    """
+
+    __slots__ = ("__weakref__", "_mailbox", "_name", "_queue", "_thread")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue = _Queue(name)
+        self._thread: threading.Thread | None = None
+        self._mailbox: Mailbox | None = None
+
+    @property
+    def name(self) -> str:
+        """The name given, such as ``cpu:0/compute``; the thread's name is ``asyncflow:<name>``."""
+        return self._name
+
+    @property
+    def pending(self) -> int:
+        """How many items were given to the stream and are not done yet; records and waits count."""
+        return self._queue.given - self._queue.finished
+
+    def enqueue(self, work: Callable[..., object], *args: object) -> None:
+        """Do ``work(*args)`` after all earlier work.
+
+        Its result is dropped. Its failure is kept, and raised by the next event that is awaited; a failure that no
+        event has raised when the thread ends is logged.
+
+        Raises:
+            SessionClosedError: the stream is closed, or this process is a fork of its owner.
+        """
+        self._give(_Call(work, args))
+
+    def submit(
+        self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Do ``work(*args)`` after all earlier work, then call ``deliver(result, error, started_ns, ended_ns)`` once.
+
+        ``deliver`` is called on ``loop``, in order, with one wake-up of the loop for a whole batch of completions. It
+        runs in the stream thread's `contextvars` context: hand tasks made there their own ``context=``. ``error`` is
+        whatever ``work`` raised, `SystemExit` and `KeyboardInterrupt` included; the thread goes on. If ``loop`` is
+        closed by then the result is dropped (see `Mailbox.post`).
+
+        Raises:
+            SessionClosedError: the stream is closed, or this process is a fork of its owner.
+        """
+        mailbox = self._mailbox
+        if mailbox is None or mailbox.loop is not loop:
+            self._mailbox = mailbox = Mailbox(loop)
+        self._give(_Submission(work, args, deliver, mailbox))
+
+    def record(self) -> ThreadEvent:
+        """An event that completes when all work given so far is done; on an idle stream it is done already."""
+        self._queue.refuse_if_closed()
+        event = ThreadEvent(self._queue)
+        if self.pending == 0:
+            event.complete()
+        else:
+            self._give(_Mark(event))
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Make work given from here on wait for ``event``; the calling thread does not wait.
+
+        This orders and no more: a failure before ``event`` is raised by those who await it, not here.
+
+        Raises:
+            TypeError: ``event`` is of a kind that a thread cannot wait for.
+        """
+        if not isinstance(event, ThreadEvent):
+            raise TypeError(f"stream {self._name} can wait for a ThreadEvent, not for {type(event).__name__}")
+        self._queue.refuse_if_closed()
+        if event.queue is not self._queue and not event.done():
+            self._give(_Wait(event))
+
+    def stop(self) -> None:
+        """Take no more work; the thread ends after what it has. Idempotent, never blocks."""
+        self._queue.stop()
+        self._mailbox = None
+
+    def close(self, grace_s: float) -> bool:
+        """`stop`, then block up to ``grace_s`` seconds until the thread has ended; True if it has. Idempotent.
+
+        Never call it on an event loop's thread: `aclose` is for that. After the grace, work that has not started is
+        not started any more: submitted work is delivered a `SessionClosedError`.
+        """
+        self.stop()
+        return self._settle(self._queue.ended.block(grace_s) if self._thread_lives() else True)
+
+    async def aclose(self, grace_s: float) -> bool:
+        """`close` for coroutines: the event loop goes on while the thread ends.
+
+        Cancellation: the stream stays stopped, and its thread still ends after the work it has.
+        """
+        self.stop()
+        if not self._thread_lives():
+            return True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._queue.ended.wait()
+        except TimeoutError:
+            return self._settle(False)
+        return self._settle(True)
+
+    def _give(self, job: _Job) -> None:
+        jobs = self._queue
+        jobs.refuse_if_closed()
+        if self._thread is None:
+            self._start()
+        jobs.given += 1
+        jobs.put(job)
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=_serve, args=(self._queue,), name=f"asyncflow:{self._name}", daemon=True)
+        thread.start()
+        self._thread = thread
+        # Not at exit: the interpreter drops daemon threads without help, and there is nobody left to warn.
+        weakref.finalize(self, _dropped, self._queue).atexit = False
+
+    def _thread_lives(self) -> bool:
+        return self._thread is not None and not self._queue.forked
+
+    def _settle(self, ended: bool) -> bool:
+        if not ended:
+            self._queue.abandoned = True
+        elif self._thread is not None and not self._queue.forked:
+            self._thread.join()  # signalling was its last act, so this takes microseconds
+        return ended
+
+
+class ThreadEvent(Latch):
+    """A point in a `ThreadStream`'s order."""
+
+    __slots__ = ("_failures", "queue")
+
+    def __init__(self, queue: _Queue) -> None:
+        super().__init__()
+        self.queue = queue
+        self._failures: tuple[BaseException, ...] = ()
+
+    def complete(self) -> None:
+        """Set the event, with the failures that no awaited event has raised yet; by the stream alone."""
+        self._failures = self.queue.unreported()
+        self.set()
+
+    async def wait(self) -> None:
+        """Return when the work before this point is done; may be awaited on any running loop, any number of times.
+
+        Raises:
+            BaseException: what enqueued work before this point failed with, as a group if there were several.
+            SessionClosedError: this process is a fork of the stream's owner, where nobody does the work.
+
+        Cancellation: leaves the event and the stream as they were.
+        """
+        if not self.done():
+            self.queue.refuse_if_forked()
+            await super().wait()
+        if self._failures:
+            self.queue.report(self._failures)
+            raise _as_one(self._failures, self.queue.name)
+
+
+class _Job(Protocol):
+    def run(self, jobs: _Queue) -> None: ...
+
+
+class _Queue:
+    """What a stream, its events and its thread share.
+
+    ``given`` is written by the owner's thread alone, ``finished`` by the stream's thread alone, and ``finished``
+    counts a job only when all its effects can be seen; so ``given == finished`` means an idle stream.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_failures",
+        "_jobs",
+        "_lock",
+        "abandoned",
+        "ended",
+        "finished",
+        "forked",
+        "given",
+        "name",
+        "stopped",
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.given = 0
+        self.finished = 0
+        self.stopped = False
+        self.abandoned = False
+        self.forked = False
+        self.ended = Latch()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._failures: list[BaseException] = []
+        _queues.add(self)
+
+    def put(self, job: _Job) -> None:
+        """Append a job."""
+        self._jobs.put(job)
+
+    def get(self) -> _Job | None:
+        """The next job, or None when the queue was stopped; blocks."""
+        return self._jobs.get()
+
+    def stop(self) -> None:
+        """Refuse further jobs and let the thread end after those it has."""
+        if not self.stopped:
+            self.stopped = True
+            self._jobs.put(None)
+
+    def refuse_if_closed(self) -> None:
+        """Raise unless work may be given."""
+        if self.stopped:
+            self.refuse_if_forked()
+            raise SessionClosedError(f"stream {self.name} is closed and takes no more work; open a new session")
+
+    def refuse_if_forked(self) -> None:
+        """Raise in a process that has the stream but, being a fork, not its thread."""
+        if self.forked:
+            raise SessionClosedError(
+                f"stream {self.name} belongs to the parent of process {os.getpid()}: its thread did not survive the "
+                "fork; open a new session in the child"
+            )
+
+    def fail(self, failure: BaseException) -> None:
+        """Keep the failure of fire-and-forget work until an awaited event has raised it."""
+        with self._lock:
+            self._failures.append(failure)
+
+    def unreported(self) -> tuple[BaseException, ...]:
+        """The failures that no awaited event has raised."""
+        with self._lock:
+            return tuple(self._failures)
+
+    def report(self, failures: tuple[BaseException, ...]) -> None:
+        """Forget failures that are about to be raised."""
+        with self._lock:
+            self._failures = [kept for kept in self._failures if not any(kept is failure for failure in failures)]
+
+    def log_unreported(self) -> None:
+        """Say what would be lost with the thread."""
+        for failure in self.unreported():
+            _log.error("work on stream %s failed and no event was awaited", self.name, exc_info=failure)
+
+
+class _Call:
+    """Fire-and-forget work."""
+
+    __slots__ = ("args", "work")
+
+    def __init__(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
+        self.work = work
+        self.args = args
+
+    def run(self, jobs: _Queue) -> None:
+        if jobs.abandoned:
+            jobs.fail(_abandonment(jobs))
+        else:
+            try:
+                self.work(*self.args)
+            except BaseException as exc:
+                jobs.fail(_without_this_frame(exc))
+        jobs.finished += 1
+
+
+class _Submission:
+    """Work whose outcome is delivered to an event loop."""
+
+    __slots__ = ("args", "deliver", "mailbox", "work")
+
+    def __init__(
+        self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, mailbox: Mailbox
+    ) -> None:
+        self.work = work
+        self.args = args
+        self.deliver = deliver
+        self.mailbox = mailbox
+
+    def run(self, jobs: _Queue) -> None:
+        result: object = None
+        error: BaseException | None = None
+        started_ns = perf_counter_ns()
+        if jobs.abandoned:
+            error = _abandonment(jobs)
+        else:
+            try:
+                result = self.work(*self.args)
+            except BaseException as exc:
+                error = _without_this_frame(exc)
+        ended_ns = perf_counter_ns()
+        self.args = ()  # freed before the loop is told, so that an account it then reads is right
+        jobs.finished += 1
+        self.mailbox.post(self.deliver, result, error, started_ns, ended_ns)
+
+
+class _Mark:
+    """A recorded event."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: ThreadEvent) -> None:
+        self.event = event
+
+    def run(self, jobs: _Queue) -> None:
+        jobs.finished += 1
+        self.event.complete()
+
+
+class _Wait:
+    """A pause until another stream's event."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: ThreadEvent) -> None:
+        self.event = event
+
+    def run(self, jobs: _Queue) -> None:
+        self.event.block()
+        jobs.finished += 1
+
+
+def _serve(jobs: _Queue) -> None:
+    """The thread: do jobs in order until the queue is stopped."""
+    np.seterr(all="ignore")  # of this thread's context only
+    try:
+        while (job := jobs.get()) is not None:
+            job.run(jobs)
+            del job  # hold no buffer while blocked in get
+        jobs.log_unreported()
+    finally:
+        jobs.ended.set()
+
+
+def _dropped(jobs: _Queue) -> None:
+    if not jobs.stopped:
+        jobs.stop()
+        warnings.warn(
+            f"stream {jobs.name} was dropped and not closed; close its session (async with) or call close()",
+            ResourceWarning,
+            stacklevel=2,
+        )
+
+
+def _without_this_frame(exc: BaseException) -> BaseException:
+    """The exception with a traceback that begins in the work: our frame would keep the arguments alive."""
+    return exc.with_traceback(exc.__traceback__.tb_next if exc.__traceback__ else None)
+
+
+def _abandonment(jobs: _Queue) -> SessionClosedError:
+    return SessionClosedError(f"stream {jobs.name} was closed, and its grace passed, before this work could start")
+
+
+def _as_one(failures: tuple[BaseException, ...], name: str) -> BaseException:
+    if len(failures) == 1:
+        return failures[0]
+    return BaseExceptionGroup(f"{len(failures)} failures on stream {name}", failures)
+
+
+_queues: weakref.WeakSet[_Queue] = weakref.WeakSet()
+"""Every live queue of the process, to be closed in a forked child; asking for the pid at each call costs more."""
+
+
+def _close_all_in_child() -> None:
+    for jobs in list(_queues):
+        jobs.stopped = True
+        jobs.forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all_in_child)

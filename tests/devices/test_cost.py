@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from asyncflow.devices import INLINE_LIMIT_NS, MeasuredCost
+
+
+def test_it_begins_as_the_static_estimate() -> None:
+    cost = MeasuredCost(base_ns=1000.0, slope_ns=2.0)
+    assert cost.predict_ns(500) == 2000.0
+
+
+def test_the_first_measurement_replaces_the_estimate() -> None:
+    cost = MeasuredCost(base_ns=1e9)
+    cost.observe(100, 5000)
+    assert cost.predict_ns(100) == 5000
+
+
+def test_from_one_size_larger_costs_in_proportion_and_smaller_no_less() -> None:
+    cost = MeasuredCost()
+    for _ in range(3):
+        cost.observe(100, 5000)
+    assert (cost.predict_ns(200), cost.predict_ns(50)) == (10000, 5000)
+
+
+def test_it_finds_the_line() -> None:
+    cost = MeasuredCost()
+    sizes = random.Random(0)
+    for _ in range(200):
+        size = sizes.randrange(1, 10_000)
+        cost.observe(size, 3000 + 7 * size)
+    assert cost.predict_ns(10) == pytest.approx(3070, rel=1e-6)
+    assert cost.predict_ns(100_000) == pytest.approx(703_000, rel=1e-6)
+
+
+def test_it_follows_a_change() -> None:
+    cost = MeasuredCost()
+    for _ in range(20):
+        cost.observe(100, 5000)
+    for _ in range(40):
+        cost.observe(100, 50_000)
+    assert cost.predict_ns(100) == pytest.approx(50_000, rel=1e-3)
+
+
+def test_noise_never_predicts_that_more_work_is_faster_or_free() -> None:
+    noise = random.Random(1)
+    cost = MeasuredCost()
+    for _ in range(500):
+        cost.observe(noise.randrange(0, 50), noise.randrange(100, 100_000))
+        assert 0 <= cost.predict_ns(0) <= cost.predict_ns(10) <= cost.predict_ns(1000)
+
+
+def test_size_zero_is_a_size() -> None:
+    cost = MeasuredCost()
+    cost.observe(0, 700)
+    cost.observe(0, 700)
+    assert cost.predict_ns(0) == 700
+
+
+def test_offload_is_what_is_longer_than_the_limit() -> None:
+    cost = MeasuredCost(base_ns=INLINE_LIMIT_NS)
+    assert not cost.offload(0)
+    cost.observe(10, INLINE_LIMIT_NS)
+    assert not cost.offload(10) and cost.offload(11)

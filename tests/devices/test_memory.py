@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+from asyncflow.devices import TRACKED_BYTES, LiveBuffer, MemoryAccount, MemoryLimitExceeded, MemoryStatistics
+
+KIB = 1024
+
+
+def array(nbytes: int) -> np.ndarray:
+    return np.zeros(nbytes, np.uint8)
+
+
+def test_a_buffer_counts_while_it_lives() -> None:
+    account = MemoryAccount("cpu:0")
+    first, second = array(10 * KIB), array(20 * KIB)
+    account.track(first, "a")
+    account.track(second, "b")
+    assert account.used == 30 * KIB
+    del first
+    assert (account.used, account.peak) == (20 * KIB, 30 * KIB)
+    del second
+    assert account.statistics() == MemoryStatistics(device="cpu:0", used=0, peak=30 * KIB, limit=None, buffers=0)
+
+
+@pytest.mark.parametrize(
+    "value", [array(TRACKED_BYTES - 1), np.float32(1), 3, None, "text", [array(KIB)], bytes(2 * TRACKED_BYTES)]
+)
+def test_small_values_and_other_things_are_not_counted(value: object) -> None:
+    account = MemoryAccount("cpu:0")
+    account.track(value)
+    assert account.statistics().buffers == 0
+
+
+def test_the_smallest_array_that_counts() -> None:
+    account = MemoryAccount("cpu:0")
+    value = array(TRACKED_BYTES)
+    account.track(value)
+    assert account.used == TRACKED_BYTES
+
+
+def test_views_count_as_the_buffer_they_look_into_and_once() -> None:
+    account = MemoryAccount("cpu:0")
+    base = array(64 * KIB)
+    views = [base[: 8 * KIB], base[1::2][::2], base.reshape(2, -1).T, as_strided(base, (8 * KIB,), (8,))]
+    for view in views:
+        account.track(view, "view")
+    account.track(base)
+    assert account.used == 64 * KIB
+    del base, view
+    assert account.used == 64 * KIB
+    views.clear()
+    gc.collect()  # as_strided leaves a cycle
+    assert account.used == 0
+
+
+def test_a_broadcast_counts_what_is_really_there() -> None:
+    account = MemoryAccount("cpu:0")
+    small = np.broadcast_to(np.zeros(8), (1000, 8))
+    account.track(small)
+    assert account.used == 0
+    large = np.broadcast_to(array(8 * KIB), (1000, 8 * KIB))
+    account.track(large)
+    assert account.used == 8 * KIB
+
+
+def test_an_id_that_is_used_again_is_another_buffer() -> None:
+    account = MemoryAccount("cpu:0")
+    ids = set()
+    for _ in range(100):
+        value = array(8 * KIB)
+        ids.add(id(value))
+        account.track(value)
+        assert account.used == 8 * KIB
+        del value
+    assert len(ids) < 100, "no id was used again, so this showed nothing"
+    assert account.peak == 8 * KIB
+
+
+def test_over_the_limit_raises_and_says_what_is_there() -> None:
+    account = MemoryAccount("cpu:0", 32 * KIB)
+    kept = array(20 * KIB)
+    account.track(kept, "loop/matmul")
+    assert account.would_exceed(13 * KIB) and not account.would_exceed(12 * KIB)
+    exact = array(12 * KIB)
+    account.track(exact, "exact")
+    assert account.used == account.limit
+    del exact
+    value = array(16 * KIB)
+    with pytest.raises(MemoryLimitExceeded) as caught:
+        account.track(value, "loop/add")
+    exceeded = caught.value
+    assert (exceeded.requested, exceeded.used, exceeded.limit) == (16 * KIB, 36 * KIB, 32 * KIB)
+    assert exceeded.top == (LiveBuffer(20 * KIB, "loop/matmul"), LiveBuffer(16 * KIB, "loop/add"))
+    assert str(exceeded).startswith(
+        "cpu:0 holds 36.0 KiB, over its limit of 32.0 KiB, after a value of 16.0 KiB; largest now: "
+        "loop/matmul 20.0 KiB, loop/add 16.0 KiB; raise memory_limit="
+    )
+    del value
+    assert account.used == 20 * KIB
+
+
+def test_top_gives_the_largest_first() -> None:
+    account = MemoryAccount("cpu:0")
+    values = [array(k * 5 * KIB) for k in (2, 3, 1)]
+    for k, value in enumerate(values):
+        account.track(value, str(k))
+    assert account.top(2) == (LiveBuffer(15 * KIB, "1"), LiveBuffer(10 * KIB, "0"))
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True, "1 GB"])
+def test_a_limit_is_a_positive_int(limit: object) -> None:
+    with pytest.raises(ValueError, match=r"the memory limit of cpu:0 in bytes is a positive int, not"):
+        MemoryAccount("cpu:0", limit)  # type: ignore[arg-type]
+
+
+def test_buffers_made_and_freed_by_many_threads_add_up() -> None:
+    account = MemoryAccount("cpu:0")
+    kept: list[np.ndarray] = []
+
+    def churn() -> None:
+        for k in range(500):
+            value = array(8 * KIB)
+            account.track(value)
+            if k % 50 == 0:
+                kept.append(value)
+
+    threads = [threading.Thread(target=churn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert account.used == len(kept) * 8 * KIB
+    kept.clear()
+    assert account.statistics().buffers == account.used == 0

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from asyncflow.devices import ANY_DEVICE, DeviceName, DeviceSpec
+from asyncflow.errors import PlacementError
+
+
+@pytest.mark.parametrize("text", ["cpu:0", "cuda:1", "sim:31"])
+def test_full_names_round_trip(text: str) -> None:
+    assert str(DeviceName.parse(text)) == str(DeviceSpec.parse(text)) == text
+
+
+def test_names_sort_by_kind_and_number() -> None:
+    names = [DeviceName.parse(text) for text in ("cuda:1", "cpu:10", "cpu:9")]
+    assert [str(name) for name in sorted(names)] == ["cpu:9", "cpu:10", "cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "matching"),
+    [("cpu", {"cpu:0", "cpu:1"}), ("cuda:1", {"cuda:1"}), ("sim", set()), (None, {"cpu:0", "cpu:1", "cuda:1"})],
+)
+def test_a_partial_name_matches_the_devices_it_leaves_open(spec: str | None, matching: set[str]) -> None:
+    parsed = ANY_DEVICE if spec is None else DeviceSpec.parse(spec)
+    assert {name for name in ("cpu:0", "cpu:1", "cuda:1") if parsed.matches(name)} == matching
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        (ANY_DEVICE, DeviceSpec("cuda"), DeviceSpec("cuda")),
+        (DeviceSpec("cuda"), DeviceSpec("cuda", 1), DeviceSpec("cuda", 1)),
+        (DeviceSpec(None, 1), DeviceSpec("cpu"), DeviceSpec("cpu", 1)),
+        (DeviceSpec("cuda", 0), DeviceSpec("cuda", 1), None),
+        (DeviceSpec("cpu"), DeviceSpec("cuda"), None),
+    ],
+)
+def test_two_constraints_together(one: DeviceSpec, other: DeviceSpec, both: DeviceSpec | None) -> None:
+    assert one.narrowed_by(other) == other.narrowed_by(one) == both
+
+
+@pytest.mark.parametrize("text", ["", "cpu:", ":0", "cpu:-1", "cpu:01", "cpu:x", "CPU:0", " cpu:0", "cpu:0\n", None, 0])
+def test_what_is_no_name_is_refused_with_what_is_accepted(text: object) -> None:
+    with pytest.raises(PlacementError, match=r"is no device name; accepted are a kind \(cpu, cuda, sim\)"):
+        DeviceSpec.parse(text)  # type: ignore[arg-type]
+
+
+def test_an_unknown_kind_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(PlacementError, match=r"unknown kind of device in 'gpu:0', did you mean 'cuda'\?; accepted"):
+        DeviceSpec.parse("gpu:0")
+    with pytest.raises(PlacementError, match=r"in 'cudda', did you mean 'cuda'\?"):
+        DeviceSpec.parse("cudda")
+    with pytest.raises(PlacementError, match=r"unknown kind of device in 'quantum'; accepted"):
+        DeviceSpec.parse("quantum")
+
+
+def test_a_full_name_needs_its_index() -> None:
+    with pytest.raises(PlacementError, match="'cuda' has no index where one device is meant; say 'cuda:0'"):
+        DeviceName.parse("cuda")

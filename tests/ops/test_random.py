@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.graph.build import constant, placeholder
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.op import KernelContext
+from asyncflow.graph.scopes import name_scope
+from asyncflow.ops import random
+from asyncflow.ops.shape import shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from asyncflow.graph.ir import Tensor
+
+
+@pytest.fixture(autouse=True)
+def _graph() -> Iterator[None]:
+    with Graph():
+        yield
+
+
+def draw(
+    tensor: Tensor, feeds: dict[Tensor, Any] | None = None, *, seed: int = 1, run: int = 1, tag: tuple[int, ...] = ()
+) -> Any:
+    """The value of `tensor` in one run and iteration, held against the shape rules."""
+    values = dict(feeds or {})
+    for node in tensor.graph.nodes[: tensor.node.id + 1]:
+        if node.op.kernel is None or any(x not in values for x in node.inputs):
+            continue
+        context = (KernelContext(seed=seed, run=run, tag=tag),) if node.op.needs_context else ()
+        value = node.op.kernel(np, **node.attrs)(*context, *(values[x] for x in node.inputs))
+        (output,) = node.outputs
+        assert np.asarray(value).dtype == output.dtype
+        if output.shape is not None:
+            assert all(dim in (None, got) for dim, got in zip(output.shape, np.shape(value), strict=True))
+        values[output] = value
+    return values[tensor]
+
+
+ALL = {
+    "normal": lambda **o: random.normal((64,), **o),
+    "truncated_normal": lambda **o: random.truncated_normal((64,), **o),
+    "uniform": lambda **o: random.uniform((64,), **o),
+    "integers": lambda **o: random.integers((64,), high=10**9, **o),
+    "bernoulli": lambda **o: random.bernoulli(np.full(256, 0.5), **o),
+    "categorical": lambda **o: random.categorical(np.zeros((64, 50)), **o),
+    "choice": lambda **o: random.choice(10**6, 64, **o),
+    "permutation": lambda **o: random.permutation(64, **o),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_numbers_depend_on_seed_op_run_and_tag_and_on_nothing_else(name: str) -> None:
+    x, y = ALL[name](), ALL[name]()
+    first = draw(x)
+    assert np.array_equal(first, draw(x))
+    assert not np.array_equal(first, draw(y))
+    for other in ({"seed": 2}, {"run": 2}, {"tag": (0,)}, {"tag": (1,)}, {"tag": (0, 0)}, {"tag": (0, 1)}):
+        assert not np.array_equal(first, draw(x, **other))
+    streams = [draw(x, tag=tag).tobytes() for tag in [(), (0,), (1,), (0, 0), (1, 0), (0, 1), (0, 0, 0)]]
+    assert len(set(streams)) == len(streams)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_op_seed_fixes_the_numbers_whatever_the_node_is_called(name: str) -> None:
+    x, y = ALL[name](seed=7), ALL[name](seed=7, name="other")
+    assert np.array_equal(draw(x), draw(y))
+    assert not np.array_equal(draw(x), draw(ALL[name](seed=8)))
+
+
+def test_numbers_are_the_same_in_every_process_and_release() -> None:
+    assert draw(random.integers((4,), high=1000, seed=3), seed=5, run=2, tag=(1,)).tolist() == INTEGERS
+    assert draw(random.integers((4,), high=1000, name="fixed"), seed=5, run=2, tag=(1, 2)).tolist() == NAMED
+
+
+INTEGERS = [621, 864, 75, 918]
+NAMED = [286, 816, 50, 525]
+
+
+def test_the_name_is_the_full_name() -> None:
+    with name_scope("layer"):
+        x = random.normal(3)
+    assert x.node.name == "layer/random_normal"
+    assert not np.array_equal(draw(x), draw(random.normal(3)))
+    assert x.node.op.is_random
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
+def test_floats_have_the_right_distribution(dtype: Any) -> None:
+    n = draw(random.normal((20000,), dtype=dtype)).astype("f8")
+    assert abs(n.mean()) < 0.03 and abs(n.std() - 1) < 0.03
+    scaled = draw(random.normal((20000,), mean=5, std=0.5, dtype=dtype))
+    assert abs(scaled.astype("f8").mean() - 5) < 0.05
+    t = draw(random.truncated_normal((20000,), dtype=dtype)).astype("f8")
+    assert np.abs(t).max() <= 2 and abs(t.std() - 0.88) < 0.03
+    u = draw(random.uniform((20000,), low=-1, high=3, dtype=dtype)).astype("f8")
+    assert u.min() >= -1 and u.max() <= 3 and abs(u.mean() - 1) < 0.05
+    assert draw(random.normal(dtype=dtype)).shape == ()
+
+
+def test_bounds_may_be_tensors() -> None:
+    low = constant(np.array([[0], [10]], np.float32))
+    u = draw(random.uniform((2, 50), low=low, high=low + 1, dtype="float32"))
+    assert (u[0] < 1).all() and (u[1] >= 10).all() and (u[1] <= 11).all()
+    i = draw(random.integers((2, 50), low=np.array([[0], [10]]), high=np.array([[5], [15]]), dtype="int8"))
+    assert sorted(set(i[0].tolist())) == [0, 1, 2, 3, 4]
+    assert sorted(set(i[1].tolist())) == [10, 11, 12, 13, 14]
+
+
+def test_shapes_known_only_in_the_run() -> None:
+    n, x = placeholder("int32", ()), placeholder("float32", (None, 2))
+    assert random.normal((n, 3)).shape == (None, 3)
+    assert draw(random.normal((n, 3)), {n: np.int32(2)}).shape == (2, 3)
+    assert draw(random.integers(shape(x), high=3), {x: np.ones((4, 2), "f4")}).shape == (4, 2)
+    assert draw(random.bernoulli(x), {x: np.ones((4, 2), "f4")}).all()
+    assert draw(random.choice(x, n), {n: np.int32(5), x: np.ones((4, 2), "f4")}).shape == (5, 2)
+
+
+def test_categorical_follows_its_logits() -> None:
+    logits = np.log(np.array([[0.1, 0.2, 0.7]], np.float32)).repeat(20000, 0)
+    counts = np.bincount(draw(random.categorical(logits))) / 20000
+    np.testing.assert_allclose(counts, [0.1, 0.2, 0.7], atol=0.02)
+    assert draw(random.categorical(logits.T, axis=0)).shape == (20000,)
+    assert draw(random.categorical(np.array([-np.inf, 0], np.float32))) == 1
+
+
+def test_choice_and_permutation() -> None:
+    x = np.arange(12).reshape(6, 2)
+    picked = draw(random.choice(x, (6,), replace=False))
+    assert sorted(picked.tolist()) == x.tolist()
+    assert draw(random.choice(x)).shape == (2,)
+    assert draw(random.choice(3)) in (0, 1, 2)
+    assert set(draw(random.choice(3, 50, p=np.array([0.5, 0, 0.5], np.float32))).tolist()) == {0, 2}
+    mixed = draw(random.permutation(x, axis=1))
+    assert sorted(mixed[0].tolist()) == [0, 1]
+    assert sorted(draw(random.permutation(10)).tolist()) == list(range(10))
+
+
+def test_errors() -> None:
+    with pytest.raises(DTypeError, match=r"random_normal gives floats, not int32; use af.random.integers"):
+        random.normal(3, dtype="int32")
+    with pytest.raises(DTypeError, match=r"random_integers gives integers, not float32"):
+        random.integers(3, high=4, dtype="float32")
+    with pytest.raises(ShapeError, match=r"random_integers: bounds broadcast to the shape asked for, \[3\]"):
+        random.integers(3, high=np.array([[1], [2]]))
+    with pytest.raises(DTypeError, match=r"random_bernoulli: takes probabilities as floats, not int64"):
+        random.bernoulli(1)
+    with pytest.raises(ShapeError, match=r"one probability for each row"):
+        random.choice(3, p=np.ones(4))
+    with pytest.raises(GraphError, match=r"takes a tensor or an int to choose from, not 1.5"):
+        random.choice(1.5)
+    with pytest.raises(ShapeError, match=r"takes a tensor of rank 1 or more"):
+        random.choice(placeholder("float32", ()))

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.graph.build import placeholder
+from asyncflow.graph.dtypes import string
+from asyncflow.graph.graph import Graph
+from asyncflow.ops import searching, sorting
+from tests.ops.against_numpy import NUMBERS, compare, sample
+
+DTYPES = [*NUMBERS, ml_dtypes.bfloat16]
+UP: Any = "up"
+WORDS = np.array(["b", "", "a", "b"], dtype=string)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["argmax", "argmin"])
+def test_positions_of_extremes(evaluate: Any, name: Any, dtype: Any) -> None:
+    x, build, reference = sample((3, 4), dtype), getattr(searching, name), getattr(np, name)
+    for axis in (None, 0, -1):
+        for keepdims in (False, True):
+            expected = reference(x, axis=axis, keepdims=keepdims)
+            compare(evaluate, lambda t, a=axis, k=keepdims: build(t, axis=a, keepdims=k), expected, x)
+    compare(evaluate, build, np.int64(0), x[0, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nonzero(evaluate: Any, dtype: Any) -> None:
+    for shape in [(5,), (2, 3), (0, 2)]:
+        x = sample(shape, dtype)
+        compare(evaluate, searching.nonzero, np.nonzero(x), x, known=("all", "rank"))
+
+
+def test_nonzero_strings_are_those_not_empty(evaluate: Any) -> None:
+    compare(evaluate, searching.nonzero, np.array([0, 2, 3]), WORDS, known=("all", "rank"))
+    compare(evaluate, searching.count_nonzero, np.int64(3), WORDS)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_searchsorted(evaluate: Any, side: Any) -> None:
+    x, v = np.array([1, 2, 2, 5], np.float32), np.array([[0, 2], [5, 7]], np.int32)
+    compare(evaluate, lambda s, t: searching.searchsorted(s, t, side=side), np.searchsorted(x, v, side), x, v)
+    compare(evaluate, lambda s, t: searching.searchsorted(s, t, side=side), np.searchsorted(x, 2, side), x, np.int8(2))
+    shuffled = x[::-1].copy()
+    order = np.argsort(shuffled)
+    compare(
+        evaluate,
+        lambda s, t, o: searching.searchsorted(s, t, side=side, sorter=o),
+        np.searchsorted(shuffled, v, side, order),
+        shuffled,
+        v,
+        order,
+    )
+
+
+@pytest.mark.parametrize("first", DTYPES)
+def test_where_promotes_and_broadcasts(evaluate: Any, first: Any) -> None:
+    x = sample((3, 4), first)
+    for second in ("bool", "int8", "float32"):
+        y, c = sample((4,), second, 1), sample((3, 1), "bool", 2)
+        compare(evaluate, searching.where, np.where(c, x, y), c, x, y)
+
+
+def test_where_of_scalars_and_strings(evaluate: Any) -> None:
+    compare(evaluate, searching.where, np.float32(1), np.True_, np.float32(1), np.float32(2))
+    compare(evaluate, lambda c, x: searching.where(c, x, 0), np.float32(0), np.False_, np.float32(1))
+    mask = np.array([True, False, False, True])
+    compare(
+        evaluate, lambda c, x: searching.where(c, x, "z"), np.array(["b", "z", "z", "b"], dtype=string), mask, WORDS
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("axis", [0, -1])
+def test_sort_and_argsort(evaluate: Any, dtype: Any, axis: Any) -> None:
+    x = sample((4, 5), dtype)
+    compare(evaluate, lambda t: sorting.sort(t, axis=axis), np.sort(x, axis=axis), x)
+    compare(evaluate, lambda t: sorting.sort(t, axis=axis, stable=False), np.sort(x, axis=axis), x)
+    compare(evaluate, lambda t: sorting.argsort(t, axis=axis), np.argsort(x, axis=axis, kind="stable"), x)
+    descending = np.flip(np.sort(x, axis=axis), axis)
+    compare(evaluate, lambda t: sorting.sort(t, axis=axis, descending=True), descending, x)
+
+
+def test_descending_order_keeps_the_order_of_equal_elements(evaluate: Any) -> None:
+    x = np.array([1, 3, 1, 3, 2], np.int8)
+    compare(evaluate, lambda t: sorting.argsort(t, descending=True), np.array([1, 3, 4, 0, 2]), x)
+    with Graph():
+        t = placeholder("float64", (3,))
+        result = evaluate(sorting.sort(t, descending=True), {t: np.array([0.0, -0.0, 0.0])})
+    np.testing.assert_array_equal(np.signbit(result), [False, True, False])
+
+
+def test_nan_is_larger_than_any_number(evaluate: Any) -> None:
+    x = np.array([2, np.nan, 1], np.float32)
+    compare(evaluate, sorting.sort, np.array([1, 2, np.nan], np.float32), x)
+    compare(evaluate, lambda t: sorting.sort(t, descending=True), np.array([np.nan, 2, 1], np.float32), x)
+
+
+def test_strings_sort(evaluate: Any) -> None:
+    compare(evaluate, sorting.sort, np.array(["", "a", "b", "b"], dtype=string), WORDS)
+    compare(evaluate, sorting.argsort, np.array([1, 2, 0, 3]), WORDS)
+
+
+def _p(dtype: Any, *shape: Any) -> Any:
+    return placeholder(dtype, shape)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: searching.nonzero(_p("int8")), ShapeError, "known rank 1 or higher"),
+        (lambda: searching.nonzero(placeholder("int8")), ShapeError, "known rank 1 or higher"),
+        (lambda: searching.where(_p("int8", 2), 1.0, 2.0), DTypeError, "a boolean condition, not int8"),
+        (lambda: searching.where(_p("bool", 2), _p("int8", 3), 1), ShapeError, "do not broadcast"),
+        (lambda: searching.searchsorted(_p("int8", 2, 2), 1), ShapeError, "must be of rank 1"),
+        (lambda: searching.searchsorted(_p("int8", 2), 1, side=UP), GraphError, "side must be 'left' or 'right'"),
+        (lambda: searching.searchsorted(_p("int8", 2), 1, sorter=[0, 1, 2]), ShapeError, "must be shaped like x1"),
+        (lambda: searching.argmax(_p("int8", 2), axis=1), ShapeError, "axis 1 is out of range"),
+        (lambda: sorting.sort(_p("int8")), ShapeError, "axis -1 is out of range"),
+        (lambda: sorting.argsort(_p("int8", 2), axis=1), ShapeError, "axis 1 is out of range"),
+    ],
+)
+def test_errors_say_what_is_wrong(build: Any, error: Any, message: Any) -> None:
+    with Graph(), pytest.raises(error, match=message):
+        build()

@@ -1,0 +1,130 @@
+"""The checkout's links, what the wheel holds, and what importing the package costs its host."""
+
+from __future__ import annotations
+
+import email
+import email.message
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "asyncflow"
+OPTIONAL = {"cupy", "cupyx", "matplotlib", "ml_dtypes", "pytest", "rich", "tensorflow"}
+
+# One worker builds the wheel once for the whole module.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]
+
+
+def run(arguments: list[str], cwd: Path, **environment: str) -> str:
+    """Run Python with ``arguments`` in ``cwd`` and return its output; fail with all it said if it does."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"python {' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def shipped_sources() -> set[str]:
+    """Every file of the package that a user needs, relative to the checkout."""
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.suffix in {".py", ".html", ".js"} or path.name == "py.typed"
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the checkout so that no build folder is left in it."""
+    base = tmp_path_factory.mktemp("wheel")
+    copy = base / "checkout"
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "demo-out")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    run(["-m", "build", "--wheel", "--no-isolation", "--outdir", str(base / "dist"), str(copy)], cwd=base)
+    (built,) = (base / "dist").iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path, names: set[str]) -> email.message.Message:
+    (path,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+    with zipfile.ZipFile(wheel) as archive:
+        return email.message_from_bytes(archive.read(path))
+
+
+@pytest.mark.parametrize("room", ["devices", "streams"])
+def test_top_level_room_is_a_relative_link_into_the_package(room: str) -> None:
+    link = ROOT / room
+    assert link.is_symlink(), f"{link} must be a link: ln -s asyncflow/{room} {room}"
+    assert link.readlink() == Path("asyncflow", room)
+    assert (link / "__init__.py").samefile(PACKAGE / room / "__init__.py")
+
+
+def test_wheel_holds_one_package_and_its_metadata(names: set[str]) -> None:
+    tops = {name.split("/", 1)[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"asyncflow"}
+    assert len(tops) == 2
+
+
+def test_wheel_is_pure_and_named_after_the_project(wheel: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert wheel.name == f"asyncflow-{project['version']}-py3-none-any.whl"
+
+
+def test_wheel_holds_every_source_and_data_file(names: set[str]) -> None:
+    shipped = {name for name in names if name.startswith("asyncflow/")}
+    assert "asyncflow/py.typed" in shipped
+    assert shipped == shipped_sources()
+
+
+def test_every_folder_of_the_package_is_a_regular_package() -> None:
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert [folder for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+
+
+def test_wheel_carries_the_licence_and_the_command(wheel: Path, names: set[str]) -> None:
+    (licence,) = (name for name in names if name.endswith(".dist-info/licenses/LICENSE"))
+    (commands,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+        assert "asyncflow = asyncflow.cli.main:main" in archive.read(commands).decode()
+
+
+def test_core_install_needs_three_packages(metadata: email.message.Message) -> None:
+    assert metadata["License-Expression"] == "Apache-2.0"
+    requirements = metadata.get_all("Requires-Dist", [])
+    core = {requirement.split(">=", 1)[0] for requirement in requirements if "extra ==" not in requirement}
+    assert core == {"numpy", "uvloop", "threadpoolctl"}
+
+
+def test_import_from_the_wheel_is_silent_and_loads_nothing_optional(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    program = (
+        "import json, sys; before = set(sys.modules); import asyncflow; "
+        "print(json.dumps([asyncflow.__file__, sorted({name.split('.')[0] for name in set(sys.modules) - before})]))"
+    )
+    output = run(["-W", "error", "-c", program], cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    origin, loaded = json.loads(output)
+    assert Path(origin).is_relative_to(tmp_path / "site")
+    assert OPTIONAL & set(loaded) == set()

@@ -1,0 +1,31 @@
+"""The Python programs in the README run as they stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def test_readme_programs_run(tmp_path: Path) -> None:
+    # Blocks with prompts are left to `make doctest`, which also compares their output.
+    programs = [block for block in BLOCK.findall(README.read_text(encoding="utf-8")) if ">>>" not in block]
+    assert programs, "README.md shows no ```python program"
+    for number, program in enumerate(programs):
+        path = tmp_path / f"readme_{number}.py"
+        path.write_text(program, encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-W", "error", str(path)],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(README.parent)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{program}\n{done.stdout}\n{done.stderr}"
