@@ -57,6 +57,9 @@ def apply(op: Op, *inputs: TensorLike, name: str | None = None, **attrs: Any) ->
         GraphError: an input belongs to another graph or leaked out of a branch or loop.
     """
     graph = graph_for(*inputs)
+    if current_graph() is None:  # constants among the inputs join the graph of the tensors
+        with graph:
+            return apply(op, *inputs, name=name, **attrs)
     tensors = [graph.import_tensor(as_tensor(value)) for value in inputs]
     try:
         specs = op.infer(*(tensor.spec for tensor in tensors), **attrs)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from asyncflow.profiler.save import TraceFormatError, save
 from asyncflow.profiler.summary import LaneSummary, NodeSummary, Summary, format_table, summarize
+from asyncflow.runtime.trace import install_writer
+
+install_writer(save)
 
 __all__ = [
     "LaneSummary",

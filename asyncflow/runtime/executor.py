@@ -69,6 +69,7 @@ class Executor:
         "_emitter",
         "_loop",
         "_owner",
+        "_run_id",
         "_run_number",
         "_seed",
         "_tasks",
@@ -93,6 +94,7 @@ class Executor:
         turn: Turn,
         owner: Owner,
         context: Context,
+        run_id: int,
         run_number: int,
         seed: int,
         shuffle_seed: int | None,
@@ -111,6 +113,7 @@ class Executor:
         self._turn = turn
         self._owner = owner
         self._context = context
+        self._run_id = run_id
         self._run_number = run_number
         self._seed = seed
         self._trace = trace
@@ -337,7 +340,7 @@ class Executor:
         values = () if status != "ok" else (result,) if node.single else result
         trace.firings.append(
             Firing(
-                run=self._run_number,
+                run=self._run_id,
                 node=node.name,
                 op=node.source.op.name,
                 tag=iteration.tag(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextvars import copy_context
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from asyncflow.runtime.channel import Channel
     from asyncflow.runtime.trace import Trace
     from asyncflow.runtime.turn import Turn
+
+_ids = itertools.count(1)
 
 
 class Run:
@@ -41,7 +44,7 @@ class Run:
         trace: Trace | None,
         channel: Channel | None = None,
     ) -> None:
-        self.number = number
+        self.id = next(_ids)
         self._channel = channel
         self._loop = loop
         self._trace = trace
@@ -56,6 +59,7 @@ class Run:
             turn=turn,
             owner=self,
             context=copy_context(),
+            run_id=self.id,
             run_number=number,
             seed=seed,
             shuffle_seed=None if shuffle_seed is None else shuffle_seed + number,
@@ -143,5 +147,5 @@ class Run:
             return
         if self._status == "ok" and self.executor.failures:
             self._status = "error"
-        span = RunSpan(self.number, f"run {self.number}", self._started_ns, perf_counter_ns(), self._status)
+        span = RunSpan(self.id, f"run {self.id}", self._started_ns, perf_counter_ns(), self._status)
         self._trace.runs.append(span)

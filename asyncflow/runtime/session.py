@@ -23,7 +23,7 @@ from asyncflow.runtime.channel import Channel
 from asyncflow.runtime.feeds import check_feeds, feed_target
 from asyncflow.runtime.fetches import graph_of, read_fetches, user_value
 from asyncflow.runtime.run import Run
-from asyncflow.runtime.trace import Trace, write_trace
+from asyncflow.runtime.trace import Trace, current_trace, write_trace
 from asyncflow.runtime.turn import Turn
 from asyncflow.state.containers import StateStore
 
@@ -147,6 +147,10 @@ class Session:
         self._blas = acquire_blas_threads(self._threads)
         return loop
 
+    def is_bound_here(self) -> bool:
+        """Whether the session is open and bound to the running event loop."""
+        return self._closed is None and self._loop is asyncio.get_running_loop()
+
     async def aclose(self, grace_s: float = 5.0) -> None:
         """Lets runs in flight end for up to `grace_s` seconds, stops the others, and frees everything. Idempotent."""
         if self._closed is not None:
@@ -221,7 +225,11 @@ class Session:
 
         Cancellation: the run stops, kernels in flight end, then CancelledError is raised; the session stays usable.
         """
-        return await self._execute(fetches, feeds, timeout, trace, allow_dead, all_effects=False)
+        return await self._execute(fetches, feeds, timeout, trace, allow_dead, graph=self.graph, all_effects=False)
+
+    async def run_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Any:
+        """Runs a traced `@af.function`: its outputs and all its effects."""
+        return await self._execute(outputs, feeds, None, None, False, graph=graph, all_effects=True)
 
     async def _execute(
         self,
@@ -231,20 +239,21 @@ class Session:
         trace: Trace | str | Path | None,
         allow_dead: bool,
         *,
+        graph: Graph | None,
         all_effects: bool,
     ) -> Any:
         loop = self._bind()
-        leaves, structure = read_fetches(fetches, self.graph)
-        checked = check_feeds(feeds, self.graph) if feeds else {}
-        plan = self._plan(leaves, tuple(checked), (), all_effects)
-        recorder = Trace() if isinstance(trace, str | Path) else trace
+        leaves, structure = read_fetches(fetches, graph)
+        checked = check_feeds(feeds, graph) if feeds else {}
+        plan = self._plan(graph_of((*leaves, *checked), graph), leaves, tuple(checked), (), all_effects)
+        recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
         run = self._start(loop, plan, list(checked.values()), timeout, recorder, None)
         try:
             values = await run.wait()
         finally:
             self._forget(run)
-            if recorder is not None and recorder is not trace:
-                await asyncio.to_thread(write_trace, recorder, Path(str(trace)))
+            if recorder is not None and isinstance(trace, str | Path):
+                await asyncio.to_thread(write_trace, recorder, Path(trace))
         results = [
             None if position is None else user_value(leaf, values[position], allow_dead=allow_dead)
             for leaf, position in zip(leaves, plan.fetches, strict=True)
@@ -312,9 +321,9 @@ class Session:
         if not tensors or any(tensor.graph is not tensors[0].graph for tensor in tensors):
             raise FetchError("stream takes tensors of one loop body; these are inside several, or there are none")
         checked = check_feeds(feeds, self.graph) if feeds else {}
-        plan = self._plan((), tuple(checked), tuple(tensors), False)
+        plan = self._plan(graph_of(tensors, self.graph), (), tuple(checked), tuple(tensors), False)
         channel = Channel(loop)
-        run = self._start(loop, plan, list(checked.values()), timeout, trace, channel)
+        run = self._start(loop, plan, list(checked.values()), timeout, trace or current_trace(), channel)
         try:
             while (values := await channel.get()) is not None:
                 pairs = zip(tensors, values, strict=True)
@@ -339,12 +348,17 @@ class Session:
     def plan(self, fetches: Any, feeds: Sequence[Any] = ()) -> Plan:
         """The compiled plan for runs with these fetches and these fed tensors; ``.explain()`` prints it."""
         leaves, _ = read_fetches(fetches, self.graph)
-        return self._plan(leaves, tuple(feed_target(feed, self.graph) for feed in feeds), (), False)
+        fed = tuple(feed_target(feed, self.graph) for feed in feeds)
+        return self._plan(graph_of((*leaves, *fed), self.graph), leaves, fed, (), False)
 
     def _plan(
-        self, fetches: Sequence[Fetch], feeds: tuple[Tensor, ...], streamed: tuple[Tensor, ...], all_effects: bool
+        self,
+        graph: Graph,
+        fetches: Sequence[Fetch],
+        feeds: tuple[Tensor, ...],
+        streamed: tuple[Tensor, ...],
+        all_effects: bool,
     ) -> Plan:
-        graph = graph_of((*fetches, *streamed, *feeds), self.graph)
         version, plans = self._plans.get(graph, (-1, {}))
         if version != graph.version:  # the graph has grown since: its old plans are of no more use
             plans = {}

@@ -7,15 +7,17 @@ here knows of it. Times are `time.perf_counter_ns`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 class Firing(NamedTuple):
     """One node firing: when it became ready, when its kernel started, when its outputs were there."""
 
     run: int
+    """Unique in the process."""
     node: str
     op: str
     tag: str
@@ -56,9 +58,15 @@ class MemorySample(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """A record of one or more runs; pass it as ``session.run(..., trace=trace)``.
+    """A record of one or more runs.
 
-    At most ``capacity`` firings are kept; later ones are counted in ``dropped``.
+    Pass it as ``session.run(..., trace=trace)``, or use it as a context manager: then every run that starts inside is
+    recorded, in whatever session. At most ``capacity`` firings are kept; later ones are counted in ``dropped``.
+
+    >>> with Trace() as trace:
+    ...     pass  # await session.run(...)
+    >>> len(trace.runs)
+    0
     """
 
     capacity: int = 1_000_000
@@ -66,6 +74,22 @@ class Trace:
     runs: list[RunSpan] = field(default_factory=list)
     memory: list[MemorySample] = field(default_factory=list)
     dropped: int = 0
+    _entered: list[Token[Trace | None]] = field(default_factory=list, repr=False)
+
+    def __enter__(self) -> Self:
+        self._entered.append(_current.set(self))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _current.reset(self._entered.pop())
+
+
+_current: ContextVar[Trace | None] = ContextVar("asyncflow_trace", default=None)
+
+
+def current_trace() -> Trace | None:
+    """The trace whose ``with`` block this code runs in, or None."""
+    return _current.get()
 
 
 Writer = Callable[[Trace, Path], None]

@@ -58,7 +58,8 @@ class Variable(Resource, Operators):
     """A value that survives a run; used like a tensor, it is read anew at each use.
 
     It belongs to no graph. Its value lives in the session, one per session, or, with `container`, in the container of
-    that name, where all sessions of the process share it under the variable's name. In a graph with ordered effects
+    that name, where all sessions of the process share it under the variable's name; the first to use it there sets its
+    initial value. In a graph with ordered effects
     its reads and writes happen in the order they were written.
 
     Args:
@@ -310,8 +311,9 @@ class VariableState:
             found = type(x).__name__ if dtype is None else dtype_name(dtype)
             raise DTypeError(f"variable {self.name!r} holds {dtype_name(self.spec.dtype)}, not {found}")
         if x.shape != self._shape and (self._shape is not None or not is_subshape(x.shape, self.spec.shape)):
-            raise ShapeError(f"variable {self.name!r} is {self.spec}; a value of shape {format_shape(x.shape)} "
-                             f"does not fit")
+            raise ShapeError(
+                f"variable {self.name!r} is {self.spec}; a value of shape {format_shape(x.shape)} does not fit"
+            )
 
 
 def immutable(value: Any) -> Any:
@@ -329,13 +331,11 @@ def immutable(value: Any) -> Any:
 
 def _is_immutable(array: np.ndarray[Any, Any]) -> bool:
     """Whether the array and all that share its memory are read-only, as far as NumPy tells."""
-    while not array.flags.writeable:
-        if array.base is None:
-            return True
-        if not isinstance(array.base, np.ndarray):
-            return False
-        array = array.base
-    return False
+    holder: Any = array
+    while isinstance(holder, np.ndarray) and not holder.flags.writeable:
+        holder = holder.base
+    # Anything else at the end of the chain, such as a memory map, may be written to from elsewhere.
+    return holder is None
 
 
 def _sealed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -414,9 +414,7 @@ ASSIGN = register(
 )
 ASSIGN_ADD = _arithmetic("variable_assign_add", np.add)
 ASSIGN_SUB = _arithmetic("variable_assign_sub", np.subtract)
-UPDATE = register(
-    Op(name="variable_update", infer=_update_spec, kernel=_update_kernel, effects=_effects(Access.WRITE))
-)
+UPDATE = register(Op(name="variable_update", infer=_update_spec, kernel=_update_kernel, effects=_effects(Access.WRITE)))
 USER_UPDATE = register(replace(UPDATE, name="variable_user_update", is_user=True))
 """An update whose function calls code of the user's, so it may take long however small its values are."""
 

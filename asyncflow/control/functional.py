@@ -1,0 +1,345 @@
+"""`map_fn`, `scan`, `foldl`, `foldr`: a function over the rows of tensors, as a loop with TensorArrays.
+
+The function is called once, while the graph is built.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.control.array_store import ArrayKind
+from asyncflow.control.body import add_outer_controls, join_captures, result_tensor
+from asyncflow.control.primitives.enter import check_parallel_iterations
+from asyncflow.control.tensor_array import ARRAY, TensorArray
+from asyncflow.control.while_loop import WHILE, while_loop
+from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.graph import nest
+from asyncflow.graph.build import as_tensor, constant, graph_for
+from asyncflow.graph.dtypes import VARIANT, dtype_name, int64
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.shapes import format_shape, is_subshape
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.elementwise import add, subtract
+from asyncflow.ops.indexing import getitem
+from asyncflow.ops.logic import less
+from asyncflow.ops.shape import shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_COUNTER = Spec(int64, ())
+
+
+def map_fn(
+    fn: Callable[[Any], Any],
+    elems: Any,
+    *,
+    parallel_iterations: int = 32,
+    name: str | None = None,
+) -> Any:
+    """``fn(row)`` for each row of `elems`, stacked.
+
+    Rows are independent, so up to `parallel_iterations` of them are computed at the same time.
+
+    Args:
+        fn: takes one row, a nest like `elems`; returns any nest.
+        elems: a nest of tensors with one common first extent, the rows; it may be known only in the run.
+        parallel_iterations: how many rows may be worked on at once.
+        name: of the loop.
+
+    Returns:
+        The nest that `fn` returns, each value with a new first axis for the rows.
+
+    Raises:
+        GraphError: `elems` is empty, or `fn` returns nothing.
+        ShapeError: a scalar among `elems`, or first extents that differ.
+        ValueError: (in the run, as the cause of a KernelError) results of different shapes; or no rows, where the
+            shape of a result is not known while the graph is built.
+
+    >>> import asyncflow as af
+    >>> with af.Graph():
+    ...     af.map_fn(lambda x: af.sum(x * x), af.ones((5, 3)))
+    <Tensor tensor_array_stack:0 float64[5]>
+    """
+    check_parallel_iterations(parallel_iterations)
+    with graph_for(*nest.flatten(elems)[0]) as graph:
+        rows = _Rows("map_fn", elems)
+        loop = _MapLoop(graph, graph.unique_name(name or "map"))
+        structure = loop.trace(fn, rows)
+        return structure.unflatten(loop.build(rows, parallel_iterations))
+
+
+def scan(
+    fn: Callable[[Any, Any], Any],
+    elems: Any,
+    initializer: Any = None,
+    *,
+    reverse: bool = False,
+    parallel_iterations: int = 32,
+    name: str | None = None,
+) -> Any:
+    """The states ``state = fn(state, row)`` after each row of `elems`, stacked.
+
+    Args:
+        fn: takes the state so far and one row; returns the next state: the same nest, dtypes and shapes.
+        elems: a nest of tensors with one common first extent, the rows; it may be known only in the run.
+        initializer: the state before the first row. None: the first row, to which `fn` is then not applied; there
+            must be one.
+        reverse: go from the last row to the first; results stay at their rows' places.
+        parallel_iterations: how many rows may be worked on at once, as far as states allow.
+        name: of the loop.
+
+    Returns:
+        A nest like the state, each value with a new first axis for the rows.
+
+    Raises:
+        GraphError, DTypeError, ShapeError: `elems` does not fit together, or `fn` returns another kind of state than
+            it was given; the message names the part.
+
+    >>> import asyncflow as af
+    >>> with af.Graph():
+    ...     af.scan(lambda total, x: total + x, af.ones((5, 3)))
+    <Tensor tensor_array_stack:0 float64[5,3]>
+    """
+    with graph_for(*nest.flatten((elems, initializer))[0]):
+        rows = _Rows("scan", elems, reverse=reverse)
+        state, first = rows.start(initializer)
+        arrays = [TensorArray(x.dtype, rows.count, element_shape=x.shape) for x in state.initial]
+        if first:
+            place = rows.place(constant(0))
+            arrays = [array.write(place, x) for array, x in zip(arrays, state.initial, strict=True)]
+
+        def step(count: Tensor, values: list[Tensor], written: list[TensorArray]) -> tuple[Any, ...]:
+            place = rows.place(count)
+            after = state.after(fn, values, rows.read(place))
+            return add(count, 1), after, [array.write(place, x) for array, x in zip(written, after, strict=True)]
+
+        arrays = while_loop(
+            lambda count, values, written: less(count, rows.count),
+            step,
+            (as_tensor(first, int64), state.initial, arrays),
+            parallel_iterations=parallel_iterations,
+            name=name or "scan",
+        )[2]
+        return state.structure.unflatten([rows.stacked(array) for array in arrays])
+
+
+def foldl(
+    fn: Callable[[Any, Any], Any],
+    elems: Any,
+    initializer: Any = None,
+    *,
+    parallel_iterations: int = 32,
+    name: str | None = None,
+) -> Any:
+    """The state ``state = fn(state, row)`` after the last row of `elems`; arguments as for `scan`.
+
+    >>> import asyncflow as af
+    >>> with af.Graph():
+    ...     af.foldl(lambda total, x: total + x, af.ones((5, 3)))
+    <Tensor foldl:1 float64[3]>
+    """
+    return _fold("foldl", fn, elems, initializer, parallel_iterations, name)
+
+
+def foldr(
+    fn: Callable[[Any, Any], Any],
+    elems: Any,
+    initializer: Any = None,
+    *,
+    parallel_iterations: int = 32,
+    name: str | None = None,
+) -> Any:
+    """As `foldl`, from the last row to the first.
+
+    >>> import asyncflow as af
+    >>> with af.Graph():
+    ...     af.foldr(lambda total, x: total + x, af.ones((5, 3)))
+    <Tensor foldr:1 float64[3]>
+    """
+    return _fold("foldr", fn, elems, initializer, parallel_iterations, name)
+
+
+def _fold(
+    what: str,
+    fn: Callable[[Any, Any], Any],
+    elems: Any,
+    initializer: Any,
+    parallel_iterations: int,
+    name: str | None,
+) -> Any:
+    with graph_for(*nest.flatten((elems, initializer))[0]):
+        rows = _Rows(what, elems, reverse=what == "foldr")
+        state, first = rows.start(initializer)
+        _, values = while_loop(
+            lambda count, values: less(count, rows.count),
+            lambda count, values: (add(count, 1), state.after(fn, values, rows.read(rows.place(count)))),
+            (as_tensor(first, int64), state.initial),
+            parallel_iterations=parallel_iterations,
+            name=name or what,
+        )
+        return state.structure.unflatten(values)
+
+
+class _Rows:
+    """The rows to go over, and the order to go in."""
+
+    def __init__(self, what: str, elems: Any, *, reverse: bool = False) -> None:
+        self.what = what
+        self.reverse = reverse
+        leaves, self.structure = nest.flatten(elems)
+        tensors = [as_tensor(leaf) for leaf in leaves]
+        if not tensors:
+            raise GraphError(
+                f"{what} needs at least one tensor to go over; got {elems!r}\n  written at {user_location()}"
+            )
+        self.count = self._count(tensors)
+        self.arrays = [self._array(tensor) for tensor in tensors]
+
+    def _count(self, tensors: list[Tensor]) -> int | Tensor:
+        extents: dict[int, str] = {}
+        for path, tensor in zip(self.structure.paths("elems"), tensors, strict=True):
+            if tensor.shape == ():
+                raise ShapeError(f"{self.what} goes over the first axis, but {path} is a scalar: {tensor!r}")
+            extent = tensor.shape[0] if tensor.shape else None
+            if extent is not None:
+                extents.setdefault(extent, path)
+        if len(extents) > 1:
+            listed = ", ".join(f"{path} has {extent}" for extent, path in extents.items())
+            raise ShapeError(
+                f"{self.what} goes over all of elems at once, so they need one first extent; {listed}"
+                f"\n  written at {user_location()}"
+            )
+        return next(iter(extents)) if extents else getitem(shape(tensors[0]), 0)
+
+    def _array(self, tensor: Tensor) -> TensorArray:
+        # The rows are views of a tensor that lives anyway, so freeing them one by one would gain nothing.
+        row = None if tensor.shape is None else tensor.shape[1:]
+        return TensorArray(tensor.dtype, self.count, element_shape=row, clear_after_read=False).unstack(tensor)
+
+    def place(self, count: Tensor) -> Tensor:
+        """The row that is taken after `count` others."""
+        return subtract(subtract(self.count, 1), count) if self.reverse else count
+
+    def read(self, place: Tensor) -> Any:
+        """A row, as a nest like `elems`."""
+        return self.structure.unflatten([array.read(place) for array in self.arrays])
+
+    def start(self, initializer: Any) -> tuple[_State, int]:
+        """The state to begin with, and how many rows it stands for."""
+        if initializer is not None:
+            return _State(self.what, initializer), 0
+        if isinstance(self.count, int) and self.count == 0:
+            raise ShapeError(f"{self.what} of no rows needs an initializer\n  written at {user_location()}")
+        return _State(self.what, self.read(self.place(constant(0)))), 1
+
+    def stacked(self, array: TensorArray) -> Tensor:
+        """All elements of an array with one element for each row."""
+        length = self.count if isinstance(self.count, int) else None
+        return TensorArray.from_handle(array.handle, array.kind, length=length).stack()
+
+
+class _State:
+    """What a scan or fold hands from row to row."""
+
+    def __init__(self, what: str, initial: Any) -> None:
+        self.what = what
+        leaves, self.structure = nest.flatten(initial)
+        self.initial = [as_tensor(leaf) for leaf in leaves]
+        if not self.initial:
+            raise GraphError(f"the initializer of {what} has no values: {initial!r}")
+
+    def after(self, fn: Callable[[Any, Any], Any], values: list[Tensor], row: Any) -> list[Tensor]:
+        """What `fn` makes of the state and a row, held against the state it began with."""
+        returned = fn(self.structure.unflatten(values), row)
+        try:
+            leaves = nest.flatten_like(self.structure, returned)
+        except nest.StructureMismatch as error:
+            raise GraphError(
+                f"fn of {self.what} must return a state like the one it is given, {self.structure}, which begins as "
+                f"the initializer (or the first row): {error}\n  written at {user_location()}"
+            ) from None
+        body = graph_for()
+        assert isinstance(body, Subgraph)
+        after = [result_tensor(body, leaf, like) for leaf, like in zip(leaves, self.initial, strict=True)]
+        for path, new, old in zip(self.structure.paths("state"), after, self.initial, strict=True):
+            self._check(path, new, old)
+        return after
+
+    def _check(self, path: str, new: Tensor, old: Tensor) -> None:
+        if new.dtype != old.dtype:
+            raise DTypeError(
+                f"{path} of {self.what} begins as {dtype_name(old.dtype)} but fn returns {dtype_name(new.dtype)}; "
+                f"convert one with af.astype\n  written at {user_location()}"
+            )
+        if not is_subshape(new.shape, old.shape):
+            raise ShapeError(
+                f"{path} of {self.what} begins with shape {format_shape(old.shape)} but fn returns "
+                f"{format_shape(new.shape)}; a state keeps its shape\n  written at {user_location()}"
+            )
+
+
+class _MapLoop:
+    """The loop of a `map_fn`, built body first: only the body tells how many arrays of results there are."""
+
+    def __init__(self, graph: Graph, label: str) -> None:
+        self.graph = graph
+        self.label = label
+        self.condition = Subgraph(graph, f"{label}/cond")
+        self.body = Subgraph(graph, f"{label}/body")
+        self.kinds: list[ArrayKind] = []
+
+    def trace(self, fn: Callable[[Any], Any], rows: _Rows) -> nest.Structure:
+        """Builds the body; gives the nest that `fn` returns."""
+        body = self.body
+        count = body.add_input(_COUNTER, "var")
+        with body:
+            leaves, structure = nest.flatten(fn(rows.read(count)))
+            if not leaves:
+                raise GraphError(f"fn of map_fn must return a value to stack\n  written at {user_location()}")
+            values = [result_tensor(body, leaf) for leaf in leaves]
+            self._check(structure, values)
+            self.kinds = [ArrayKind(x.dtype, x.shape, dynamic_size=False, clear_after_read=True) for x in values]
+            handles = [body.add_input(ARRAY, "var") for _ in values]
+            written = [
+                TensorArray.from_handle(handle, kind).write(count, value).handle
+                for handle, kind, value in zip(handles, self.kinds, values, strict=True)
+            ]
+            body.results = [add(count, 1), *written]
+        # Loop variables come before captures, though the last of them were made after the first captures.
+        body.inputs = [count, *handles]
+        return structure
+
+    def _check(self, structure: nest.Structure, values: list[Tensor]) -> None:
+        for path, value in zip(structure.paths("result"), values, strict=True):
+            if value.dtype == VARIANT:
+                raise DTypeError(
+                    f"{path} of map_fn is a TensorArray, and arrays cannot be stacked; return array.stack() instead"
+                    f"\n  written at {user_location()}"
+                )
+
+    def build(self, rows: _Rows, parallel_iterations: int) -> list[Tensor]:
+        """Adds the loop; gives the stacked results."""
+        arrays = [TensorArray(kind.dtype, rows.count, element_shape=kind.element_shape) for kind in self.kinds]
+        specs = (_COUNTER, *(ARRAY for _ in arrays))
+        for spec in specs:
+            self.condition.add_input(spec, "var")
+        with self.condition:
+            self.condition.results = [less(self.condition.inputs[0], rows.count)]
+        captured = join_captures((self.condition, self.body), len(specs))
+        attrs = {
+            "cond": self.condition,
+            "body": self.body,
+            "n_vars": len(specs),
+            "parallel_iterations": parallel_iterations,
+            "swap_memory": False,
+        }
+        initial = [as_tensor(0, int64), *(array.handle for array in arrays)]
+        node = self.graph.add_node(WHILE, [*initial, *captured], attrs, specs, reserved_name=self.label)
+        add_outer_controls(node)
+        handles = zip(node.outputs[1:], self.kinds, strict=True)
+        return [rows.stacked(TensorArray.from_handle(handle, kind)) for handle, kind in handles]
+
+
+__all__ = ["foldl", "foldr", "map_fn", "scan"]

@@ -1,0 +1,433 @@
+"""`TensorArray`: elements that a loop writes and reads one by one (EuroSys '18 §2.1).
+
+The handle is Python's view of one VARIANT scalar, whose value is an `asyncflow.control.array_store.ArrayValue`. A write
+gives a new handle; the old one still means what it meant. Nothing here has an effect but `close`, so arrays need no
+ordering of their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from asyncflow.control.array_store import ArrayKind, ArrayValue, Common, element_shape, widen
+from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.graph import nest
+from asyncflow.graph.build import TensorLike, add_control_input, apply, as_tensor, graph_for, identity
+from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, int64
+from asyncflow.graph.op import Access, Op, register
+from asyncflow.graph.shapes import as_shape, format_shape, is_compatible, merge
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import free
+from asyncflow.ops.extents import static_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from asyncflow.graph.dtypes import DType, DTypeLike
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.shapes import Shape, ShapeLike
+
+ARRAY = Spec(VARIANT, ())
+"""What is known of every handle."""
+
+
+# -- shape rules and kernels -----------------------------------------------------------------------------------------
+
+
+def _check_array(array: Spec) -> None:
+    if array.dtype != VARIANT:
+        raise DTypeError(f"the first input is the handle of a TensorArray; got {array}")
+
+
+def _check_integers(value: Spec, rank: int, what: str) -> None:
+    if value.dtype.kind not in "iu":
+        raise DTypeError(f"{what} must be integers; got {value}")
+    if value.rank not in (rank, None):
+        raise ShapeError(f"{what} must have rank {rank}; got shape {format_shape(value.shape)}")
+
+
+def _check_element(dtype: DType, shape: Shape, element: Spec) -> None:
+    if dtype != element.dtype:
+        raise DTypeError(
+            f"elements of the TensorArray are {dtype_name(element.dtype)}; got {dtype_name(dtype)}: convert with "
+            f"af.astype"
+        )
+    if not is_compatible(shape, element.shape):
+        raise ShapeError(
+            f"elements of the TensorArray have shape {format_shape(element.shape)}; got {format_shape(shape)}"
+        )
+
+
+def _row_shape(values: Spec) -> Shape:
+    if values.shape == ():
+        raise ShapeError("a scalar cannot be taken apart along its first axis")
+    return None if values.shape is None else values.shape[1:]
+
+
+def _new_spec(size: Spec, *, element: Spec, dynamic_size: bool, clear_after_read: bool) -> Spec:
+    _check_integers(size, 0, "the size")
+    return ARRAY
+
+
+def _write_spec(array: Spec, index: Spec, value: Spec, *, element: Spec) -> Spec:
+    _check_array(array)
+    _check_integers(index, 0, "an index")
+    _check_element(value.dtype, value.shape, element)
+    return ARRAY
+
+
+def _read_spec(array: Spec, index: Spec, *, element: Spec) -> Spec:
+    _check_array(array)
+    _check_integers(index, 0, "an index")
+    return element
+
+
+def _unstack_spec(array: Spec, values: Spec, *, element: Spec) -> Spec:
+    _check_array(array)
+    _check_element(values.dtype, _row_shape(values), element)
+    return ARRAY
+
+
+def _stack_spec(array: Spec, *, element: Spec, length: int | None) -> Spec:
+    _check_array(array)
+    return Spec(element.dtype, None if element.shape is None else (length, *element.shape))
+
+
+def _scatter_spec(array: Spec, indices: Spec, values: Spec, *, element: Spec) -> Spec:
+    _check_integers(indices, 1, "indices")
+    _unstack_spec(array, values, element=element)
+    if indices.shape and values.shape and not is_compatible(indices.shape, values.shape[:1]):
+        raise ShapeError(f"{values.shape[0]} rows do not fit {indices.shape[0]} indices")
+    return ARRAY
+
+
+def _gather_spec(array: Spec, indices: Spec, *, element: Spec) -> Spec:
+    _check_integers(indices, 1, "indices")
+    return _stack_spec(array, element=element, length=indices.shape[0] if indices.shape else None)
+
+
+def _split_spec(array: Spec, values: Spec, lengths: Spec, *, element: Spec) -> Spec:
+    _check_array(array)
+    _check_integers(lengths, 1, "lengths")
+    rows = _row_shape(values)
+    _check_element(values.dtype, None if rows is None else (None, *rows), element)
+    return ARRAY
+
+
+def _concat_spec(array: Spec, *, element: Spec) -> tuple[Spec, Spec]:
+    _check_array(array)
+    if element.shape == ():
+        raise ShapeError("scalars cannot be joined along their first axis; use stack")
+    shape = None if element.shape is None else (None, *element.shape[1:])
+    return Spec(element.dtype, shape), Spec(int64, (None,))
+
+
+def _size_spec(array: Spec) -> Spec:
+    _check_array(array)
+    return Spec(int64, ())
+
+
+def _close_spec(array: Spec) -> tuple[Spec, ...]:
+    _check_array(array)
+    return ()
+
+
+def _new_kernel(xp: Any, *, element: Spec, dynamic_size: bool, clear_after_read: bool) -> Kernel:
+    kind = ArrayKind(element.dtype, element.shape, dynamic_size, clear_after_read)
+    return lambda size: ArrayValue.create(xp, kind, int(size))
+
+
+def _size_kernel(xp: Any) -> Kernel:
+    if xp is np:
+        return lambda array: np.int64(array.current_size())
+    return lambda array: xp.array(array.current_size(), dtype=int64)
+
+
+def _close(array: ArrayValue) -> tuple[()]:
+    array.close()
+    return ()
+
+
+def _array_op(
+    name: str,
+    infer: Callable[..., Spec | tuple[Spec, ...]],
+    method: Kernel,
+    flops: Callable[..., float] | None = free,
+) -> Op:
+    """An op whose kernel is a method of the array, which needs no attributes."""
+    return register(Op(name=f"tensor_array_{name}", infer=infer, kernel=lambda xp, **attrs: method, flops=flops))
+
+
+def _ints(values: Any) -> list[int]:
+    if values.ndim != 1:
+        raise ValueError(f"indices of a TensorArray are a vector; got shape {format_shape(values.shape)}")
+    return [int(value) for value in values.tolist()]
+
+
+# Two arrays made with equal arguments are not interchangeable: reading one must not use up the other.
+TENSOR_ARRAY = register(Op(name="tensor_array", infer=_new_spec, kernel=_new_kernel, is_random=True, flops=free))
+WRITE = _array_op("write", _write_spec, lambda array, index, value: array.write(int(index), value))
+READ = _array_op("read", _read_spec, lambda array, index: array.read(int(index)))
+UNSTACK = _array_op("unstack", _unstack_spec, ArrayValue.unstack)
+STACK = _array_op("stack", _stack_spec, ArrayValue.stack, flops=None)
+SCATTER = _array_op("scatter", _scatter_spec, lambda array, indices, values: array.scatter(_ints(indices), values))
+GATHER = _array_op("gather", _gather_spec, lambda array, indices: array.gather(_ints(indices)), flops=None)
+SPLIT = _array_op("split", _split_spec, ArrayValue.split)
+CONCAT = _array_op("concat", _concat_spec, ArrayValue.concat, flops=None)
+SIZE = register(Op(name="tensor_array_size", infer=_size_spec, kernel=_size_kernel, flops=free))
+CLOSE = register(
+    Op(
+        name="tensor_array_close",
+        infer=_close_spec,
+        kernel=lambda xp: _close,
+        # A resource of its own: never pruned from a body that runs, and not ordered with anything else.
+        effects=lambda node: ((node, Access.WRITE),),
+        flops=free,
+    )
+)
+
+
+# -- the handle ------------------------------------------------------------------------------------------------------
+
+
+class TensorArray:
+    """An array of tensors, written and read element by element; a value like any other.
+
+    Methods that write return the new array and leave this one as it is. Each element is written once on the way to
+    any array; writing in a loop costs no copies. Arrays may be loop variables, branch results and parts of any nest.
+    In a loop, what is known of them is `dtype` and `element_shape` as given here.
+
+    Args:
+        dtype: of the elements.
+        size: number of elements; an int or an integer scalar.
+        dynamic_size: a write past the end makes the array longer. Negative indices always fail.
+        element_shape: partial shape of every element. None: elements may differ in shape, unless they are stacked.
+        clear_after_read: an element is freed when it is read, and a second read of it fails, be it by `read`,
+            `gather`, `stack` or `concat`. (Elements written as one array are freed with the last of them.)
+        name: of the node.
+
+    Raises (in the run, as the cause of a KernelError):
+        IndexError: an index below 0 or past the end.
+        ValueError: a second write of an element, or a second read with `clear_after_read`; values that do not fit; a
+            use after `close`.
+
+    Reading what is not written gives zeros if the shape of an element is known in full, from `element_shape` or from
+    the elements written on the way, and fails with a ValueError otherwise.
+
+    >>> import asyncflow as af
+    >>> with af.Graph():
+    ...     squares = af.TensorArray("int64", size=3)
+    ...     for i in range(3):
+    ...         squares = squares.write(i, i * i)
+    ...     squares.stack()
+    <Tensor tensor_array_stack:0 int64[3]>
+    """
+
+    __slots__ = ("_common", "_kind", "_length", "handle")
+
+    handle: Tensor
+    """The tensor that carries the array."""
+    _kind: ArrayKind
+    # Known of this very handle, and forgotten where it passes through a loop or branch: the size, and the elements.
+    _length: int | None
+    _common: Common
+
+    def __init__(
+        self,
+        dtype: DTypeLike,
+        size: TensorLike = 0,
+        dynamic_size: bool = False,
+        element_shape: ShapeLike = None,
+        clear_after_read: bool = True,
+        *,
+        name: str | None = None,
+    ) -> None:
+        kind = ArrayKind(as_dtype(dtype), as_shape(element_shape), bool(dynamic_size), bool(clear_after_read))
+        if kind.dtype == VARIANT:
+            raise DTypeError("elements of a TensorArray are numbers, booleans or strings; keep several arrays instead")
+        tensor = as_tensor(size)
+        fixed = static_value(tensor)
+        if fixed is not None and fixed.shape == () and fixed.dtype.kind in "iu" and fixed < 0:
+            raise ShapeError(f"the size of a TensorArray is not negative; got {fixed}\n  written at {user_location()}")
+        attrs = {
+            "element": Spec(kind.dtype, kind.element_shape),
+            "dynamic_size": kind.dynamic_size,
+            "clear_after_read": kind.clear_after_read,
+        }
+        self.handle = apply(TENSOR_ARRAY, tensor, name=name, **attrs)[0]
+        self._kind = kind
+        self._length = int(fixed) if fixed is not None and not kind.dynamic_size else None
+        self._common = None
+
+    @classmethod
+    def from_handle(cls, handle: Tensor, kind: ArrayKind, *, length: int | None = None) -> Self:
+        """The array that the tensor `handle` carries; `length` is its size, if known and fixed."""
+        array = cls.__new__(cls)
+        array.handle = handle
+        array._kind = kind
+        array._length = length
+        # Nothing is known of what has been written, so anything may have been.
+        array._common = (kind.element_shape,)
+        return array
+
+    @property
+    def kind(self) -> ArrayKind:
+        """What this array has in common with those written from it."""
+        return self._kind
+
+    @property
+    def dtype(self) -> DType:
+        """Element type."""
+        return self._kind.dtype
+
+    @property
+    def element_shape(self) -> Shape:
+        """Partial shape of the elements: what was declared, and what is known from the writes seen here."""
+        return element_shape(self._kind.element_shape, self._common)
+
+    @property
+    def dynamic_size(self) -> bool:
+        """Whether writes past the end make the array longer."""
+        return self._kind.dynamic_size
+
+    @property
+    def clear_after_read(self) -> bool:
+        """Whether a read frees the element."""
+        return self._kind.clear_after_read
+
+    def __repr__(self) -> str:
+        return f"<TensorArray {self.handle.name} {Spec(self.dtype, self.element_shape)}>"
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def write(self, index: TensorLike, value: TensorLike, *, name: str | None = None) -> TensorArray:
+        """The array with element `index` written.
+
+        Raises:
+            DTypeError, ShapeError: `value` does not fit `dtype` or `element_shape`.
+        """
+        value = self._value(value)
+        return self._written(WRITE, value.shape, index, value, name=name)
+
+    def unstack(self, values: TensorLike, *, name: str | None = None) -> TensorArray:
+        """The array with element i set to ``values[i]``, for all elements; as many rows as the array has elements."""
+        values = self._value(values)
+        row = values.shape[1:] if values.shape else None
+        return self._written(UNSTACK, row, values, name=name)
+
+    def scatter(self, indices: TensorLike, values: TensorLike, *, name: str | None = None) -> TensorArray:
+        """The array with element ``indices[i]`` set to ``values[i]``; `indices` is a vector without repetitions."""
+        values = self._value(values)
+        row = values.shape[1:] if values.shape else None
+        return self._written(SCATTER, row, self._vector(indices), values, name=name)
+
+    def split(self, values: TensorLike, lengths: TensorLike, *, name: str | None = None) -> TensorArray:
+        """The array whose elements are pieces of `values` along its first axis.
+
+        Args:
+            values: of rank 1 or higher.
+            lengths: of the pieces: a vector with as many items as the array has elements, that add up to the extent of
+                the axis.
+            name: of the node.
+        """
+        values = self._value(values)
+        piece = (None, *values.shape[1:]) if values.shape else None
+        return self._written(SPLIT, piece, values, self._vector(lengths), name=name)
+
+    def identity(self, *, name: str | None = None) -> TensorArray:
+        """The same array behind a new node, to hang control edges on."""
+        return self._with_handle(identity(self.handle, name=name), self._common)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def read(self, index: TensorLike, *, name: str | None = None) -> Tensor:
+        """Element `index`."""
+        return self._apply(READ, index, name=name, element=self._element())[0]
+
+    def stack(self, *, name: str | None = None) -> Tensor:
+        """All elements, joined along a new first axis. Of no elements, the element shape must be known in full."""
+        return self._apply(STACK, name=name, element=self._element(), length=self._length)[0]
+
+    def gather(self, indices: TensorLike, *, name: str | None = None) -> Tensor:
+        """The elements at `indices` (a vector), joined along a new first axis."""
+        return self._apply(GATHER, self._vector(indices), name=name, element=self._element())[0]
+
+    def concat(self, *, name: str | None = None) -> Tensor:
+        """All elements, joined along their first axis, in which they may differ."""
+        return self._apply(CONCAT, name=name, element=self._element())[0]
+
+    def size(self, *, name: str | None = None) -> Tensor:
+        """Number of elements, written or not: an int64 scalar."""
+        return self._apply(SIZE, name=name)[0]
+
+    def close(self, *, name: str | None = None) -> Node:
+        """Frees the elements; gives the node that does it.
+
+        Ordering:
+            It runs after every use of this array, and of those it was written from, that stands before it in the same
+            body. Uses after it fail; order them with `control_dependencies`.
+        """
+        graph = graph_for(self.handle)
+        handle = graph.import_tensor(self.handle)
+        states = {handle}
+        while handle.node.graph is graph and handle.node.op in _WRITERS:
+            handle = handle.node.inputs[0]
+            states.add(handle)
+        users = [node for node in graph.nodes if any(tensor in states for tensor in node.inputs)]
+        node = graph.add_node(CLOSE, [graph.import_tensor(self.handle)], {}, (), name=name)
+        for user in users:
+            add_control_input(node, user)
+        return node
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _element(self) -> Spec:
+        return Spec(self.dtype, self.element_shape)
+
+    def _value(self, value: TensorLike) -> Tensor:
+        """What is to be written, as a tensor; Python numbers, and lists of them, take the dtype of the array."""
+        with graph_for(self.handle):
+            tensor = as_tensor(value, self.dtype) if isinstance(value, _WEAK) else as_tensor(value)
+        if tensor.dtype == VARIANT:
+            raise GraphError("elements of a TensorArray are tensors; keep several arrays instead of arrays in an array")
+        return tensor
+
+    def _vector(self, values: TensorLike) -> Tensor:
+        """Integers as a tensor; NumPy would make floats of an empty list."""
+        with graph_for(self.handle):
+            return as_tensor(values, int64 if isinstance(values, list | tuple) and not values else None)
+
+    def _apply(self, op: Op, *inputs: TensorLike, name: str | None, **attrs: Any) -> tuple[Tensor, ...]:
+        with graph_for(self.handle):
+            return apply(op, self.handle, *inputs, name=name, **attrs)
+
+    def _written(self, op: Op, shape: Shape, *inputs: TensorLike, name: str | None) -> TensorArray:
+        declared = Spec(self.dtype, self._kind.element_shape)
+        handle = self._apply(op, *inputs, name=name, element=declared)[0]
+        return self._with_handle(handle, widen(self._common, merge(declared.shape, shape)))
+
+    def _with_handle(self, handle: Tensor, common: Common) -> TensorArray:
+        array = TensorArray.from_handle(handle, self._kind, length=self._length)
+        array._common = common
+        return array
+
+
+_WRITERS = frozenset({WRITE, UNSTACK, SCATTER, SPLIT})
+_WEAK = (bool, int, float, complex, str, list, tuple)
+
+
+def _unpack(array: TensorArray) -> tuple[tuple[Hashable, ...], tuple[Tensor, ...], ArrayKind]:
+    return ("handle",), (array.handle,), array.kind
+
+
+def _pack(kind: Hashable, children: Sequence[Any]) -> TensorArray:
+    assert isinstance(kind, ArrayKind)
+    return TensorArray.from_handle(children[0], kind)
+
+
+nest.register(TensorArray, _unpack, _pack)
+
+__all__ = ["ARRAY", "TensorArray"]

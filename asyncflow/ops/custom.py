@@ -1,0 +1,391 @@
+"""`@op`: a Python function or coroutine function of the user's becomes an op of the graph."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial, update_wrapper
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+import numpy as np
+
+from asyncflow.errors import DTypeError, GraphError, user_location
+from asyncflow.graph import nest
+from asyncflow.graph.build import SupportsTensor, TensorLike, as_tensor, graph_for
+from asyncflow.graph.dtypes import dtype_name, string
+from asyncflow.graph.graph import current_graph
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Access, Op
+from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.promotion import is_weak, promoted_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from asyncflow.graph.ir import Node
+    from asyncflow.graph.op import Effects, Kernel
+    from asyncflow.graph.shapes import Shape
+
+nest.register_leaf(Spec)
+
+Outputs: TypeAlias = Any
+"""A `Spec`, any nest of them, or a function of the inputs' specs (and, by name, of static arguments) that gives one."""
+
+Cost: TypeAlias = "float | Callable[[Sequence[Shape], Sequence[Shape]], float]"
+"""Arithmetic operations per call: a number, or a function of the inputs' and the outputs' shapes."""
+
+
+class CustomOp:
+    """A user's function as an op; made by the decorator `op`.
+
+    Attributes:
+        function: what was decorated.
+        op: its definition, which nodes refer to.
+        gradient: what was given as ``gradient=``.
+        device: constraint that its nodes carry; None for none.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        outputs: Outputs = None,
+        name: str | None = None,
+        gradient: Callable[..., Any] | None = None,
+        device: str | None = None,
+        cost: Cost | None = None,
+        stateful: bool = False,
+    ) -> None:
+        self.name = name or _name_of(function)
+        self.function = function
+        self.gradient = gradient
+        self.device = device
+        self.outputs = _declared(self.name, function, outputs)
+        self.op = Op(
+            name=self.name,
+            infer=_infer,
+            kernel=self._kernel,
+            effects=self._effects if stateful else None,
+            is_async=_is_coroutine_function(self.name, function),
+            is_user=True,
+            flops=None if cost is None else partial(_flops, cost),
+        )
+        self._signature = inspect.signature(function)
+        update_wrapper(self, function, updated=())
+
+    def __call__(self, *inputs: TensorLike, **arguments: Any) -> Any:
+        """A node for tensors, or while a graph is built; else what the function itself gives.
+
+        Args:
+            inputs: tensors and what converts to them; the function gets their values as NumPy arrays or scalars.
+            arguments: static Python values, passed on as they are.
+
+        Returns:
+            The nest of tensors that was declared; the node if there are no outputs.
+
+        Raises:
+            GraphError: the function does not take these arguments, or a tensor is passed by name.
+        """
+        if current_graph() is None and not any(isinstance(x, Tensor | SupportsTensor) for x in inputs):
+            return self.function(*inputs, **arguments)
+        self._check_call(inputs, arguments)
+        with graph_for(*inputs) as graph:
+            tensors = [graph.import_tensor(as_tensor(x)) for x in inputs]
+            outputs = self._declare(tensors, arguments)
+            attrs = {"outputs": outputs, "arguments": arguments}
+            node = graph.add_node(self.op, tensors, attrs, _infer(**attrs))
+        node.device = self.device or node.device
+        return nest.flatten(outputs)[1].unflatten(node.outputs) if node.outputs else node
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def _check_call(self, inputs: Sequence[TensorLike], arguments: Mapping[str, Any]) -> None:
+        for name, value in arguments.items():
+            if any(isinstance(leaf, Tensor | SupportsTensor) for leaf in nest.flatten(value)[0]):
+                raise GraphError(
+                    f"{self.name}: {name}={value!r} is passed by name; names are for static Python values, pass "
+                    f"tensors by position\n  written at {user_location()}"
+                )
+        try:
+            self._signature.bind(*inputs, **arguments)
+        except TypeError as error:
+            raise GraphError(
+                f"{self.name}{self._signature} is called with {len(inputs)} inputs and arguments "
+                f"{sorted(arguments)}: {error}\n  written at {user_location()}"
+            ) from None
+
+    def _declare(self, tensors: Sequence[Tensor], arguments: Mapping[str, Any]) -> Outputs:
+        """The outputs' specs for a call."""
+        if not callable(self.outputs):
+            return self.outputs
+        parameters = inspect.signature(self.outputs).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        named = {name: value for name, value in arguments.items() if takes_all or name in parameters}
+        try:
+            declared = self.outputs(*(tensor.spec for tensor in tensors), **named)
+            _check_specs(self.name, declared)
+        except GraphError as error:
+            seen = ", ".join(f"{tensor.name} {tensor.spec}" for tensor in tensors)
+            raise type(error)(
+                f"{self.name}: {error}\n  inputs   {seen or 'none'}\n  written at {user_location()}"
+            ) from None
+        return declared
+
+    def _effects(self, node: Node) -> Effects:
+        return ((self, Access.WRITE),)
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def _kernel(self, xp: Any, *, outputs: Outputs, arguments: dict[str, Any]) -> Kernel:
+        function = partial(self.function, **arguments) if arguments else self.function
+        check = partial(_checked, outputs) if isinstance(outputs, Spec) else _Results(outputs)
+
+        def call(*values: Any) -> Any:
+            return check(function(*map(_read_only, values)))
+
+        async def call_async(*values: Any) -> Any:
+            return check(await function(*map(_read_only, values)))
+
+        return call_async if self.op.is_async else call
+
+
+@overload
+def op(function: Callable[..., Any], /) -> CustomOp: ...
+
+
+@overload
+def op(
+    *,
+    outputs: Outputs = None,
+    name: str | None = None,
+    gradient: Callable[..., Any] | None = None,
+    device: str | None = None,
+    cost: Cost | None = None,
+    stateful: bool = False,
+) -> Callable[[Callable[..., Any]], CustomOp]: ...
+
+
+def op(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    outputs: Outputs = None,
+    name: str | None = None,
+    gradient: Callable[..., Any] | None = None,
+    device: str | None = None,
+    cost: Cost | None = None,
+    stateful: bool = False,
+) -> CustomOp | Callable[[Callable[..., Any]], CustomOp]:
+    """Turns a function or coroutine function into an op.
+
+    In a graph, values passed by position become inputs, and the function gets them as read-only NumPy arrays (or
+    scalars, for rank 0); values passed by name are static and arrive as they are. Outside any graph, with plain values,
+    the function is called as if it were not decorated. A coroutine function suspends only its own firing. What the
+    function returns is checked on every firing and belongs to asyncflow from then on: do not write to it later.
+
+    Args:
+        function: what to decorate.
+        outputs: a `Spec`, a nest of them, ``()`` for none, or a function of the inputs' specs that gives one; may be
+            the return annotation instead.
+        name: of the op and its nodes; None takes the function's.
+        gradient: the op's gradient.
+        device: constraint that nodes carry, such as ``"cpu"``.
+        cost: arithmetic operations per call, or a function of input and output shapes that gives them.
+        stateful: calls have side effects: they run in the order they were written, and always in branches and loops.
+            Else calls with equal inputs may be merged.
+
+    Raises:
+        GraphError: no outputs are declared, or the function is a generator.
+
+    >>> import asyncflow as af
+    >>> @op(outputs=af.spec("float64", (None,)))
+    ... def smooth(x, *, width=3):
+    ...     return np.convolve(x, np.ones(width) / width, mode="same")
+    >>> with af.Graph():
+    ...     smooth(af.placeholder("float64", (8,)), width=5)
+    <Tensor smooth:0 float64[?]>
+    """
+    options: dict[str, Any] = {
+        "outputs": outputs,
+        "name": name,
+        "gradient": gradient,
+        "device": device,
+        "cost": cost,
+        "stateful": stateful,
+    }
+    if function is None:
+        return lambda decorated: CustomOp(decorated, **options)
+    return CustomOp(function, **options)
+
+
+# -- declarations ----------------------------------------------------------------------------------------------------
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    return "op" if name == "<lambda>" else name
+
+
+def _is_coroutine_function(name: str, function: Callable[..., Any]) -> bool:
+    candidates = (function, getattr(function, "__call__", function))  # noqa: B004
+    if any(inspect.isgeneratorfunction(x) or inspect.isasyncgenfunction(x) for x in candidates):
+        raise GraphError(
+            f"@op: {name} is a generator function; an op gives all its outputs at once: return them, from a function "
+            f"or a coroutine function"
+        )
+    return any(inspect.iscoroutinefunction(x) for x in candidates)
+
+
+def _declared(name: str, function: Callable[..., Any], outputs: Outputs) -> Outputs:
+    if outputs is None:
+        outputs = _return_annotation(function)
+    if outputs is None:
+        raise GraphError(
+            f"@op: {name} does not say what it returns; write @af.op(outputs=af.spec(dtype, shape)), "
+            f"with a tuple of specs for several outputs and () for none"
+        )
+    if isinstance(outputs, type) or not callable(outputs):
+        _check_specs(f"@op: {name}", outputs)
+    return outputs
+
+
+def _return_annotation(function: Callable[..., Any]) -> Outputs:
+    """The return annotation if it is a spec or a nest of specs, ``()`` if it is None; else None."""
+    annotations = getattr(inspect.unwrap(function), "__annotations__", {})
+    found = annotations.get("return", type)
+    if isinstance(found, str):
+        try:
+            found = eval(found, getattr(function, "__globals__", {}))  # as inspect.get_annotations does
+        except Exception:
+            return None  # an annotation for type checkers alone
+    leaves, _ = nest.flatten(found)
+    if found is None:
+        return ()
+    return found if leaves and all(isinstance(leaf, Spec) for leaf in leaves) else None
+
+
+def _check_specs(what: str, declared: Outputs) -> None:
+    for leaf in nest.flatten(declared)[0]:
+        if not isinstance(leaf, Spec):
+            raise GraphError(
+                f"{what}: outputs are described by af.spec(dtype, shape), or a nest of specs; got {leaf!r}"
+            )
+
+
+def _infer(*inputs: Spec, outputs: Outputs, arguments: dict[str, Any]) -> Spec | tuple[Spec, ...]:
+    return outputs if isinstance(outputs, Spec) else tuple(nest.flatten(outputs)[0])
+
+
+def _flops(cost: Cost, inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
+    return float(cost(inputs, outputs) if callable(cost) else cost)
+
+
+# -- what goes in and comes out --------------------------------------------------------------------------------------
+
+
+def _read_only(value: Any) -> Any:
+    """`value` so that the user's code cannot write to it: others use the same memory."""
+    if not isinstance(value, np.ndarray) or not value.flags.writeable:
+        return value
+    view = value.view()
+    view.flags.writeable = False
+    return view
+
+
+class _Results:
+    """Takes a function's results apart into the values of a declared nest."""
+
+    __slots__ = ("_specs", "_structure")
+
+    def __init__(self, outputs: Outputs) -> None:
+        self._specs, self._structure = nest.flatten(outputs)
+
+    def __call__(self, returned: Any) -> tuple[Any, ...]:
+        values = self._leaves(returned)
+        return tuple(
+            _checked(spec, value, f"output {index}")
+            for index, (spec, value) in enumerate(zip(self._specs, values, strict=True))
+        )
+
+    def _leaves(self, returned: Any) -> list[Any]:
+        if not self._specs and returned is None:
+            return []
+        if self._structure.kind in (tuple, list) and isinstance(returned, tuple | list):
+            # Either will do at the top: Python functions return several values as a tuple.
+            returned = self._structure.kind(returned)
+        try:
+            return nest.flatten_like(self._structure, returned)
+        except nest.StructureMismatch as error:
+            found = len(nest.flatten(returned)[0])
+            raise TypeError(
+                f"the function returned {found} value{'s' * (found != 1)}, {_describe(returned)}, and "
+                f"{len(self._specs)} are declared: {error}"
+            ) from None
+
+
+def _checked(spec: Spec, value: Any, what: str = "its result") -> Any:
+    """`value` as a value of `spec`.
+
+    Raises:
+        TypeError: it is no array or number, or one of another dtype.
+        ValueError: it has another shape.
+    """
+    if isinstance(value, bool | int | float | complex | str) and not isinstance(value, np.generic):
+        value = _from_python(spec, value, what)
+    elif isinstance(value, np.ndarray):
+        # Subclasses such as matrices compute by rules of their own.
+        value = np.asarray(value)
+    elif not isinstance(value, np.generic) and not hasattr(value, "__cuda_array_interface__"):
+        raise TypeError(f"the function returned {_describe(value)} as {what}, declared as {spec}{_advice(value)}")
+    if value.dtype != spec.dtype:
+        if spec.dtype != string or value.dtype.kind != "U":
+            raise TypeError(
+                f"the function returned dtype {value.dtype} as {what}, declared as {spec}; convert it with "
+                f".astype({dtype_name(spec.dtype)!r}), or declare what it returns"
+            )
+        value = np.asarray(value).astype(string)
+    if not is_compatible(value.shape, spec.shape):
+        raise ValueError(f"the function returned shape {format_shape(value.shape)} as {what}, declared as {spec}")
+    return value
+
+
+def _from_python(spec: Spec, value: bool | int | float | complex | str, what: str) -> Any:
+    """A Python scalar as a value of the declared dtype."""
+    if isinstance(value, str):
+        fits = spec.dtype == string
+    else:
+        try:
+            fits = is_weak(value) and promoted_dtype([spec.dtype, value]) == spec.dtype
+        except DTypeError:
+            fits = False
+    if not fits:
+        raise TypeError(
+            f"the function returned {_describe(value)} as {what}, which does not fit the declared dtype "
+            f"{dtype_name(spec.dtype)}"
+        )
+    return np.array(value, dtype=spec.dtype)[()] if spec.dtype != string else np.array(value, dtype=string)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, np.ndarray | np.generic):
+        return f"an array {value.dtype}{format_shape(value.shape)}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _advice(value: object) -> str:
+    """How to mend a result that is no array."""
+    if inspect.iscoroutine(value):
+        value.close()  # it will never be awaited, which Python would warn of
+        return "; declare the function with `async def`"
+    if isinstance(value, Tensor | SupportsTensor):
+        return "; it is called while the graph runs and computes with NumPy, not with graph functions"
+    if isinstance(value, list | tuple):
+        return "; return np.asarray(...) of it, or declare a tuple of specs for several outputs"
+    return "; return a NumPy array or a number"
+
+
+__all__ = ["Cost", "CustomOp", "Outputs", "op"]
