@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncflow.errors import InternalError
 from asyncflow.graph.frames import FramePath, frame_of
+from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
@@ -15,7 +17,7 @@ def assign_frames(graph: Graph) -> dict[Node, FramePath]:
     """The frame of every node of a flat graph.
 
     Raises:
-        GraphError: a node mixes two frames.
+        GraphError: a node mixes two frames, or nodes wait for one another in a cycle.
     """
     frames: dict[Node, FramePath] = {}
     consumers: dict[Node, list[Node]] = {}
@@ -38,4 +40,8 @@ def assign_frames(graph: Graph) -> dict[Node, FramePath]:
             missing[consumer] -= 1
             if missing[consumer] == 0:
                 ready.append(consumer)
+    if len(frames) < len(graph.nodes):
+        verify(graph)  # names the cycle
+        stuck = ", ".join(node.name for node in graph.nodes if node not in frames)
+        raise InternalError(f"no frame can be told for {stuck}")
     return frames

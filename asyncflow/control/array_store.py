@@ -43,7 +43,7 @@ def element_shape(declared: Shape, common: Common) -> Shape:
     return declared if common is None else merge(declared, common[0])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ArrayKind:
     """What all states of one array have in common; two arrays can stand in for each other if these are equal.
 
@@ -59,7 +59,7 @@ class ArrayKind:
     dynamic_size: bool
     clear_after_read: bool
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         length = "growing " if self.dynamic_size else ""
         reads = "" if self.clear_after_read else ", read any number of times"
         return f"{length}TensorArray of {dtype_name(self.dtype)}{format_shape(self.element_shape)}{reads}"

@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.fetches import Fetch
+
+_COMPILED_INLINE = 200
+"""A graph of at most so many nodes compiles on the event loop, in a few ms."""
 
 _current: ContextVar[Session | None] = ContextVar("asyncflow_session", default=None)
 _forked: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -107,6 +111,7 @@ class Session:
         self._max_iterations = max_iterations
         self._random_seed = secrets.randbits(63)
         self._plans: dict[Graph, tuple[int, dict[Any, Plan]]] = {}
+        self._compiling: dict[tuple[Graph, int, Any], asyncio.Future[Plan]] = {}
         self._runs: set[Run] = set()
         self._run_count = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -245,7 +250,8 @@ class Session:
         loop = self._bind()
         leaves, structure = read_fetches(fetches, graph)
         checked = check_feeds(feeds, graph) if feeds else {}
-        plan = self._plan(graph_of((*leaves, *checked), graph), leaves, tuple(checked), (), all_effects)
+        graph = graph_of((*leaves, *checked), graph)
+        plan = await self._plan(graph, leaves, tuple(checked), all_effects=all_effects)
         recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
         run = self._start(loop, plan, list(checked.values()), timeout, recorder, None)
         try:
@@ -321,7 +327,7 @@ class Session:
         if not tensors or any(tensor.graph is not tensors[0].graph for tensor in tensors):
             raise FetchError("stream takes tensors of one loop body; these are inside several, or there are none")
         checked = check_feeds(feeds, self.graph) if feeds else {}
-        plan = self._plan(graph_of(tensors, self.graph), (), tuple(checked), tuple(tensors), False)
+        plan = await self._plan(graph_of(tensors, self.graph), (), tuple(checked), tuple(tensors))
         channel = Channel(loop)
         run = self._start(loop, plan, list(checked.values()), timeout, trace or current_trace(), channel)
         try:
@@ -349,35 +355,70 @@ class Session:
         """The compiled plan for runs with these fetches and these fed tensors; ``.explain()`` prints it."""
         leaves, _ = read_fetches(fetches, self.graph)
         fed = tuple(feed_target(feed, self.graph) for feed in feeds)
-        return self._plan(graph_of((*leaves, *fed), self.graph), leaves, fed, (), False)
+        graph = graph_of((*leaves, *fed), self.graph)
+        plans, key = self._plans_of(graph), (tuple(leaves), fed, (), False)
+        if key not in plans:
+            plans[key] = self._compile(graph, leaves, fed)
+        return plans[key]
 
-    def _plan(
+    async def _plan(
         self,
         graph: Graph,
         fetches: Sequence[Fetch],
         feeds: tuple[Tensor, ...],
-        streamed: tuple[Tensor, ...],
-        all_effects: bool,
+        streamed: tuple[Tensor, ...] = (),
+        *,
+        all_effects: bool = False,
     ) -> Plan:
+        """The plan from the cache, or compiled: a large graph on a thread, so that the event loop goes on."""
+        key = (tuple(fetches), feeds, streamed, all_effects)
+        plans = self._plans_of(graph)
+        plan = plans.get(key)
+        if plan is not None:
+            return plan
+        compiling = partial(self._compile, graph, fetches, feeds, streamed, all_effects)
+        if graph.version <= _COMPILED_INLINE:
+            plan = plans[key] = compiling()
+            return plan
+        # Requests that arrive meanwhile share the work; one that is cancelled does not take it from the others.
+        shared = self._compiling.get((graph, graph.version, key))
+        if shared is None:
+            shared = asyncio.ensure_future(asyncio.to_thread(compiling))
+            self._compiling[graph, graph.version, key] = shared
+            shared.add_done_callback(partial(self._compiled, plans, (graph, graph.version, key)))
+        return await asyncio.shield(shared)
+
+    def _compiled(self, plans: dict[Any, Plan], key: tuple[Graph, int, Any], compiled: asyncio.Future[Plan]) -> None:
+        del self._compiling[key]
+        if not compiled.cancelled() and compiled.exception() is None:
+            plans[key[2]] = compiled.result()
+
+    def _plans_of(self, graph: Graph) -> dict[Any, Plan]:
         version, plans = self._plans.get(graph, (-1, {}))
         if version != graph.version:  # the graph has grown since: its old plans are of no more use
             plans = {}
             self._plans[graph] = graph.version, plans
-        key = (tuple(fetches), feeds, streamed, all_effects)
-        plan = plans.get(key)
-        if plan is None:
-            plan = plans[key] = compile_plan(
-                graph,
-                fetches,
-                feeds,
-                device=self.devices[0],
-                resolve=self.state.lookup,
-                streamed=streamed,
-                all_effects=all_effects,
-                debug=self._debug,
-                check_numerics=self._check_numerics,
-            )
-        return plan
+        return plans
+
+    def _compile(
+        self,
+        graph: Graph,
+        fetches: Sequence[Fetch],
+        feeds: tuple[Tensor, ...],
+        streamed: tuple[Tensor, ...] = (),
+        all_effects: bool = False,
+    ) -> Plan:
+        return compile_plan(
+            graph,
+            fetches,
+            feeds,
+            device=self.devices[0],
+            resolve=self.state.lookup,
+            streamed=streamed,
+            all_effects=all_effects,
+            debug=self._debug,
+            check_numerics=self._check_numerics,
+        )
 
 
 def _streamed(leaf: object, graph: Graph | None) -> Tensor:
