@@ -9,7 +9,9 @@ from __future__ import annotations
 import math as _math
 
 from asyncflow import profiler, raw
+from asyncflow.control.case import case, switch_case
 from asyncflow.control.cond import cond
+from asyncflow.control.functional import foldl, foldr, map_fn, scan
 from asyncflow.control.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
 from asyncflow.errors import (
@@ -249,6 +251,7 @@ __all__ = [
     "broadcast_arrays",
     "broadcast_to",
     "can_cast",
+    "case",
     "ceil",
     "check_numerics",
     "clip",
@@ -286,6 +289,8 @@ __all__ = [
     "float64",
     "floor",
     "floor_divide",
+    "foldl",
+    "foldr",
     "from_dlpack",
     "full",
     "full_like",
@@ -325,6 +330,7 @@ __all__ = [
     "logical_or",
     "logical_xor",
     "logsumexp",
+    "map_fn",
     "matmul",
     "matrix_transpose",
     "max",
@@ -369,6 +375,7 @@ __all__ = [
     "roll",
     "round",
     "run",
+    "scan",
     "scatter_add",
     "scatter_update",
     "searchsorted",
@@ -392,6 +399,7 @@ __all__ = [
     "string",
     "subtract",
     "sum",
+    "switch_case",
     "take",
     "take_along_axis",
     "tan",

@@ -87,6 +87,7 @@ def _order_iterations(node: Node, written: list[Hashable]) -> None:
         node.inputs.insert(position + offset, first)
         for loop_part, turns in ((condition, cond_turns), (body, body_turns)):
             inner = loop_part.add_node(PARAMETER, (), {"spec": first.spec}, first.spec, name="turn").outputs[0]
+            loop_part.nodes.insert(0, loop_part.nodes.pop())  # nodes stand behind what they wait for
             loop_part.inputs.insert(position + offset, inner)
             turns[resource] = _Turn(inner.node)
     _order(condition, cond_turns)

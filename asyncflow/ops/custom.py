@@ -279,7 +279,7 @@ def _infer(*inputs: Spec, outputs: Outputs, arguments: dict[str, Any]) -> Spec |
     return outputs if isinstance(outputs, Spec) else tuple(nest.flatten(outputs)[0])
 
 
-def _flops(cost: Cost, inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
+def _flops(cost: Cost, inputs: Sequence[Shape], outputs: Sequence[Shape], /, **attrs: object) -> float:
     return float(cost(inputs, outputs) if callable(cost) else cost)
 
 

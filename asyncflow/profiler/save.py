@@ -49,6 +49,23 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
                 raw.write(text.encode())
 
 
+def check_destination(path: str | os.PathLike[str]) -> None:
+    """Raise now what `save` would raise later about this path: before a long run, not after it.
+
+    Raises:
+        TraceFormatError: the suffix names no known format.
+        FileNotFoundError: no such directory.
+    """
+    target = Path(path)
+    _format_of(target)
+    _check_directory(target)
+
+
+def _check_directory(path: Path) -> None:
+    if not path.resolve().parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "cannot save the trace: its directory does not exist", str(path))
+
+
 def _format_of(path: Path) -> tuple[Callable[[Trace], Iterator[str]], bool]:
     """How to render the file, and whether to compress it."""
     name = path.name.lower()
@@ -70,8 +87,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A binary file that takes the place of ``path`` when the block ends, and vanishes when it raises."""
     # Writing through a symbolic link must change the file behind it, not the link.
     target = path.resolve()
-    if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "cannot save the trace: its directory does not exist", str(path))
+    _check_directory(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     # Not `tempfile`: its files are private to the user, and a trace is there to be passed on.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)

@@ -25,9 +25,8 @@ from asyncflow.graph.build import (
     constant,
     graph_for,
 )
-from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name
-from asyncflow.graph.graph import STRUCTURED, Subgraph, node_effects
+from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Access, Effects, Op, register
 from asyncflow.graph.operators import Operators
@@ -45,6 +44,8 @@ from asyncflow.graph.shapes import (
 )
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
+from asyncflow.state.immutable import immutable, sealed
+from asyncflow.state.pure import check_pure, compile_pure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -316,40 +317,6 @@ class VariableState:
             )
 
 
-def immutable(value: Any) -> Any:
-    """`value` itself if nobody can write to its memory, else a copy that nobody can; rank 0 becomes a NumPy scalar."""
-    if not isinstance(value, np.ndarray):
-        return value
-    if value.ndim == 0 and value.dtype.kind in "biufc":
-        return value[()]
-    if _is_immutable(value):
-        return value
-    copied = value.copy()
-    copied.flags.writeable = False
-    return copied
-
-
-def _is_immutable(array: np.ndarray[Any, Any]) -> bool:
-    """Whether the array and all that share its memory are read-only, as far as NumPy tells."""
-    holder: Any = array
-    while isinstance(holder, np.ndarray) and not holder.flags.writeable:
-        holder = holder.base
-    # Anything else at the end of the chain, such as a memory map, may be written to from elsewhere.
-    return holder is None
-
-
-def _sealed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose results are fresh memory, with its results made read-only: no copy is needed to keep them."""
-
-    def call(old: Any, *args: Any) -> Any:
-        result = function(old, *args)
-        if isinstance(result, np.ndarray) and result.base is None and all(result is not x for x in (old, *args)):
-            result.flags.writeable = False
-        return result
-
-    return call
-
-
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
@@ -383,7 +350,7 @@ def _arithmetic_spec(ufunc: np.ufunc) -> Callable[..., Spec]:
 
 def _arithmetic(name: str, ufunc: np.ufunc) -> Op:
     def kernel(xp: Any, *, variable: VariableState) -> Kernel:
-        return partial(variable.apply, _sealed(getattr(xp, ufunc.__name__)))
+        return partial(variable.apply, sealed(getattr(xp, ufunc.__name__)))
 
     return register(Op(name=name, infer=_arithmetic_spec(ufunc), kernel=kernel, effects=_effects(Access.WRITE)))
 
@@ -393,7 +360,7 @@ def _update_spec(*inputs: Spec, variable: Variable, function: Subgraph) -> Spec:
 
 
 def _update_kernel(xp: Any, *, variable: VariableState, function: Subgraph) -> Kernel:
-    return partial(variable.apply, _compiled(xp, function))
+    return partial(variable.apply, compile_pure(xp, function))
 
 
 READ = register(
@@ -431,7 +398,7 @@ def _update(variable: Variable, graph: Graph, fn: Callable[..., TensorLike], inp
         result = body.import_tensor(variable._own(returned))
     body.results.append(result)
     body.closed = True
-    _check_pure(body, label)
+    check_pure(body, label)
     attrs = {"variable": variable, "function": body}
     try:
         spec = _update_spec(variable=variable, function=body)
@@ -444,64 +411,4 @@ def _update(variable: Variable, graph: Graph, fn: Callable[..., TensorLike], inp
     return node.outputs[0]
 
 
-def _check_pure(body: Subgraph, label: str) -> None:
-    for node in body.nodes:
-        fault = None if node.op is PARAMETER else _impurity(node)
-        if fault is not None:
-            raise GraphError(
-                f"{label}: {node.name} ({node.op.name}) {fault}; the function of an update may run several times and "
-                f"is made of pure ops only: compute this outside and pass it as an argument\n  built at {node.location}"
-            )
-
-
-def _impurity(node: Node) -> str | None:
-    if node.op.name in STRUCTURED:
-        return "is a branch or loop"
-    if node_effects(node):
-        return "uses state or has a side effect"
-    if node.op.is_async:
-        return "is a coroutine"
-    if node.op.is_random or node.op.needs_context:
-        return "draws random numbers"
-    return "has no value of its own" if node.op.kernel is None else None
-
-
-def _compiled(xp: Any, function: Subgraph) -> Callable[..., Any]:
-    """One Python callable for a body of pure nodes: input values to the result."""
-    slots = {tensor: slot for slot, tensor in enumerate(function.inputs)}
-    steps: list[tuple[Kernel, tuple[int, ...], Node]] = []
-    for node in _needed(function):
-        assert node.op.kernel is not None
-        steps.append((node.op.kernel(xp, **node.attrs), tuple(slots[x] for x in node.inputs), node))
-        for output in node.outputs:
-            slots[output] = len(slots)
-    last = slots[function.results[0]]
-
-    def call(*inputs: Any) -> Any:
-        values = list(inputs)
-        for kernel, sources, node in steps:
-            try:
-                result = kernel(*[values[source] for source in sources])
-            except Exception as error:
-                error.add_note(f"in {node.name} ({node.op.name}), built at {node.location}")
-                raise
-            if node.single:
-                values.append(result)
-            else:
-                values.extend(result)
-        return values[last]
-
-    # A user's function may keep the array it returns, so that one is copied.
-    return call if any(node.op.is_user for _, _, node in steps) else _sealed(call)
-
-
-def _needed(function: Subgraph) -> list[Node]:
-    """The nodes that the result depends on, in the order they were built."""
-    needed = {function.results[0].node: None}
-    for node in reversed(function.nodes):
-        if node in needed:
-            needed.update(dict.fromkeys(tensor.node for tensor in node.inputs))
-    return [node for node in function.nodes if node in needed and node.op is not PARAMETER]
-
-
-__all__ = ["Variable", "VariableState", "immutable"]
+__all__ = ["Variable", "VariableState"]

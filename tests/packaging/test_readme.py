@@ -1,4 +1,4 @@
-"""The Python programs in the README run as they stand there."""
+"""The Python programs in the README and the guide run as they stand there."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def test_readme_programs_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+def test_programs_on_the_page_run(page: str, tmp_path: Path) -> None:
     # Blocks with prompts are left to `make doctest`, which also compares their output.
-    programs = [block for block in BLOCK.findall(README.read_text(encoding="utf-8")) if ">>>" not in block]
-    assert programs, "README.md shows no ```python program"
+    programs = [block for block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")) if ">>>" not in block]
+    assert programs, f"{page} shows no ```python program"
     for number, program in enumerate(programs):
-        path = tmp_path / f"readme_{number}.py"
+        path = tmp_path / f"program_{number}.py"
         path.write_text(program, encoding="utf-8")
         done = subprocess.run(
             [sys.executable, "-W", "error", str(path)],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(README.parent)},
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

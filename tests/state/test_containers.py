@@ -81,7 +81,9 @@ def test_a_container_refuses_another_kind_under_a_name() -> None:
 
     store = StateStore()
     store.lookup(shared(1))
-    with pytest.raises(af.GraphError, match=r"'test' already holds 'v' as a variable int64\[\].* as a variable float64"):
+    with pytest.raises(
+        af.GraphError, match=r"'test' already holds 'v' as a variable int64\[\].* as a variable float64"
+    ):
         store.lookup(shared(1.5))
     with pytest.raises(af.GraphError, match=r"asked for as a Queue; use another name, or reset_container\('test'\)"):
         store.lookup(Queue("v", "test"))

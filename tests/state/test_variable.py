@@ -14,7 +14,8 @@ import asyncflow as af
 from asyncflow.graph.graph import node_effects
 from asyncflow.graph.op import Access
 from asyncflow.state.containers import StateStore
-from asyncflow.state.variable import VariableState, immutable
+from asyncflow.state.immutable import immutable
+from asyncflow.state.variable import VariableState
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -74,7 +75,10 @@ def test_a_name_is_made_up_where_none_is_given() -> None:
         (lambda: af.Variable(0, name=""), "a name is not empty"),
         (lambda: af.Variable(0, name="a:0"), "has no ':'"),
         (lambda: af.Variable(0, container="shared"), "container 'shared' needs a name"),
-        (lambda: af.Variable(af.spec("int32"), dtype="int32"), r"Variable\(int32\[...\]\): a Spec says dtype and shape"),
+        (
+            lambda: af.Variable(af.spec("int32"), dtype="int32"),
+            r"Variable\(int32\[...\]\): a Spec says dtype and shape",
+        ),
         (lambda: af.Variable([1, 2], shape=(3,)), r"has shape \[2\]; shape=\[3\] does not allow it"),
         (lambda: af.Variable(1.5, dtype="int32"), "1.5 does not fit dtype int32"),
         (lambda: af.Variable(af.spec("variant", ())), "cannot hold variants"),
@@ -98,9 +102,10 @@ def test_each_use_is_a_new_read(graph: af.Graph) -> None:
 
 
 def test_iterates_over_its_rows_and_no_further(graph: af.Graph) -> None:
-    assert len(list(af.Variable([1, 2, 3]))) == 3
+    first, second = af.Variable([[1, 2], [3, 4]])
+    assert first.shape == second.shape == (2,)
     with pytest.raises(af.GraphError, match="cannot iterate"):
-        list(af.Variable(af.spec("int32", (None,))))
+        first, second = af.Variable(af.spec("int32", (None,)))
 
 
 def test_effects_name_what_is_shared(graph: af.Graph) -> None:
@@ -189,7 +194,7 @@ def test_update_calls_its_function_once_and_keeps_the_body_apart(graph: af.Graph
     store = StateStore()
     assert kernel_of(new, store)(np.float64(3), np.float64(0.5)) == 6.5
     assert store.lookup(v).value == 6.5
-    with pytest.raises(af.GraphError, match="v/update is finished|leaves a branch or loop"):
+    with pytest.raises(af.GraphError, match="leaves a branch or loop"):
         calls[0] + 1
     af.verify(graph)
 
@@ -217,7 +222,7 @@ def test_update_may_ignore_the_old_value_or_the_new(graph: af.Graph) -> None:
 
 
 def test_an_error_inside_names_the_inner_node(graph: af.Graph) -> None:
-    v = af.Variable(af.spec("int64", (None,)))
+    v = af.Variable(af.spec("int64"))
     new = v.update(lambda old: af.reshape(old, (2, 2)))
     store = StateStore()
     store.lookup(v).assign(np.array([5]))
@@ -235,16 +240,14 @@ async def _wait(x: Any) -> Any:
     ("fn", "message"),
     [
         (lambda old: old + af.Variable(1), "uses state or has a side effect"),
-        (lambda old: af.print(old), "uses state or has a side effect"),
-        (lambda old: old + af.random.uniform((), dtype="int64", low=0, high=3), "draws random numbers"),
-        (lambda old: af.op(_wait, outputs=old.spec)(old), "is a coroutine"),
+        (af.print, "uses state or has a side effect"),
+        (lambda old: old + af.random.integers(high=3), "draws random numbers"),
+        (lambda old: af.op(outputs=old.spec)(_wait)(old), "is a coroutine"),
         (lambda old: af.cond(old > 0, lambda: old, lambda: -old), "is a branch or loop"),
         (lambda old: old + af.placeholder("int64", ()), "has no value of its own"),
     ],
 )
-def test_update_refuses_what_is_not_pure(
-    graph: af.Graph, fn: Callable[[af.Tensor], af.Tensor], message: str
-) -> None:
+def test_update_refuses_what_is_not_pure(graph: af.Graph, fn: Callable[[af.Tensor], af.Tensor], message: str) -> None:
     with pytest.raises(af.GraphError, match=f"v/update: .*{message}(.|\n)*pass it as an argument(.|\n)*built at"):
         af.Variable(0, name="v").update(fn)
 
@@ -451,7 +454,7 @@ async def test_conformance_31_captured_variable_is_read_each_iteration(graph: af
         v.assign_add(10)
         return i + 1, seen + v
 
-    assert await run(af.while_loop(lambda i, _: i < 3, body, (0, 0))) == [3, 60] or True
+    assert await run(af.while_loop(lambda i, _: i < 3, body, (0, 0))) == (3, 60)
     assert await run(v.read()) == 30
 
 

@@ -1,0 +1,10 @@
+"""``python -m asyncflow``: the `asyncflow` command."""
+
+from __future__ import annotations
+
+import sys
+
+from asyncflow.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

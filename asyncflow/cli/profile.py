@@ -1,0 +1,108 @@
+"""``asyncflow profile``: runs a program, records every graph run in it, and shows where the time went."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncflow.cli.target import Target, TargetError
+from asyncflow.profiler import format_table, save, summarize
+from asyncflow.profiler.save import check_destination
+from asyncflow.runtime.loop import run
+from asyncflow.runtime.trace import Trace
+
+FAILED = 1
+INTERRUPTED = 130
+
+
+def profile(target: str, outputs: Sequence[Path], arguments: Sequence[str], *, top: int) -> int:
+    """Runs `target`, prints a summary, writes the timeline to every one of `outputs`, and gives the exit code.
+
+    Args:
+        target: ``file.py:name`` or ``package.module:name``.
+        outputs: files ending in .json, .json.gz or .html; checked before anything runs.
+        arguments: the program's ``sys.argv[1:]``.
+        top: how many nodes the summary lists.
+
+    Returns:
+        0; 1 if the program raised, after printing its traceback; its own code if it raised `SystemExit`; 130 if it was
+        interrupted. The timeline is written in every case.
+
+    Raises:
+        TargetError: `target` names nothing that can be called without arguments.
+        TraceFormatError, OSError: an output that cannot be written.
+    """
+    for path in outputs:
+        check_destination(path)
+    trace = Trace()
+    code = _run(Target.parse(target), arguments, trace)
+    sys.stdout.flush()
+    print(f"\n{format_table(summarize(trace), top=top)}")
+    for path in outputs:
+        save(trace, path)
+        viewer = "any browser" if path.suffix.lower() == ".html" else "https://ui.perfetto.dev"
+        print(f"\nwrote {path}: open it in {viewer}")
+    return code
+
+
+def _run(target: Target, arguments: Sequence[str], trace: Trace) -> int:
+    """Loads and calls the target as a program of its own, and gives its exit code."""
+    with _as_program(target, arguments):
+        try:
+            call = target.load()
+            with trace:
+                result = call()
+                if inspect.isawaitable(result):
+                    run(_awaited(result))
+        except TargetError:
+            raise
+        except SystemExit as error:
+            return _exit_code(error)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except Exception as error:
+            _print_traceback(error)
+            return FAILED
+    return 0
+
+
+async def _awaited(result: Awaitable[object]) -> object:
+    return await result
+
+
+@contextmanager
+def _as_program(target: Target, arguments: Sequence[str]) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path`` as the program would find them if it were run alone."""
+    argv, path = sys.argv, sys.path
+    sys.argv, sys.path = [target.program, *arguments], [target.search_path, *path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path
+
+
+def _exit_code(error: SystemExit) -> int:
+    """What Python would make of it: a number is the code, any other object is printed and means failure."""
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code
+    print(error.code, file=sys.stderr)
+    return FAILED
+
+
+def _print_traceback(error: Exception) -> None:
+    """The traceback from the program's first line on; the frames before it are ours."""
+    frames = error.__traceback__
+    first = frames
+    while first is not None and first.tb_frame.f_code.co_filename.startswith((str(_HERE), "<frozen importlib")):
+        first = first.tb_next
+    traceback.print_exception(error.with_traceback(first or frames))
+
+
+_HERE = Path(__file__).resolve().parent

@@ -1,0 +1,122 @@
+"""Which callable does ``file.py:name`` or ``package.module:name`` mean, and how is it loaded?"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Self
+
+
+class TargetError(Exception):
+    """A target that names nothing that can be called; the message says what to write instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is to be called, before anything is imported."""
+
+    module: str
+    """Dotted name; of a file, its stem."""
+    file: Path | None
+    """None for a module found on ``sys.path``."""
+    attribute: str
+    """Name inside the module, dotted for a member."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads ``file.py:name`` or ``package.module:name``; the file has to exist."""
+        place, colon, attribute = text.rpartition(":")
+        if not colon or not place or not all(part.isidentifier() for part in attribute.split(".")):
+            raise TargetError(
+                f"{text!r} does not say what to call; write file.py:name or package.module:name, such as "
+                f"{place or text or 'train.py'}:main"
+            )
+        if not place.endswith(".py"):
+            if not all(part.isidentifier() for part in place.split(".")):
+                raise TargetError(f"{place!r} is neither a file ending in .py nor a dotted module name")
+            return cls(place, None, attribute)
+        file = Path(place)
+        if not file.is_file():
+            raise TargetError(f"there is no file {place!r} in {Path.cwd()}")
+        return cls(file.stem, file.resolve(), attribute)
+
+    @property
+    def search_path(self) -> str:
+        """What ``python file.py`` or ``python -m module`` would put first on ``sys.path``."""
+        return str(self.file.parent) if self.file is not None else str(Path.cwd())
+
+    @property
+    def program(self) -> str:
+        """What the program finds as ``sys.argv[0]``."""
+        return str(self.file) if self.file is not None else self.module
+
+    def load(self) -> Callable[[], object]:
+        """Imports the module and gives the callable.
+
+        Raises:
+            TargetError: no such module, no such name in it, not callable, or it needs arguments.
+            Exception: whatever the module raises while it is imported.
+        """
+        module = _import_module(self.module) if self.file is None else _import_file(self.module, self.file)
+        try:
+            found = reduce(getattr, self.attribute.split("."), module)
+        except AttributeError:
+            raise TargetError(f"{self.program} has no {self.attribute!r}; {_offers(module)}") from None
+        if not callable(found):
+            raise TargetError(f"{self.attribute} of {self.program} is a {type(found).__name__}; name a function")
+        _check_no_arguments(self.attribute, found)
+        return found
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # One that the module itself asks for is the program's error, and keeps its traceback.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise TargetError(
+            f"there is no module {name!r} in {Path.cwd()} or elsewhere on the import path ({error}); a file is named "
+            f"with its suffix, such as {name.replace('.', '/')}.py:main"
+        ) from None
+
+
+def _import_file(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses, pickles and the module's own imports look it up by name.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _offers(module: ModuleType) -> str:
+    """What the module defines that could have been meant."""
+    names = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+    return f"it defines {', '.join(names)}" if names else "it defines nothing to call"
+
+
+def _check_no_arguments(name: str, function: Callable[..., object]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # some builtins have no signature
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TargetError(
+            f"{name}{signature} needs arguments ({error}), and is called without; name a function that takes none, "
+            f"and read the program's arguments from sys.argv"
+        ) from None

@@ -1,0 +1,47 @@
+"""Values that nobody can write to, which is what a state holds: readers keep them without a lock or a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def immutable(value: Any) -> Any:
+    """`value` itself if nobody can write to its memory, else a copy that nobody can; rank 0 becomes a NumPy scalar."""
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.ndim == 0 and value.dtype.kind in "biufc":
+        return value[()]
+    if _is_immutable(value):
+        return value
+    copied = value.copy()
+    copied.flags.writeable = False
+    return copied
+
+
+def _is_immutable(array: np.ndarray[Any, Any]) -> bool:
+    """Whether the array and all that share its memory are read-only, as far as NumPy tells."""
+    holder: Any = array
+    while isinstance(holder, np.ndarray) and not holder.flags.writeable:
+        holder = holder.base
+    # Anything else at the end of the chain, such as a memory map, may be written to from elsewhere.
+    return holder is None
+
+
+def sealed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose results are fresh memory, with its results made read-only: no copy is needed to keep them."""
+
+    def call(old: Any, *args: Any) -> Any:
+        result = function(old, *args)
+        if isinstance(result, np.ndarray) and result.base is None and all(result is not x for x in (old, *args)):
+            result.flags.writeable = False
+        return result
+
+    return call
+
+
+__all__ = ["immutable", "sealed"]

@@ -1,0 +1,488 @@
+"""CONFORMANCE 25-32 and 40-44: what `while_loop` computes and what it refuses. Effects are in test_while_effects."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.graph.graph import Subgraph
+
+Run = Callable[..., Awaitable[Any]]
+
+pytestmark = pytest.mark.usefixtures("graph")
+
+
+class Pair(NamedTuple):
+    count: Any
+    total: Any
+
+
+@dataclass
+class Counter:
+    count: Any
+    total: Any
+
+
+def count_to(limit: Any, start: Any = 0, **options: Any) -> Any:
+    return af.while_loop(lambda i: i < limit, lambda i: i + 1, (start,), **options)[0]
+
+
+def body_of(result: af.Tensor) -> Subgraph:
+    body: Subgraph = result.node.attrs["body"]
+    return body
+
+
+# -- 25: zero iterations ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "uint64", "float16", "float32", "complex64"])
+async def test_25_zero_iterations_return_the_inits(run: Run, dtype: str) -> None:
+    """CONFORMANCE 25: dtype and shape of the inits come back."""
+    init = np.ones((2, 3), dtype)
+    (result,) = await run(af.while_loop(lambda x: False, lambda x: x, (init,)))
+    assert result.dtype == init.dtype
+    np.testing.assert_array_equal(result, init)
+
+
+async def test_25_zero_iterations_keep_the_structure(run: Run) -> None:
+    """CONFORMANCE 25: so does the nest."""
+    init = {"a": (1, [2.0]), "b": Pair(3, np.zeros((0, 2)))}
+    result = await run(af.while_loop(lambda x: False, lambda x: x, init))
+    assert (result["a"], result["b"].count) == ((1, [2.0]), 3)
+    assert type(result["b"]) is Pair and result["b"].total.shape == (0, 2)
+
+
+async def test_25_zero_iterations_keep_strings(run: Run) -> None:
+    """CONFORMANCE 25: values that no kernel touches may be strings."""
+    (result,) = await run(af.while_loop(lambda x: False, lambda x: x, (np.array(["left", "right"]),)))
+    assert list(result) == ["left", "right"]
+
+
+# -- 26: long and bounded loops --------------------------------------------------------------------------------------
+
+
+async def test_26_ten_thousand_steps(run: Run) -> None:
+    """CONFORMANCE 26: a counter of 10,000 steps."""
+    assert await run(count_to(10_000)) == 10_000
+
+
+@pytest.mark.parametrize(("maximum", "expected"), [(0, 0), (1, 1), (3, 3), (100, 10)])
+async def test_26_maximum_iterations(run: Run, maximum: int, expected: int) -> None:
+    """CONFORMANCE 26: whichever of predicate and maximum says stop first."""
+    assert await run(count_to(10, maximum_iterations=maximum)) == expected
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "int64"])
+async def test_26_maximum_iterations_as_a_run_time_tensor(run: Run, dtype: str) -> None:
+    """CONFORMANCE 26: the maximum may be fed, and computed."""
+    fed = af.placeholder(dtype, ())
+    result = count_to(10, maximum_iterations=fed * 2)
+    assert [await run(result, {fed: n}) for n in (0, 1, 3, 50)] == [0, 2, 6, 10]
+
+
+async def test_26_maximum_iterations_keeps_the_structure(run: Run) -> None:
+    """CONFORMANCE 26: a bounded loop gives back the nest it was given, for every kind of nest."""
+    for init in ((0,), [0], {"i": 0}, Pair(0, 0), 0):
+        result = await run(af.while_loop(lambda *x: True, lambda *x: x[0] if len(x) == 1 else x, init, maximum_iterations=2))
+        assert type(result) is type(init) or init == 0
+        assert result == init
+
+
+@pytest.mark.parametrize("maximum", [1.5, [1, 2], True])
+def test_26_maximum_iterations_is_an_integer_scalar(maximum: Any) -> None:
+    """CONFORMANCE 26: anything else is refused when the loop is built."""
+    with pytest.raises(af.GraphError, match="maximum_iterations is an integer scalar"):
+        count_to(10, maximum_iterations=maximum)
+
+
+# -- 27: parallel_iterations -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 10, 32, 10**9])
+async def test_27_parallel_iterations_never_change_the_values(run: Run, window: int) -> None:
+    """CONFORMANCE 27: also not where iterations overlap, nor for a loop of thousands."""
+    elements = af.constant(np.arange(10.0))
+
+    def step(i: Any, total: Any) -> Any:
+        return i + 1, total + af.sqrt(elements[i]) * 2
+
+    _, total = af.while_loop(lambda i, t: i < 10, step, (0, 0.0), parallel_iterations=window)
+    values = await run((total, count_to(3000, parallel_iterations=window)))
+    assert values == (pytest.approx(2 * np.sqrt(np.arange(10.0)).sum()), 3000)
+
+
+@pytest.mark.parametrize("window", [0, -1, 1.0, True, None])
+def test_27_parallel_iterations_below_one_are_rejected(window: Any) -> None:
+    """CONFORMANCE 27: and so is what is no int."""
+    with pytest.raises(af.GraphError, match="parallel_iterations is an int of at least 1"):
+        count_to(3, parallel_iterations=window)
+
+
+# -- 28: what a body and a predicate must give -----------------------------------------------------------------------
+
+
+REFUSED_BODIES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "one value too many": (lambda i, x: (i, x, x), af.GraphError, r"expected 2 items \(0, 1\), got 3 items"),
+    "one value too few": (lambda i, x: (i,), af.GraphError, "expected 2 items"),
+    "another structure": (lambda i, x: (i, (x,)), af.GraphError, r"\[1\]: expected one value, got \(\*\)"),
+    "another dtype": (lambda i, x: (i, af.astype(x, "float64")), af.DTypeError, r"loop_vars\[1\].*float32.*float64"),
+    "nothing": (lambda i, x: None, af.GraphError, "must return what it was given"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BODIES)
+def test_28_bodies_that_do_not_fit(case: str) -> None:
+    """CONFORMANCE 28: the error names the variable and says what was expected."""
+    body, error, message = REFUSED_BODIES[case]
+    with pytest.raises(error, match=message):
+        af.while_loop(lambda i, x: i < 3, body, (0, np.float32(0)))
+
+
+def test_28_a_dict_variable_is_named_by_its_key() -> None:
+    """CONFORMANCE 28: the path leads to the variable in a nest."""
+    with pytest.raises(af.DTypeError, match=r"loop_vars\['state'\]\[0\] of while"):
+        af.while_loop(lambda v: True, lambda v: {"i": v["i"], "state": (v["i"] > 0,)}, {"i": 0, "state": (1,)})
+
+
+REFUSED_PREDICATES: dict[str, tuple[Any, type[Exception], str]] = {
+    "a number": (lambda i: i, af.DTypeError, "boolean scalar"),
+    "two booleans": (lambda i: [i < 3, i < 4], af.GraphError, "one boolean scalar"),
+    "a vector": (lambda i: af.stack([i < 3, i < 4]), af.ShapeError, r"boolean scalar; got shape \[2\]"),
+    "nothing": (lambda i: None, af.GraphError, "one boolean scalar"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_PREDICATES)
+def test_28_predicates_that_are_no_boolean_scalar(case: str) -> None:
+    """CONFORMANCE 28: build errors that say what a predicate is."""
+    pred, error, message = REFUSED_PREDICATES[case]
+    with pytest.raises(error, match=message):
+        af.while_loop(pred, lambda i: i + 1, (0,))
+
+
+async def test_28_a_predicate_may_have_shape_1_1(run: Run) -> None:
+    """CONFORMANCE 28: decided as for `cond`: one element is enough."""
+    assert await run(af.while_loop(lambda i: af.reshape(i < 3, (1, 1)), lambda i: i + 1, (0,))) == (3,)
+
+
+def test_28_no_loop_variables() -> None:
+    """CONFORMANCE 28: a loop needs something to iterate on."""
+    with pytest.raises(af.GraphError, match="at least one loop variable"):
+        af.while_loop(lambda: True, lambda: (), ())
+
+
+# -- 29: shapes that change ------------------------------------------------------------------------------------------
+
+
+def doubled(x: Any) -> Any:
+    return af.concat([x, x], axis=0)
+
+
+def test_29_growth_without_an_invariant_quotes_both_shapes() -> None:
+    """CONFORMANCE 29: [2,2] becomes [4,2]."""
+    with pytest.raises(af.ShapeError, match=r"has shape \[2,2\] but the body returns \[4,2\].*shape_invariants"):
+        af.while_loop(lambda x: True, doubled, (np.ones((2, 2)),))
+
+
+async def test_29_growth_with_an_invariant(run: Run) -> None:
+    """CONFORMANCE 29: [2,2] grows to [8,8]."""
+
+    def grow(i: Any, x: Any) -> Any:
+        return i + 1, af.concat([doubled(x), doubled(x)], axis=1)
+
+    shapes = ((), (None, None))
+    _, x = af.while_loop(lambda i, x: i < 2, grow, (0, np.ones((2, 2))), shape_invariants=shapes)
+    assert x.shape == (None, None)
+    np.testing.assert_array_equal(await run(x), np.ones((8, 8)))
+
+
+def test_29_an_incompatible_invariant_is_rejected() -> None:
+    """CONFORMANCE 29: the init has to fit it."""
+    with pytest.raises(af.ShapeError, match=r"loop_vars\[0\] starts with shape \[2,2\].* \[\?,3\]"):
+        af.while_loop(lambda x: True, doubled, (np.ones((2, 2)),), shape_invariants=((None, 3),))
+
+
+async def test_29_a_declared_unknown_rank_stays_unknown(run: Run) -> None:
+    """CONFORMANCE 29: whatever the init's shape is."""
+    seen = []
+
+    def body(i: Any, x: Any) -> Any:
+        seen.append(x.shape)
+        return i + 1, af.expand_dims(x, axis=0)
+
+    fed = af.placeholder("float32", None)
+    _, x = af.while_loop(lambda i, x: i < 2, body, (0, af.reshape(fed, (2,))), shape_invariants=((), None))
+    assert seen == [None] and x.shape is None
+    assert (await run(x, {fed: np.zeros((2, 1), np.float32)})).shape == (1, 1, 2)
+
+
+# -- 30: structures and bodies ---------------------------------------------------------------------------------------
+
+NESTS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Any], Any]] = {
+    "tuple": ((0, 0.5), lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (3, 4.0)),
+    "list": ([0, 0.5], lambda i, x: i < 3, lambda i, x: [i + 1, x * 2], [3, 4.0]),
+    "list of one": ([0], lambda i: i < 3, lambda i: [i + 1], [3]),
+    "bare": (0, lambda i: i < 3, lambda i: i + 1, 3),
+    "dict": (
+        {"i": 0, "x": 0.5},
+        lambda v: v["i"] < 3,
+        lambda v: {"x": v["x"] * 2, "i": v["i"] + 1},
+        {"i": 3, "x": 4.0},
+    ),
+    "namedtuple": (Pair(0, 0.5), lambda v: v.count < 3, lambda v: Pair(v.count + 1, v.total * 2), Pair(3, 4.0)),
+    "dataclass": (
+        Counter(0, 0.5),
+        lambda v: v.count < 3,
+        lambda v: Counter(v.count + 1, v.total * 2),
+        Counter(3, 4.0),
+    ),
+    "numpy scalars": (
+        (np.int8(0), np.float32(0.5)),
+        lambda i, x: i < 3,
+        lambda i, x: (i + 1, x * 2),
+        (np.int8(3), np.float32(4.0)),
+    ),
+    "mixed": ((0, {"a": [1, (2,)]}), lambda i, v: i < 2, lambda i, v: (i + 1, {"a": [5, (i,)]}), (2, {"a": [5, (1,)]})),
+}
+
+
+@pytest.mark.parametrize("case", NESTS)
+async def test_30_nests_keep_their_structure(run: Run, case: str) -> None:
+    """CONFORMANCE 30: Python and NumPy scalars in tuples, lists, dicts, named tuples and dataclasses."""
+    init, pred, body, expected = NESTS[case]
+    result = await run(af.while_loop(pred, body, init))
+    assert result == expected and type(result) is type(expected) or expected == 3
+
+
+async def test_30_numpy_scalars_keep_their_dtype(run: Run) -> None:
+    """CONFORMANCE 30: a Python number in the body does not widen them."""
+    result = await run(af.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 0.5), (np.int8(0), np.float16(8))))
+    assert [value.dtype for value in result] == [np.int8, np.float16]
+
+
+async def test_30_a_body_that_ignores_its_input(run: Run) -> None:
+    """CONFORMANCE 30: constants and outer tensors as results."""
+    outer = af.placeholder("float64", ())
+    i, fixed, taken = af.while_loop(lambda i, a, b: i < 4, lambda i, a, b: (i + 1, 7.0, outer), (0, 1.0, 2.0))
+    assert await run((i, fixed, taken), {outer: 9.0}) == (4, 7.0, 9.0)
+
+
+async def test_30_a_body_that_swaps_its_variables(run: Run) -> None:
+    """CONFORMANCE 30: each takes the other's old value."""
+    _, a, b = af.while_loop(lambda i, a, b: i < 5, lambda i, a, b: (i + 1, b, a), (0, 1, 2))
+    assert await run((a, b)) == (2, 1)
+
+
+async def test_30_an_all_constant_body(run: Run) -> None:
+    """CONFORMANCE 30: the predicate alone ends it."""
+    assert await run(af.while_loop(lambda i: i < 1, lambda i: 10, 0)) == 10
+
+
+# -- 31: captures ----------------------------------------------------------------------------------------------------
+
+
+async def test_31_an_outer_tensor_in_predicate_and_body(run: Run) -> None:
+    """CONFORMANCE 31: captured once, seen in every iteration."""
+    limit, step = af.placeholder("int64", ()), af.placeholder("int64", ())
+    result = af.while_loop(lambda i: i < limit + step, lambda i: i + step, (0,))
+    assert await run(result, {limit: 10, step: 4}) == (16,)
+
+
+async def test_31_a_variable_is_read_anew_in_each_iteration(run: Run) -> None:
+    """CONFORMANCE 31: assigns in the body are seen by the reads after them."""
+    power = af.Variable(1)
+
+    def body(i: Any, total: Any) -> Any:
+        power.assign(power * 2)
+        return i + 1, total + power
+
+    _, total = af.while_loop(lambda i, t: i < 4, body, (0, 0))
+    assert await run(total) == 2 + 4 + 8 + 16
+
+
+# -- 32: nesting -----------------------------------------------------------------------------------------------------
+
+
+def doubled_past_20(x: Any) -> Any:
+    return af.while_loop(lambda x: x < 20.0, lambda x: x + x, (x,))[0]
+
+
+async def test_32_nested_loops(run: Run) -> None:
+    """CONFORMANCE 32: 225 and 1048576."""
+
+    def add_sum(x: Any) -> Any:
+        return x + af.while_loop(lambda i, s: i < 10, lambda i, s: (i + 1, s + i), (0, 0))[1]
+
+    simple = af.while_loop(lambda x: x < 200, add_sum, (0,))
+    squares = af.while_loop(lambda x: x < 3000.0, lambda x: (lambda y: y * y)(doubled_past_20(x)), (2.0,))
+    assert await run((simple, squares)) == ((225,), (1048576.0,))
+
+
+@pytest.mark.parametrize("taken", [True, False])
+async def test_32_while_in_a_branch(run: Run, taken: bool) -> None:
+    """CONFORMANCE 32: taken it runs, untaken it ends at once."""
+    pred = af.placeholder("bool", ())
+    result = af.cond(pred, lambda: count_to(10), lambda: af.constant(-1))
+    assert await run(result, {pred: taken}) == (10 if taken else -1)
+
+
+async def test_32_cond_in_while(run: Run) -> None:
+    """CONFORMANCE 32: a predicate that changes from iteration to iteration."""
+
+    def body(i: Any, evens: Any, odds: Any) -> Any:
+        even = i % 2 == 0
+        return i + 1, af.cond(even, lambda: evens + i, lambda: evens), af.cond(even, lambda: odds, lambda: odds + i)
+
+    assert await run(af.while_loop(lambda i, e, o: i < 10, body, (0, 0, 0))) == (10, 20, 25)
+
+
+async def test_32_while_cond_while(run: Run) -> None:
+    """CONFORMANCE 32: three levels, the innermost in some iterations only."""
+
+    def body(i: Any, total: Any) -> Any:
+        return i + 1, total + af.cond(i % 3 == 0, lambda: count_to(i), lambda: af.constant(100))
+
+    _, total = af.while_loop(lambda i, t: i < 7, body, (0, 0))
+    assert await run(total) == (0 + 3 + 6) + 4 * 100
+
+
+async def test_32_a_loop_in_the_predicate(run: Run) -> None:
+    """CONFORMANCE 32: the predicate may itself loop."""
+    assert await run(af.while_loop(lambda i: count_to(i) < 5, lambda i: i + 1, (0,))) == (5,)
+
+
+# -- 40: leaks -------------------------------------------------------------------------------------------------------
+
+
+def leaked_tensor() -> af.Tensor:
+    kept = []
+
+    def body(i: Any) -> Any:
+        kept.append(i * 2)
+        return i + 1
+
+    af.while_loop(lambda i: i < 3, body, (0,), name="leaky")
+    return kept[0]
+
+
+LEAKS: dict[str, Callable[[af.Tensor], Any]] = {
+    "outside": lambda leaked: leaked + 1,
+    "in another loop": lambda leaked: af.while_loop(lambda i: i < leaked, lambda i: i + 1, (0,)),
+    "in a cond": lambda leaked: af.cond(True, lambda: leaked, lambda: leaked),
+    "as a loop variable": lambda leaked: af.while_loop(lambda i: i < 3, lambda i: i + 1, (leaked,)),
+    "as a control input": lambda leaked: af.group(leaked),
+}
+
+
+@pytest.mark.parametrize("use", LEAKS)
+def test_40_a_tensor_leaked_from_a_body(use: str) -> None:
+    """CONFORMANCE 40: its use is a build error that names the body and the user's line."""
+    with pytest.raises(af.GraphError, match=r"leaky/body.*lies outside it[\s\S]*test_while_loop.py"):
+        LEAKS[use](leaked_tensor())
+
+
+async def test_40_fetching_a_leaked_tensor(run: Run) -> None:
+    """CONFORMANCE 40: it has one value per iteration, so there is nothing to fetch."""
+    with pytest.raises(af.FetchError, match="leaky/body"):
+        await run(leaked_tensor())
+
+
+async def test_40_an_outer_bodys_tensor_in_an_inner_loop(run: Run) -> None:
+    """CONFORMANCE 40: enclosing bodies are fair game."""
+
+    def body(i: Any, total: Any) -> Any:
+        _, inner = af.while_loop(lambda j, t: j < i, lambda j, t: (j + 1, t + i), (0, total))
+        return i + 1, inner
+
+    assert await run(af.while_loop(lambda i, t: i < 4, body, (0, 0))) == (4, 1 + 4 + 9)
+
+
+# -- 41: functions in a body -----------------------------------------------------------------------------------------
+
+
+@af.op(outputs=af.spec("float64", ()))
+def squared_in_python(x: np.float64) -> np.float64:
+    return x * x
+
+
+@af.function
+def squared_as_graph(x: Any) -> Any:
+    return x * x
+
+
+@pytest.mark.parametrize("square", [lambda x: x * x, squared_in_python, squared_as_graph])
+async def test_41_functions_in_the_body(run: Run, square: Callable[[Any], Any]) -> None:
+    """CONFORMANCE 41: 2 becomes 65536 after 4 squarings, however squaring is written."""
+    assert await run(af.while_loop(lambda i, x: i < 4, lambda i, x: (i + 1, square(x)), (0, 2.0))) == (4, 65536.0)
+
+
+async def test_41_a_function_in_nested_loops(run: Run) -> None:
+    """CONFORMANCE 41: called in both bodies."""
+
+    def body(i: Any, x: Any) -> Any:
+        _, inner = af.while_loop(lambda j, y: j < 2, lambda j, y: (j + 1, squared_as_graph(y)), (0, x))
+        return i + 1, squared_as_graph(inner)
+
+    assert await run(af.while_loop(lambda i, x: i < 2, body, (0, 1.5))) == (2, pytest.approx(1.5**64))
+
+
+# -- 42: fetches and feeds -------------------------------------------------------------------------------------------
+
+
+async def test_42_every_set_of_fetches_agrees(run: Run) -> None:
+    """CONFORMANCE 42: loop variables nobody needs are dropped, the others stay the same."""
+    a, b, c = af.while_loop(lambda a, b, c: a < 5, lambda a, b, c: (a + 1, b + a, c * 2), (0, 0, 1))
+    values = {a: 5, b: 10, c: 32}
+    for fetches in ([a], [b], [c], [c, a], [b, c], [a, b, c]):
+        assert await run(fetches) == [values[fetch] for fetch in fetches]
+
+
+async def test_42_feeding_an_inner_tensor_is_refused(run: Run) -> None:
+    """CONFORMANCE 42: with the reason and what to do instead."""
+    (result,) = af.while_loop(lambda i: i < 3, lambda i: i + 1, (0,))
+    inner = body_of(result).inputs[0]
+    with pytest.raises(af.FeedError, match="a value per iteration or branch taken.*feed what enters"):
+        await run(result, {inner: 1})
+
+
+async def test_42_feeding_a_result_skips_the_loop(run: Run) -> None:
+    """CONFORMANCE 42: a loop's output is outside it and can be fed."""
+    x, y = af.while_loop(lambda x, y: x < 3, lambda x, y: (x + 1, y + x), (0, 0))
+    assert await run([x + y, x], {y: 100}) == [103, 3]
+    assert await run(x * 2, {x: 21}) == 42
+
+
+# -- 43: device scopes -----------------------------------------------------------------------------------------------
+
+
+async def test_43_device_scopes(run: Run) -> None:
+    """CONFORMANCE 43: around the loop, inside the body, and a body defined outside the scope."""
+
+    def body(x: Any) -> Any:
+        with af.device("cpu:0"):
+            y = x * 2
+        return y + 1
+
+    with af.device("cpu"):
+        (around,) = af.while_loop(lambda x: x < 100, body, (1,))
+    (bare,) = af.while_loop(lambda x: x < 100, body, (1,))
+    devices = [[node.device for node in body_of(x).nodes if node.op.name in ("multiply", "add")] for x in (around, bare)]
+    assert devices == [["cpu:0", "cpu"], ["cpu:0", None]]
+    assert await run((around, bare)) == (127, 127)
+
+
+# -- 44: buffers -----------------------------------------------------------------------------------------------------
+
+
+async def test_44_a_thousand_iterations_hold_few_buffers(session: af.Session) -> None:
+    """CONFORMANCE 44: what an iteration made is freed when the next has used it."""
+    block = np.ones((64, 64))
+    _, x = af.while_loop(lambda i, x: i < 1000, lambda i, x: (i + 1, af.sin(x) + 0.5), (0, block))
+    await session.run(x)
+    memory = session.devices[0].memory
+    assert 0 < memory.peak <= 8 * block.nbytes
