@@ -188,6 +188,7 @@ from asyncflow.runtime.function import Function, function
 from asyncflow.runtime.loop import run
 from asyncflow.runtime.session import Session, SessionStatistics
 from asyncflow.runtime.trace import Trace
+from asyncflow.state.containers import reset_container
 from asyncflow.state.variable import Variable
 
 e = _math.e
@@ -370,6 +371,7 @@ __all__ = [
     "relu",
     "remainder",
     "repeat",
+    "reset_container",
     "reshape",
     "result_type",
     "roll",

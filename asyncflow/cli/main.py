@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import asyncflow as af
 from asyncflow.cli.devices import list_devices
 from asyncflow.cli.profile import profile
 from asyncflow.cli.target import TargetError
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Dataflow graphs with data-dependent control flow, awaited from async Python.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"asyncflow {importlib.metadata.version('asyncflow')}")
+    parser.add_argument("--version", action="version", version=f"asyncflow {af.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     commands.add_parser("devices", help="list what graphs can run on here", allow_abbrev=False)
     profiled = commands.add_parser(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import inspect
 import sys
 import traceback
@@ -17,6 +19,9 @@ from asyncflow.runtime.trace import Trace
 
 FAILED = 1
 INTERRUPTED = 130
+
+_HERE = str(Path(__file__).resolve().parent)
+_IMPORT_SYSTEM = ("<frozen importlib", importlib.__file__)
 
 
 def profile(target: str, outputs: Sequence[Path], arguments: Sequence[str], *, top: int) -> int:
@@ -65,7 +70,7 @@ def _run(target: Target, arguments: Sequence[str], trace: Trace) -> int:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             _print_traceback(error)
             return FAILED
     return 0
@@ -96,13 +101,15 @@ def _exit_code(error: SystemExit) -> int:
     return FAILED
 
 
-def _print_traceback(error: Exception) -> None:
-    """The traceback from the program's first line on; the frames before it are ours."""
-    frames = error.__traceback__
-    first = frames
-    while first is not None and first.tb_frame.f_code.co_filename.startswith((str(_HERE), "<frozen importlib")):
-        first = first.tb_next
-    traceback.print_exception(error.with_traceback(first or frames))
-
-
-_HERE = Path(__file__).resolve().parent
+def _print_traceback(error: BaseException) -> None:
+    """The traceback from the program's first line on; the frames before it are ours and the import system's."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    ours = [index for index, (frame, _) in enumerate(frames) if frame.f_code.co_filename.startswith(_HERE)]
+    first = ours[-1] + 1 if ours else 0
+    while first < len(frames) and frames[first][0].f_code.co_filename.startswith(_IMPORT_SYSTEM):
+        first += 1
+    shown = error.__traceback__
+    for _ in range(first):
+        assert shown is not None
+        shown = shown.tb_next
+    traceback.print_exception(error.with_traceback(shown))

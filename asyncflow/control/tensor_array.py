@@ -390,7 +390,7 @@ class TensorArray:
     def _value(self, value: TensorLike) -> Tensor:
         """What is to be written, as a tensor; Python numbers, and lists of them, take the dtype of the array."""
         with graph_for(self.handle):
-            tensor = as_tensor(value, self.dtype) if isinstance(value, _WEAK) else as_tensor(value)
+            tensor = as_tensor(value, self.dtype if type(value) in _WEAK else None)
         if tensor.dtype == VARIANT:
             raise GraphError("elements of a TensorArray are tensors; keep several arrays instead of arrays in an array")
         return tensor
@@ -416,7 +416,7 @@ class TensorArray:
 
 
 _WRITERS = frozenset({WRITE, UNSTACK, SCATTER, SPLIT})
-_WEAK = (bool, int, float, complex, str, list, tuple)
+_WEAK = frozenset({bool, int, float, complex, str, list, tuple})
 
 
 def _unpack(array: TensorArray) -> tuple[tuple[Hashable, ...], tuple[Tensor, ...], ArrayKind]:

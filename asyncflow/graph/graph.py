@@ -27,6 +27,11 @@ def current_graph() -> Graph | None:
     return _current.get()
 
 
+def leave_graphs() -> None:
+    """Makes no graph current in this context: the user's kernels run in a copy of the context of whoever awaits."""
+    _current.set(None)
+
+
 class Graph:
     """A program: nodes and edges. Use it as a context manager; nodes built inside join it.
 
@@ -107,6 +112,7 @@ class Graph:
         )
         root.version += 1
         root._by_name[node.name] = node
+        root._taken.setdefault(node.name, 0)
         self.nodes.append(node)
         return node
 

@@ -154,7 +154,10 @@ class Operators:
             f"or `is` to compare identities"
         )
 
-    def __len__(self) -> NoReturn:
+    def __len__(self) -> int:
+        shape = getattr(self, "shape", None)
+        if shape and shape[0] is not None:
+            return int(shape[0])
         raise GraphError(f"len() of {self!r} is not known to Python; use .shape[0], or af.shape(x)[0] when running")
 
     def __int__(self) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import bool_
-from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph
 from asyncflow.graph.parse import show_specs, specs_agree
 from asyncflow.graph.shapes import is_compatible
 from asyncflow.graph.text import neighbourhood
@@ -44,7 +44,7 @@ def verify(graph: Graph) -> None:
             # Bodies first: the shape rules of branches and loops take them for sound.
             _check_bodies(node, places)
             _check_outputs(node)
-        stack.extend(body for node in here.nodes for body in node.subgraphs)
+        stack.extend(body for node in here.nodes if node.op.name in STRUCTURED for body in node.subgraphs)
 
 
 def _fault(node: Node, message: str) -> GraphError:
@@ -155,7 +155,7 @@ def _check_outputs(node: Node) -> None:
 
 def _check_bodies(node: Node, places: Places) -> None:
     for name, body in node.attrs.items():
-        if isinstance(body, Subgraph):
+        if isinstance(body, Subgraph) and node.op.name in STRUCTURED:
             _check_body(node, name, body, places)
     if node.op.name == "cond":
         _check_cond(node)

@@ -111,7 +111,7 @@ class Executor:
         self._device = device
         self._loop = loop
         self._turn = turn
-        self._owner = owner
+        self._owner: Owner | None = owner
         self._context = context
         self._run_id = run_id
         self._run_number = run_number
@@ -154,7 +154,9 @@ class Executor:
                         if self.stopped:
                             break
                         budget -= 7
-                elif not scheduler.ready:
+                elif scheduler.ready:
+                    budget -= 7
+                else:
                     break
                 budget -= 1
                 if budget <= 0:
@@ -175,7 +177,9 @@ class Executor:
         if not self.stopped and (self.scheduler.ready or self._untaken):
             return
         self.finished = True
-        self._owner.on_finished()
+        owner, self._owner, self._emitter = self._owner, None, None  # no cycle may hold the values of a run that ended
+        if owner is not None:
+            owner.on_finished()
 
     # -- launching -----------------------------------------------------------------------------------------------
 
@@ -316,14 +320,15 @@ class Executor:
         self._check_finished()
 
     def first_failure(self) -> BaseException | None:
-        """The failure of the earliest turn and, within it, of the first node; the others are its notes."""
+        """Takes the failure of the earliest turn and, within it, of the first node; the others become its notes."""
         if not self.failures:
             return None
-        ranked = sorted(self.failures, key=lambda failure: failure[:2])
-        first = ranked[0][2]
-        for _, _, other in ranked[1:]:
-            first.add_note(f"also failed: {type(other).__name__}: {str(other).splitlines()[0] if str(other) else ''}")
-        return first
+        ranked = [error for _, _, error in sorted(self.failures, key=lambda failure: failure[:2])]
+        self.failures.clear()  # their tracebacks lead back here
+        for other in ranked[1:]:
+            first_line = str(other).partition("\n")[0]
+            ranked[0].add_note(f"also failed: {type(other).__name__}: {first_line}")
+        return ranked[0]
 
     # -- tracing -------------------------------------------------------------------------------------------------
 
@@ -379,10 +384,8 @@ def describe(value: object) -> str:
 def _estimate(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:
     """A first guess at a kernel's cost, before it has been measured."""
     op = node.source.op
-    if op.is_user:
-        return MeasuredCost(base_ns=_NS_PER_CALL)
     if op.flops is None:
-        return MeasuredCost(base_ns=_NS_PER_CALL, slope_ns=_NS_PER_ELEMENT)
+        return MeasuredCost(base_ns=_NS_PER_CALL, slope_ns=0.0 if op.is_user else _NS_PER_ELEMENT)
     shapes = [getattr(value, "shape", ()) for value in inputs[-len(node.source.inputs) :]]
     outputs = [tensor.shape for tensor in node.source.outputs]
     flops = op.flops(shapes, outputs, **node.source.attrs)

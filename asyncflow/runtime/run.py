@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
+from asyncflow.graph.graph import leave_graphs
 from asyncflow.runtime.executor import Executor
 from asyncflow.runtime.trace import RunSpan
 
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from asyncflow.runtime.turn import Turn
 
 _ids = itertools.count(1)
+
+
+def _kernel_context() -> Context:
+    """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
+    context = copy_context()
+    context.run(leave_graphs)
+    return context
 
 
 class Run:
@@ -58,7 +66,7 @@ class Run:
             loop=loop,
             turn=turn,
             owner=self,
-            context=copy_context(),
+            context=_kernel_context(),
             run_id=self.id,
             run_number=number,
             seed=seed,

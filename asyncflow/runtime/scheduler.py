@@ -60,6 +60,8 @@ _FETCH: Final = Kind.FETCH
 _PASS: Final = Kind.PASS
 _TRIGGER: Final = Kind.TRIGGER
 _FIRED: Final = object()
+_ROUTES: Final = range(64)
+"""How many nodes `Scheduler.next_firing` routes before it lets its caller look at the clock."""
 
 
 class Frame:
@@ -193,12 +195,16 @@ class Scheduler:
         self._finish(root)
 
     def next_firing(self) -> Firing | None:
-        """The next firing to execute, or None if all that is left waits for firings handed out before.
+        """The next firing to execute; None if there is none yet.
 
-        Routes every primitive it meets on the way.
+        Routes the primitives it meets on the way. None with an empty ``ready`` means that all that is left waits for
+        firings handed out before; else many primitives were routed, and the caller may look at the clock and call
+        again: a loop without kernels would hold it for ever.
         """
         ready = self.ready
-        while ready:
+        for _ in _ROUTES:
+            if not ready:
+                break
             node, iteration = ready.popleft() if self._random is None else self._pick()
             kind = node.kind
             if iteration.dead is not None and node.position in iteration.dead and kind != _MERGE:
@@ -272,6 +278,16 @@ class Scheduler:
     def abort(self) -> None:
         """Drops everything; firings handed out must not be completed any more."""
         self.ready.clear()
+        frames = [self._root]
+        while frames:  # undoes every reference cycle, so that the values are freed now and not by the collector
+            frame = frames.pop()
+            iteration, frame.newest = frame.newest, None
+            while iteration is not None:
+                frames.extend(iteration.children.values())
+                iteration.children = {}
+                iteration.next = None
+                previous, iteration.previous = iteration.previous, None
+                iteration = previous
         self._root = Frame(self.partition.root, None)
         self._frames = self._iterations = self._running = self._parked = 0
         self.done = True
@@ -522,6 +538,7 @@ class Scheduler:
 
     def _end_frame(self, frame: Frame) -> None:
         outer = frame.parent
+        frame.newest = None  # an iteration and its frame refer to each other
         self._frames -= 1
         if outer is None:
             self.done = True

@@ -55,7 +55,7 @@ class _Builder:
         for statement in block.statements:
             match statement:
                 case Let(name, value):
-                    scope[name] = self.value(value, scope)
+                    scope[name] = af.asarray(self.value(value, scope))
                 case Write(name, variable, verb, value):
                     scope[name] = getattr(self.variables[variable], verb)(self.value(value, scope))
                 case If():

@@ -1,0 +1,320 @@
+"""The command: arguments, exit codes, what is printed and what is written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import pytest
+
+import asyncflow as af
+from asyncflow.cli.main import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Output: TypeAlias = Callable[[], tuple[str, str]]
+
+PROGRAM = '''
+"""A program of the user's."""
+
+import sys
+from dataclasses import dataclass
+
+import neighbour
+import asyncflow as af
+
+
+@dataclass
+class Settings:
+    scale: int = neighbour.SCALE
+
+
+@af.function
+def squares():
+    return af.square(af.arange(4, dtype="float32"))
+
+
+@af.function
+def scaled(x):
+    return x * Settings().scale
+
+
+async def coroutine():
+    print("result", (await scaled(21)).item(), sys.argv[1:])
+
+
+def plain():
+    af.run(coroutine())
+
+
+async def fails():
+    await scaled(1)
+    raise LookupError("the program's own fault")
+
+
+def cancels():
+    af.run(cancelled())
+
+
+async def cancelled():
+    import asyncio
+
+    await scaled(1)
+    asyncio.current_task().cancel()
+    await scaled(1)
+
+
+def exits(code=3):
+    sys.exit(code)
+
+
+def exits_well():
+    sys.exit()
+
+
+def exits_with_reason():
+    sys.exit("no input")
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+class Group:
+    @staticmethod
+    def member():
+        print("member called")
+
+
+answer = 42
+'''
+
+
+@pytest.fixture(autouse=True)
+def _modules() -> Iterator[None]:
+    """Modules that programs import are theirs alone, and arguments and search path are given back."""
+    before, argv, path = set(sys.modules), sys.argv, list(sys.path)
+    yield
+    assert sys.argv is argv
+    assert sys.path == path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with ``program.py``, which is also the working directory."""
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    (tmp_path / "neighbour.py").write_text("SCALE = 2\n", encoding="utf-8")
+    (tmp_path / "broken.py").write_text("def main(:\n", encoding="utf-8")
+    (tmp_path / "needy.py").write_text("import no_such_dependency\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def output(capsys: pytest.CaptureFixture[str]) -> Output:
+    """What was printed since the last call: stdout, stderr."""
+
+    def read() -> tuple[str, str]:
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    return read
+
+
+def events(path: Path) -> list[str]:
+    """Names of the firings in a Chrome trace."""
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
+    return [event["name"] for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
+
+
+@pytest.mark.parametrize("name", ["coroutine", "plain"])
+def test_profiles_functions_and_coroutine_functions(program: Path, output: Output, name: str) -> None:
+    assert main(["profile", f"program.py:{name}", "-o", "trace.json"]) == 0
+    out, _ = output()
+    assert "result 42 []" in out
+    assert "runs       1" in out
+    assert "multiply" in out
+    assert "wrote trace.json" in out
+    assert "multiply" in events(program / "trace.json")
+
+
+def test_profiles_a_graph_function(program: Path) -> None:
+    assert main(["profile", "program.py:squares", "-o", "trace.json"]) == 0
+    assert "square" in events(program / "trace.json")
+
+
+def test_module_in_the_working_directory(program: Path) -> None:
+    assert main(["profile", "program:coroutine", "-o", "trace.json"]) == 0
+    assert events(program / "trace.json")
+
+
+def test_dotted_attribute(program: Path, output: Output) -> None:
+    assert main(["profile", "program.py:Group.member"]) == 0
+    out, _ = output()
+    assert "member called" in out
+    assert "empty trace" in out
+
+
+def test_file_elsewhere_finds_its_neighbours(
+    program: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert main(["profile", str(program / "program.py:coroutine")]) == 0
+
+
+def test_writes_every_format_asked_for(program: Path) -> None:
+    outputs = ["-o", "a.json", "--output", "b.json.gz", "-o", "c.html"]
+    assert main(["profile", *outputs, "program.py:coroutine"]) == 0
+    assert events(program / "a.json") == events(program / "b.json.gz")
+    assert "<script" in (program / "c.html").read_text(encoding="utf-8")
+
+
+def test_arguments_go_to_the_program(program: Path, output: Output) -> None:
+    assert main(["profile", "program.py:coroutine", "-o", "trace.json", "--epochs", "3", "data"]) == 0
+    assert "['--epochs', '3', 'data']" in output()[0]
+
+
+def test_arguments_after_two_dashes_are_never_ours(program: Path, output: Output) -> None:
+    assert main(["profile", "program.py:coroutine", "-x", "--", "-o", "model.bin", "--", "-h"]) == 0
+    assert "['-x', '-o', 'model.bin', '--', '-h']" in output()[0]
+    assert not (program / "model.bin").exists()
+
+
+def test_top_limits_the_table(program: Path, output: Output) -> None:
+    assert main(["profile", "program.py:coroutine", "--top", "0"]) == 0
+    assert "more nodes" in output()[0]
+
+
+def test_failing_program_is_profiled_too(program: Path, output: Output) -> None:
+    assert main(["profile", "program.py:fails", "-o", "trace.json"]) == 1
+    _, err = output()
+    assert err.rstrip().endswith("LookupError: the program's own fault")
+    assert "program.py" in err
+    assert "cli" not in err
+    assert "multiply" in events(program / "trace.json")
+
+
+def test_cancelled_program_fails(program: Path, output: Output) -> None:
+    assert main(["profile", "program.py:cancels", "-o", "trace.json"]) == 1
+    assert "CancelledError" in output()[1]
+    assert (program / "trace.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("exits", 3, ""),
+        ("exits_well", 0, ""),
+        ("exits_with_reason", 1, "no input"),
+        ("interrupted", 130, "interrupted"),
+    ],
+)
+def test_exit_code_of_the_program_is_kept(program: Path, output: Output, name: str, code: int, said: str) -> None:
+    assert main(["profile", f"program.py:{name}", "-o", "trace.json"]) == code
+    assert output()[1].strip() == said
+    assert (program / "trace.json").exists()
+
+
+def test_module_that_does_not_compile(program: Path, output: Output) -> None:
+    assert main(["profile", "broken.py:main"]) == 1
+    err = output()[1]
+    assert "SyntaxError" in err
+    assert "Traceback" not in err
+
+
+def test_module_whose_import_fails(program: Path, output: Output) -> None:
+    assert main(["profile", "needy:main"]) == 1
+    err = output()[1]
+    assert "import no_such_dependency" in err
+    assert "importlib" not in err
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("missing.py:main", "there is no file 'missing.py' in "),
+        ("missing.module:main", "there is no module 'missing.module' in "),
+        ("program.py", "'program.py' does not say what to call; write file.py:name or package.module:name, such as "),
+        ("program.py:", "does not say what to call"),
+        (":main", "does not say what to call"),
+        ("a-b:main", "'a-b' is neither a file ending in .py nor a dotted module name"),
+        ("program.py:absent", "has no 'absent'; it defines Settings, squares, scaled, coroutine, plain"),
+        ("program.py:Group.absent", "has no 'Group.absent'"),
+        ("neighbour.py:main", "it defines nothing to call"),
+        ("program.py:answer", "answer of "),
+        ("program.py:scaled", "scaled(x) needs arguments (missing a required argument: 'x'), and is called without"),
+    ],
+)
+def test_bad_targets_say_what_to_do(program: Path, output: Output, target: str, reason: str) -> None:
+    assert main(["profile", target, "-o", "trace.json"]) == 2
+    _, err = output()
+    assert err.startswith("asyncflow profile: error: ")
+    assert reason in err
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("trace.txt", "a trace is saved as .json, .json.gz or .html"), ("nowhere/trace.json", "directory does not exist")],
+)
+def test_bad_outputs_are_refused_before_the_program_runs(program: Path, output: Output, path: str, reason: str) -> None:
+    assert main(["profile", "program.py:coroutine", "-o", "good.json", "-o", path]) == 2
+    out, err = output()
+    assert reason in err
+    assert "result" not in out
+    assert not (program / "good.json").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["measure"], ["profile"], ["profile", "a:b", "--top", "many"], ["devices", "extra"], ["devices", "--", "x"]],
+)
+def test_bad_arguments_show_the_usage(output: Output, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: asyncflow" in output()[1]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["profile", "--help"], ["devices", "--help"]])
+def test_help(output: Output, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    assert "usage: asyncflow" in output()[0]
+
+
+def test_version(output: Output) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert output()[0] == f"asyncflow {af.__version__}\n"
+
+
+def test_devices_lists_the_cpu_and_says_why_there_is_no_gpu(output: Output) -> None:
+    assert main(["devices"]) == 0
+    cpu, cuda = output()[0].splitlines()
+    assert cpu.startswith("cpu:0")
+    assert "cores" in cpu
+    assert cuda.startswith("cuda   off: ")
+
+
+def test_as_a_command(program: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "asyncflow", "profile", "program.py:coroutine", "-o", "trace.html", "x"],
+        cwd=program,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("result 42 ['x']\n")
+    assert "wrote trace.html: open it in any browser" in done.stdout
+    assert (program / "trace.html").stat().st_size > 10_000

@@ -1,0 +1,88 @@
+"""Runs a plan by hand: firings are held until the test lets them complete, in whatever order it likes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import asyncflow as af
+from asyncflow.runtime.feeds import check_feeds
+from asyncflow.runtime.scheduler import Iteration, Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from asyncflow.compiler.plan import Partition, PlanNode
+    from asyncflow.runtime.scheduler import Firing
+
+NOTHING = (0, 0, 0, 0, 0)
+"""The statistics of a scheduler that holds nothing."""
+
+
+def step(name: str) -> Callable[..., Any]:
+    """An op of that name that gives its first input back; a firing of it is held until the test completes it."""
+    return af.op(lambda x, *_: x, name=name, outputs=lambda first, *_: first)
+
+
+def partition_of(fetches: Any, feeds: Mapping[af.Tensor, Any]) -> Partition:
+    """What a session would run for these fetches and feeds."""
+    return af.Session(debug=True).plan(fetches, list(feeds)).partitions[0]
+
+
+def label(node: PlanNode, iteration: Iteration) -> str:
+    """``node@tag``; the name alone outside loops."""
+    tag = iteration.tag()
+    return f"{node.name.rpartition('/')[2]}@{tag}" if tag else node.name
+
+
+class ByHand:
+    """A started scheduler and the firings it has handed out."""
+
+    def __init__(
+        self,
+        fetches: Any,
+        feeds: Mapping[af.Tensor, Any] | None = None,
+        *,
+        max_iterations: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        checked = check_feeds(feeds or {}, None)
+        self.scheduler = Scheduler(partition_of(fetches, checked), max_iterations=max_iterations, seed=seed)
+        self.history: list[str] = []
+        self._firings: dict[str, Firing] = {}
+        self.scheduler.start(checked.values())
+        self._collect()
+
+    @property
+    def held(self) -> set[str]:
+        """The firings handed out and not completed."""
+        return set(self._firings)
+
+    @property
+    def results(self) -> list[Any]:
+        """The fetched values so far."""
+        return self.scheduler.results
+
+    @property
+    def live_iterations(self) -> int:
+        """Iterations of loops that have started and not ended."""
+        return self.scheduler.statistics().iterations - (not self.scheduler.done)
+
+    def complete(self, *labels: str) -> None:
+        """Lets these firings complete, one after the other."""
+        for name in labels:
+            node, iteration, inputs = self._firings.pop(name)
+            assert node.kernel is not None
+            self.scheduler.complete(node, iteration, node.kernel(*inputs))
+            self._collect()
+
+    def complete_all_but(self, *names: str) -> None:
+        """Lets everything complete, also what becomes ready on the way, except firings of these nodes."""
+        while ready := [held for held in self._firings if held.partition("@")[0] not in names]:
+            self.complete(ready[0])
+
+    def _collect(self) -> None:
+        while (firing := self.scheduler.next_firing()) is not None:
+            name = label(firing[0], firing[1])
+            assert name not in self.history, f"{name} fired twice under one tag"
+            self.history.append(name)
+            self._firings[name] = firing
