@@ -150,9 +150,7 @@ class OutOfMemoryError(KernelError, MemoryError):
         limit: the device's limit in bytes.
     """
 
-    def __init__(
-        self, reason: str, *, requested: int, used: int, limit: int, **provenance: object
-    ) -> None:
+    def __init__(self, reason: str, *, requested: int, used: int, limit: int, **provenance: object) -> None:
         self.requested = requested
         self.used = used
         self.limit = limit

@@ -71,7 +71,9 @@ def _with_checked_numbers(node: Node, kernel: Kernel) -> Kernel:
         for index, value in enumerate((result,) if node.single else result):
             if getattr(value, "dtype", VARIANT).kind in "fc" and not np.isfinite(value).all():
                 nans, infinite = int(np.isnan(value).sum()), int(np.isinf(value).sum())
-                raise FloatingPointError(f"check_numerics: output {index} has {nans} NaN and {infinite} infinite values")
+                raise FloatingPointError(
+                    f"check_numerics: output {index} has {nans} NaN and {infinite} infinite values"
+                )
         return result
 
     return checked

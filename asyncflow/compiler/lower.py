@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from asyncflow.graph.graph import Subgraph
-
     from asyncflow.graph.op import Op
 
 _INDEX = Spec(int32, ())
@@ -45,6 +44,9 @@ class _Frame:
     around: _Place
     parallel_iterations: int
     constants: dict[Tensor, Tensor] = field(default_factory=dict)
+
+    def enter_attrs(self, *, constant: bool) -> dict[str, Any]:
+        return {"frame": self.name, "constant": constant, "parallel_iterations": self.parallel_iterations}
 
 
 @dataclass(slots=True)
@@ -164,7 +166,7 @@ class _Lowering:
         return frame.constants[tensor]
 
     def enter_constant(self, tensor: Tensor, frame: _Frame, like: Node) -> Tensor:
-        attrs = {"frame": frame.name, "constant": True, "parallel_iterations": frame.parallel_iterations}
+        attrs: dict[str, Any] = frame.enter_attrs(constant=True)
         (inner,) = self.put(like, "enter", ENTER, [tensor], frame.around, **attrs)
         self.ungated.add(inner)
         return inner
@@ -257,7 +259,7 @@ class _Lowering:
         before = self.controls(node.control_inputs)
         merges = []
         for value, inner in zip(initial, body.inputs, strict=False):
-            attrs = {"frame": frame.name, "constant": False, "parallel_iterations": frame.parallel_iterations}
+            attrs: dict[str, Any] = frame.enter_attrs(constant=False)
             (entered,) = self.put(node, "enter", ENTER, [value], frame.around, controls=before, **attrs)
             inside = _Place(frame, None)
             merged, _ = self.put(node, "merge", MERGE, [entered], inside, specs=(inner.spec, _INDEX))

@@ -321,17 +321,19 @@ class ArrayValue:
         )
 
     def _check_dtype(self, value: Array) -> None:
-        if value.dtype != self.kind.dtype:
+        dtype = self._store.kind.dtype
+        if value.dtype is not dtype and value.dtype != dtype:
             raise TypeError(
-                f"elements of the TensorArray are {dtype_name(self.kind.dtype)}; got {dtype_name(value.dtype)}: "
+                f"elements of the TensorArray are {dtype_name(dtype)}; got {dtype_name(value.dtype)}: "
                 f"convert with af.astype"
             )
 
     def _check_shape(self, shape: tuple[int, ...], index: int) -> None:
-        if not is_compatible(shape, self.kind.element_shape):
+        declared = self._store.kind.element_shape
+        if shape != declared and not is_compatible(shape, declared):
             raise ValueError(
                 f"element {index} has shape {format_shape(shape)}, but the elements of the TensorArray have shape "
-                f"{format_shape(self.kind.element_shape)}"
+                f"{format_shape(declared)}"
             )
 
     def _check_rows(self, values: Array, what: str) -> None:

@@ -10,7 +10,7 @@ from asyncflow.errors import DTypeError, GraphError, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import graph_for
 from asyncflow.graph.dtypes import dtype_name
-from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import relax

@@ -62,7 +62,8 @@ def while_loop(
         cond: loop variables to a boolean with one element.
         body: loop variables to the next ones: same nest, dtypes, and shapes no less specific.
         loop_vars: initial values; any nest of tensors, TensorArrays, variables, arrays and numbers.
-        shape_invariants: same nest, of partial shapes, for variables whose shape changes; None for all that do not.
+        shape_invariants: same nest, of partial shapes, for variables whose shape changes; None for a TensorArray.
+            None for the whole: no shape changes.
         parallel_iterations: how many iterations may be live at once, at least 1. It never changes the result.
         swap_memory: values saved for gradients may move to host memory.
         maximum_iterations: stop after so many; a number or an integer scalar.
@@ -125,8 +126,10 @@ class _Variables:
             shapes = nest.flatten_like(self.structure, shape_invariants, nested_leaves=True)
         except nest.StructureMismatch as error:
             raise GraphError(f"shape_invariants do not match loop_vars: {error}") from None
-        for index, shape in enumerate(map(as_shape, shapes)):
-            initial = self.initial[index].shape
+        for index, declared in enumerate(shapes):
+            if declared is ...:
+                continue
+            shape, initial = as_shape(declared), self.initial[index].shape
             if not is_subshape(initial, shape):
                 raise ShapeError(
                     f"{self.names[index]} starts with shape {format_shape(initial)}, which its shape invariant "
@@ -145,7 +148,7 @@ class _Variables:
         kind = self.structure.kind
         if kind in (tuple, list):
             spread = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
-            returned = kind(returned if spread else (returned,))  # type: ignore[misc]
+            returned = kind(returned if spread else (returned,))
         try:
             leaves = nest.flatten_like(self.structure, returned)
         except nest.StructureMismatch as error:

@@ -1,0 +1,1 @@
+"""What is a program? `Graph`, `Node`, `Tensor`, `Op`, dtypes and shapes, scopes, text."""

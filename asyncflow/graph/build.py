@@ -12,8 +12,8 @@ from asyncflow.graph.dtypes import VARIANT, as_dtype, is_supported, string
 from asyncflow.graph.frames import frame_of
 from asyncflow.graph.graph import Graph, current_graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.spec import Spec
 from asyncflow.graph.shapes import as_shape
+from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
     from asyncflow.graph.dtypes import DType, DTypeLike

@@ -244,9 +244,7 @@ class Subgraph(Graph):
         """
         if self.closed:
             raise GraphError(f"{self.label} is finished: nodes can only be added while its function is being called")
-        return super().add_node(
-            op, inputs, attrs, specs, name=name, reserved_name=reserved_name, location=location
-        )
+        return super().add_node(op, inputs, attrs, specs, name=name, reserved_name=reserved_name, location=location)
 
     def add_input(self, spec: Spec, name: str) -> Tensor:
         """A new inner tensor that stands for an input of the structured node."""

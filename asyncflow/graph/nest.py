@@ -146,7 +146,8 @@ def _flatten(nest: Any, leaves: list[Any]) -> Structure:
 def flatten_like(structure: Structure, nest: Any, *, nested_leaves: bool = False) -> list[Any]:
     """Leaves of `nest` in the order of `structure`; dict keys match in any order.
 
-    With `nested_leaves`, what stands at a leaf of `structure` may itself be a container (a shape, say).
+    With `nested_leaves`, what stands at a leaf of `structure` may itself be a container (a shape, say), and None in the
+    place of a registered container gives ``...`` for each of its leaves.
 
     Raises:
         StructureMismatch: `nest` is built differently; the message says where.
@@ -161,6 +162,9 @@ def _flatten_like(structure: Structure, nest: Any, path: str, leaves: list[Any],
         if not nested_leaves and _open(nest) is not None:
             raise StructureMismatch(f"{path or 'the whole'}: expected one value, got {flatten(nest)[1]}")
         leaves.append(nest)
+        return
+    if nested_leaves and nest is None and structure.kind in _registered:
+        leaves.extend([...] * structure.size)
         return
     if type(nest) is not structure.kind:
         raise StructureMismatch(f"{path or 'the whole'}: expected {structure}, got {flatten(nest)[1]}")

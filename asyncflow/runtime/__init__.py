@@ -1,0 +1,1 @@
+"""How does a plan run? `Session`, `Run`, `Executor`, `Scheduler`."""

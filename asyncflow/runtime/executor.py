@@ -7,6 +7,7 @@ expected to take longer than 0.2 ms; only a coroutine op costs a task. One execu
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.trace import Trace
     from asyncflow.runtime.turn import Turn
+
+_log = logging.getLogger("asyncflow.runtime")
+
+BLOCKED_NS = 5_000_000
+"""A session in debug mode logs a kernel that held the event loop for longer (5 ms)."""
 
 _CHECK_EVERY = 32
 """Small firings between two looks at the clock."""
@@ -67,6 +73,7 @@ class Executor:
         "_context",
         "_device",
         "_emitter",
+        "_guard",
         "_loop",
         "_owner",
         "_run_id",
@@ -101,6 +108,7 @@ class Executor:
         max_iterations: int | None,
         trace: Trace | None,
         emitter: Emitter | None,
+        guard: bool = False,
     ) -> None:
         self.scheduler = Scheduler(partition, seed=shuffle_seed, max_iterations=max_iterations)
         self.is_queued = False
@@ -118,6 +126,7 @@ class Executor:
         self._seed = seed
         self._trace = trace
         self._emitter = emitter
+        self._guard = guard
         self._untaken = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._times: _TimedQueue | None = None
@@ -128,8 +137,13 @@ class Executor:
 
     def start(self, feeds: Sequence[Any]) -> None:
         """Delivers the feeds and drives as far as the current turn allows."""
-        self.scheduler.start(feeds)
-        self._turn.drive_now(self)
+        try:
+            self.scheduler.start(feeds)
+        except SchedulingError as error:
+            self._rule_broken(error)
+            self._check_finished()
+        else:
+            self._turn.drive_now(self)
 
     def drive(self, deadline_ns: int) -> bool:
         """Executes ready firings until none is left (False) or the deadline has passed (True)."""
@@ -164,7 +178,7 @@ class Executor:
                         return True
                     budget = _CHECK_EVERY
         except SchedulingError as error:
-            self.fail(_provenance(KernelError, error.reason, error.node, error.iteration, self._device.name, ()))
+            self._rule_broken(error)
         except BaseException as error:
             assert node is not None and iteration is not None
             self._kernel_failed(error, node, iteration, inputs)
@@ -211,6 +225,14 @@ class Executor:
             return
         ended = perf_counter_ns()
         cost.observe(size, ended - started)
+        if self._guard and ended - started > BLOCKED_NS:
+            _log.warning(
+                "%s (%s) held the event loop for %.1f ms; such work belongs on a stream or in a coroutine\n  built at %s",
+                node.name,
+                node.source.op.name,
+                (ended - started) / 1e6,
+                node.source.location,
+            )
         self._record(node, iteration, "inline", started, ended, result, "ok")
         self._complete(node, iteration, inputs, result)
 
@@ -285,7 +307,7 @@ class Executor:
         except MemoryLimitExceeded as error:
             self._kernel_failed(error, node, iteration, inputs)
         except SchedulingError as error:
-            self.fail(_provenance(KernelError, error.reason, error.node, error.iteration, self._device.name, ()))
+            self._rule_broken(error)
 
     def _continue(self) -> None:
         """After something in flight has ended."""
@@ -296,14 +318,16 @@ class Executor:
 
     # -- ending --------------------------------------------------------------------------------------------------
 
-    def _kernel_failed(
-        self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]
-    ) -> None:
+    def _kernel_failed(self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
         self.fail(_as_kernel_error(error, node, iteration, inputs, self._device.name), node.id)
+
+    def _rule_broken(self, error: SchedulingError) -> None:
+        provenance = _provenance(KernelError, error.reason, error.node, error.iteration, self._device.name, ())
+        self.fail(provenance, error.node.id)
 
     def fail(self, error: BaseException, order: int = -1) -> None:
         """Ends the run with `error`: nothing starts any more, what runs is waited for."""
-        self.failures.append((self._turn.number, order, error))
+        self.failures.append((self._turn.count(), order, error))
         self.stop()
 
     def stop(self) -> None:
@@ -385,7 +409,9 @@ def _estimate(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:
     """A first guess at a kernel's cost, before it has been measured."""
     op = node.source.op
     if op.flops is None:
-        return MeasuredCost(base_ns=_NS_PER_CALL, slope_ns=0.0 if op.is_user else _NS_PER_ELEMENT)
+        if op.is_user:  # it may even block: not on the event loop before it has been seen to be short
+            return MeasuredCost(base_ns=INLINE_LIMIT_NS + 1)
+        return MeasuredCost(base_ns=_NS_PER_CALL, slope_ns=_NS_PER_ELEMENT)
     shapes = [getattr(value, "shape", ()) for value in inputs[-len(node.source.inputs) :]]
     outputs = [tensor.shape for tensor in node.source.outputs]
     flops = op.flops(shapes, outputs, **node.source.attrs)

@@ -124,7 +124,7 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def _split(signature: inspect.Signature, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    bound = inspect.BoundArguments(signature, arguments)  # type: ignore[arg-type]
+    bound = inspect.BoundArguments(signature, arguments)
     return bound.args, bound.kwargs
 
 

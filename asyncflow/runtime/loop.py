@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+new_event_loop: Callable[[], asyncio.AbstractEventLoop]
 try:
-    import uvloop
+    from uvloop import new_event_loop
 except ImportError:  # Windows has no uvloop
-    uvloop = None  # type: ignore[assignment]
+    from asyncio import new_event_loop
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -24,6 +26,5 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     >>> run(main())
     42
     """
-    factory = asyncio.new_event_loop if uvloop is None else uvloop.new_event_loop
-    with asyncio.Runner(debug=debug, loop_factory=factory) as runner:
+    with asyncio.Runner(debug=debug, loop_factory=new_event_loop) as runner:
         return runner.run(main)

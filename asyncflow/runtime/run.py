@@ -14,7 +14,7 @@ from asyncflow.runtime.executor import Executor
 from asyncflow.runtime.trace import RunSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.protocol import Device
@@ -51,8 +51,11 @@ class Run:
         max_iterations: int | None,
         trace: Trace | None,
         channel: Channel | None = None,
+        guard: bool = False,
+        on_end: Callable[[Run], None] | None = None,
     ) -> None:
         self.id = next(_ids)
+        self._on_end = on_end
         self._channel = channel
         self._loop = loop
         self._trace = trace
@@ -74,6 +77,7 @@ class Run:
             max_iterations=max_iterations,
             trace=trace,
             emitter=channel,
+            guard=guard,
         )
 
     def start(self, feeds: Sequence[Any], timeout: float | None) -> None:
@@ -93,7 +97,8 @@ class Run:
     async def wait(self) -> list[Any]:
         """The fetched values.
 
-        Cancellation: stops the run, waits until what is in flight has ended, then raises CancelledError.
+        Cancellation: stops the run, waits until what is in flight has ended, then raises CancelledError. Of a failure
+        and a cancellation, the one that stopped the run is raised.
         """
         cancelled: asyncio.CancelledError | None = None
         while not self.executor.finished:
@@ -103,12 +108,21 @@ class Run:
             except asyncio.CancelledError as error:
                 cancelled = error
                 self.stop("cancelled")
+            except GeneratorExit:  # the coroutine is thrown away: there is nobody to wait
+                if not self._loop.is_closed():
+                    self.stop("cancelled")
+                raise
         self._close_books()
         failure = self.executor.first_failure()
-        if failure is not None:
-            raise failure
-        if cancelled is not None:
-            raise cancelled
+        if self._status == "cancelled" or failure is None:
+            if cancelled is not None and failure is not None:
+                cancelled.add_note(f"a kernel in flight failed: {failure}")
+            failure = cancelled
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure, cancelled  # their tracebacks lead to this frame, and that would be a cycle
         return self._values()
 
     def stop(self, status: str) -> None:
@@ -133,6 +147,9 @@ class Run:
             self._channel.close()
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
+        if self._on_end is not None:
+            self._on_end(self)
+            self._on_end = None
 
     def _expire(self, timeout: float) -> None:
         if self.executor.finished or self.executor.stopped:

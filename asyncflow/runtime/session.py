@@ -257,7 +257,6 @@ class Session:
         try:
             values = await run.wait()
         finally:
-            self._forget(run)
             if recorder is not None and isinstance(trace, str | Path):
                 await asyncio.to_thread(write_trace, recorder, Path(trace))
         results = [
@@ -288,6 +287,8 @@ class Session:
             max_iterations=self._max_iterations,
             trace=trace,
             channel=channel,
+            guard=self._debug,
+            on_end=self._forget,
         )
         self._runs.add(run)
         run.start(values, timeout)
@@ -339,14 +340,24 @@ class Session:
             if not run.is_finished:
                 run.stop("cancelled")
                 await run.wait()
-            self._forget(run)
 
     def run_threadsafe(
         self, fetches: Any, feeds: Mapping[Any, Any] | None = None, *, timeout: float | None = None
     ) -> concurrent.futures.Future[Any]:
-        """`run` from another thread; the session's event loop must be running in its own."""
+        """`run` from another thread; the session's event loop must be running in its own.
+
+        Raises:
+            SessionClosedError: the session, or its event loop, is closed.
+            RuntimeError: the session has no event loop yet, or this is its thread, where waiting would be for ever.
+        """
+        if self._closed is not None:
+            raise SessionClosedError(self._closed)
         if self._loop is None:
             raise RuntimeError("the session has no event loop yet; enter it with `async with` on the loop's thread")
+        if self._loop.is_closed():
+            raise SessionClosedError("the session's event loop is closed; make a new session on a new loop")
+        if self._thread_id == threading.get_ident():
+            raise RuntimeError("this is the thread of the session's event loop; use `await session.run(...)` here")
         return asyncio.run_coroutine_threadsafe(self.run(fetches, feeds, timeout=timeout), self._loop)
 
     # -- plans ---------------------------------------------------------------------------------------------------

@@ -55,6 +55,11 @@ class Turn:
         if more:
             self.enqueue(driven)
 
+    def count(self) -> int:
+        """The number of the current pass; what is counted in a later pass has a higher one."""
+        self._schedule()
+        return self.number
+
     def enqueue(self, driven: Driven) -> None:
         """Drives in a later pass, or later in this one."""
         if not driven.is_queued:

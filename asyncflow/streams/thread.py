@@ -341,6 +341,7 @@ class _Submission:
         self.args = ()  # freed before the loop is told, so that an account it then reads is right
         jobs.finished += 1
         self.mailbox.post(self.deliver, result, error, started_ns, ended_ns)
+        error = None  # its traceback leads to this frame, and that would be a cycle
 
 
 class _Mark:

@@ -94,9 +94,7 @@ async def test_scan_and_folds_of_nests(graph: af.Graph, run: Run) -> None:
         return {"total": state["total"] + row[0], "last": row[1]}
 
     start = {"total": 100, "last": 0}
-    scanned, left, right = await run(
-        [scan(step, elems, start), foldl(step, elems, start), foldr(step, elems, start)]
-    )
+    scanned, left, right = await run([scan(step, elems, start), foldl(step, elems, start), foldr(step, elems, start)])
     assert scanned["total"].tolist() == (100 + SIX.cumsum()).tolist()
     assert scanned["last"].tolist() == (SIX * 10).tolist()
     assert left == {"total": 121, "last": 60}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.runtime.feeds import check_feeds
 from asyncflow.runtime.scheduler import Frame, Iteration, Scheduler
-from tests.runtime.by_hand import NOTHING, label, partition_of
+from tests.runtime.by_hand import NOTHING, partition_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -71,7 +71,7 @@ class _Run:
         while True:
             while (firing := self.scheduler.next_firing()) is not None:
                 self.running.append(firing)
-                self.fired.append(label(firing[0], firing[1]))
+                self.fired.append(_label(firing[0], firing[1]))
             if not self.running:
                 return
             self.complete(self.choose(len(self.running)))
@@ -99,8 +99,8 @@ class _Run:
 
     def state(self) -> str:
         """Everything that the rest of the run depends on."""
-        ready = sorted(label(node, iteration) for node, iteration in self.ready)
-        running = sorted(f"{label(node, iteration)}{inputs}" for node, iteration, inputs in self.running)
+        ready = sorted(_label(node, iteration) for node, iteration in self.ready)
+        running = sorted(f"{_label(node, iteration)}{inputs}" for node, iteration, inputs in self.running)
         return repr((ready, running, self.scheduler.results, _frame_state(self.scheduler._root)))
 
     def frames(self) -> Iterator[Frame]:
@@ -110,6 +110,10 @@ class _Run:
             yield frame
             for iteration in _iterations(frame):
                 stack.extend(iteration.children.values())
+
+
+def _label(node: PlanNode, iteration: Iteration) -> str:
+    return f"{node.name}@{iteration.tag()}"
 
 
 def _iterations(frame: Frame) -> Iterator[Iteration]:

@@ -1,0 +1,231 @@
+"""The harness: repeats of several systems, interleaved, checked to agree, and summarised as medians.
+
+A workload gives one `Trial` per system. Trials alternate (A B C, B C A, …), so that a slow moment of the machine hits
+all systems alike, and whatever they computed has to be the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+
+ASYNCFLOW: Final = "asyncflow"
+"""The system that ratios compare the others with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Something that a trial measures: what it is, and its unit."""
+
+    name: str
+    unit: str
+    higher_is_better: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one trial gave: its figures, and what it computed (None if there is nothing to compare)."""
+
+    figures: Mapping[Figure, float]
+    answer: object = None
+
+
+Trial: TypeAlias = Callable[[], Awaitable[Sample]]
+"""Does the work once, on the event loop, and times it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One figure of one system, over all repeats.
+
+    Attributes:
+        workload: the program's name.
+        case: what it did, with its size.
+        figure: what was measured, and in which unit.
+        system: who did the work.
+        values: one per repeat, in order.
+        ratio: asyncflow's median over this system's; None for asyncflow itself or where it did not take part.
+    """
+
+    workload: str
+    case: str
+    figure: Figure
+    system: str
+    values: tuple[float, ...]
+    ratio: float | None
+
+    @property
+    def median(self) -> float:
+        """The middle of the repeats."""
+        return statistics.median(self.values)
+
+    @property
+    def best(self) -> float:
+        """The repeat that was disturbed least."""
+        return max(self.values) if self.figure.higher_is_better else min(self.values)
+
+    @property
+    def worst(self) -> float:
+        """The repeat that was disturbed most."""
+        return min(self.values) if self.figure.higher_is_better else max(self.values)
+
+
+class DifferentAnswers(Exception):
+    """Two systems did not compute the same numbers, so their times say nothing."""
+
+
+async def compare(workload: str, case: str, trials: Mapping[str, Trial], *, repeats: int) -> list[Result]:
+    """Runs every trial once to warm up and `repeats` times to measure, and summarises.
+
+    Raises:
+        DifferentAnswers: two systems computed different values or dtypes.
+    """
+    systems = list(trials)
+    expected = {system: (await trials[system]()).answer for system in systems}
+    _require_equal(workload, case, expected)
+    samples: dict[str, list[Sample]] = {system: [] for system in systems}
+    for repeat in range(repeats):
+        turn = repeat % len(systems)
+        for system in systems[turn:] + systems[:turn]:
+            # Else a trial pays for the garbage of the one before it.
+            gc.collect()
+            sample = await trials[system]()
+            _require_equal(workload, case, {systems[0]: expected[systems[0]], system: sample.answer})
+            samples[system].append(sample)
+    return _summarise(workload, case, samples)
+
+
+def _require_equal(workload: str, case: str, answers: Mapping[str, object]) -> None:
+    given = {system: np.asarray(answer) for system, answer in answers.items() if answer is not None}
+    if not given:
+        return
+    reference_system, reference = next(iter(given.items()))
+    for system, answer in given.items():
+        if answer.dtype != reference.dtype or not np.array_equal(answer, reference):
+            raise DifferentAnswers(
+                f"{workload}, {case}: {system} computed {answer!r}, {reference_system} {reference!r}; make both "
+                "programs do the same work before comparing their times"
+            )
+
+
+def _summarise(workload: str, case: str, samples: Mapping[str, Sequence[Sample]]) -> list[Result]:
+    figures = list(dict.fromkeys(figure for taken in samples.values() for sample in taken for figure in sample.figures))
+    results = []
+    for figure in figures:
+        values = {
+            system: tuple(sample.figures[figure] for sample in taken)
+            for system, taken in samples.items()
+            if all(figure in sample.figures for sample in taken)
+        }
+        ours = statistics.median(values[ASYNCFLOW]) if ASYNCFLOW in values else None
+        for system, measured in values.items():
+            theirs = statistics.median(measured)
+            ratio = None if system == ASYNCFLOW or ours is None or not theirs else ours / theirs
+            result = Result(
+                workload=workload, case=case, figure=figure, system=system, values=measured, ratio=ratio
+            )
+            results.append(result)
+    return results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where and when the figures were taken."""
+
+    processor: str
+    cores: int
+    system: str
+    python: str
+    packages: dict[str, str]
+    load: float
+    """Mean number of busy processes over the last minute, before the first trial."""
+
+    def __str__(self) -> str:
+        packages = ", ".join(f"{name} {installed}" for name, installed in self.packages.items())
+        return (
+            f"{self.processor}, {self.cores} cores, load {self.load:.2f} before the run\n"
+            f"{self.system}, Python {self.python}, {packages}"
+        )
+
+
+def describe_machine() -> Machine:
+    """This machine, now."""
+    packages = {}
+    for name in ("numpy", "uvloop", "tensorflow-cpu"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "not installed"
+    return Machine(
+        processor=_processor(),
+        cores=os.cpu_count() or 1,
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        packages=packages,
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan"),
+    )
+
+
+def _processor() -> str:
+    table = Path("/proc/cpuinfo")
+    if table.exists():
+        for line in table.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown processor"
+
+
+def format_table(results: Sequence[Result]) -> str:
+    """A Markdown table, aligned for reading in a terminal too."""
+    header = ("workload", "case", "figure", "system", "median", "best", "worst", "asyncflow ÷ it")
+    rows = [header, *(_row(result) for result in results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    n_text = 4
+    lines = []
+    for row in rows:
+        cells = [
+            text.ljust(width) if column < n_text else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    rule = [f":{'-' * (width - 1)}" if column < n_text else f"{'-' * (width - 1)}:" for column, width in enumerate(widths)]
+    lines.insert(1, f"| {' | '.join(rule)} |")
+    return "\n".join(lines)
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    return (
+        result.workload,
+        result.case,
+        f"{result.figure.name}, {result.figure.unit}",
+        result.system,
+        _number(result.median),
+        _number(result.best),
+        _number(result.worst),
+        "" if result.ratio is None else f"{_number(result.ratio)}x",
+    )
+
+
+def _number(value: float) -> str:
+    """About three digits, never an exponent."""
+    magnitude = abs(value)
+    return f"{value:.0f}" if magnitude >= 100 else f"{value:.1f}" if magnitude >= 10 else f"{value:.3g}"
+
+
+def write_json(path: Path, machine: Machine, results: Sequence[Result]) -> None:
+    """Everything that was measured, for other programs."""
+    rows = [
+        asdict(result) | {"median": result.median, "best": result.best, "worst": result.worst} for result in results
+    ]
+    document = {"machine": asdict(machine), "results": rows}
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

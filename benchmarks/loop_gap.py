@@ -1,0 +1,96 @@
+"""How long other coroutines wait while a graph runs: the gaps that a coroutine sees which always wants its turn.
+
+The idle loop shows what the machine itself does to the figures. TensorFlow runs in a thread of its own: on the event
+loop its `Session.run` would hold everything up until it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import asyncflow as af
+from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
+from benchmarks.programs import chain
+from benchmarks.tensorflow1 import TENSORFLOW
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from benchmarks.tensorflow1 import TensorFlow1
+
+WORST = Figure("worst gap", "ms")
+P99 = Figure("gap p99", "ms")
+SCALE, OFFSET, FED = np.float32(0.5), np.float32(1.0), np.float32(3.0)
+IDLE_S = 0.1
+
+
+async def measure(
+    tensorflow: TensorFlow1 | None = None, *, repeats: int = 7, nodes: int = 10_000, iterations: int = 100_000
+) -> list[Result]:
+    """Worst and p99 gap in ms, while a wide graph and a long loop run. Both were compiled before."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", ())
+        y = chain(x, af.constant(SCALE), af.constant(OFFSET), nodes)
+        limit = af.placeholder("int32", ())
+        (count,) = af.while_loop(lambda i: i < limit, lambda i: i + 1, [af.constant(0, "int32")])
+
+    peer_graph, peer_loop = {}, {}
+    if tensorflow is not None:
+        peer_graph, peer_loop = _tensorflow_trials(tensorflow, nodes, iterations)
+    async with af.Session(graph) as session:
+        wide: dict[str, Trial] = {ASYNCFLOW: _trial(lambda: session.run(y, {x: FED})), "idle loop": _idle}
+        long: dict[str, Trial] = {ASYNCFLOW: _trial(lambda: session.run(count, {limit: iterations})), "idle loop": _idle}
+        return [
+            *await compare("loop_gap", f"graph of {nodes:,} nodes", wide | peer_graph, repeats=repeats),
+            *await compare("loop_gap", f"loop of {iterations:,} iterations", long | peer_loop, repeats=repeats),
+        ]
+
+
+def _trial(work: Callable[[], Awaitable[Any]]) -> Trial:
+    async def trial() -> Sample:
+        return await _watched(work)
+
+    return trial
+
+
+async def _idle() -> Sample:
+    return await _watched(lambda: asyncio.sleep(IDLE_S))
+
+
+async def _watched(work: Callable[[], Awaitable[Any]]) -> Sample:
+    """The gaps between turns of another coroutine while `work` goes on."""
+    gaps: list[float] = []
+
+    async def heartbeat() -> None:
+        last = perf_counter()
+        while True:
+            await asyncio.sleep(0)
+            now = perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    beating = asyncio.create_task(heartbeat())
+    await asyncio.sleep(0)
+    answer = await work()
+    # The gap that the end of the work falls into.
+    await asyncio.sleep(0)
+    beating.cancel()
+    worst, p99 = np.percentile(gaps, (100, 99)) * 1e3
+    return Sample({WORST: float(worst), P99: float(p99)}, answer)
+
+
+def _tensorflow_trials(tensorflow: TensorFlow1, nodes: int, iterations: int) -> tuple[dict[str, Trial], dict[str, Trial]]:
+    v1 = tensorflow.v1
+    with tensorflow.graph() as graph:
+        x = v1.placeholder(v1.float32, ())
+        y = chain(x, v1.constant(SCALE), v1.constant(OFFSET), nodes)
+        limit = v1.placeholder(v1.int32, ())
+        count = v1.while_loop(lambda i: i < limit, lambda i: i + 1, [v1.constant(0)])
+    session = tensorflow.session(graph, threads=1)
+    wide = _trial(lambda: asyncio.to_thread(session.run, y, {x: FED}))
+    long = _trial(lambda: asyncio.to_thread(session.run, count, {limit: iterations}))
+    return {TENSORFLOW: wide}, {TENSORFLOW: long}
