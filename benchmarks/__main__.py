@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import asyncflow as af
 from benchmarks import concurrent_runs, graph_size, import_time, loop_gap, loop_overhead, run_latency
@@ -13,12 +13,23 @@ from benchmarks.harness import describe_machine, format_table, write_json
 from benchmarks.tensorflow1 import load_tensorflow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from benchmarks.harness import Result
     from benchmarks.tensorflow1 import TensorFlow1
 
-WORKLOADS = {
+
+class Workload(Protocol):
+    """Measures one thing, beside TensorFlow if it is given; sizes are keyword arguments of each workload's own."""
+
+    def __call__(
+        self, tensorflow: TensorFlow1 | None = None, *, repeats: int = ...
+    ) -> Coroutine[Any, Any, list[Result]]:
+        """The figures of all systems."""
+        ...
+
+
+WORKLOADS: dict[str, Workload] = {
     "loop_overhead": loop_overhead.measure,
     "run_latency": run_latency.measure,
     "concurrent_runs": concurrent_runs.measure,

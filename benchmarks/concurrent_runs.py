@@ -96,6 +96,4 @@ def _tensorflow_trial(tensorflow: TensorFlow1, clients: int, each: int) -> Trial
 def _sample(started: float, latencies: list[float], answers: list[object]) -> Sample:
     elapsed = perf_counter() - started
     median, p99 = np.percentile(latencies, (50, 99)) * 1e3
-    return Sample(
-        {THROUGHPUT: len(latencies) / elapsed, MEDIAN: float(median), P99: float(p99)}, np.asarray(answers)
-    )
+    return Sample({THROUGHPUT: len(latencies) / elapsed, MEDIAN: float(median), P99: float(p99)}, np.asarray(answers))

@@ -36,7 +36,7 @@ async def measure(
         trials: dict[str, Trial] = {ASYNCFLOW: _trial(count)}
         if tensorflow is not None and count <= tensorflow_nodes:
             trials[TENSORFLOW] = _tensorflow_trial(tensorflow, count)
-        results += await compare("graph_size", f"{count:,} nodes", trials, repeats=repeats)
+        results += await compare("graph_size", f"{count:,} nodes", trials, repeats=repeats, warm_ups=0)
     return results
 
 

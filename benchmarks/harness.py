@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,7 +54,7 @@ class Result:
         figure: what was measured, and in which unit.
         system: who did the work.
         values: one per repeat, in order.
-        ratio: asyncflow's median over this system's; None for asyncflow itself or where it did not take part.
+        ratio: asyncflow's median over this system's; None for asyncflow itself and for baselines.
     """
 
     workload: str
@@ -84,42 +84,58 @@ class DifferentAnswers(Exception):
     """Two systems did not compute the same numbers, so their times say nothing."""
 
 
-async def compare(workload: str, case: str, trials: Mapping[str, Trial], *, repeats: int) -> list[Result]:
-    """Runs every trial once to warm up and `repeats` times to measure, and summarises.
+async def compare(
+    workload: str,
+    case: str,
+    trials: Mapping[str, Trial],
+    *,
+    repeats: int,
+    warm_ups: int = 1,
+    baselines: Collection[str] = (),
+) -> list[Result]:
+    """Runs every trial `warm_ups` times unmeasured and `repeats` times measured, and summarises.
+
+    Args:
+        workload: the program's name.
+        case: what the trials do.
+        trials: by system.
+        repeats: measured trials of each system.
+        warm_ups: trials before those; 0 where a trial makes everything anew.
+        baselines: systems that others are not compared with.
 
     Raises:
         DifferentAnswers: two systems computed different values or dtypes.
     """
     systems = list(trials)
-    expected = {system: (await trials[system]()).answer for system in systems}
-    _require_equal(workload, case, expected)
     samples: dict[str, list[Sample]] = {system: [] for system in systems}
-    for repeat in range(repeats):
+    expected: tuple[str, object] | None = None
+    for repeat in range(-warm_ups, repeats):
         turn = repeat % len(systems)
         for system in systems[turn:] + systems[:turn]:
             # Else a trial pays for the garbage of the one before it.
             gc.collect()
             sample = await trials[system]()
-            _require_equal(workload, case, {systems[0]: expected[systems[0]], system: sample.answer})
-            samples[system].append(sample)
-    return _summarise(workload, case, samples)
+            if sample.answer is not None:
+                expected = expected or (system, sample.answer)
+                _require_equal(f"{workload}, {case}", expected, (system, sample.answer))
+            if repeat >= 0:
+                samples[system].append(sample)
+    return _summarise(workload, case, samples, baselines)
 
 
-def _require_equal(workload: str, case: str, answers: Mapping[str, object]) -> None:
-    given = {system: np.asarray(answer) for system, answer in answers.items() if answer is not None}
-    if not given:
-        return
-    reference_system, reference = next(iter(given.items()))
-    for system, answer in given.items():
-        if answer.dtype != reference.dtype or not np.array_equal(answer, reference):
-            raise DifferentAnswers(
-                f"{workload}, {case}: {system} computed {answer!r}, {reference_system} {reference!r}; make both "
-                "programs do the same work before comparing their times"
-            )
+def _require_equal(what: str, expected: tuple[str, object], given: tuple[str, object]) -> None:
+    reference, answer = np.asarray(expected[1]), np.asarray(given[1])
+    if answer.dtype != reference.dtype or not np.array_equal(answer, reference):
+        raise DifferentAnswers(
+            f"{what}: {given[0]} computed {answer!r}, {expected[0]} {reference!r}; make both programs do the same "
+            "work before comparing their times"
+        )
 
 
-def _summarise(workload: str, case: str, samples: Mapping[str, Sequence[Sample]]) -> list[Result]:
-    figures = list(dict.fromkeys(figure for taken in samples.values() for sample in taken for figure in sample.figures))
+def _summarise(
+    workload: str, case: str, samples: Mapping[str, Sequence[Sample]], baselines: Collection[str]
+) -> list[Result]:
+    figures = dict.fromkeys(figure for taken in samples.values() for sample in taken for figure in sample.figures)
     results = []
     for figure in figures:
         values = {
@@ -130,11 +146,11 @@ def _summarise(workload: str, case: str, samples: Mapping[str, Sequence[Sample]]
         ours = statistics.median(values[ASYNCFLOW]) if ASYNCFLOW in values else None
         for system, measured in values.items():
             theirs = statistics.median(measured)
-            ratio = None if system == ASYNCFLOW or ours is None or not theirs else ours / theirs
-            result = Result(
-                workload=workload, case=case, figure=figure, system=system, values=measured, ratio=ratio
+            comparable = system != ASYNCFLOW and system not in baselines and theirs != 0
+            ratio = ours / theirs if comparable and ours is not None else None
+            results.append(
+                Result(workload=workload, case=case, figure=figure, system=system, values=measured, ratio=ratio)
             )
-            results.append(result)
     return results
 
 
@@ -198,7 +214,9 @@ def format_table(results: Sequence[Result]) -> str:
             for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    rule = [f":{'-' * (width - 1)}" if column < n_text else f"{'-' * (width - 1)}:" for column, width in enumerate(widths)]
+    rule = [
+        f":{'-' * (width - 1)}" if column < n_text else f"{'-' * (width - 1)}:" for column, width in enumerate(widths)
+    ]
     lines.insert(1, f"| {' | '.join(rule)} |")
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ async def measure(tensorflow: TensorFlow1 | None = None, *, repeats: int = 5) ->
     trials = {ASYNCFLOW: _trial("asyncflow"), "numpy": _trial("numpy")}
     if tensorflow is not None:
         trials[TENSORFLOW] = _trial("tensorflow")
-    return await compare("import_time", "new process", trials, repeats=repeats)
+    return await compare("import_time", "new process", trials, repeats=repeats, warm_ups=0)
 
 
 def _trial(module: str) -> Trial:

@@ -15,7 +15,7 @@ class TensorFlow1:
     """What the benchmarks use of TensorFlow. Its own modules are untyped, so values are `Any` from here on."""
 
     def __init__(self, module: ModuleType) -> None:
-        self.v1: Any = module.compat.v1  # type: ignore[attr-defined]
+        self.v1: Any = module.compat.v1
         # `while_loop` becomes Enter, Merge, Switch, NextIteration and Exit: the design that asyncflow follows, and the
         # faster of TensorFlow's two.
         self.v1.disable_control_flow_v2()
@@ -37,7 +37,7 @@ class TensorFlow1:
 
 def load_tensorflow() -> TensorFlow1 | None:
     """TensorFlow, or None where it is not installed."""
-    # Its greeting on stderr; errors still show.
+    # Fewer greetings on stderr; errors still show.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         import tensorflow

@@ -48,6 +48,8 @@ class ImportGraph:
 def read_import_graph(most_files: int | None = None) -> ImportGraph:
     """Parses the standard library: every module is a node, every import between two of them an edge."""
     files = dict(list(library_files())[:most_files])
+    if not files:
+        raise SystemExit(f"this Python has no source files of its library in {sysconfig.get_path('stdlib')}")
     names = sorted(files.keys() | sys.stdlib_module_names)
     position = {name: number for number, name in enumerate(names)}
     edges = set()
@@ -94,7 +96,7 @@ class PageRank:
     ranks: af.Tensor
     """Fetch: one per module, of sum 1. float64[modules]"""
     undecided: af.Tensor
-    """Stream: the share still to be handed on, in every iteration. float64[]"""
+    """Stream: the share of the reader's time not yet placed, in every iteration. float64[]"""
 
 
 def build_pagerank(imports: ImportGraph) -> PageRank:
@@ -133,7 +135,7 @@ def build_pagerank(imports: ImportGraph) -> PageRank:
 
             few = af.count_nonzero(used) < len(imports.imported) // 4
             received = af.cond(few, along_imports_in_use, along_all_imports)
-            streamed.append(af.sum(pending))
+            streamed.append(af.sum(pending) / (1 - damping))
             return ranks + moved, pending - moved + received
 
         ranks, _ = af.while_loop(any_left, hand_on, (nothing, afresh), name="pagerank")
@@ -172,7 +174,7 @@ def progress(title: str) -> Iterator[Callable[[float], None]]:
         yield print_line
         return
 
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415  (optional)
 
     state = TextColumn("iteration {task.fields[iteration]:3}  undecided {task.fields[undecided]:.1e}")
     with Progress(TextColumn(f"  {title}"), BarColumn(), state, TimeElapsedColumn()) as bars:
@@ -188,14 +190,14 @@ def progress(title: str) -> Iterator[Callable[[float], None]]:
 
 
 def print_top(
-    names: Sequence[str], dampings: Sequence[float], ranks: Sequence[NDArray[np.float64]], *, rows: int = 10
+    names: Sequence[str], dampings: Sequence[float], ranks: Sequence[NDArray[np.float64]], rows: int = 10
 ) -> None:
     """The top modules, a column for each of a few damping factors."""
-    shown = sorted({round(k) for k in np.linspace(0, len(dampings) - 1, 5)})
-    print("\n    " + "".join(f"damping {dampings[k]:<15.3f}" for k in shown))
+    shown = sorted({round(k) for k in np.linspace(0, len(dampings) - 1, 4)})
+    print("\n    " + "".join(f"damping {dampings[k]:<20.2f}" for k in shown))
     tops = [np.argsort(-ranks[k], kind="stable")[:rows] for k in shown]
     for row in range(rows):
-        cells = (f"{ranks[k][top[row]]:6.2%} {names[top[row]]:<16.15}" for k, top in zip(shown, tops, strict=True))
+        cells = (f"{ranks[k][top[row]]:6.2%} {names[top[row]]:<21.20}" for k, top in zip(shown, tops, strict=True))
         print(f"{row + 1:2}  {''.join(cells)}".rstrip())
 
 

@@ -15,12 +15,16 @@ from asyncflow.profiler.save import TraceFormatError
 
 USAGE_ERROR = 2
 
+# `argparse` would go on looking for our options among the program's.
+_WITH_VALUE = ("-o", "--output", "--top")
+_OURS = ("-h", "--help", "-o", "--output=", "--top=")
+
 _PROFILE_EXAMPLES = """\
 examples:
   asyncflow profile train.py:main -o trace.html
   asyncflow profile package.module:step -o trace.json -o trace.html
-  asyncflow profile train.py:main -o trace.json.gz --epochs 3        arguments for the program
-  asyncflow profile train.py:main -o trace.json -- -o model.bin      the same, where they look like ours
+  asyncflow profile train.py:main -o trace.json.gz --epochs 3        arguments for the program come last
+  asyncflow profile train.py:main -o trace.json -- -o model.bin      or after two dashes
 
 Open .json and .json.gz at https://ui.perfetto.dev, .html in any browser, offline.
 """
@@ -35,27 +39,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: for ``--help``, ``--version`` and arguments that make no sense.
     """
-    parser = _parser()
-    own, program_arguments = _split(sys.argv[1:] if argv is None else argv)
-    options, unknown = parser.parse_known_args(own)
+    own, program_arguments = _split(sys.argv[1:] if argv is None else list(argv))
+    options = _parser().parse_args(own)
     if options.command == "devices":
-        if unknown or program_arguments:
-            parser.error(f"unrecognized arguments: {' '.join([*unknown, *program_arguments])}")
         print(list_devices())
         return 0
     try:
-        return profile(options.target, options.output, [*unknown, *program_arguments], top=options.top)
+        return profile(options.target, options.output, program_arguments, top=options.top)
     except (TargetError, TraceFormatError, OSError) as error:
         print(f"asyncflow profile: error: {error}", file=sys.stderr)
         return USAGE_ERROR
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our arguments, and those after ``--``, which are the program's whatever they look like."""
-    if "--" not in arguments:
-        return list(arguments), []
-    position = arguments.index("--")
-    return list(arguments[:position]), list(arguments[position + 1 :])
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Our arguments, and the program's: those that follow the target and our options, or a ``--``."""
+    if arguments[:1] != ["profile"]:
+        return arguments, []
+    target_seen, position = False, 1
+    while position < len(arguments):
+        argument = arguments[position]
+        if argument == "--":
+            return arguments[:position], arguments[position + 1 :]
+        if argument in _WITH_VALUE:
+            position += 1
+        elif argument.startswith(_OURS):
+            pass
+        elif target_seen:
+            return arguments[:position], arguments[position:]
+        else:
+            target_seen = not argument.startswith("-")
+        position += 1
+    return arguments, []
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -49,8 +49,8 @@ def profile(target: str, outputs: Sequence[Path], arguments: Sequence[str], *, t
     print(f"\n{format_table(summarize(trace), top=top)}")
     for path in outputs:
         save(trace, path)
-        viewer = "any browser" if path.suffix.lower() == ".html" else "https://ui.perfetto.dev"
-        print(f"\nwrote {path}: open it in {viewer}")
+        viewer = "in any browser" if path.suffix.lower() == ".html" else "at https://ui.perfetto.dev"
+        print(f"\nwrote {path}: open it {viewer}")
     return code
 
 

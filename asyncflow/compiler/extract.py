@@ -98,7 +98,7 @@ class _Analysis:
             if isinstance(root, Tensor):
                 self._need_tensor(root, need)
             else:
-                need.nodes[root] = None
+                self._need_node(root, need)
         # Inputs stand before their users, so one backward sweep is enough; only the back edges of hand-written loops
         # point forward and call for another.
         done: set[Node] = set()
@@ -114,6 +114,10 @@ class _Analysis:
         if tensor not in self.feeds:
             need.nodes[tensor.node] = None
 
+    def _need_node(self, node: Node, need: _Need) -> None:
+        if node.op is not PLACEHOLDER or node.outputs[0] not in self.feeds:
+            need.nodes[node] = None
+
     def _need_inputs(self, node: Node, need: _Need) -> None:
         inputs: Iterable[Tensor] = node.inputs
         if node.op.name in STRUCTURED:
@@ -122,7 +126,8 @@ class _Analysis:
             inputs = (node.inputs[position] for position in kept_inputs(node, inside))
         for tensor in inputs:
             self._need_tensor(tensor, need)
-        need.nodes.update(dict.fromkeys(node.control_inputs))
+        for control in node.control_inputs:
+            self._need_node(control, need)
 
     def _inside(self, node: Node, used: tuple[int, ...]) -> _Inside:
         key = (node, used)
@@ -170,9 +175,9 @@ def _structured_nodes_around(body: Graph) -> list[Node]:
 
 
 def _reads_input(node: Node, body_input: int, bodies: Sequence[_Need]) -> bool:
-    """Whether a needed part of a body reads that body input."""
+    """Whether a needed part of a body reads that body input, or waits for it."""
     inner = (body.inputs[body_input] for body in node.subgraphs)
-    return any(tensor in need.tensors for tensor, need in zip(inner, bodies, strict=True))
+    return any(tensor.node in need.nodes for tensor, need in zip(inner, bodies, strict=True))
 
 
 def kept_inputs(node: Node, inside: _Inside) -> list[int]:
@@ -211,6 +216,8 @@ class _Copy:
     def _feed(self, tensor: Tensor) -> Node:
         node = self.target.add_node(FEED, (), {"spec": tensor.spec}, tensor.spec, name="feed", location=_where(tensor))
         self.tensors[tensor] = node.outputs[0]
+        if tensor.node.op is PLACEHOLDER:
+            self.nodes[tensor.node] = node
         return node
 
     def _fetch(self, fetch: Tensor | Node | SupportsTensor) -> Node | None:
@@ -253,6 +260,7 @@ class _Copy:
             for position in kept[offset:]:
                 inner = body.inputs[position - offset]
                 self.tensors[inner] = copy.add_input(inner.spec, inner.node.name.rpartition("/")[2])
+                self.nodes[inner.node] = self.tensors[inner].node
             self._copy_nodes(body, copy, need)
             results = body.results if key == "cond" else [body.results[index] for index in inside.kept]
             copy.results = [self.tensors[result] for result in results]

@@ -210,6 +210,11 @@ class _Lowering:
             value, _ = self.put(node, "merge", MERGE, sides[::-1], place, specs=(output.spec, _INDEX))
             self.tensors[output] = value
             merges.append(value.node)
+        if not merges and node in self.awaited:
+            # Nobody wants a result, but the order of what is before and after has to hold.
+            gates = [side.gate for side in (on_false, on_true) if side.gate is not None]
+            decided, _ = self.put(node, "merge", MERGE, gates, place, specs=(gates[0].spec, _INDEX))
+            merges.append(decided.node)
         self.completion[node] = merges
 
     def put_switch(self, node: Node, data: Tensor, pred: Tensor, place: _Place) -> tuple[Tensor, Tensor]:

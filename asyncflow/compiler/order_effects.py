@@ -6,6 +6,9 @@ are done, and a loop that writes a resource a loop variable that carries its tur
 control edge from the structured node waits for the effects inside.
 
 With ``Graph(effects="unordered")`` only the resource ``"stream"`` is ordered.
+
+Around primitives written by hand, a node may be dead, and an order edge must not pass that on: it leads through a
+control trigger. Nodes of two frames are not ordered, nor are the iterations of such a loop.
 """
 
 from __future__ import annotations
@@ -13,6 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from asyncflow.compiler.frames import assign_frames
+from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
+from asyncflow.control.primitives.enter import ENTER
+from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.build import constant, identity
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph, node_effects
@@ -43,15 +50,16 @@ def order_effects(graph: Graph) -> None:
 
 
 def _order(graph: Graph, turns: dict[Hashable, _Turn]) -> None:
+    order = _OrderByHand(graph) if any(node.op in (SWITCH, ENTER) for node in graph.nodes) else _wait_for
     for node in list(graph.nodes):
         effects = [(r, access) for r, access in node_effects(node) if graph.effects == "ordered" or r == "stream"]
         for resource, access in effects:
             turn = turns.setdefault(resource, _Turn())
             if access is Access.READ:
-                _wait_for(node, [turn.writer] if turn.writer is not None else [])
+                order(node, [turn.writer] if turn.writer is not None else [])
                 turn.readers.append(node)
             else:
-                _wait_for(node, turn.nodes())
+                order(node, turn.nodes())
                 turns[resource] = _Turn(node)
         if node.op.name == "cond":
             _order_branches(node, any(access is Access.WRITE for _, access in effects))
@@ -60,9 +68,30 @@ def _order(graph: Graph, turns: dict[Hashable, _Turn]) -> None:
 
 
 def _wait_for(node: Node, before: Iterable[Node]) -> None:
-    sources = {tensor.node for tensor in node.inputs}
-    sources.update(node.control_inputs)
+    sources = set(node.control_inputs)
+    if not node.subgraphs:
+        # A value from a branch or loop leaves it before its effects are done, and one that goes into a branch or loop
+        # does not hold back all of it: only between two plain nodes is a data edge enough.
+        sources.update(tensor.node for tensor in node.inputs if not tensor.node.subgraphs)
     node.control_inputs.extend(earlier for earlier in before if earlier not in sources)
+
+
+class _OrderByHand:
+    """`_wait_for` in a graph with primitives written by hand."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.frames = assign_frames(graph)
+
+    def __call__(self, node: Node, before: Iterable[Node]) -> None:
+        same_frame = [earlier for earlier in before if self.frames[earlier] == self.frames[node]]
+        if not same_frame:
+            return
+        trigger = self.graph.add_node(CONTROL_TRIGGER, (), {}, (), name="order", location=node.location)
+        self.graph.nodes.insert(self.graph.nodes.index(node), self.graph.nodes.pop())
+        self.frames[trigger] = self.frames[node]
+        _wait_for(trigger, same_frame)
+        _wait_for(node, [trigger])
 
 
 def _order_branches(node: Node, has_side_effect: bool) -> None:

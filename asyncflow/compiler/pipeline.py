@@ -10,6 +10,7 @@ from asyncflow.compiler.frames import assign_frames
 from asyncflow.compiler.kernels import bind_kernel
 from asyncflow.compiler.lower import lower
 from asyncflow.compiler.order_effects import order_effects
+from asyncflow.compiler.place import choose_device
 from asyncflow.compiler.plan import Plan, build_partition
 from asyncflow.graph.verify import verify
 
@@ -28,7 +29,7 @@ def compile_plan(
     fetches: Sequence[Tensor | Node | SupportsTensor],
     feeds: Sequence[Tensor],
     *,
-    device: Device,
+    devices: Sequence[Device],
     resolve: Resolve,
     streamed: Sequence[Tensor] = (),
     all_effects: bool = False,
@@ -41,7 +42,7 @@ def compile_plan(
         graph: a root graph; not changed.
         fetches: what the run returns.
         feeds: tensors the run gets values for.
-        device: where it runs.
+        devices: those of the session.
         resolve: looks up the state of resources.
         streamed: tensors of one body, handed out in each iteration.
         all_effects: run every side effect of the graph, fetched or not.
@@ -51,8 +52,10 @@ def compile_plan(
     Raises:
         FeedError: a needed placeholder is not fed.
         GraphError: the graph is not a valid program.
+        PlacementError: no device fits all constraints.
     """
     extracted = extract(graph, fetches, feeds, streamed=streamed, all_effects=all_effects)
+    device = choose_device(extracted.graph, devices)
     if debug:
         verify(extracted.graph)
     order_effects(extracted.graph)

@@ -332,6 +332,11 @@ class _Layout:
                 f"{node.name}: the merge of a loop takes one enter and one next_iteration; it has {planned.n_inputs} "
                 f"and {back_edges}\n  built at {node.location}"
             )
+        if any(tensor.node.op is ENTER and tensor.node.attrs["constant"] for tensor in node.inputs):
+            raise GraphError(
+                f"{node.name}: a constant enter reaches every iteration, so a merge never gets it as its only live "
+                f"input; use an enter that is not constant, or an identity of it\n  built at {node.location}"
+            )
         planned.index_values = tuple(np.int32(index) for index in range(len(node.inputs)))
         frame.values.extend([None, None])
         frame.pending.append(1 + len(node.control_inputs))
@@ -363,6 +368,11 @@ class _Layout:
         frame = planned.frame
         value = self.bind(tensor.node)()
         if planned.kind == Kind.MERGE:
+            if frame.values[planned.slot] is not None:
+                raise GraphError(
+                    f"{planned.name}: the merge always gets two live inputs, {index} and "
+                    f"{frame.values[planned.slot + 1]}, which are constants\n  built at {planned.source.location}"
+                )
             frame.values[planned.slot : planned.slot + 2] = [value, index]
             frame.pending[planned.position] -= 1
             return

@@ -71,11 +71,25 @@ def apply(op: Op, *inputs: TensorLike, name: str | None = None, **attrs: Any) ->
     # A loop written by hand: its frames are checked as it is built.
     sources = [*(tensor.node for tensor in tensors), *graph.controls]
     for source in sources:
-        graph.frames.setdefault(source, ())
+        _record_frame(graph, source)
     frame = frame_of(op.name, name or op.name, sources, graph.frames, user_location())
     node = graph.add_node(op, tensors, attrs, specs, name=name)
     graph.frames[node] = frame
     return node.outputs
+
+
+def _record_frame(graph: Graph, node: Node) -> None:
+    """Notes the frame of a node that was not built by `apply`, such as a group, and of those before it."""
+    unknown = [node] if node not in graph.frames else []
+    while unknown:
+        latest = unknown[-1]
+        sources = (*(tensor.node for tensor in latest.inputs), *latest.control_inputs)
+        earlier = [source for source in sources if source not in graph.frames]
+        if earlier:
+            unknown.extend(earlier)
+        else:
+            graph.frames[latest] = frame_of(latest.op.name, latest.name, sources, graph.frames, latest.location)
+            unknown.pop()
 
 
 def as_tensor(value: TensorLike, dtype: DTypeLike | None = None) -> Tensor:

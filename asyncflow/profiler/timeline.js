@@ -11,6 +11,7 @@
   };
 
   const GUTTER = 168, AXIS = 26, GROUP = 24, LANE = 23, MEMORY = 44, RIGHT = 12;
+  const STACK = 8 * LANE, THIN = 8, READABLE = 17;
   const INK = "#141922";
   const CONTROL_FLOW = new Set(["Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond"].map((op) => op.toLowerCase()));
   const CONTROL_COLOUR = "#9aa5b5";
@@ -68,14 +69,29 @@
       output: Int32Array.from(raw.output), run: raw.run, state: Int32Array.from(raw.status),
     }));
     firingLanes.push(...rows);
-    if (group.memory.time.length) {
-      const nbytes = times(group.memory.nbytes);
+    const nbytes = times(group.memory.nbytes);
+    if (nbytes.some((held) => held > 0)) {
       rows.push({
         kind: "memory", label: "memory", height: MEMORY, time: times(group.memory.time), nbytes,
         peak: nbytes.reduce((a, b) => Math.max(a, b), 0),
       });
     }
     groups.push({ name: group.device, closed: false, rows });
+  }
+
+  // A stack of many lanes of one kind must not push the next ones off the screen: its lanes get thinner.
+  for (const { rows } of groups) {
+    const stacks = new Map();
+    for (const row of rows) if (row.kind !== "memory") {
+      const name = row.label.replace(/ \d+$/, "");
+      stacks.set(name, [...(stacks.get(name) || []), row]);
+    }
+    for (const [name, stack] of stacks) {
+      const height = Math.max(THIN, Math.min(LANE, Math.floor(STACK / stack.length)));
+      stack.forEach((row) => Object.assign(row, { height, caption: row.label }));
+      if (height >= READABLE) continue;
+      stack.forEach((row, i) => { row.caption = i ? "" : `${name} 1–${stack.length}`; });
+    }
   }
 
   const wall = Math.max(data.wall, 1);
@@ -252,7 +268,8 @@
   /** Draws only what is visible, in O(pixels · log slices): slices thinner than a pixel share one column. */
   function drawSlices(row, y, subset, dim) {
     const size = subset ? subset.length : row.n;
-    const perNs = plotWidth() / (view.to - view.from), top = y + 2, height = row.height - 4;
+    const perNs = plotWidth() / (view.to - view.from), gap = row.height < READABLE ? 1 : 2;
+    const top = y + gap, height = row.height - 2 * gap;
     const left = GUTTER, right = GUTTER + plotWidth();
     let k = firstEndingAfter(row, view.from, subset);
     while (k < size) {
@@ -288,7 +305,7 @@
       pen.fill();
       pen.globalAlpha = 1;
     }
-    const label = fitLabel(nameOf(row, i), width - 10);
+    const label = row.height < READABLE ? "" : fitLabel(nameOf(row, i), width - 10);
     if (!label) return;
     pen.fillStyle = dim ? theme.muted : inkOf(row, i);
     pen.fillText(label, x0 + 5, top + height / 2 + 0.5);
@@ -395,14 +412,15 @@
     pen.restore();
     const middle = y + row.height / 2 + 0.5;
     pen.fillStyle = theme.text;
-    pen.fillText(fitLabel(row.label, 90), 26, middle);
+    const thin = row.height < READABLE;
+    pen.fillText(fitLabel(row.caption ?? row.label, 90), 26, thin ? y + 7 : middle);
     pen.textAlign = "right";
     pen.fillStyle = theme.muted;
     if (row.kind === "memory") pen.fillText(`peak ${bytes(row.peak)}`, GUTTER - 10, middle);
-    else if (row.kind === "lane") pen.fillText(percent(row.busy[row.n] / wall), GUTTER - 10, middle);
+    else if (row.kind === "lane" && !thin) pen.fillText(percent(row.busy[row.n] / wall), GUTTER - 10, middle);
     pen.textAlign = "left";
     pen.fillStyle = theme.grid;
-    pen.fillRect(0, y + row.height - 1, view.width, 1);
+    if (!thin) pen.fillRect(0, y + row.height - 1, view.width, 1);
   }
 
   /** Outlines of the slices under the cursor and selected, and how long the selected one queued. */
@@ -730,7 +748,9 @@
       const tr = make("tr"), node = make("td", "", "text"), op = make("td", stats.op, "text"), share = make("td");
       const swatch = make("span", "", "swatch"), bar = make("span", "", "share"), part = make("i");
       swatch.style.background = families.get(family(stats.op));
-      node.append(swatch, stats.node);
+      const name = make("span", "", "path");
+      name.append(make("bdi", stats.node));
+      node.append(swatch, name);
       node.title = stats.node;
       part.style.width = `${stats.share * 100}%`;
       bar.append(part);

@@ -128,7 +128,7 @@ class Executor:
         self._emitter = emitter
         self._guard = guard
         self._untaken = 0
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # not a set: they are cancelled in the order they started
         self._times: _TimedQueue | None = None
         if trace is not None:
             self.scheduler.ready = self._times = _TimedQueue()
@@ -210,7 +210,7 @@ class Executor:
         size = 0
         for value in inputs:
             size += getattr(value, "size", 1)
-        cost: MeasuredCost = node.cost
+        cost: MeasuredCost | None = node.cost
         if cost is None:
             cost = node.cost = _estimate(node, inputs)
         if cost.predict_ns(size) > INLINE_LIMIT_NS:
@@ -227,7 +227,7 @@ class Executor:
         cost.observe(size, ended - started)
         if self._guard and ended - started > BLOCKED_NS:
             _log.warning(
-                "%s (%s) held the event loop for %.1f ms; such work belongs on a stream or in a coroutine\n  built at %s",
+                "%s (%s) held the event loop for %.1f ms; declare its cost=, or make it a coroutine\n  built at %s",
                 node.name,
                 node.source.op.name,
                 (ended - started) / 1e6,
@@ -262,10 +262,10 @@ class Executor:
         assert node.kernel is not None
         # A real task, in the context of the caller: libraries look at current_task and at context variables.
         task = self._loop.create_task(node.kernel(*inputs), context=self._context.copy(), name=node.name)
-        self._tasks.add(task)
+        self._tasks[task] = None
 
         def done(task: asyncio.Task[Any]) -> None:
-            self._tasks.discard(task)
+            del self._tasks[task]
             self.in_flight -= 1
             cancelled = task.cancelled()
             error = asyncio.CancelledError("the coroutine was cancelled") if cancelled else task.exception()
@@ -409,9 +409,7 @@ def _estimate(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:
     """A first guess at a kernel's cost, before it has been measured."""
     op = node.source.op
     if op.flops is None:
-        if op.is_user:  # it may even block: not on the event loop before it has been seen to be short
-            return MeasuredCost(base_ns=INLINE_LIMIT_NS + 1)
-        return MeasuredCost(base_ns=_NS_PER_CALL, slope_ns=_NS_PER_ELEMENT)
+        return MeasuredCost(base_ns=_NS_PER_CALL, slope_ns=0.0 if op.is_user else _NS_PER_ELEMENT)
     shapes = [getattr(value, "shape", ()) for value in inputs[-len(node.source.inputs) :]]
     outputs = [tensor.shape for tensor in node.source.outputs]
     flops = op.flops(shapes, outputs, **node.source.attrs)

@@ -9,6 +9,7 @@ import numpy as np
 from asyncflow.errors import FeedError, GraphError
 from asyncflow.graph.build import as_array
 from asyncflow.graph.dtypes import VARIANT, dtype_name
+from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
@@ -38,6 +39,12 @@ def feed_target(key: object, graph: Graph | None) -> Tensor:
         raise FeedError(
             f"{key!r} is inside {key.graph.label}: it has a value per iteration or branch taken, so a run cannot feed "
             f"it; feed what enters the branch or loop instead\n  built at {key.node.location}"
+        )
+    frame = output_frame(key.node, key.graph.frames.get(key.node, ()))
+    if frame:
+        raise FeedError(
+            f"{key!r} is in {format_frame(frame)}: it may have a value per iteration, so a run cannot feed it; feed "
+            f"what enters the frame instead\n  built at {key.node.location}"
         )
     if key.dtype == VARIANT:
         raise FeedError(f"{key!r} holds an opaque value that cannot be fed\n  built at {key.node.location}")
@@ -77,7 +84,7 @@ def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any]:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise _refusal(tensor, value, f"NumPy cannot read it: {error}") from error
-    native = array.dtype.newbyteorder("=")
+    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     if native != tensor.dtype and not (array.dtype.kind == "U" and tensor.dtype.kind == "T"):
         raise _refusal(tensor, value, f"its dtype is {native}; convert it yourself if you mean to")
     owned_and_locked = array.base is None and not array.flags.writeable and array.flags.c_contiguous

@@ -11,6 +11,7 @@ from asyncflow.errors import FetchError, GraphError
 from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 
@@ -51,9 +52,16 @@ def _read_fetch(leaf: object, graph: Graph | None) -> Fetch:
 
 def _refuse_inner(leaf: Tensor | Node) -> None:
     body = leaf.graph
+    node = leaf.node if isinstance(leaf, Tensor) else leaf
+    location = node.location
+    frame = output_frame(node, body.frames.get(node, ()))
+    if frame and isinstance(leaf, Tensor):
+        raise FetchError(
+            f"{leaf!r} is in {format_frame(frame)}: it may have a value per iteration; fetch what an exit takes out of it"
+            f"\n  built at {location}"
+        )
     if not isinstance(body, Subgraph):
         return
-    location = leaf.node.location if isinstance(leaf, Tensor) else leaf.location
     raise FetchError(
         f"{leaf!r} is inside {body.label}: it has no value, or one per iteration, once the run is over; return it from "
         f"the branch or body, or iterate over it with `async for value in session.stream(x)`\n  built at {location}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from asyncflow.errors import GraphError
 from asyncflow.graph import nest
@@ -49,6 +51,7 @@ class Function:
         self._seed = seed
         self._signature = _signature(fn)
         self._traces: dict[Any, Traced] = {}
+        self._of_instances: dict[int, tuple[ref[object], dict[Any, Traced]]] = {}
 
     def __repr__(self) -> str:
         return f"<Function {self.fn.__qualname__}>"
@@ -60,20 +63,42 @@ class Function:
         return self._run(args, kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self.__call__, instance)
+        return self if instance is None else self._bound(instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The graph that runs for such arguments: arrays, numbers or `spec`s."""
         return self._traced(*self._leaves(args, kwargs))
 
+    def _bound(self, instance: object) -> Function:
+        """The function as a method of `instance`, which is no argument: it has traces of its own."""
+        bound = copy.copy(self)
+        bound.fn = MethodType(self.fn, instance)
+        bound._signature = self._signature.replace(parameters=list(self._signature.parameters.values())[1:])
+        bound._traces = self._traces_of(instance)
+        return bound
+
+    def _traces_of(self, instance: object) -> dict[Any, Traced]:
+        # By identity, because an instance need not be hashable; weakly, because the class outlives it.
+        key = id(instance)
+        if key not in self._of_instances:
+            try:
+                watch = ref(instance, lambda _: self._of_instances.pop(key, None))
+            except TypeError:
+                raise GraphError(
+                    f"{self.fn.__qualname__} keeps its graphs as long as the instance lives, which needs weak "
+                    f"references to {type(instance).__name__}: add __weakref__ to its slots (weakref_slot=True for a "
+                    f"dataclass)"
+                ) from None
+            self._of_instances[key] = watch, {}
+        return self._of_instances[key][1]
+
     async def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = self._leaves(args, kwargs)
-        values = [leaf if hasattr(leaf, "dtype") else as_array(leaf, None) for leaf in leaves]
-        traced = self._traced(values, structure)
+        traced = self._traced(leaves, structure)
         session = current_session()
         if session is None or not session.is_bound_here():
             session = await _loop_session()
-        feeds = dict(zip(traced.inputs, values, strict=True))
+        feeds = dict(zip(traced.inputs, leaves, strict=True))
         return await session.run_function(traced.graph, traced.outputs, feeds)
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], nest.Structure]:
@@ -174,7 +199,8 @@ def function(
     """Makes a Python function run as a graph: ``await f(x)``.
 
     The function is called once per kind of arguments (nest, dtypes and ranks; extents are unknown) to build the graph.
-    A parameter annotated with ``af.spec(dtype, shape)`` is traced as that. All effects in it run, in order.
+    A parameter annotated with ``af.spec(dtype, shape)`` is traced as that. All effects in it run, in order. A method
+    has graphs of its own for each instance, which is no argument.
 
     Args:
         fn: takes and returns any nest of tensors.

@@ -80,13 +80,19 @@ class Run:
             guard=guard,
         )
 
-    def start(self, feeds: Sequence[Any], timeout: float | None) -> None:
-        """Starts; returns once the current turn's share of work is done."""
+    def start(self, feeds: Sequence[Any], timeout: float | None, asked_s: float) -> None:
+        """Starts; returns once the current turn's share of work is done.
+
+        Args:
+            feeds: in the order of the plan's.
+            timeout: seconds since `asked_s` until the run has to have ended.
+            asked_s: when the run was asked for, in the event loop's time.
+        """
         if timeout is not None:
-            if timeout <= 0:
+            if asked_s + timeout <= self._loop.time():
                 self._expire(timeout)
                 return
-            self._timer = self._loop.call_later(timeout, self._expire, timeout)
+            self._timer = self._loop.call_at(asked_s + timeout, self._expire, timeout)
         self.executor.start(feeds)
 
     @property

@@ -12,9 +12,9 @@ Rules (EuroSys '18, fig. 5)
 6. Enter creates the frame on first arrival and delivers to iteration 0; a constant Enter delivers to every iteration,
    started or not. A dead Enter delivers a dead token.
 7. Exit: a live token leaves its frame at once; a dead one is dropped, and when the frame ends, every Exit that never
-   saw a live token delivers a dead one.
+   saw a live token delivers a dead one. A second live one is an error.
 8. NextIteration: a live token starts the next iteration, or is parked while `parallel_iterations` are live; a dead
-   one stops here.
+   one stops here. Control edges of Enter, Exit and NextIteration lead to where their values go.
 9. An iteration ends when nothing in it is ready or running, its child frames have ended, its predecessor has ended,
    and, for iteration 0, all Enters have arrived. A frame ends with its last iteration, unless tokens are parked. The
    run is done when the root iteration ends.
@@ -68,13 +68,15 @@ class Frame:
     """One activation of a loop.
 
     Invariants: ``live`` is the number of iterations started and not ended; ``newest.next`` is None; tokens are parked
-    only by ``newest``; ``values`` and ``pending`` are what a new iteration starts with, constants included.
+    only by ``newest``; ``values`` and ``pending`` are what a new iteration starts with, constants included;
+    ``killer`` is what the first dead Enter died of.
     """
 
     __slots__ = (
         "constant_ready",
         "dead",
         "info",
+        "killer",
         "live",
         "live_exits",
         "newest",
@@ -91,6 +93,7 @@ class Frame:
         self.values: list[Any] = info.values
         self.pending: list[int] = info.pending
         self.dead: dict[int, Dead] = {}
+        self.killer: Dead | None = None
         self.constant_ready: list[PlanNode] = []
         self.live = 0
         self.live_exits: set[PlanNode] = set()
@@ -191,6 +194,7 @@ class Scheduler:
         for node, value in zip(self.partition.feeds, feeds, strict=True):
             root.outstanding += 1
             self._deliver(node, 0, value, root)
+            self._deliver_controls(node, root)
             self._finish(root)
         self._finish(root)
 
@@ -245,11 +249,10 @@ class Scheduler:
                 value = values[slot]
                 values[slot] = None
                 self._enter(node, value, None, iteration)
-                self._deliver_controls(node, iteration)
             elif kind == _EXIT:
                 value = values[slot]
                 values[slot] = None
-                self._exit(node, value, iteration.frame)
+                self._exit(node, value, iteration)
             elif kind == _PASS:
                 value = values[slot]
                 values[slot] = None
@@ -355,6 +358,15 @@ class Scheduler:
                 self._mark_dead(position, dead, iteration)
                 self._count_down(position, target, iteration)
 
+    def _deliver_death(self, node: PlanNode, dead: Dead, iteration: Iteration) -> None:
+        """Dead tokens along all outputs and control edges, whose targets are in `iteration`."""
+        for port in range(len(node.dead_targets)):
+            self._deliver_dead(node, port, dead, iteration)
+        for position, target in node.controls:
+            if target.kind not in (_MERGE, _TRIGGER):
+                self._mark_dead(position, dead, iteration)
+            self._count_down(position, target, iteration)
+
     def _mark_dead(self, position: int, dead: Dead, iteration: Iteration) -> None:
         if iteration.dead is None:
             iteration.dead = {}
@@ -391,12 +403,7 @@ class Scheduler:
         if kind == _ENTER:
             self._enter(node, None, dead, iteration)
         elif kind not in (_EXIT, _NEXT_ITERATION):
-            for port in range(len(node.dead_targets)):
-                self._deliver_dead(node, port, dead, iteration)
-        for position, target in node.controls:
-            if target.kind not in (_MERGE, _TRIGGER):
-                self._mark_dead(position, dead, iteration)
-            self._count_down(position, target, iteration)
+            self._deliver_death(node, dead, iteration)
 
     def _fire_merge(self, node: PlanNode, iteration: Iteration) -> None:
         values = iteration.values
@@ -422,6 +429,8 @@ class Scheduler:
             self._frames += 1
             self._start_iteration(frame)
         frame.pending_enters -= 1
+        if dead is not None and frame.killer is None:
+            frame.killer = dead
         if node.is_constant:
             self._enter_constant(node, value, dead, frame)
         else:
@@ -429,10 +438,7 @@ class Scheduler:
             assert first is not None
             while first.previous is not None:
                 first = first.previous
-            if dead is None:
-                self._deliver(node, 0, value, first)
-            else:
-                self._deliver_dead(node, 0, dead, first)
+            self._arrive(node, value, dead, first)
         if frame.pending_enters == 0:
             # The last Enter may be all that held iteration 0 open.
             self._end_oldest(frame)
@@ -441,10 +447,7 @@ class Scheduler:
         """Delivers to the live iterations, and to what new ones start with."""
         iteration = frame.newest
         while iteration is not None:
-            if dead is None:
-                self._deliver(node, 0, value, iteration)
-            else:
-                self._deliver_dead(node, 0, dead, iteration)
+            self._arrive(node, value, dead, iteration)
             iteration = iteration.previous
         if frame.pending is frame.info.pending:
             frame.values = frame.values[:]
@@ -458,8 +461,25 @@ class Scheduler:
                 frame.dead.setdefault(position, dead)
             if frame.pending[position] == 0:
                 frame.constant_ready.append(target)
+        for position, target in node.controls:
+            frame.pending[position] -= 1
+            if dead is not None and target.kind not in (_MERGE, _TRIGGER):
+                frame.dead.setdefault(position, dead)
+            if frame.pending[position] == 0:
+                frame.constant_ready.append(target)
 
-    def _exit(self, node: PlanNode, value: Any, frame: Frame) -> None:
+    def _arrive(self, node: PlanNode, value: Any, dead: Dead | None, iteration: Iteration) -> None:
+        """What an Enter brings, in one iteration of its frame."""
+        if dead is None:
+            self._deliver(node, 0, value, iteration)
+            self._deliver_controls(node, iteration)
+        else:
+            self._deliver_death(node, dead, iteration)
+
+    def _exit(self, node: PlanNode, value: Any, iteration: Iteration) -> None:
+        frame = iteration.frame
+        if node in frame.live_exits:
+            raise SchedulingError("an exit got a live value in two iterations of its frame", node, iteration)
         frame.live_exits.add(node)
         outer = frame.parent
         assert outer is not None
@@ -477,13 +497,16 @@ class Scheduler:
                 return
             following = self._start_iteration(frame, node)
         self._deliver(node, 0, value, following)
+        if node.controls:
+            self._deliver_controls(node, following)
 
     # -- iterations and frames -----------------------------------------------------------------------------------
 
     def _start_iteration(self, frame: Frame, node: PlanNode | None = None) -> Iteration:
         previous = frame.newest
         index = 0 if previous is None else previous.index + 1
-        if node is not None and self.max_iterations is not None and index >= self.max_iterations:
+        # One more iteration than the body runs: the last only finds that the predicate fails.
+        if node is not None and self.max_iterations is not None and index > self.max_iterations:
             assert previous is not None
             raise SchedulingError(
                 f"loop {frame.info.label} reached max_iterations={self.max_iterations}", node, previous
@@ -533,6 +556,7 @@ class Scheduler:
         started.outstanding += 1
         for node, value in parked:
             self._deliver(node, 0, value, started)
+            self._deliver_controls(node, started)
         started.outstanding -= 1
         return started if ended.next is None or ended.next is started else ended.next
 
@@ -547,12 +571,5 @@ class Scheduler:
         outer.outstanding += 1
         for node in frame.info.exits:
             if node not in frame.live_exits:
-                self._kill_exit(node, outer)
+                self._deliver_death(node, frame.killer or node.dead, outer)
         self._finish(outer)
-
-    def _kill_exit(self, node: PlanNode, outer: Iteration) -> None:
-        self._deliver_dead(node, 0, node.dead, outer)
-        for position, target in node.controls:
-            if target.kind not in (_MERGE, _TRIGGER):
-                self._mark_dead(position, node.dead, outer)
-            self._count_down(position, target, outer)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import open_devices
-from asyncflow.errors import FetchError, SessionClosedError
+from asyncflow.errors import DeadlineExceeded, FetchError, SessionClosedError
 from asyncflow.graph import nest
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
@@ -30,7 +30,7 @@ from asyncflow.state.containers import StateStore
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
     from contextvars import Token
 
     from asyncflow.compiler.plan import Plan
@@ -251,9 +251,10 @@ class Session:
         leaves, structure = read_fetches(fetches, graph)
         checked = check_feeds(feeds, graph) if feeds else {}
         graph = graph_of((*leaves, *checked), graph)
-        plan = await self._plan(graph, leaves, tuple(checked), all_effects=all_effects)
+        asked_s = loop.time()
+        plan = await self._plan(graph, leaves, tuple(checked), all_effects=all_effects, timeout=timeout)
         recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
-        run = self._start(loop, plan, list(checked.values()), timeout, recorder, None)
+        run = self._start(loop, plan, list(checked.values()), timeout, asked_s, recorder, None)
         try:
             values = await run.wait()
         finally:
@@ -271,15 +272,18 @@ class Session:
         plan: Plan,
         values: Sequence[Any],
         timeout: float | None,
+        asked_s: float,
         trace: Trace | None,
         channel: Channel | None,
     ) -> Run:
+        if self._closed is not None:  # while the plan was compiled
+            raise SessionClosedError(self._closed)
         assert self._turn is not None
         self._run_count += 1
         run = Run(
             plan,
             number=self._run_count,
-            device=self.devices[0],
+            device=self._device(plan.partitions[0].device),
             loop=loop,
             turn=self._turn,
             seed=self._random_seed if plan.graph.seed is None else plan.graph.seed,
@@ -291,8 +295,11 @@ class Session:
             on_end=self._forget,
         )
         self._runs.add(run)
-        run.start(values, timeout)
+        run.start(values, timeout, asked_s)
         return run
+
+    def _device(self, name: str) -> Device:
+        return next(device for device in self.devices if device.name == name)
 
     def _forget(self, run: Run) -> None:
         self._runs.discard(run)
@@ -306,11 +313,12 @@ class Session:
         *,
         timeout: float | None = None,
         trace: Trace | None = None,
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[Any, None]:
         """Iterates over values inside a loop: ``async for value in session.stream(x)``, one item an iteration.
 
         Items come in the order of the iterations. The loop runs at most `parallel_iterations` ahead of the consumer.
-        Leaving the ``async for`` early stops the run.
+        Leaving the ``async for`` early stops the run: at once inside ``async with contextlib.aclosing(...)``, else when
+        the iterator is dropped.
 
         Args:
             fetches: any nest of tensors of one loop body (or of a branch in it).
@@ -320,7 +328,8 @@ class Session:
 
         Raises:
             FetchError: the tensors are not inside one loop body.
-            KernelError, DeadlineExceeded: as in `run`, after the items before the failure.
+            KernelError, DeadlineExceeded: as in `run`. Items of iterations that ran ahead of the consumer are then
+                lost; with ``parallel_iterations=1`` there are none, and all items before the failure have come.
         """
         loop = self._bind()
         leaves, structure = nest.flatten(fetches)
@@ -328,9 +337,10 @@ class Session:
         if not tensors or any(tensor.graph is not tensors[0].graph for tensor in tensors):
             raise FetchError("stream takes tensors of one loop body; these are inside several, or there are none")
         checked = check_feeds(feeds, self.graph) if feeds else {}
-        plan = await self._plan(graph_of(tensors, self.graph), (), tuple(checked), tuple(tensors))
+        asked_s = loop.time()
+        plan = await self._plan(graph_of(tensors, self.graph), (), tuple(checked), tuple(tensors), timeout=timeout)
         channel = Channel(loop)
-        run = self._start(loop, plan, list(checked.values()), timeout, trace or current_trace(), channel)
+        run = self._start(loop, plan, list(checked.values()), timeout, asked_s, trace or current_trace(), channel)
         try:
             while (values := await channel.get()) is not None:
                 pairs = zip(tensors, values, strict=True)
@@ -380,6 +390,7 @@ class Session:
         streamed: tuple[Tensor, ...] = (),
         *,
         all_effects: bool = False,
+        timeout: float | None,
     ) -> Plan:
         """The plan from the cache, or compiled: a large graph on a thread, so that the event loop goes on."""
         key = (tuple(fetches), feeds, streamed, all_effects)
@@ -397,7 +408,13 @@ class Session:
             shared = asyncio.ensure_future(asyncio.to_thread(compiling))
             self._compiling[graph, graph.version, key] = shared
             shared.add_done_callback(partial(self._compiled, plans, (graph, graph.version, key)))
-        return await asyncio.shield(shared)
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(shared)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the graph was not compiled within timeout={timeout} s; that goes on, for later runs"
+            ) from None
 
     def _compiled(self, plans: dict[Any, Plan], key: tuple[Graph, int, Any], compiled: asyncio.Future[Plan]) -> None:
         del self._compiling[key]
@@ -423,7 +440,7 @@ class Session:
             graph,
             fetches,
             feeds,
-            device=self.devices[0],
+            devices=self.devices,
             resolve=self.state.lookup,
             streamed=streamed,
             all_effects=all_effects,

@@ -61,7 +61,8 @@ class Trace:
     """A record of one or more runs.
 
     Pass it as ``session.run(..., trace=trace)``, or use it as a context manager: then every run that starts inside is
-    recorded, in whatever session. At most ``capacity`` firings are kept; later ones are counted in ``dropped``.
+    recorded, in whatever session. A trace made inside such a block records for itself; its records are added to the
+    outer one when the outer block ends. At most ``capacity`` firings are kept; later ones are counted in ``dropped``.
 
     >>> with Trace() as trace:
     ...     pass  # await session.run(...)
@@ -74,7 +75,14 @@ class Trace:
     runs: list[RunSpan] = field(default_factory=list)
     memory: list[MemorySample] = field(default_factory=list)
     dropped: int = 0
-    _entered: list[Token[Trace | None]] = field(default_factory=list, repr=False)
+    _entered: list[Token[Trace | None]] = field(default_factory=list, repr=False, compare=False)
+    _inner: list[Trace] = field(default_factory=list, repr=False, compare=False)
+    """Made inside the block, and not yet added."""
+
+    def __post_init__(self) -> None:
+        outer = _current.get()
+        if outer is not None:
+            outer._inner.append(self)
 
     def __enter__(self) -> Self:
         self._entered.append(_current.set(self))
@@ -82,6 +90,16 @@ class Trace:
 
     def __exit__(self, *exc: object) -> None:
         _current.reset(self._entered.pop())
+        for inner in self._inner:
+            self._add(inner)
+        self._inner.clear()
+
+    def _add(self, inner: Trace) -> None:
+        room = max(0, self.capacity - len(self.firings))
+        self.firings += inner.firings[:room]
+        self.dropped += inner.dropped + len(inner.firings[room:])
+        self.runs += inner.runs
+        self.memory += inner.memory
 
 
 _current: ContextVar[Trace | None] = ContextVar("asyncflow_trace", default=None)

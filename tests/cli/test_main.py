@@ -52,6 +52,12 @@ def plain():
     af.run(coroutine())
 
 
+async def records_itself():
+    with af.Trace() as trace:
+        await scaled(21)
+    assert len(trace.runs) == 1
+
+
 async def fails():
     await scaled(1)
     raise LookupError("the program's own fault")
@@ -155,6 +161,11 @@ def test_module_in_the_working_directory(program: Path) -> None:
     assert events(program / "trace.json")
 
 
+def test_program_that_records_itself(program: Path) -> None:
+    assert main(["profile", "program.py:records_itself", "-o", "trace.json"]) == 0
+    assert "multiply" in events(program / "trace.json")
+
+
 def test_dotted_attribute(program: Path, output: Output) -> None:
     assert main(["profile", "program.py:Group.member"]) == 0
     out, _ = output()
@@ -182,9 +193,16 @@ def test_arguments_go_to_the_program(program: Path, output: Output) -> None:
 
 
 def test_arguments_after_two_dashes_are_never_ours(program: Path, output: Output) -> None:
-    assert main(["profile", "program.py:coroutine", "-x", "--", "-o", "model.bin", "--", "-h"]) == 0
-    assert "['-x', '-o', 'model.bin', '--', '-h']" in output()[0]
+    assert main(["profile", "program.py:coroutine", "--", "-o", "model.bin", "--", "-h"]) == 0
+    assert "['-o', 'model.bin', '--', '-h']" in output()[0]
     assert not (program / "model.bin").exists()
+
+
+def test_options_after_the_programs_first_argument_are_the_programs(program: Path, output: Output) -> None:
+    arguments = ["-otrace.json", "--top=3", "data", "--output", "model.bin", "-h"]
+    assert main(["profile", "program.py:coroutine", *arguments]) == 0
+    assert "['data', '--output', 'model.bin', '-h']" in output()[0]
+    assert (program / "trace.json").exists()
 
 
 def test_top_limits_the_table(program: Path, output: Output) -> None:
@@ -273,7 +291,15 @@ def test_bad_outputs_are_refused_before_the_program_runs(program: Path, output: 
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["measure"], ["profile"], ["profile", "a:b", "--top", "many"], ["devices", "extra"], ["devices", "--", "x"]],
+    [
+        [],
+        ["measure"],
+        ["profile"],
+        ["profile", "a:b", "--top", "many"],
+        ["devices", "extra"],
+        ["devices", "--", "x"],
+        ["profile", "-x"],
+    ],
 )
 def test_bad_arguments_show_the_usage(output: Output, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

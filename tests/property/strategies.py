@@ -67,17 +67,22 @@ _CASTS = {
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """A random program of up to four levels of branches and loops."""
-    writer = _Writer(draw)
-    inputs = {f"input{index}": draw(st.sampled_from(TYPES)) for index in range(draw(st.integers(0, 3)))}
+    """A random program of up to three levels of branches and loops."""
+    return write_program(lambda count: draw(st.integers(0, count - 1)))
+
+
+def write_program(choose: Callable[[int], int]) -> Program:
+    """A program, by the decisions of `choose`, which gives a number from 0 up to its argument, exclusive."""
+    writer = _Writer(choose)
+    inputs = {f"input{index}": writer.pick(TYPES) for index in range(choose(4))}
     feeds = {name: writer.literal(type).value for name, type in inputs.items()}
-    variables = {f"variable{index}": draw(st.sampled_from(TYPES[2:])) for index in range(draw(st.integers(0, 2)))}
+    variables = {f"variable{index}": writer.pick(TYPES[2:]) for index in range(choose(3))}
     writer.variables = variables
     scope = _Scope(dict(inputs))
     body = Block(tuple(writer.statements(scope, depth=0)), ())
     bound = tuple(name for name in (*scope.types, *scope.arrays) if name not in inputs)
     if not variables and len(bound) > 1:
-        bound = tuple(draw(st.lists(st.sampled_from(bound), min_size=1, max_size=4, unique=True)))
+        bound = tuple(dict.fromkeys(writer.pick(bound) for _ in range(1 + choose(3))))
     initial = {name: writer.literal(type).value for name, type in variables.items()}
     return Program(inputs, feeds, initial, body, bound)
 
@@ -94,18 +99,18 @@ class _Scope:
 
 
 class _Writer:
-    """Writes programs by drawing."""
+    """Writes a program; the first options of every choice are the simplest, because hypothesis shrinks towards them."""
 
-    def __init__(self, draw: st.DrawFn) -> None:
-        self.draw = draw
+    def __init__(self, choose: Callable[[int], int]) -> None:
+        self.choose = choose
         self.variables: dict[str, Type] = {}
         self._numbers = itertools.count()
 
     def pick(self, options: Sequence[T]) -> T:
-        return options[self.draw(st.integers(0, len(options) - 1))]
+        return options[self.choose(len(options))]
 
     def chance(self) -> bool:
-        return self.draw(st.booleans())
+        return self.choose(2) == 1
 
     def fresh(self, stem: str) -> str:
         return f"{stem}{next(self._numbers)}"
@@ -113,15 +118,14 @@ class _Writer:
     # -- statements ----------------------------------------------------------------------------------------------
 
     def statements(self, scope: _Scope, depth: int) -> list[Statement]:
-        """One to three statements, which bind their names in `scope`."""
-        count = self.draw(st.integers(1, 3 if depth < 2 else 2))
-        return [self.statement(scope, depth) for _ in range(count)]
+        """A few statements, which bind their names in `scope`."""
+        return [self.statement(scope, depth) for _ in range(1 + self.choose(4 - depth))]
 
     def statement(self, scope: _Scope, depth: int) -> Statement:
         kinds: list[Callable[[_Scope, int], Statement]] = [self.let]
         if self.variables:
             kinds += [self.write]
-        if depth < 4:
+        if depth < 3:
             kinds += [self.branch, self.loop, self.loop]
         return self.pick(kinds)(scope, depth)
 
@@ -147,7 +151,7 @@ class _Writer:
         return Block(tuple(statements), tuple(self.expression(type, scope, 1) for type in types))
 
     def branch(self, scope: _Scope, depth: int) -> If:
-        types = [self.pick(TYPES) for _ in range(self.draw(st.integers(1, 2)))]
+        types = [self.pick(TYPES) for _ in range(1 + self.choose(2))]
         predicate = self.expression(BOOL, scope, 2)
         then, otherwise = (self.block(types, scope.inner(), depth + 1) for _ in range(2))
         names = tuple(self.fresh("c") for _ in types)
@@ -155,7 +159,7 @@ class _Writer:
         return If(names, predicate, then, otherwise)
 
     def loop(self, scope: _Scope, depth: int) -> Loop:
-        types = [self.pick(TYPES) for _ in range(self.draw(st.integers(1, 3)))]
+        types = [self.pick(TYPES) for _ in range(1 + self.choose(3))]
         counter_dtype = self.pick(("int32", "int64"))
         trips = self.expression(Type(self.pick(("int32", "int64")), False), scope, 1)
         initial = tuple(self.expression(type, scope, 1) for type in types)
@@ -210,7 +214,7 @@ class _Writer:
         return Literal(np.array([self.pick(numbers) for _ in range(LENGTH)], type.dtype))
 
     def expression(self, type: Type, scope: _Scope, depth: int) -> Expression:
-        if depth == 0 or not self.draw(st.integers(0, 2)):
+        if depth == 0 or not self.choose(3):
             return self.leaf(type, scope)
         if type.dtype == "bool":
             return self.condition(type, scope, depth - 1)
@@ -220,23 +224,23 @@ class _Writer:
         names = [name for name, seen in scope.types.items() if seen == type]
         variables = [name for name, seen in self.variables.items() if seen == type]
         options: list[Any] = [Name(name) for name in names[-6:]] + [Read(name) for name in variables]
-        index = self.draw(st.integers(0, len(options)))
+        index = self.choose(len(options) + 1)
         return options[index] if index < len(options) else self.literal(type)
 
     def condition(self, type: Type, scope: _Scope, depth: int) -> Expression:
-        match self.draw(st.integers(0, 4)):
+        match self.choose(5):
             case 0:
                 return Call("logical_not", (self.expression(type, scope, depth),))
             case 1:
                 return Call(self.pick(_LOGIC), self.pair(type, ("bool", "bool"), scope, depth))
             case 2 if not type.is_vector:
-                return Item(self.expression(Type("bool", True), scope, depth), self.draw(st.integers(0, LENGTH - 1)))
+                return Item(self.expression(Type("bool", True), scope, depth), self.choose(LENGTH))
             case _:
                 dtypes = (self.pick(NUMBERS), self.pick(NUMBERS))
                 return Call(self.pick(_COMPARISONS), self.pair(type, dtypes, scope, depth))
 
     def arithmetic(self, type: Type, scope: _Scope, depth: int) -> Expression:
-        match self.draw(st.integers(0, 8)):
+        match self.choose(9):
             case 0:
                 return Call(self.pick(_UNARY[type.dtype[0]]), (self.expression(type, scope, depth),))
             case 1:
@@ -252,7 +256,7 @@ class _Writer:
             case 4 if type.is_vector:
                 return Stack(tuple(self.expression(type.scalar(), scope, depth) for _ in range(LENGTH)))
             case 4:
-                return Item(self.expression(Type(type.dtype, True), scope, depth), self.draw(st.integers(0, LENGTH - 1)))
+                return Item(self.expression(Type(type.dtype, True), scope, depth), self.choose(LENGTH))
             case 5 if not type.is_vector:
                 return Sum(self.expression(Type(type.dtype, True), scope, depth), type.dtype)
             case 6 if type.dtype[0] == "f":
@@ -264,7 +268,7 @@ class _Writer:
         self, type: Type, dtypes: tuple[str, str], scope: _Scope, depth: int
     ) -> tuple[Expression, Expression]:
         """Two operands of these dtypes that broadcast to the shape of `type`."""
-        scalar = self.draw(st.integers(0, 3)) if type.is_vector else None
+        scalar = self.choose(4) if type.is_vector else None
         left, right = (
             self.expression(Type(dtype, type.is_vector and place != scalar), scope, depth)
             for place, dtype in enumerate(dtypes)

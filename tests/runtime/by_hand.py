@@ -20,7 +20,12 @@ NOTHING = (0, 0, 0, 0, 0)
 
 def step(name: str) -> Callable[..., Any]:
     """An op of that name that gives its first input back; a firing of it is held until the test completes it."""
-    return af.op(lambda x, *_: x, name=name, outputs=lambda first, *_: first)
+
+    @af.op(outputs=lambda first, *_: first, name=name)
+    def first(x: Any, *_: Any) -> Any:
+        return x
+
+    return first
 
 
 def partition_of(fetches: Any, feeds: Mapping[af.Tensor, Any]) -> Partition:
@@ -29,9 +34,9 @@ def partition_of(fetches: Any, feeds: Mapping[af.Tensor, Any]) -> Partition:
 
 
 def label(node: PlanNode, iteration: Iteration) -> str:
-    """``node@tag``; the name alone outside loops."""
-    tag = iteration.tag()
-    return f"{node.name.rpartition('/')[2]}@{tag}" if tag else node.name
+    """``node@tag``, without the names of the loops around the node; the name alone outside loops."""
+    tag, path = iteration.tag(), iteration.frame.info.path
+    return f"{node.name.removeprefix(f'{path[-1]}/body/')}@{tag}" if tag else node.name
 
 
 class ByHand:
@@ -56,6 +61,11 @@ class ByHand:
     def held(self) -> set[str]:
         """The firings handed out and not completed."""
         return set(self._firings)
+
+    @property
+    def firings(self) -> list[Firing]:
+        """The same, as the scheduler gave them."""
+        return list(self._firings.values())
 
     @property
     def results(self) -> list[Any]:

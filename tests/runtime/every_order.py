@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Outcomes:
     """What all orders came to."""
 
-    results: set[str] = field(default_factory=set)
-    """The fetched values, as text; one element if the order makes no difference."""
+    results: set[tuple[Any, ...]] = field(default_factory=set)
+    """The fetched values, which are scalars; one element if the order makes no difference."""
     fired: set[tuple[str, ...]] = field(default_factory=set)
     """The kernels that ran, by node and tag."""
     states: int = 0
@@ -158,7 +158,7 @@ def explore(fetches: Any, feeds: Mapping[af.Tensor, Any]) -> Outcomes:
             assert run.scheduler.statistics() == NOTHING
             assert len(set(run.fired)) == len(run.fired), "a node fired twice under one tag"
             outcomes.complete += 1
-            outcomes.results.add(repr(run.scheduler.results))
+            outcomes.results.add(tuple(run.scheduler.results))
             outcomes.fired.add(tuple(sorted(run.fired)))
     outcomes.states = len(seen)
     return outcomes
@@ -167,11 +167,10 @@ def explore(fetches: Any, feeds: Mapping[af.Tensor, Any]) -> Outcomes:
 def _check(run: _Run, outcomes: Outcomes) -> None:
     counted = run.scheduler.statistics()
     frames = list(run.frames())
-    live = {"/".join(frame.info.path): len(list(_iterations(frame))) for frame in frames}
     assert counted.frames == len(frames)
     assert counted.iterations == sum(frame.live for frame in frames) == sum(len([*_iterations(f)]) for f in frames)
     assert counted.parked == sum(len(frame.parked) for frame in frames)
     assert counted.running == len(run.running)
     assert all(frame.live <= frame.info.parallel_iterations for frame in frames)
-    for name, count in live.items():
-        outcomes.most_live[name] = max(outcomes.most_live.get(name, 0), count)
+    for frame in frames:
+        outcomes.most_live[frame.info.label] = max(outcomes.most_live.get(frame.info.label, 0), frame.live)

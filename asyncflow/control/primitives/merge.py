@@ -11,6 +11,7 @@ from functools import reduce
 from asyncflow.errors import DTypeError, GraphError
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import int32
+from asyncflow.graph.frames import format_frame
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import relax
@@ -42,9 +43,17 @@ def add_back_edge(merged: Tensor, next_iteration: Tensor) -> None:
     """Closes a hand-written loop: makes `next_iteration` an input of the Merge behind `merged`.
 
     Raises:
-        GraphError: `merged` is not a Merge's value, or `next_iteration` not the output of a NextIteration.
+        GraphError: `merged` is not a Merge's value, or `next_iteration` not the output of a NextIteration, or they are
+            in two frames.
     """
     if merged.node.op is not MERGE or next_iteration.node.op.name != "next_iteration":
         raise GraphError(f"a back edge runs from a next_iteration to a merge; got {next_iteration!r} to {merged!r}")
     _infer(merged.spec, next_iteration.spec)
-    merged.node.inputs.append(merged.graph.import_tensor(next_iteration))
+    inner = merged.graph.import_tensor(next_iteration)
+    frames = [merged.graph.frames.get(node, ()) for node in (inner.node, merged.node)]
+    if frames[0] != frames[1]:
+        raise GraphError(
+            f"a back edge stays in one frame: {inner.node.name} is in {format_frame(frames[0])}, {merged.node.name} in "
+            f"{format_frame(frames[1])}"
+        )
+    merged.node.inputs.append(inner)

@@ -1,0 +1,143 @@
+"""Every workload runs at a tiny size and gives finite figures, and the harness summarises and compares as it says."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from benchmarks import concurrent_runs, graph_size, import_time, loop_gap, loop_overhead, run_latency
+from benchmarks.__main__ import WORKLOADS, main
+from benchmarks.harness import (
+    ASYNCFLOW,
+    DifferentAnswers,
+    Figure,
+    Result,
+    Sample,
+    Trial,
+    compare,
+    describe_machine,
+    format_table,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from pathlib import Path
+
+TINY = {
+    "loop_overhead": lambda: loop_overhead.measure(repeats=2, iterations=10),
+    "run_latency": lambda: run_latency.measure(repeats=2, runs=3, nodes=(1, 4)),
+    "concurrent_runs": lambda: concurrent_runs.measure(repeats=2, clients=3, runs=9),
+    "loop_gap": lambda: loop_gap.measure(repeats=2, nodes=10, iterations=20),
+    "import_time": lambda: import_time.measure(repeats=1),
+    "graph_size": lambda: graph_size.measure(repeats=2, nodes=(5, 10)),
+}
+TIME = Figure("time", "s")
+RATE = Figure("rate", "1/s", higher_is_better=True)
+
+
+def test_every_workload_has_a_tiny_size() -> None:
+    assert TINY.keys() == WORKLOADS.keys()
+
+
+@pytest.mark.parametrize("name", TINY)
+async def test_workload(name: str) -> None:
+    measuring: Coroutine[None, None, list[Result]] = TINY[name]()
+    results = await measuring
+    assert ASYNCFLOW in {result.system for result in results}
+    for result in results:
+        assert result.workload == name
+        assert all(math.isfinite(value) and value >= 0 for value in result.values), result
+        assert sorted([result.best, result.median, result.worst], reverse=result.figure.higher_is_better) == [
+            result.best,
+            result.median,
+            result.worst,
+        ]
+
+
+def _trial(times: list[float], answer: object = None, log: list[str] | None = None, name: str = "") -> Trial:
+    remaining = iter(times)
+
+    async def trial() -> Sample:
+        if log is not None:
+            log.append(name)
+        time = next(remaining)
+        return Sample({TIME: time, RATE: 1 / time}, answer)
+
+    return trial
+
+
+async def test_medians_best_and_ratio() -> None:
+    trials = {ASYNCFLOW: _trial([9.0, 1.0, 2.0, 4.0]), "peer": _trial([9.0, 8.0, 8.0, 2.0])}
+    results = await compare("work", "case", trials, repeats=3)
+    ours, theirs = (result for result in results if result.figure is TIME)
+    assert (ours.values, ours.median, ours.best, ours.worst, ours.ratio) == ((1.0, 2.0, 4.0), 2.0, 1.0, 4.0, None)
+    assert (theirs.median, theirs.best, theirs.ratio) == (8.0, 2.0, 0.25)
+    assert [result.best for result in results if result.figure is RATE] == [1.0, 0.5]
+
+
+async def test_a_baseline_gets_no_ratio() -> None:
+    trials = {ASYNCFLOW: _trial([1.0]), "idle": _trial([1.0])}
+    results = await compare("work", "case", trials, repeats=1, warm_ups=0, baselines=["idle"])
+    assert [result.ratio for result in results] == [None] * 4
+
+
+async def test_trials_alternate() -> None:
+    log: list[str] = []
+    trials = {name: _trial([1.0] * 4, log=log, name=name) for name in "abc"}
+    await compare("work", "case", trials, repeats=3, warm_ups=0)
+    assert "".join(log) == "abcbcacab"
+
+
+@pytest.mark.parametrize("other", [np.int32(4), np.int64(3), np.array([3], np.int32)])
+async def test_different_answers_are_an_error(other: object) -> None:
+    trials = {ASYNCFLOW: _trial([1.0], np.int32(3)), "peer": _trial([1.0], other)}
+    with pytest.raises(DifferentAnswers, match="work, case: peer computed"):
+        await compare("work", "case", trials, repeats=1, warm_ups=0)
+
+
+async def test_table_and_json(tmp_path: Path) -> None:
+    trials = {ASYNCFLOW: _trial([0.5]), "peer": _trial([250.0])}
+    results = await compare("work", "case", trials, repeats=1, warm_ups=0)
+    lines = format_table(results).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == [
+        "work", "case", "time, s", "peer", "250", "250", "250", "0.002x",
+    ]  # fmt: skip
+    path = tmp_path / "results.json"
+    write_json(path, describe_machine(), results)
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert document["machine"]["packages"]["numpy"] == np.__version__
+    assert document["results"][1] == {
+        "workload": "work",
+        "case": "case",
+        "figure": {"name": "time", "unit": "s", "higher_is_better": False},
+        "system": "peer",
+        "values": [250.0],
+        "ratio": 0.002,
+        "median": 250.0,
+        "best": 250.0,
+        "worst": 250.0,
+    }
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.json"
+    assert main(["import_time", "--no-peers", "--repeats", "1", "--json", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert "tensorflow 1 is skipped: left out" in output
+    assert "time to import, ms" in output
+    assert json.loads(path.read_text(encoding="utf-8"))["results"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"), [(["nonsense"], "no workload nonsense"), (["--repeats", "0"], "at least 1; got 0")]
+)
+def test_command_refuses(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert reason in capsys.readouterr().err

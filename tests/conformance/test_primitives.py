@@ -1,0 +1,460 @@
+"""CONFORMANCE 1-13: the primitives written by hand, and how deadness travels.
+
+Rules about the order of events are pinned down without an event loop in `tests/runtime/test_scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import asyncflow as af
+from tests.conformance.gates import Gate, settle
+from tests.conformance.journal import Journal
+from tests.runtime.by_hand import NOTHING
+from tests.runtime.hand_written import counting_loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    Run = Callable[..., Coroutine[Any, Any, Any]]
+
+
+def fork() -> tuple[af.Tensor, af.Tensor, dict[str, af.Tensor]]:
+    """``(on_false, on_true, feeds by name)`` of a switch named ``fork``."""
+    x, pred = af.placeholder("int64", (), name="x"), af.placeholder("bool", (), name="pred")
+    on_false, on_true = af.raw.switch(x, pred, name="fork")
+    return on_false, on_true, {"x": x, "pred": pred}
+
+
+# -- 1 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", [False, True])
+async def test_fetching_a_dead_port_names_the_switch(graph: af.Graph, run: Run, taken: bool) -> None:
+    """CONFORMANCE 1: an error that names the Switch and where it was built; never a hang or None."""
+    sides = fork()
+    feeds = {sides[2]["x"]: 7, sides[2]["pred"]: taken}
+    assert await run(sides[taken], feeds) == 7
+    with pytest.raises(af.FetchError, match=rf"fork:{int(not taken)} is dead.*switch fork built at .*\.py:\d+"):
+        await run(sides[not taken], feeds)
+
+
+async def test_fetching_what_depends_on_a_dead_port_names_the_switch(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 1: also through other nodes, a merge and a loop."""
+    dead, _, fed = fork()
+    through_loop = counting_loop(3, start=dead).total
+    merged, index = af.raw.merge(dead, -dead)
+    for fetch in (dead + 1, through_loop, merged, index):
+        with pytest.raises(af.FetchError, match="switch fork built at"):
+            await run(fetch, {fed["x"]: 7, fed["pred"]: True})
+
+
+async def test_allow_dead_gives_none_for_a_dead_fetch(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 1: the caller may ask for None."""
+    on_false, on_true, fed = fork()
+    values = await run([on_false, on_true], {fed["x"]: 7, fed["pred"]: True}, allow_dead=True)
+    assert values == [None, 7]
+
+
+# -- 2 -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_frame_without_a_loop(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 2: Enter, multiply, Exit."""
+    x = af.placeholder("int64", ())
+    product = af.raw.exit(af.raw.enter(x, "frame") * af.raw.enter(5, "frame"))
+    assert await run(product + x, {x: 4}) == 24
+
+
+async def test_frames_nest(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 2."""
+    x = af.placeholder("int64", ())
+    inner = af.raw.enter(af.raw.enter(x, "outer"), "inner")
+    assert await run(af.raw.exit(af.raw.exit(inner * inner)), {x: 4}) == 16
+
+
+def _product_of_two_frames(x: af.Tensor) -> None:
+    af.raw.enter(x, "left") * af.raw.enter(x, "right")
+
+
+def _inner_and_outer(x: af.Tensor) -> None:
+    af.raw.enter(x, "left") + x
+
+
+def _control_edge_from_another_frame(x: af.Tensor) -> None:
+    left, right = af.raw.enter(x, "left"), af.raw.enter(x, "right")
+    with af.control_dependencies([left]):
+        right + right
+
+
+def _group_of_another_frame(x: af.Tensor) -> None:
+    with af.control_dependencies([af.group(af.raw.enter(x, "left"))]):
+        x + x
+
+
+def _back_edge_to_another_frame(x: af.Tensor) -> None:
+    merged, _ = af.raw.merge(af.raw.enter(x, "left"))
+    af.raw.add_back_edge(merged, af.raw.next_iteration(af.raw.enter(x, "right")))
+
+
+def _exit_of_nothing(x: af.Tensor) -> None:
+    af.raw.enter(x, "left")
+    af.raw.exit(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (_product_of_two_frames, "mixes two frames: .*frame 'left'.*frame 'right'"),
+        (_inner_and_outer, "mixes two frames: .*frame 'left'.*in no frame"),
+        (_control_edge_from_another_frame, "mixes two frames: .*frame 'right'.*frame 'left'"),
+        (_group_of_another_frame, "mixes two frames: .*in no frame, group in frame 'left'"),
+        (_back_edge_to_another_frame, "a back edge stays in one frame: .*frame 'right'.*frame 'left'"),
+        (_exit_of_nothing, "an exit outside every frame"),
+    ],
+)
+def test_mixing_two_frames_is_refused(graph: af.Graph, build: Callable[[af.Tensor], None], message: str) -> None:
+    """CONFORMANCE 2: while the graph is built, and naming both frames."""
+    with pytest.raises(af.GraphError, match=message):
+        build(af.placeholder("int64", ()))
+
+
+def test_a_value_inside_a_frame_can_be_neither_fetched_nor_fed(graph: af.Graph) -> None:
+    """CONFORMANCE 2: it may have many values in a run."""
+    x = af.placeholder("int64", ())
+    inner = counting_loop(x).every
+    session = af.Session()
+    with pytest.raises(af.FetchError, match=r"is in frame 'loop'.*exit"):
+        session.plan(inner, [x])
+    with pytest.raises(af.FeedError, match="is in frame 'loop'"):
+        session.plan(x, [inner])
+
+
+# -- 3, 4 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", [False, True])
+async def test_merge_gives_the_live_input_and_its_index(graph: af.Graph, run: Run, taken: bool) -> None:
+    """CONFORMANCE 3."""
+    on_false, on_true, fed = fork()
+    value, index = af.raw.merge(on_false * 10, on_true * 100)
+    values = await run([value, index], {fed["x"]: 7, fed["pred"]: taken})
+    assert values == [[70, 0], [700, 1]][taken]
+    assert values[1].dtype == np.int32
+
+
+async def test_merge_fires_once(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 3: what depends on it runs once."""
+    on_false, on_true, fed = fork()
+    journal = Journal()
+    value, _ = af.raw.merge(on_false, on_true, -on_false)
+    await run(journal.note("merged", value), {fed["x"]: 7, fed["pred"]: True})
+    assert journal.entries == [("merged", 7)]
+
+
+def _two_constants(x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+    return af.raw.merge(1, 2)
+
+
+def _two_feeds(x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+    return af.raw.merge(x, x)
+
+
+def _feed_and_constant(x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+    return af.raw.merge(x, 1)
+
+
+def _two_kernels(x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+    return af.raw.merge(x + 1, x + 2)
+
+
+def _two_switches(x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+    return af.raw.merge(af.raw.switch(x, True)[1], af.raw.switch(x, False)[0])
+
+
+@pytest.mark.parametrize("build", [_two_constants, _two_feeds, _feed_and_constant, _two_kernels, _two_switches])
+async def test_two_live_inputs_of_a_merge_are_an_error(
+    graph: af.Graph, run: Run, build: Callable[[af.Tensor], tuple[af.Tensor, af.Tensor]]
+) -> None:
+    """CONFORMANCE 3: found whenever they arrive, where TensorFlow takes one by chance."""
+    x = af.placeholder("int64", ())
+    value, _ = build(x)
+    with pytest.raises(af.AsyncflowError, match="two live inputs") as caught:
+        await run([value, x], {x: 7})
+    assert isinstance(caught.value, af.KernelError | af.GraphError)
+    assert "merge" in str(caught.value) and "test_primitives.py" in str(caught.value)
+
+
+async def test_merge_waits_for_its_control_inputs(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 4: and a dead control input does not kill it."""
+    on_false, on_true, fed = fork()
+    gate, journal = Gate(), Journal()
+    with af.control_dependencies([gate(on_true), -on_false]):
+        value, _ = af.raw.merge(on_false, on_true)
+    note = journal.note("merged", value)
+    running = asyncio.create_task(run([value, note], {fed["x"]: 7, fed["pred"]: True}))
+    await settle()
+    assert gate.arrived == 1 and journal.entries == []
+    gate.open()
+    assert (await running)[0] == 7 and journal.entries == [("merged", 7)]
+
+
+async def test_merge_is_dead_when_all_its_data_inputs_are(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 4: although its control inputs are live."""
+    on_false, on_true, fed = fork()
+    with af.control_dependencies([on_true + 1]):
+        value, index = af.raw.merge(on_false, -on_false)
+    assert await run([value, index], {fed["x"]: 7, fed["pred"]: True}, allow_dead=True) == [None, None]
+
+
+async def test_a_constant_of_all_iterations_at_a_merge_is_refused(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 3: it would be a live input in every iteration."""
+    merged, _ = af.raw.merge(af.raw.enter(1, "frame", constant=True))
+    with pytest.raises(af.GraphError, match="a constant enter reaches every iteration"):
+        await run(af.raw.exit(merged))
+
+
+# -- 5, 6 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("through", ["data", "control"])
+async def test_a_dead_input_makes_a_node_dead(graph: af.Graph, run: Run, through: str) -> None:
+    """CONFORMANCE 5: its kernel is skipped, and all its outputs and control edges are dead."""
+    on_false, _, fed = fork()
+    journal = Journal()
+    if through == "data":
+        dead = journal.note("dead", on_false)
+    else:
+        with af.control_dependencies([-on_false]):
+            dead = journal.note("dead", fed["x"])
+    with af.control_dependencies([dead]):
+        after = journal.note("after the dead one", fed["x"])
+        value = fed["x"] + 1
+    live = journal.note("live", fed["x"])
+    feeds = {fed["x"]: 7, fed["pred"]: True}
+    assert await run([after, live, value], feeds, allow_dead=True) == [None, None, None]
+    assert journal.entries == [("live", 7)]
+
+
+async def test_effects_written_after_a_dead_one_still_run(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 5: the order of effects is no reason to die."""
+    on_false, on_true, fed = fork()
+    total = af.Variable(100)
+    total.assign(on_false)
+    await run([total.assign(on_false), total.assign_add(on_true)], {fed["x"]: 7, fed["pred"]: True}, allow_dead=True)
+    assert await run(total.read()) == 107
+
+
+async def test_a_control_trigger_runs_although_its_inputs_are_dead(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 6: and once they are all done."""
+    on_false, on_true, fed = fork()
+    gate, journal = Gate(), Journal()
+    with af.control_dependencies([gate(on_true), -on_false]):
+        trigger = af.raw.control_trigger()
+    with af.control_dependencies([trigger]):
+        note = journal.note("triggered")
+    running = asyncio.create_task(run(note, {fed["x"]: 7, fed["pred"]: True}))
+    await settle()
+    assert journal.entries == []
+    gate.open()
+    await running
+    assert journal.entries == ["triggered"]
+
+
+async def test_a_control_trigger_works_inside_a_frame(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 6: once in each iteration."""
+    journal, loop = Journal(), counting_loop(2)
+    with af.control_dependencies([-loop.i]):  # dead in the last iteration
+        trigger = af.raw.control_trigger()
+    with af.control_dependencies([trigger]):
+        note = journal.note("iteration", loop.every)
+    await run([loop.total, note])
+    assert journal.entries == [("iteration", 0), ("iteration", 1), ("iteration", 2)]
+
+
+# -- 7 - 11 ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", [False, True])
+async def test_a_loop_on_an_untaken_branch_ends_at_once(graph: af.Graph, run: Run, taken: bool) -> None:
+    """CONFORMANCE 7: a dead Enter makes the loop Merge dead; a dead NextIteration stops there."""
+    on_false, on_true, fed = fork()
+    total, index = af.raw.merge(counting_loop(5, start=on_false).total, on_true * 100)
+    assert await run([total, index], {fed["x"]: 2, fed["pred"]: taken}) == [[5, 0], [200, 1]][taken]
+
+
+async def test_a_live_exit_leaves_early_and_dead_ones_are_dropped(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 8: the exit is dead in all iterations but one, and is there while the loop still runs."""
+    journal, gate = Journal(), Gate()
+    loop = counting_loop(4)
+    found = loop.found(af.equal(loop.every, loop.constant(2)))
+    held = af.raw.exit(af.raw.switch(gate(loop.every), loop.every < loop.constant(4))[0])
+    running = asyncio.create_task(run([journal.note("found", found), held]))
+    await settle()
+    assert journal.entries == [("found", 2)] and not running.done()
+    gate.open()
+    assert (await running)[1] == 4
+
+
+async def test_an_exit_without_a_live_value_is_dead(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 8: it is held until its frame is done."""
+    loop = counting_loop(4)
+    never = loop.found(af.equal(loop.every, loop.constant(99)))
+    assert await run([loop.total, never], allow_dead=True) == [4, None]
+
+
+async def test_a_late_loop_constant_reaches_iterations_already_started(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 9."""
+    x, journal, gate = af.placeholder("int64", ()), Journal(), Gate()
+    loop = counting_loop(3)
+    late = loop.constant(gate(x))
+    early, note = journal.note("started", loop.every), journal.note("with constant", loop.i * late)
+    running = asyncio.create_task(run([loop.total, early, note], {x: 10}))
+    await settle()
+    assert journal.entries == [("started", k) for k in range(4)]
+    gate.open()
+    await running
+    assert sorted(journal.values("with constant")) == [0, 10, 20]
+
+
+@pytest.mark.parametrize("bound", [1, 2, 3])
+async def test_iterations_past_the_bound_are_parked(graph: af.Graph, run: Run, bound: int) -> None:
+    """CONFORMANCE 10: as many iterations start as may be live at once; the next starts when the oldest ends."""
+    journal, gate = Journal(), Gate()
+    loop = counting_loop(6, bound=bound)
+    started = journal.note("started", loop.every)
+    slow = af.raw.exit(af.raw.switch(gate(loop.every), loop.every < loop.constant(6))[0])
+    running = asyncio.create_task(run([loop.total, started, slow]))
+    await settle()
+    assert journal.values("started") == list(range(bound))
+    gate.open()
+    assert (await running)[::2] == [6, 6]
+    assert journal.values("started") == list(range(7))
+
+
+@pytest.mark.parametrize("ending", ["success", "error", "cancel"])
+async def test_nothing_is_left_of_a_frame(graph: af.Graph, session: af.Session, ending: str) -> None:
+    """CONFORMANCE 11: zero frames, iterations and tokens remain, however the run ends."""
+    gate, loop = Gate(), counting_loop(3)
+
+    @af.op(outputs=lambda spec: spec)
+    def pass_or_fail(i: np.int64) -> np.int64:
+        if ending == "error" and i == 2:
+            raise ValueError("two is too much")
+        return i
+
+    last = loop.found(af.equal(pass_or_fail(gate(loop.every)), loop.constant(3)))
+    running = asyncio.create_task(session.run([loop.total, last]))
+    await settle()
+    scheduler = next(iter(session._runs)).executor.scheduler
+    assert scheduler.statistics()[1:] == (4, 2, 1 + 4, 0), "all iterations are held by the gate"
+    if ending == "cancel":
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    gate.open()
+    if ending == "error":
+        with pytest.raises(af.KernelError, match="two is too much") as caught:
+            await running
+        assert caught.value.tag == "loop/2"
+    if ending == "success":
+        assert await running == [3, 3]
+    assert scheduler.statistics() == NOTHING
+    assert session.statistics().runs == 0
+    assert await session.run(af.raw.exit(af.raw.enter(1, "other"))) == 1, "the session is as good as new"
+
+
+# -- 12 ----------------------------------------------------------------------------------------------------------
+
+
+def _sum_in_python(n: int) -> int:
+    return sum(10 * i + j for i in range(n) for j in range(i, 3))
+
+
+async def test_activations_of_an_inner_loop_are_apart(graph: af.Graph, session: af.Session) -> None:
+    """CONFORMANCE 12: in two outer iterations, and in concurrent runs."""
+    n = af.placeholder("int64", ())
+    total = af.while_loop(
+        lambda i, s: i < n,
+        lambda i, s: (i + 1, af.while_loop(lambda j, t: j < 3, lambda j, t: (j + 1, t + i * 10 + j), (i, s))[1]),
+        (0, 0),
+    )[1]
+    counts = range(8)
+    values = await asyncio.gather(*(session.run(total, {n: count}) for count in counts))
+    assert values == [_sum_in_python(count) for count in counts]
+
+
+async def test_concurrent_runs_of_a_held_loop_are_apart(graph: af.Graph, session: af.Session) -> None:
+    """CONFORMANCE 12: all of them in the middle of the same iteration at one time."""
+    n, gate = af.placeholder("int64", ()), Gate()
+    total = af.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, gate(s) + i * n), (0, n), name="loop")[1]
+    tasks = [asyncio.create_task(session.run(total, {n: k})) for k in range(10)]
+    await settle()
+    assert gate.arrived == 10
+    gate.open()
+    assert await asyncio.gather(*tasks) == [4 * k for k in range(10)]
+
+
+# -- 13 ----------------------------------------------------------------------------------------------------------
+
+_VALUES = [
+    *(np.array([0, 1, 1]).astype(dtype) for dtype in ("bool", "int8", "uint16", "int32", "int64", "uint64")),
+    *(np.array([1.5, -2.0]).astype(dtype) for dtype in ("float16", "float32", "float64", "complex64", "complex128")),
+    np.array([1.5, -2.0], ml_dtypes.bfloat16),
+    np.array(["left", "right", ""], np.dtypes.StringDType()),
+    np.array("alone", np.dtypes.StringDType()),
+    np.zeros((0, 3), "float32"),
+]
+
+
+@pytest.mark.parametrize("value", _VALUES, ids=lambda value: f"{value.dtype}{list(value.shape)}")
+async def test_switch_and_merge_carry_every_dtype(graph: af.Graph, run: Run, value: np.ndarray[Any, Any]) -> None:
+    """CONFORMANCE 13: around a loop as well."""
+    x, pred = af.placeholder(value.dtype, value.shape), af.placeholder("bool", ())
+    merged, index = af.raw.merge(*af.raw.switch(x, pred))
+    looped = af.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, v), (0, x))[1]
+    for taken in (False, True):
+        got, side, round_trip = await run([merged, index, looped], {x: value, pred: taken})
+        assert side == taken
+        for result in (got, round_trip):
+            assert np.asarray(result).dtype == value.dtype and np.shape(result) == value.shape
+            assert np.array_equal(result, value)
+
+
+async def test_all_parts_of_a_structured_value_take_one_side(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 13."""
+    x, pred = af.placeholder("float32", (2,)), af.placeholder("bool", ())
+    parts = {"values": x, "indices": (af.astype(x, "int64"), af.constant("name"))}
+    picked = af.cond(pred, lambda: parts, lambda: parts)
+    got = await run(picked, {x: np.array([1, 2], "float32"), pred: False})
+    assert set(got) == {"values", "indices"} and isinstance(got["indices"], tuple)
+    assert got["values"].tolist() == [1.0, 2.0] and got["indices"][0].tolist() == [1, 2]
+    assert got["indices"][1] == "name"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        (((1, 2), (2, 2)), (None, 2)),
+        (((2, 2), (2, 2)), (2, 2)),
+        (((2,), (2, 2)), None),
+        (((), (None,)), None),
+        (((None, 3), (4, 3)), (None, 3)),
+        ((None, (4, 3)), None),
+    ],
+)
+def test_the_static_shape_of_a_merge(graph: af.Graph, shapes: tuple[Any, Any], expected: object) -> None:
+    """CONFORMANCE 13: extents that differ are unknown, and so is a rank that does."""
+    value, index = af.raw.merge(*(af.placeholder("float32", shape) for shape in shapes))
+    assert value.shape == expected and index.shape == ()
+
+
+def test_a_merge_of_two_dtypes_is_refused(graph: af.Graph) -> None:
+    """CONFORMANCE 13."""
+    with pytest.raises(af.DTypeError, match=r"all inputs of a merge have one dtype; got float32.*int64"):
+        af.raw.merge(af.placeholder("float32", ()), 1)

@@ -1,0 +1,105 @@
+"""Every program in `examples/` runs, agrees with its own check, and writes what it says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from examples import coroutine_nodes, ngram_beam_search, pagerank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_every_example_is_tested() -> None:
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == {"coroutine_nodes", "ngram_beam_search", "pagerank"}
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "written"),
+    [
+        (pagerank.main, ["--runs", "4", "--files", "60"], {"pagerank.html", "pagerank.json"}),
+        (
+            coroutine_nodes.main,
+            ["--count", "6", "--latency", "0.005"],
+            {"coroutine_nodes_1.html", "coroutine_nodes_16.html"},
+        ),
+        (ngram_beam_search.main, ["--prompts", "2"], {"ngram_beam_search.html"}),
+    ],
+    ids=["pagerank", "coroutine_nodes", "ngram_beam_search"],
+)
+def test_example_passes_its_own_check_and_writes_its_timelines(
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    written: set[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "new" / "folder"
+    assert main([*arguments, "--output", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "PASS" in printed
+    assert {file.name for file in folder.iterdir()} == written
+    for file in folder.iterdir():
+        assert str(file) in printed
+        assert file.stat().st_size > 10_000
+
+
+def test_pagerank_says_so_when_numpy_disagrees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pagerank, "solve_directly", lambda imports, damping: np.zeros(len(imports.names)))
+    assert pagerank.main(["--runs", "2", "--files", "20", "--output", str(tmp_path)]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_imports_are_resolved_as_python_does() -> None:
+    source = "import os.path, re\nfrom . import events\nfrom ..json.decoder import JSONDecoder as Decoder\n"
+    names = list(pagerank.imports(ast.parse(source), "asyncio.inner"))
+    assert names == ["os.path", "re", "asyncio.inner.events", "asyncio.json.decoder.JSONDecoder"]
+
+
+def test_import_graph_joins_modules_of_the_library() -> None:
+    graph = pagerank.read_import_graph(most_files=60)
+    edges = {(graph.names[a], graph.names[b]) for a, b in zip(graph.importers, graph.imported, strict=True)}
+    assert ("asyncio.runners", "asyncio.events") in edges  # from . import events
+    assert ("asyncio.base_events", "collections") in edges
+    assert all(importer != imported for importer, imported in edges)
+    assert not [name for name in graph.names if "test" in name.split(".")]
+
+
+def test_ranks_of_a_graph_worked_out_by_hand() -> None:
+    # Modules 0 and 1 import 2, which imports nothing. With damping 1/2: r2 = r0 + (r0 + r1) / 2, and r0 = r1.
+    imports = pagerank.ImportGraph(["zero", "one", "two"], np.array([0, 1]), np.array([2, 2]))
+    (ranks,) = af.run(pagerank.rank_for_all(pagerank.build_pagerank(imports), [0.5]))
+    np.testing.assert_allclose(ranks, [0.25, 0.25, 0.5], atol=1e-9)
+    np.testing.assert_allclose(pagerank.solve_directly(imports, 0.5), [0.25, 0.25, 0.5])
+
+
+def test_both_branches_of_pagerank_are_taken(tmp_path: Path) -> None:
+    pagerank.main(["--runs", "2", "--files", "60", "--output", str(tmp_path)])
+    events = json.loads((tmp_path / "pagerank.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"pagerank/body/cond/true/index_add", "pagerank/body/cond/false/index_add"} <= names
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, 0.5, 1e-12]])
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    values: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        with pagerank.progress("damping 0.9") as report:
+            for value in values:
+                report(value)
+        assert "iteration" in capsys.readouterr().out

@@ -1,0 +1,95 @@
+"""Ops whose moment of running, and of failing, a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+import asyncflow as af
+
+SLOW = 1e12
+"""A ``cost=`` that sends a kernel to the device's stream thread."""
+
+INT = af.spec("int64", ())
+VECTOR = af.spec("float32", (None,))
+
+
+def raising(error: Callable[[], BaseException], *, on_thread: bool = False) -> Callable[..., Any]:
+    """An op that takes one integer and raises."""
+
+    @af.op(outputs=INT, name="failing", cost=SLOW if on_thread else None)
+    def failing(x: Any) -> Any:
+        raise error()
+
+    return failing
+
+
+class ThreadGate:
+    """An op that blocks the device's stream thread, with its integer input as output, until it is opened."""
+
+    def __init__(self, *, error: BaseException | None = None) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+        self.error = error
+        self.op = af.op(outputs=INT, name="thread_gate", cost=SLOW)(self._block)
+
+    def _block(self, x: Any) -> Any:
+        self.entered.set()
+        assert self.opened.wait(10)
+        if self.error is not None:
+            raise self.error
+        return x
+
+
+class CoroutineGate:
+    """A coroutine op that waits until it is opened; `started` and `cancelled` hold its inputs."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.started: list[int] = []
+        self.cancelled: list[int] = []
+        self.op = af.op(outputs=INT, name="coroutine_gate")(self._wait)
+
+    async def _wait(self, x: Any) -> Any:
+        self.started.append(int(x))
+        try:
+            await self.opened.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(int(x))
+            raise
+        return x
+
+
+def double_vector() -> tuple[af.Tensor, af.Tensor]:
+    """A placeholder and its double: the smallest program whose values the memory account counts."""
+    x = af.placeholder("float32", (None,))
+    return x, x * 2
+
+
+LARGE = np.ones(100_000, np.float32)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Lets the event loop go on until `condition` holds."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def ticks(count: int) -> None:
+    """Lets the event loop make `count` passes."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def in_flight(awaitable: Any, started: Callable[[], object]) -> AsyncIterator[asyncio.Task[Any]]:
+    """A task for `awaitable`, entered once ``started()``; it has ended when the block ends."""
+    task = asyncio.ensure_future(awaitable)
+    await until(lambda: started() or task.done())
+    yield task
+    assert task.done()

@@ -1,0 +1,222 @@
+"""FAULTS F35-F37: what may be fed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from tests.faults.kernels import CoroutineGate, in_flight
+
+Run = Callable[..., Awaitable[Any]]
+
+WRONG_DTYPES: dict[str, tuple[str, Any, str]] = {
+    "text for a number": ("float32", "1", "str"),
+    "text array": ("float32", np.array(["1"]), "<U1"),
+    "object array": ("float32", np.array([1.0], object), "object"),
+    "float64 array": ("float32", np.array([1.0]), "float64"),
+    "int for bool": ("bool", np.array([1]), "int64"),
+    "bool array for int": ("int32", np.array([True]), "bool"),
+    "complex": ("float32", np.array([1j]), "complex128"),
+    "dates": ("int64", np.array(["2026-11-20"], "M8[D]"), "datetime64"),
+    "too large": ("int8", 300, "300"),
+    "far too large": ("float32", [2**200], "2|int"),
+    "fraction": ("int32", [1.5], "1.5|float"),
+    "None": ("float32", None, "None"),
+    "a set": ("float32", {1.0}, "set"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_DTYPES)
+async def test_f35_a_wrong_dtype(run: Run, graph: af.Graph, case: str) -> None:
+    """FAULTS F35: refused before any node runs, with both sides; nothing is cast silently."""
+    dtype, value, seen = WRONG_DTYPES[case]
+    ran: list[int] = []
+    x = af.placeholder(dtype, None, name="x")
+
+    @af.op(outputs=())
+    def note(_: Any) -> None:
+        ran.append(1)
+
+    with pytest.raises(af.FeedError, match=rf"x:0[\s\S]*expected {dtype}[\s\S]*({seen})"):
+        await run(note(x), {x: value})
+    assert ran == []
+
+
+EXACT: dict[str, tuple[str, Any]] = {
+    "python int": ("int8", -128),
+    "python int as float": ("float32", 3),
+    "python bool": ("bool", True),
+    "numpy scalar": ("float32", np.float32(1.5)),
+    "nested lists": ("float64", [[1, 2], [3, 4]]),
+    "text": ("string", ["a", "bc"]),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+async def test_f35_what_fits_exactly(run: Run, graph: af.Graph, case: str) -> None:
+    """FAULTS F35: Python values that the dtype holds exactly are taken."""
+    dtype, value = EXACT[case]
+    x = af.placeholder(dtype, None)
+    np.testing.assert_array_equal(await run(af.identity(x), {x: value}), value)
+
+
+async def test_f36_a_wrong_shape(run: Run, graph: af.Graph) -> None:
+    """FAULTS F36: expected against got, for extents and for rank; an unknown extent takes any."""
+    x = af.placeholder("float32", (None, 3), name="x")
+    for shape in [(2, 4), (3,), (), (1, 2, 3)]:
+        with pytest.raises(af.FeedError, match=r"x:0: expected float32\[\?,3\]") as caught:
+            await run(x * 1, {x: np.zeros(shape, np.float32)})
+        assert f"[{','.join(map(str, shape))}]" in str(caught.value)
+    for rows in (0, 1, 7):
+        assert (await run(x * 1, {x: np.zeros((rows, 3), np.float32)})).shape == (rows, 3)
+
+
+async def test_f36_a_ragged_list(run: Run, graph: af.Graph) -> None:
+    """FAULTS F36: named as such, not turned into objects."""
+    x = af.placeholder("float32", None, name="x")
+    with pytest.raises(af.FeedError, match="x:0"):
+        await run(x * 1, {x: [[1.0, 2.0], [3.0]]})
+
+
+async def test_f36_a_missing_feed(run: Run, graph: af.Graph) -> None:
+    """FAULTS F36: all that are missing are listed with their specs; those that are not needed may be missing."""
+    x, y, unused = (af.placeholder("float32", (), name=name) for name in ("x", "y", "unused"))
+    with pytest.raises(af.FeedError, match=r"not fed[\s\S]*y:0 float32\[\]") as caught:
+        await run(x + y, {x: 1.0})
+    assert "x:0" not in str(caught.value)
+    assert unused.name not in str(caught.value)
+    assert await run(x + y, {x: 1.0, y: 2.0}) == 3
+
+
+async def test_f36_names(graph: af.Graph) -> None:
+    """FAULTS F36: a tensor's name will do; an unknown one is named, and so is one without a graph."""
+    x = af.placeholder("float32", (), name="x")
+    async with af.Session(graph) as session:
+        assert await session.run(x + 1, {"x:0": 2.0}) == 3
+        with pytest.raises(af.FeedError, match="nowhere"):
+            await session.run(x + 1, {"nowhere:0": 2.0})
+    async with af.Session() as session:
+        with pytest.raises(af.FeedError, match="'x:0' says nothing without a graph"):
+            await session.run(x + 1, {"x:0": 2.0})
+
+
+NOT_FEEDABLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "a number": (lambda: 3, "keyed by tensors or their names; got int"),
+    "a node": (lambda: af.constant(1).node, "keyed by tensors or their names; got Node"),
+    "an array": (lambda: af.TensorArray("float32", 1), "keyed by tensors or their names; got TensorArray"),
+    "inside a body": (
+        lambda: af.while_loop(lambda i: i < 3, lambda i: i + 1, (0,))[0].node.attrs["body"].results[0],
+        "value per iteration",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FEEDABLE)
+async def test_f36_what_is_not_feedable(graph: af.Graph, case: str) -> None:
+    """FAULTS F36: the error says what the key is and what keys there are."""
+    make, message = NOT_FEEDABLE[case]
+
+    class Key:
+        """Hashable by identity, whatever it stands for."""
+
+    key = make()
+    fetch = af.constant(1) + 1
+    async with af.Session(graph) as session:
+        with pytest.raises(af.FeedError, match=message):
+            await session.run(fetch, {key: 1})
+
+
+async def test_f36_fed_twice(graph: af.Graph) -> None:
+    """FAULTS F36: once by tensor and once by name."""
+    x = af.placeholder("float32", (), name="x")
+    async with af.Session(graph) as session:
+        with pytest.raises(af.FeedError, match="x:0 is fed twice"):
+            await session.run(x, {x: 1.0, "x:0": 2.0})
+
+
+async def test_f36_any_tensor_may_be_fed(run: Run, graph: af.Graph) -> None:
+    """FAULTS F36: a feed replaces the tensor, and what only computed it does not run."""
+    x = af.placeholder("float32", (), name="x")
+    middle = x * 2
+    assert await run(middle + 1, {middle: np.float32(10)}) == 11
+
+
+BASE = np.arange(24, dtype=np.float32).reshape(4, 6)
+LAYOUTS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
+    "C": lambda: BASE.copy(),
+    "Fortran": lambda: np.asfortranarray(BASE),
+    "strided": lambda: BASE[::2, ::3],
+    "reversed": lambda: BASE[::-1, ::-1],
+    "transposed": lambda: BASE.T,
+    "broadcast": lambda: np.broadcast_to(np.float32(2), (3, 5)),
+    "0-d": lambda: np.array(3, np.float32),
+    "empty": lambda: np.zeros((0, 6), np.float32),
+    "empty strided": lambda: BASE[:0:2],
+    "big-endian": lambda: BASE.astype(">f4"),
+    "read-only": lambda: _locked(BASE.copy()),
+    "read-only view": lambda: _locked(BASE[1:]),
+    "matrix": lambda: BASE.view(np.matrix),
+    "misaligned": lambda: np.frombuffer(b"\0" + BASE.tobytes(), np.float32, offset=1),
+}
+
+
+def _locked(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_f37_layouts(run: Run, graph: af.Graph, layout: str) -> None:
+    """FAULTS F37: the values count, however they lie in memory; the caller's array is not touched."""
+    fed = LAYOUTS[layout]()
+    before, expected = np.array(fed, copy=True, subok=False), np.array(fed, np.float32)
+    x = af.placeholder("float32", None)
+    doubled, same = await run([x + x, af.identity(x)], {x: fed})
+    np.testing.assert_array_equal(doubled, expected * 2)
+    np.testing.assert_array_equal(same, expected)
+    np.testing.assert_array_equal(fed, before)
+    assert np.asarray(same).dtype == np.float32
+    assert np.asarray(same).dtype.isnative
+
+
+async def test_f37_a_masked_array(run: Run, graph: af.Graph) -> None:
+    """FAULTS F37: would lose its mask, so it is refused."""
+    x = af.placeholder("float32", None, name="x")
+    with pytest.raises(af.FeedError, match="masked array would lose its mask"):
+        await run(x, {x: np.ma.masked_array(BASE, BASE > 3)})
+
+
+async def test_f37_changes_after_the_start_are_not_seen(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F37: the run works on a copy."""
+    gate = CoroutineGate()
+    x, ticket = af.placeholder("float32", None), af.placeholder("int64", ())
+    with af.control_dependencies([gate.op(ticket).node]):
+        late = x + 0
+    fed = BASE.copy()
+    async with in_flight(session.run(late, {x: fed, ticket: 1}), lambda: gate.started) as task:
+        fed[:] = -1
+        gate.opened.set()
+        np.testing.assert_array_equal(await task, BASE)
+
+
+async def test_f37_results_belong_to_the_caller(run: Run, graph: af.Graph) -> None:
+    """FAULTS F37: writing to a result changes neither the feed nor a later run's result, nor another result."""
+    x = af.placeholder("float32", None)
+    fed = BASE.copy()
+    first, second, view = await run([x, x, af.reshape(x, (24,))], {x: fed})
+    first[:] = -1
+    np.testing.assert_array_equal(fed, BASE)
+    np.testing.assert_array_equal(second, BASE)
+    np.testing.assert_array_equal(view, BASE.ravel())
+    constant = af.constant(BASE)
+    (await run(constant))[:] = -1
+    np.testing.assert_array_equal(await run(constant), BASE)
+    computed = x * 2
+    one, other = await run([computed, computed], {x: fed})
+    one[:] = -1
+    np.testing.assert_array_equal(other, BASE * 2)

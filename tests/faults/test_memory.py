@@ -1,0 +1,164 @@
+"""FAULTS F30 and the memory part of F62: the limit of a device, and when buffers are freed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from tests.conftest import assert_baseline
+from tests.faults.kernels import LARGE, VECTOR, CoroutineGate, double_vector, in_flight
+
+FEW = np.ones(100, np.float32)
+
+
+async def test_f30_out_of_memory(graph: af.Graph) -> None:
+    """FAULTS F30: requested, held and limit in bytes, and the largest live values; the session stays usable."""
+    x = af.placeholder("float32", (None,))
+    parts = [x * k for k in range(2, 5)]
+    async with af.Session(graph, debug=True, memory_limit=1_000_000) as session:
+        with pytest.raises(af.OutOfMemoryError) as caught:
+            await session.run(parts, {x: LARGE})
+        error = caught.value
+        assert isinstance(error, MemoryError)
+        assert isinstance(error, af.KernelError)
+        assert (error.requested, error.used, error.limit) == (400_000, 1_200_000, 1_000_000)
+        assert error.op == "multiply"
+        assert "largest now: multiply" in str(error)
+        del caught, error
+        assert_baseline(session)
+        assert session.statistics().used_bytes == {"cpu:0": 0}
+        (one,) = await session.run(parts[:1], {x: LARGE})
+        np.testing.assert_array_equal(one, LARGE * 2)
+
+
+async def test_f30_other_runs_go_on(graph: af.Graph) -> None:
+    """FAULTS F30: only the run whose value passed the limit fails."""
+    gate = CoroutineGate()
+    x, ticket = af.placeholder("float32", (None,)), af.placeholder("int64", ())
+    held = x * 2
+    with af.control_dependencies([gate.op(ticket).node]):
+        total = af.sum(held) + af.sum(x)
+    async with af.Session(graph, memory_limit=1_000_000) as session:
+        waiting = session.run(total, {x: LARGE, ticket: 1})
+        async with in_flight(waiting, lambda: gate.started) as task:
+            with pytest.raises(af.OutOfMemoryError):
+                await session.run([x * 3, x * 4, x * 5], {x: LARGE})
+            gate.opened.set()
+            assert await task == 300_000
+
+
+async def test_f30_memory_error_of_a_kernel(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F30: what the allocator itself refuses is the same kind of error, with its node."""
+
+    @af.op(outputs=VECTOR)
+    def greedy(x: Any) -> Any:
+        raise MemoryError("no 8 EiB")
+
+    x = af.placeholder("float32", (None,))
+    with pytest.raises(af.OutOfMemoryError, match="no 8 EiB") as caught:
+        await session.run(greedy(x), {x: FEW})
+    assert caught.value.op == "greedy"
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Without the garbage collector, so that whatever is freed is freed by its last reference."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+class TestBuffersAreFreedAtOnce:
+    """FAULTS F62: no reference cycle holds a buffer once a run has ended, however it ended."""
+
+    async def test_after_success(self, session: af.Session, graph: af.Graph) -> None:
+        """FAULTS F62: with loops, captures and a stream thread."""
+        x, doubled = double_vector()
+
+        @af.op(outputs=VECTOR, cost=1e12)
+        def heavy(v: Any) -> Any:
+            return v + 1
+
+        _, grown = af.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, heavy(v) + doubled), (0, x))
+        result = await session.run([doubled, grown], {x: LARGE})
+        assert session.statistics().used_bytes == {"cpu:0": 2 * LARGE.nbytes}
+        del result
+        assert session.statistics().used_bytes == {"cpu:0": 0}
+
+    @pytest.mark.parametrize("cost", [None, 1e12], ids=["inline", "thread"])
+    async def test_after_a_failure(self, session: af.Session, graph: af.Graph, cost: float | None) -> None:
+        """FAULTS F62: the error keeps the failing kernel's inputs alive, and takes them with it."""
+        x, doubled = double_vector()
+
+        @af.op(outputs=VECTOR, cost=cost)
+        def failing(v: Any) -> Any:
+            raise LookupError
+
+        _, result = af.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, failing(v)), (0, doubled))
+        with pytest.raises(af.KernelError) as caught:
+            await session.run(result, {x: LARGE})
+        del caught
+        assert session.statistics().used_bytes == {"cpu:0": 0}
+
+    async def test_after_a_failing_coroutine(self, session: af.Session, graph: af.Graph) -> None:
+        """FAULTS F62: the same for a task's error."""
+        x, doubled = double_vector()
+
+        @af.op(outputs=VECTOR)
+        async def failing(v: Any) -> Any:
+            raise LookupError
+
+        with pytest.raises(af.KernelError) as caught:
+            await session.run(failing(doubled), {x: LARGE})
+        del caught
+        assert session.statistics().used_bytes == {"cpu:0": 0}
+
+    async def test_after_a_cancel_in_a_loop(self, session: af.Session, graph: af.Graph) -> None:
+        """FAULTS F62: live iterations, parked tokens and inner frames included."""
+        gate = CoroutineGate()
+        x, doubled = double_vector()
+
+        def outer(i: Any, v: Any) -> Any:
+            _, inner = af.while_loop(lambda j, _: j < 2, lambda j, w: (j + gate.op(j) * 0 + 1, w + doubled), (0, v))
+            return i + 1, inner * 1
+
+        _, result = af.while_loop(lambda i, _: i < 3, outer, (0, x), parallel_iterations=2)
+        async with in_flight(session.run(result, {x: LARGE}), lambda: gate.started) as task:
+            assert session.statistics().used_bytes["cpu:0"] > 0
+            task.cancel()
+            with pytest.raises(BaseException, match=""):
+                await task
+        del task
+        assert session.statistics().used_bytes == {"cpu:0": 0}
+
+    async def test_after_a_deadline(self, session: af.Session, graph: af.Graph) -> None:
+        """FAULTS F62: the same when time runs out."""
+        x, doubled = double_vector()
+        _, result = af.while_loop(lambda i, _: i >= 0, lambda i, v: (i + 1, v * 1), (0, doubled))
+        with pytest.raises(af.DeadlineExceeded) as caught:
+            await session.run(result, {x: LARGE}, timeout=0.02)
+        del caught
+        assert session.statistics().used_bytes == {"cpu:0": 0}
+
+    async def test_after_a_stream_left_early(self, session: af.Session, graph: af.Graph) -> None:
+        """FAULTS F62: items that nobody took are freed too."""
+        x, doubled = double_vector()
+        seen: list[af.Tensor] = []
+
+        def body(i: Any, v: Any) -> Any:
+            seen.append(v + doubled)
+            return i + 1, seen[0]
+
+        af.while_loop(lambda i, _: i < 50, body, (0, x), parallel_iterations=4)
+        stream = session.stream(seen[0], {x: LARGE})
+        item = await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        del item, stream
+        assert session.statistics().used_bytes == {"cpu:0": 0}
