@@ -1,6 +1,10 @@
 """The primitives, to write control flow by hand: ``af.raw``.
 
 `asyncflow.cond` and `asyncflow.while_loop` compile to these; use them directly only to study or test the executor.
+
+What differs from structured control flow: a value inside a frame can be neither fetched nor fed, Python numbers beside
+one have to be brought in with `enter`, and effects are ordered within one iteration of one frame only; use
+`control_dependencies` for the rest.
 """
 
 from __future__ import annotations

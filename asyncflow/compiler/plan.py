@@ -266,6 +266,7 @@ class _Layout:
         self.nodes: dict[Node, PlanNode] = {}
         self.targets: dict[Tensor, tuple[list[Any], list[Any]]] = {}
         self.control_targets: dict[Node, list[tuple[int, PlanNode]]] = {}
+        self.constants: dict[Node, Any] = {}
         # A LoopCond without control inputs only gives a name to its input.
         self.aliases: dict[Tensor, Tensor] = {}
         self.indexed_merges = {
@@ -366,7 +367,7 @@ class _Layout:
     def prefill(self, planned: PlanNode, index: int, tensor: Tensor) -> None:
         """Puts a constant outside all loops where it is needed, so that it costs nothing in a run."""
         frame = planned.frame
-        value = self.bind(tensor.node)()
+        value = self.constant(tensor.node)
         if planned.kind == Kind.MERGE:
             if frame.values[planned.slot] is not None:
                 raise GraphError(
@@ -378,6 +379,11 @@ class _Layout:
             return
         frame.values[planned.slot + index] = value
         frame.pending[planned.position] -= 1
+
+    def constant(self, node: Node) -> Any:
+        if node not in self.constants:
+            self.constants[node] = self.bind(node)()
+        return self.constants[node]
 
     def finish(self, source: Node, planned: PlanNode) -> None:
         targets, dead_targets = [], []

@@ -206,8 +206,9 @@ def group(*items: Tensor | Node, name: str | None = None) -> Node:
     """A node that has run when all `items` have."""
     graph = graph_for(*items)
     node = graph.add_node(builtin.NO_OP, (), {}, (), name=name or "group")
-    for item in items:
-        add_control_input(node, item.node if isinstance(item, Tensor) else item)
+    before = (node.graph.import_control(item.node if isinstance(item, Tensor) else item) for item in items)
+    # All at once: one by one, each would be looked for among those before it.
+    node.control_inputs = list(dict.fromkeys((*node.control_inputs, *(local for local in before if local is not None))))
     return node
 
 

@@ -57,8 +57,8 @@ def _refuse_inner(leaf: Tensor | Node) -> None:
     frame = output_frame(node, body.frames.get(node, ()))
     if frame and isinstance(leaf, Tensor):
         raise FetchError(
-            f"{leaf!r} is in {format_frame(frame)}: it may have a value per iteration; fetch what an exit takes out of it"
-            f"\n  built at {location}"
+            f"{leaf!r} is in {format_frame(frame)}: it may have a value per iteration; fetch what an exit takes out of "
+            f"it\n  built at {location}"
         )
     if not isinstance(body, Subgraph):
         return
@@ -85,8 +85,31 @@ def graph_of(fetches: Sequence[Fetch], graph: Graph | None) -> Graph:
     return graph
 
 
-def user_value(fetch: Fetch, value: Any, *, allow_dead: bool) -> Any:
+def user_values(
+    fetches: Sequence[Fetch], positions: Sequence[int | None], values: Sequence[Any], *, allow_dead: bool
+) -> list[Any]:
+    """What a run returns for `fetches`; `positions` says which of the values each one is, None for a node.
+
+    Raises:
+        FetchError: a value is dead.
+    """
+    results: list[Any] = []
+    handed_out: set[int] = set()
+    for fetch, position in zip(fetches, positions, strict=True):
+        value = None if position is None else values[position]
+        results.append(value if position is None else user_value(fetch, value, id(value) in handed_out, allow_dead))
+        handed_out.add(id(value))
+    return results
+
+
+def user_value(fetch: Fetch, value: Any, shared: bool, allow_dead: bool) -> Any:
     """A run-time value as the user gets it: a NumPy scalar, or an array that nothing else shares.
+
+    Args:
+        fetch: what was asked for.
+        value: what came out.
+        shared: somebody else has this very value.
+        allow_dead: give None for a dead value.
 
     Raises:
         FetchError: the value is dead: it lies on a branch that was not taken.
@@ -103,6 +126,6 @@ def user_value(fetch: Fetch, value: Any, *, allow_dead: bool) -> Any:
         if value.ndim == 0 and value.dtype.kind in "biufc":
             return value[()]
         # Constants, variables and feeds are locked, and a view shares its base: the user gets a copy of those.
-        if not value.flags.writeable or value.base is not None:
+        if shared or not value.flags.writeable or value.base is not None:
             return value.copy()
     return value

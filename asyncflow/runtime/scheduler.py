@@ -394,9 +394,6 @@ class Scheduler:
     def _kill(self, node: PlanNode, iteration: Iteration, dead: Dead) -> None:
         """Rule 3: all outputs and control edges of a dead node are dead."""
         kind = node.kind
-        if kind == _TRIGGER:
-            self._deliver_controls(node, iteration)
-            return
         if kind == _FETCH:
             self.results[node.fetch_index] = dead
             return

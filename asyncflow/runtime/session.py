@@ -22,7 +22,7 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.channel import Channel
 from asyncflow.runtime.feeds import check_feeds, feed_target
-from asyncflow.runtime.fetches import graph_of, read_fetches, user_value
+from asyncflow.runtime.fetches import graph_of, read_fetches, user_value, user_values
 from asyncflow.runtime.run import Run
 from asyncflow.runtime.trace import Trace, current_trace, write_trace
 from asyncflow.runtime.turn import Turn
@@ -260,11 +260,7 @@ class Session:
         finally:
             if recorder is not None and isinstance(trace, str | Path):
                 await asyncio.to_thread(write_trace, recorder, Path(trace))
-        results = [
-            None if position is None else user_value(leaf, values[position], allow_dead=allow_dead)
-            for leaf, position in zip(leaves, plan.fetches, strict=True)
-        ]
-        return structure.unflatten(results)
+        return structure.unflatten(user_values(leaves, plan.fetches, values, allow_dead=allow_dead))
 
     def _start(
         self,
@@ -344,7 +340,8 @@ class Session:
         try:
             while (values := await channel.get()) is not None:
                 pairs = zip(tensors, values, strict=True)
-                yield structure.unflatten([user_value(tensor, value, allow_dead=False) for tensor, value in pairs])
+                # The loop goes on with the same arrays, so the consumer gets copies.
+                yield structure.unflatten([user_value(tensor, value, True, False) for tensor, value in pairs])
             await run.wait()
         finally:
             if not run.is_finished:

@@ -73,10 +73,10 @@ def test_f12_an_op_in_two_frames() -> None:
             outer + inner
 
 
-def test_f12_an_exit_outside_every_frame() -> None:
-    """FAULTS F12: the other way to leave a frame that is not there."""
-    with af.Graph(), pytest.raises(af.GraphError, match="exit outside every frame"):
-        af.raw.exit(af.constant(1))
+async def test_f12_an_exit_outside_every_frame(run: Run, graph: af.Graph) -> None:
+    """FAULTS F12: there is no frame to leave."""
+    with pytest.raises(af.GraphError, match="exit outside every frame"):
+        await run(af.raw.exit(af.constant(1)))
 
 
 async def test_f13_a_cycle_without_next_iteration(run: Run, graph: af.Graph) -> None:
@@ -87,21 +87,20 @@ async def test_f13_a_cycle_without_next_iteration(run: Run, graph: af.Graph) -> 
         second = first * 2
         third = second - 3
     first.node.inputs[0] = third
-    cycle = rf"{first.node.name} -> .*{second.node.name} -> .*{first.node.name}"
-    with pytest.raises(af.GraphError, match=f"waits for itself: {cycle}|waits for itself") as caught:
+    with pytest.raises(af.GraphError, match="waits for itself: .* -> .* -> .* -> ") as caught:
         await run(third, {x: 1.0})
     for node in (first.node, second.node, third.node):
         assert node.name in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["merge", "switch"])
-def test_f13_a_back_edge_that_is_none(name: str) -> None:
+def test_f13_a_back_edge_that_is_none() -> None:
     """FAULTS F13: a back edge runs from a next_iteration to a merge, and nowhere else."""
     with af.Graph():
-        value, _ = af.raw.merge(af.raw.enter(1, "loop"))
-        wrong = {"merge": (value, value + 0), "switch": (value + 0, af.raw.next_iteration(value))}[name]
-        with pytest.raises(af.GraphError, match="a back edge runs from a next_iteration to a merge"):
-            af.raw.add_back_edge(*wrong)
+        merged, _ = af.raw.merge(af.raw.enter(1, "loop"))
+        kernel, following = merged + merged, af.raw.next_iteration(merged)
+        for wrong in [(merged, kernel), (kernel, following)]:
+            with pytest.raises(af.GraphError, match="a back edge runs from a next_iteration to a merge"):
+                af.raw.add_back_edge(*wrong)
 
 
 async def test_f14_a_merge_of_dead_inputs_is_dead(run: Run, graph: af.Graph) -> None:

@@ -120,9 +120,6 @@ async def test_f36_what_is_not_feedable(graph: af.Graph, case: str) -> None:
     """FAULTS F36: the error says what the key is and what keys there are."""
     make, message = NOT_FEEDABLE[case]
 
-    class Key:
-        """Hashable by identity, whatever it stands for."""
-
     key = make()
     fetch = af.constant(1) + 1
     async with af.Session(graph) as session:
@@ -220,3 +217,20 @@ async def test_f37_results_belong_to_the_caller(run: Run, graph: af.Graph) -> No
     one, other = await run([computed, computed], {x: fed})
     one[:] = -1
     np.testing.assert_array_equal(other, BASE * 2)
+
+
+async def test_f37_streamed_items_belong_to_the_consumer(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F37: writing to an item does not reach the loop, which goes on with the same value."""
+    x = af.placeholder("float32", (None,))
+    seen: list[af.Tensor] = []
+
+    def body(i: Any, v: Any) -> Any:
+        seen.append(v + 1)
+        return i + 1, seen[0]
+
+    af.while_loop(lambda i, _: i < 4, body, (0, x))
+    items = []
+    async for item in session.stream(seen[0], {x: np.zeros(3, np.float32)}):
+        items.append(item[0])
+        item[:] = -100
+    assert items == [1, 2, 3, 4]

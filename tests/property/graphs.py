@@ -116,9 +116,7 @@ class _Builder:
             return []
         size = 0 if collect.is_dynamic else trips
         return [
-            af.TensorArray(
-                collect.type.dtype, size, dynamic_size=collect.is_dynamic, element_shape=collect.type.shape
-            )
+            af.TensorArray(collect.type.dtype, size, dynamic_size=collect.is_dynamic, element_shape=collect.type.shape)
         ]
 
     def collected(

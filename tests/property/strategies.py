@@ -264,9 +264,7 @@ class _Writer:
             case _:
                 return Call(self.pick(_ARITHMETIC), self.pair(type, self.pick(_PAIRS[type.dtype]), scope, depth))
 
-    def pair(
-        self, type: Type, dtypes: tuple[str, str], scope: _Scope, depth: int
-    ) -> tuple[Expression, Expression]:
+    def pair(self, type: Type, dtypes: tuple[str, str], scope: _Scope, depth: int) -> tuple[Expression, Expression]:
         """Two operands of these dtypes that broadcast to the shape of `type`."""
         scalar = self.choose(4) if type.is_vector else None
         left, right = (
@@ -274,5 +272,3 @@ class _Writer:
             for place, dtype in enumerate(dtypes)
         )
         return left, right
-
-

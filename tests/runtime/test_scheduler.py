@@ -209,6 +209,17 @@ def test_a_late_loop_constant_reaches_the_iterations_already_started(graph: af.G
     assert run.scheduler.done and at("use", 0, 1, 2, 3, 4) <= set(run.history)
 
 
+def test_what_needs_loop_constants_only_runs_in_every_iteration(graph: af.Graph) -> None:
+    """CONFORMANCE 9: also in iterations that start after the constants have come."""
+    x = af.placeholder("int64", ())
+    loop = counting_loop(3, bound=1)
+    value = step("use")(loop.constant(x), loop.constant(x + 1))
+    left = af.raw.exit(af.raw.switch(value, loop.every < loop.constant(3))[0])
+    run = ByHand([loop.total, left], {x: 7})
+    run.complete_all_but()
+    assert run.results == [3, 7] and at("use", 0, 1, 2, 3) <= set(run.history)
+
+
 def test_a_dead_loop_constant_kills_its_users_in_every_iteration(graph: af.Graph) -> None:
     x, pred = af.placeholder("int64", ()), af.placeholder("bool", ())
     loop = counting_loop(3)
@@ -361,8 +372,9 @@ def test_a_control_edge_from_enter_holds_in_the_frame_it_leads_into(graph: af.Gr
     assert run.results == [0, 0, 2] and run.scheduler.statistics() == NOTHING
 
 
-def test_a_control_edge_from_next_iteration_holds_in_the_next_iteration(graph: af.Graph) -> None:
-    loop = counting_loop(2, bound=1)
+@pytest.mark.parametrize("bound", [1, 32])
+def test_a_control_edge_from_next_iteration_holds_in_the_next_iteration(graph: af.Graph, bound: int) -> None:
+    loop = counting_loop(2, bound=bound)
     carried = af.raw.next_iteration(step("carried")(loop.i))
     with af.control_dependencies([carried]):
         after = step("after")(loop.every)
@@ -382,9 +394,13 @@ def test_an_exit_killed_by_a_control_input_is_held_like_any_dead_exit(graph: af.
         left = af.raw.exit(loop.every)  # live only in iteration 1, where its control input is
     with af.control_dependencies([left]):
         after = step("after")(x)
-    run = ByHand([left, after], {x: 2})
+    waiting = step("hold")(loop.every)
+    for _ in range(20):  # nodes that wait, at all places where a token of the wrong frame might arrive
+        waiting = af.negative(waiting)
+    run = ByHand([left, after, af.raw.exit(af.raw.switch(waiting, loop.every < loop.constant(x))[0])], {x: 2})
+    run.complete_all_but("hold")
     run.complete_all_but()
-    assert run.results == [1, 2] and run.scheduler.statistics() == NOTHING
+    assert run.results == [1, 2, 2] and run.scheduler.statistics() == NOTHING
 
 
 # -- ending early ------------------------------------------------------------------------------------------------

@@ -125,8 +125,10 @@ async def test_a_constant_inside_the_body(session: af.Session, graph: af.Graph) 
 # -- nesting ---------------------------------------------------------------------------------------------------------
 
 
-async def test_an_inner_loop(session: af.Session, graph: af.Graph) -> None:
-    """Items of all activations, outer iteration by outer iteration."""
+@pytest.mark.parametrize("effects", ["ordered", "unordered"])
+@pytest.mark.parametrize("seed", [None, 1, 2])
+async def test_an_inner_loop(effects: Any, seed: int | None) -> None:
+    """Items of all activations, outer iteration by outer iteration, whatever the mode and schedule."""
     seen = []
 
     def body(i: Any) -> Any:
@@ -137,8 +139,27 @@ async def test_an_inner_loop(session: af.Session, graph: af.Graph) -> None:
         af.while_loop(lambda j: j < i, inner, (0,))
         return i + 1
 
-    af.while_loop(lambda i: i < 4, body, (0,))
-    assert await collect(session, seen[0]) == [10, 20, 21, 30, 31, 32]
+    with af.Graph(effects=effects) as graph:
+        af.while_loop(lambda i: i < 4, body, (0,))
+    async with af.Session(graph, debug=True, seed=seed) as session:
+        assert await collect(session, seen[0]) == [10, 20, 21, 30, 31, 32]
+
+
+async def test_the_loops_of_map_fn_and_foldl(session: af.Session, graph: af.Graph) -> None:
+    seen = []
+
+    def twice(x: Any) -> Any:
+        seen.append(x * 2)
+        return x
+
+    def add(total: Any, x: Any) -> Any:
+        seen.append(total + x)
+        return seen[-1]
+
+    af.map_fn(twice, np.arange(4))
+    af.foldl(add, np.arange(4), 100)
+    assert await collect(session, seen[0]) == [0, 2, 4, 6]
+    assert await collect(session, seen[1]) == [100, 101, 103, 106]
 
 
 async def test_a_branch_inside_a_loop(session: af.Session, graph: af.Graph) -> None:
@@ -151,6 +172,20 @@ async def test_a_branch_inside_a_loop(session: af.Session, graph: af.Graph) -> N
 
     af.while_loop(lambda i: i < 6, lambda i: i + 1 + 0 * af.cond(i % 2 == 1, lambda: branch(i), lambda: i), (0,))
     assert await collect(session, seen[0]) == [100, 300, 500]
+
+
+async def test_items_see_the_effects_before_them(session: af.Session, graph: af.Graph) -> None:
+    """A read behind an inner loop's writes, in a branch."""
+    v = af.Variable(0)
+    seen = []
+
+    def branch(i: Any) -> Any:
+        (end,) = af.while_loop(lambda j: j < i, lambda j: (v.assign_add(1), j + 1)[1], (0,))
+        seen.append(v.read())
+        return end
+
+    af.while_loop(lambda i: i < 6, lambda i: i + 1 + 0 * af.cond(i % 2 == 0, lambda: branch(i), lambda: i), (0,))
+    assert await collect(session, seen[0]) == [0, 2, 2 + 4]
 
 
 async def test_a_loop_on_a_branch_not_taken(session: af.Session, graph: af.Graph) -> None:

@@ -1,0 +1,342 @@
+"""FAULTS F25-F28, F51 and F62: loops, threads, processes and signals around a session."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+import asyncflow as af
+from tests.faults import programs
+from tests.faults.kernels import CoroutineGate, ThreadGate, in_flight, ticks, until
+
+Run = Callable[..., Awaitable[Any]]
+both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+
+
+IN_FLIGHT = {
+    "a loop": "asyncio.ensure_future(session.run(endless()))",
+    "a coroutine": "asyncio.ensure_future(session.run(CoroutineGate().op(1)))",
+    "many": "[asyncio.ensure_future(session.run(CoroutineGate().op(k) + endless())) for k in range(20)]",
+    "a stream": "asyncio.ensure_future(anext(session.stream(endless().node.attrs['body'].results[0])))",
+}
+
+
+@both_loops
+@pytest.mark.parametrize("session", ["with", "without"])
+@pytest.mark.parametrize("what", IN_FLIGHT)
+def test_f25_the_loop_ends_with_a_run_in_flight(loop: str, session: str, what: str) -> None:
+    """FAULTS F25: `asyncio.run` cancels it; no thread is left, and not a word on standard error."""
+    enter = "await session.__aenter__()" if session == "with" else "pass"
+    status, out, err = programs.run(
+        f"""
+        async def main():
+            global session, pending
+            session = af.Session()
+            {enter}
+            with af.Graph():
+                pending = {IN_FLIGHT[what]}
+            await ticks(5)
+            if {session == "with"}:
+                session._closed = session._closed or "closed with its loop"
+        with asyncio.Runner(loop_factory=FACTORY) as runner:
+            runner.run(main())
+        if {session == "without"}:
+            asyncio.run(session.aclose())
+        print("done", session.statistics().runs)
+        """,
+        loop,
+    )
+    assert (status, out, err) == (0, "done 0\n", "")
+
+
+@both_loops
+def test_f25_the_stream_thread_is_joined(loop: str) -> None:
+    """FAULTS F25: leaving `async with` by a cancel ends the run and the threads."""
+    status, out, err = programs.run(
+        """
+        async def main():
+            gate = ThreadGate()
+            async with af.Session() as session:
+                with af.Graph():
+                    pending = asyncio.ensure_future(session.run(gate.op(1)))
+                await until(gate.entered.is_set)
+                asyncio.get_running_loop().call_soon(gate.opened.set)
+                raise LookupError("the body fails")
+        try:
+            asyncio.Runner(loop_factory=FACTORY).run(main())
+        except LookupError:
+            print([t.name for t in threading.enumerate() if t.name.startswith("asyncflow")])
+        """,
+        loop,
+    )
+    assert (status, out) == (0, "[]\n"), err
+    assert "never" not in err
+    assert "destroyed" not in err
+
+
+def _run_once(session: af.Session, fetch: af.Tensor) -> None:
+    asyncio.run(session.run(fetch))
+
+
+async def test_f26_another_event_loop(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F26: refused at once, from another thread's loop; the session's own goes on."""
+    fetch = af.constant(1) + 1
+    with pytest.raises(RuntimeError, match="bound to a different event loop.*run_threadsafe"):
+        await asyncio.to_thread(_run_once, session, fetch)
+    assert await session.run(fetch) == 2
+
+
+async def test_f26_run_threadsafe(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F26: from any thread, with results, errors and cancellation."""
+    x, gate = af.placeholder("int64", ()), CoroutineGate()
+    fetch, waiting = x + 1, gate.op(x)
+    futures = [await asyncio.to_thread(session.run_threadsafe, fetch, {x: k}) for k in range(20)]
+    assert [await asyncio.wrap_future(future) for future in futures] == list(range(1, 21))
+    failed = await asyncio.to_thread(session.run_threadsafe, fetch, {x: "no"})
+    with pytest.raises(af.FeedError):
+        await asyncio.wrap_future(failed)
+    cancelled = await asyncio.to_thread(session.run_threadsafe, waiting, {x: 1})
+    await until(lambda: gate.started)
+    cancelled.cancel()
+    await until(lambda: gate.cancelled)
+    late = await asyncio.to_thread(lambda: session.run_threadsafe(waiting, {x: 2}, timeout=0.01).exception())
+    assert isinstance(late, af.DeadlineExceeded)
+
+
+async def test_f26_run_threadsafe_where_it_cannot_work(graph: af.Graph) -> None:
+    """FAULTS F26: before there is a loop, on the loop's own thread, and after close."""
+    fetch = af.constant(1) + 1
+    session = af.Session()
+    with pytest.raises(RuntimeError, match="no event loop yet"):
+        session.run_threadsafe(fetch)
+    async with session:
+        with pytest.raises(RuntimeError, match="await session.run"):
+            session.run_threadsafe(fetch)
+    with pytest.raises(af.SessionClosedError):
+        session.run_threadsafe(fetch)
+
+
+def test_f26_run_threadsafe_after_its_loop(graph: af.Graph) -> None:
+    """FAULTS F26: an error that says so, and no coroutine that is never awaited."""
+    session, fetch = af.Session(), af.constant(1) + 1
+    asyncio.run(session.run(fetch))
+    with pytest.raises(af.SessionClosedError, match="event loop is closed"):
+        session.run_threadsafe(fetch)
+    asyncio.run(session.aclose())
+
+
+@both_loops
+def test_f27_fork(loop: str) -> None:
+    """FAULTS F27: the child's first use is an error and not a deadlock; parent and new sessions are fine."""
+    status, out, err = programs.run(
+        """
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork in a process with threads
+        with af.Graph() as graph:
+            gate = ThreadGate()
+            gate.opened.set()
+            fetch = gate.op(20) + 1
+
+        async def use(session):
+            return await session.run(fetch)
+
+        async def fresh():
+            async with af.Session(graph) as session:
+                return await use(session)
+
+        def child(session):
+            try:
+                asyncio.Runner(loop_factory=FACTORY).run(use(session))
+            except af.SessionClosedError as error:
+                print("child:", error, flush=True)
+            print("child:", asyncio.Runner(loop_factory=FACTORY).run(fresh()), flush=True)
+
+        async def main():
+            async with af.Session(graph) as session:
+                await use(session)
+                pid = await asyncio.to_thread(fork, session)
+                assert os.waitpid(pid, 0)[1] == 0
+                print("parent:", await use(session))
+
+        def fork(session):
+            pid = os.fork()
+            if pid == 0:
+                child(session)
+                os._exit(0)
+            return pid
+
+        asyncio.Runner(loop_factory=FACTORY).run(main())
+        """,
+        loop,
+    )
+    assert status == 0, err
+    first, second, third = out.splitlines()
+    assert first.startswith("child: this session belongs to the parent process")
+    assert (second, third) == ("child: 21", "parent: 21")
+
+
+INTERRUPTED = {
+    "a loop": "session.run(endless())",
+    "a loop without kernels": "session.run(af.while_loop(lambda i: af.constant(True), lambda i: i, (0,))[0])",
+    "a coroutine": "session.run(CoroutineGate().op(1))",
+}
+
+
+@both_loops
+@pytest.mark.parametrize("what", INTERRUPTED)
+def test_f28_interrupt(loop: str, what: str) -> None:
+    """FAULTS F28: Ctrl+C ends a run at once with KeyboardInterrupt, and nothing but its traceback is printed."""
+    source = f"""
+        async def main():
+            async with af.Session() as session:
+                with af.Graph():
+                    pending = asyncio.ensure_future({INTERRUPTED[what]})
+                await ticks(20)
+                print("running", flush=True)
+                await pending
+        try:
+            with asyncio.Runner(loop_factory=FACTORY) as runner:
+                runner.run(main())
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    with programs.start(source, loop) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (0, "interrupted\n", "")
+
+
+async def test_f51_close_lets_runs_end(graph: af.Graph) -> None:
+    """FAULTS F51: leaving `async with` waits for the runs in flight."""
+    gate = CoroutineGate()
+    async with af.Session(graph) as session:
+        run = asyncio.ensure_future(session.run(gate.op(4)))
+        await until(lambda: gate.started)
+        asyncio.get_running_loop().call_soon(gate.opened.set)
+    assert run.done()
+    assert await run == 4
+
+
+async def test_f51_close_stops_runs_after_the_grace(graph: af.Graph) -> None:
+    """FAULTS F51: then they fail with `SessionClosedError`, and new ones are refused meanwhile."""
+    gate, session = CoroutineGate(), af.Session(graph)
+    run = asyncio.ensure_future(session.run(gate.op(4)))
+    await until(lambda: gate.started)
+    closing = asyncio.ensure_future(session.aclose(grace_s=0.01))
+    await ticks(1)
+    with pytest.raises(af.SessionClosedError):
+        await session.run(af.constant(1))
+    await closing
+    with pytest.raises(af.SessionClosedError, match="closed while the run was in flight"):
+        await run
+    assert gate.cancelled == [4]
+
+
+async def test_f51_close_with_a_stream_nobody_iterates(graph: af.Graph) -> None:
+    """FAULTS F51: a consumer that holds its stream and does nothing does not hold up the close."""
+    (result,) = af.while_loop(lambda i: i < 1000, lambda i: i + 1, (0,))
+    session = af.Session(graph)
+    stream = session.stream(result.node.attrs["body"].results[0])
+    assert await anext(stream) == 1
+    await session.aclose(grace_s=0.01)
+    with pytest.raises(af.SessionClosedError):
+        async for _ in stream:
+            pass
+
+
+async def test_f51_close_twice_and_use_after_close(graph: af.Graph) -> None:
+    """FAULTS F51: idempotent; every use afterwards is refused."""
+    fetch = af.constant(1) + 1
+    session = af.Session(graph)
+    async with session:
+        await session.run(fetch)
+    await session.aclose()
+    await session.aclose(grace_s=0)
+    for use in (session.run(fetch), session.__aenter__(), anext(session.stream(fetch))):
+        with pytest.raises(af.SessionClosedError, match="make a new one"):
+            await use
+    assert session.statistics().runs == 0
+
+
+async def test_f51_a_cancelled_close_still_closes(graph: af.Graph) -> None:
+    """FAULTS F51: cancelling `aclose` cuts the grace short, and nothing is left."""
+    gate, session = CoroutineGate(), af.Session(graph)
+    run = asyncio.ensure_future(session.run(gate.op(4)))
+    await until(lambda: gate.started)
+    closing = asyncio.ensure_future(session.aclose(grace_s=60))
+    await ticks(2)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(af.SessionClosedError):
+        await run
+    assert session.statistics().runs == 0
+
+
+async def test_f51_close_while_a_large_graph_is_compiled(graph: af.Graph) -> None:
+    """FAULTS F51: the run that waited for its plan does not start in a closed session."""
+    total = af.constant(0)
+    for _ in range(3000):
+        total = total + 1
+    session = af.Session(graph)
+    run = asyncio.ensure_future(session.run(total))
+    await ticks(2)
+    await session.aclose()
+    with pytest.raises(af.SessionClosedError):
+        await run
+
+
+@pytest.mark.parametrize("collector", [True, False], ids=["gc", "no gc"])
+def test_f62_a_session_dropped_without_close(collector: bool) -> None:
+    """FAULTS F62: a ResourceWarning; the thread ends, without the garbage collector's help."""
+    with af.Graph() as graph:
+        gate = ThreadGate()
+        gate.opened.set()
+        fetch = gate.op(1)
+
+    async def use() -> None:
+        session = af.Session(graph)
+        assert await session.run(fetch) == 1
+
+    gc.collect()
+    if not collector:
+        gc.disable()
+    try:
+        with pytest.warns(ResourceWarning, match="dropped without close; use `async with`"):
+            asyncio.run(use())
+    finally:
+        gc.enable()
+    for thread in threading.enumerate():
+        if thread.name.startswith("asyncflow"):
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+
+def test_f62_a_session_never_used_needs_no_close() -> None:
+    """FAULTS F62: it holds nothing yet."""
+    af.Session()
+
+
+async def test_f62_a_coroutine_thrown_away_stops_its_run(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F62: nobody can await the run any more, so it ends by itself."""
+    gate = CoroutineGate()
+    coroutine = session.run(gate.op(1))
+    coroutine.send(None)
+    assert session.statistics().runs == 1
+    coroutine.close()
+    await until(lambda: session.statistics().runs == 0)
+
+
+async def test_f25_in_flight_helper_waits(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F25: a run that ends while its session stays open leaves nothing behind."""
+    gate = CoroutineGate()
+    async with in_flight(session.run(gate.op(1)), lambda: gate.started) as task:
+        gate.opened.set()
+        assert await task == 1
