@@ -130,6 +130,11 @@ class KernelError(AsyncflowError):
         self.location = location
         super().__init__(self._message())
 
+    def move_to(self, *, node: str, op: str, tag: str, inputs: tuple[str, ...], location: SourceLocation) -> None:
+        """Names a more exact place of the failure."""
+        self.node, self.op, self.tag, self.inputs, self.location = node, op, tag, inputs, location
+        self.args = (self._message(),)
+
     def _message(self) -> str:
         where = f" in iteration {self.tag}" if self.tag else ""
         lines = [f"{self.reason}", f"  node    {self.node} ({self.op}){where}"]

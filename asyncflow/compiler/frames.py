@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import InternalError
+from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.frames import FramePath, frame_of
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
 
@@ -20,8 +23,33 @@ def assign_frames(graph: Graph) -> dict[Node, FramePath]:
         GraphError: a node mixes two frames, or nodes wait for one another in a cycle.
     """
     frames: dict[Node, FramePath] = {}
-    # Sources stand before their users, but for the back edges of loops, which say nothing that the enter does not.
+    consumers: dict[Node, list[Node]] = {}
+    missing: dict[Node, int] = {}
+    ready: list[Node] = []
     for node in graph.nodes:
-        sources = [*(tensor.node for tensor in node.inputs), *node.control_inputs]
-        frames[node] = frame_of(node.op.name, node.name, sources, frames, node.location)
+        waits_for = dict.fromkeys(_sources(node))
+        if node.op.name == "merge":
+            waits_for = {source: None for source in waits_for if source.op.name != "next_iteration"}
+        missing[node] = len(waits_for)
+        if not waits_for:
+            ready.append(node)
+        for source in waits_for:
+            consumers.setdefault(source, []).append(node)
+    while ready:
+        node = ready.pop()
+        frames[node] = frame_of(node.op.name, node.name, _sources(node), frames, node.location)
+        for consumer in consumers.get(node, ()):
+            missing[consumer] -= 1
+            if missing[consumer] == 0:
+                ready.append(consumer)
+    if len(frames) < len(graph.nodes):
+        verify(graph)  # names the cycle
+        stuck = ", ".join(node.name for node in graph.nodes if node not in frames)
+        raise InternalError(f"no frame can be told for {stuck}")
     return frames
+
+
+def _sources(node: Node) -> Iterator[Node]:
+    """What `node` waits for; constants belong to every frame."""
+    yield from (tensor.node for tensor in node.inputs if tensor.node.op is not CONSTANT or tensor.node.control_inputs)
+    yield from node.control_inputs

@@ -7,18 +7,30 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from asyncflow.devices.memory import TRACKED_BYTES
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.shapes import format_shape, is_compatible, size_of
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Kernel
+    from asyncflow.graph.spec import Spec
 
 Resolve: TypeAlias = Callable[[Resource], Any]
 """Gives the state a session keeps for a resource."""
+
+
+SMALL_BYTES = TRACKED_BYTES
+"""Kernels on known shapes of fewer bytes are never worth timing, accounting or moving off the event loop."""
+
+
+def is_small_spec(spec: Spec) -> bool:
+    """Whether values of this spec are known to be small."""
+    size = size_of(spec.shape)
+    return size is not None and size * spec.dtype.itemsize < SMALL_BYTES
 
 
 def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: bool, check_numerics: bool) -> Kernel:

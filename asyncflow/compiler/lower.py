@@ -5,14 +5,14 @@ predicate behind one LoopCond and each capture behind a constant Enter. A `cond`
 per result.
 
 Gating. A node must not run in an iteration that has not begun, nor in a branch not taken. Most are held back by an
-input that comes through a Switch or Merge. Constants are not: they are kept outside all loops and reach a frame
-through constant Enters, so they cost nothing per iteration. A node with only such *ungated* inputs (or none) gets a
-control edge from the *pivot* of the branch or iteration it belongs to.
+input that comes through a Switch or Merge. Constants are not: they belong to every frame, and cost nothing in a run.
+Neither are a loop's captures, which a constant Enter brings to every iteration. A node with only such *ungated* inputs
+(or none) gets a control edge from the *pivot* of the branch or iteration it belongs to.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.control.primitives.enter import ENTER
@@ -37,34 +37,20 @@ _INDEX = Spec(int32, ())
 
 
 @dataclass(slots=True)
-class _Frame:
-    """A loop being lowered: its name, the place its `while` stands in, and the constants brought into it."""
-
-    name: str
-    around: _Place
-    parallel_iterations: int
-    constants: dict[Tensor, Tensor] = field(default_factory=dict)
-
-    def enter_attrs(self, *, constant: bool) -> dict[str, Any]:
-        return {"frame": self.name, "constant": constant, "parallel_iterations": self.parallel_iterations}
-
-
-@dataclass(slots=True)
 class _Place:
     """Where nodes are being put: outside everything, in a branch, or in a part of a loop.
 
     `gate` is a tensor whose arrival means that the branch is taken, or the iteration has begun.
     """
 
-    frame: _Frame | None
-    gate: Tensor | None
+    gate: Tensor | None = None
     pivot: Node | None = None
 
 
 def lower(graph: Graph) -> Graph:
     """`graph` without structured nodes; `graph` itself is used up."""
     lowering = _Lowering(graph)
-    lowering.put_nodes(graph, _Place(None, None))
+    lowering.put_nodes(graph, _Place())
     return lowering.finish()
 
 
@@ -108,7 +94,7 @@ class _Lowering:
             self.completion[node] = []
         else:
             node.control_inputs = self.controls(node.control_inputs)
-            node.inputs = [self.localize(self.tensors.get(tensor, tensor), place) for tensor in node.inputs]
+            node.inputs = [self.tensors.get(tensor, tensor) for tensor in node.inputs]
             node.control_inputs = self.held_back(node.inputs, node.control_inputs, place, node)
         self.flat.adopt(node)
 
@@ -125,7 +111,6 @@ class _Lowering:
         **attrs: Any,
     ) -> tuple[Tensor, ...]:
         """Puts a new node on behalf of `like`."""
-        inputs = [self.localize(tensor, place) for tensor in inputs]
         control_inputs = self.held_back(inputs, list(controls), place, like)
         node = self.flat.add_node(
             op, inputs, attrs, specs or inputs[0].spec, name=f"{like.name}/{suffix}", location=like.location
@@ -156,18 +141,8 @@ class _Lowering:
         node.device = tensor.node.device
         return node
 
-    def localize(self, tensor: Tensor, place: _Place) -> Tensor:
-        """`tensor` as seen in the frame of `place`: constants are brought in through constant Enters."""
-        frame = place.frame
-        if frame is None or tensor not in self.constants:
-            return tensor
-        if tensor not in frame.constants:
-            frame.constants[tensor] = self.enter_constant(tensor, frame, tensor.node)
-        return frame.constants[tensor]
-
-    def enter_constant(self, tensor: Tensor, frame: _Frame, like: Node) -> Tensor:
-        attrs: dict[str, Any] = frame.enter_attrs(constant=True)
-        (inner,) = self.put(like, "enter", ENTER, [tensor], frame.around, **attrs)
+    def enter_constant(self, tensor: Tensor, around: _Place, loop: Node) -> Tensor:
+        (inner,) = self.put(loop, "enter", ENTER, [tensor], around, **_enter_attrs(loop, constant=True))
         self.ungated.add(inner)
         return inner
 
@@ -189,7 +164,7 @@ class _Lowering:
         before = self.controls(node.control_inputs)
         if before:
             (pred,) = self.put(node, "pred", IDENTITY, [pred], place, controls=before)
-        on_true, on_false = (_Place(place.frame, None) for _ in range(2))
+        on_true, on_false = (_Place() for _ in range(2))
         true_branch, false_branch = node.subgraphs
         for outer, in_true, in_false in zip(captured, true_branch.inputs, false_branch.inputs, strict=True):
             false_side = true_side = outer
@@ -223,7 +198,7 @@ class _Lowering:
 
     def gated(self, result: Tensor, place: _Place, like: Node) -> Tensor:
         """A body's result as a value that only exists if the body ran."""
-        value = self.localize(self.tensors.get(result, result), place)
+        value = self.tensors.get(result, result)
         if value not in self.ungated:
             return value
         return self.put(like, "result", IDENTITY, [value], place)[0]
@@ -234,25 +209,24 @@ class _Lowering:
         condition: Subgraph = node.attrs["cond"]
         body: Subgraph = node.attrs["body"]
         n_vars: int = node.attrs["n_vars"]
-        frame = _Frame(node.name, place, node.attrs["parallel_iterations"])
         outer = [self.tensors.get(tensor, tensor) for tensor in node.inputs]
-        merges = self.put_merges(node, frame, outer[:n_vars], body)
+        merges = self.put_merges(node, place, outer[:n_vars], body)
         for position, (in_cond, in_body) in enumerate(zip(condition.inputs, body.inputs, strict=True)):
             if position < n_vars:
                 self.bind_input(in_cond, merges[position])
                 continue
             capture = outer[position]
-            inner = capture if capture in self.constants else self.enter_constant(capture, frame, node)
+            inner = capture if capture in self.constants else self.enter_constant(capture, place, node)
             self.bind_input(in_cond, inner)
             self.bind_input(in_body, inner)
-        in_cond_place = _Place(frame, merges[0])
+        in_cond_place = _Place(merges[0])
         self.put_nodes(condition, in_cond_place)
         pred = self.tensors.get(condition.results[0], condition.results[0])
         (pred,) = self.put(node, "loop_cond", LOOP_COND, [pred], in_cond_place)
         switches = [self.put_switch(node, merged, pred, in_cond_place) for merged in merges]
         for in_body, (_, true_side) in zip(body.inputs[:n_vars], switches, strict=True):
             self.bind_input(in_body, true_side)
-        in_body_place = _Place(frame, switches[0][1])
+        in_body_place = _Place(switches[0][1])
         self.put_nodes(body, in_body_place)
         for merged, result in zip(merges, body.results, strict=True):
             value = self.gated(result, in_body_place, node)
@@ -260,14 +234,13 @@ class _Lowering:
             merged.node.inputs.append(again)
         self.put_exits(node, place, [false_side for false_side, _ in switches])
 
-    def put_merges(self, node: Node, frame: _Frame, initial: Sequence[Tensor], body: Subgraph) -> list[Tensor]:
+    def put_merges(self, node: Node, around: _Place, initial: Sequence[Tensor], body: Subgraph) -> list[Tensor]:
         before = self.controls(node.control_inputs)
         merges = []
         for value, inner in zip(initial, body.inputs, strict=False):
-            attrs: dict[str, Any] = frame.enter_attrs(constant=False)
-            (entered,) = self.put(node, "enter", ENTER, [value], frame.around, controls=before, **attrs)
-            inside = _Place(frame, None)
-            merged, _ = self.put(node, "merge", MERGE, [entered], inside, specs=(inner.spec, _INDEX))
+            attrs = _enter_attrs(node, constant=False)
+            (entered,) = self.put(node, "enter", ENTER, [value], around, controls=before, **attrs)
+            merged, _ = self.put(node, "merge", MERGE, [entered], _Place(), specs=(inner.spec, _INDEX))
             merges.append(merged)
         return merges
 
@@ -276,8 +249,11 @@ class _Lowering:
         exits = []
         for output, false_side in zip(node.outputs, false_sides, strict=True):
             if output in self.used or node in self.awaited:
-                inside = _Place(None, None)
-                (left,) = self.put(node, "exit", EXIT, [false_side], inside, specs=output.spec)
+                (left,) = self.put(node, "exit", EXIT, [false_side], _Place(), specs=output.spec)
                 self.tensors[output] = left
                 exits.append(left.node)
         self.completion[node] = exits
+
+
+def _enter_attrs(loop: Node, *, constant: bool) -> dict[str, Any]:
+    return {"frame": loop.name, "constant": constant, "parallel_iterations": loop.attrs["parallel_iterations"]}

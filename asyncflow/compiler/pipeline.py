@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from asyncflow.compiler.codegen import generate
 from asyncflow.compiler.extract import extract
 from asyncflow.compiler.frames import assign_frames
 from asyncflow.compiler.kernels import bind_kernel
@@ -12,11 +13,13 @@ from asyncflow.compiler.lower import lower
 from asyncflow.compiler.order_effects import order_effects
 from asyncflow.compiler.place import choose_device
 from asyncflow.compiler.plan import Plan, build_partition
+from asyncflow.compiler.regions import make_regions
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from asyncflow.compiler.codegen import RegionCode
     from asyncflow.compiler.kernels import Resolve
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.build import SupportsTensor
@@ -33,8 +36,10 @@ def compile_plan(
     resolve: Resolve,
     streamed: Sequence[Tensor] = (),
     all_effects: bool = False,
+    regions: bool = True,
     debug: bool = False,
     check_numerics: bool = False,
+    max_iterations: int | None = None,
 ) -> Plan:
     """Compiles what one kind of run needs.
 
@@ -46,8 +51,10 @@ def compile_plan(
         resolve: looks up the state of resources.
         streamed: tensors of one body, handed out in each iteration.
         all_effects: run every side effect of the graph, fetched or not.
+        regions: compile clusters of nodes that never wait to Python functions.
         debug: verify the graph after every pass, and every kernel's outputs while running.
         check_numerics: fail on NaN and infinity.
+        max_iterations: most iterations of a loop, for those inside regions.
 
     Raises:
         FeedError: a needed placeholder is not fed.
@@ -61,10 +68,20 @@ def compile_plan(
     order_effects(extracted.graph)
     if debug:
         verify(extracted.graph)
+    if regions:
+        make_regions(extracted.graph)
+        if debug:
+            verify(extracted.graph)
     lowered = lower(extracted.graph)
     if debug:
         verify(lowered)
     bind = partial(bind_kernel, xp=device.xp, resolve=resolve, check_outputs=debug, check_numerics=check_numerics)
+    # Accounting costs a region more than many a kernel: without a limit only what enters and leaves it is counted.
+    track = device.memory.track if debug or device.memory.limit is not None else None
+
+    def bind_region(node: Node) -> RegionCode:
+        return generate(node.attrs["region"], node.name, bind, track=track, max_iterations=max_iterations)
+
     with_value = [fetch for fetch in extracted.fetches if fetch is not None]
     partition = build_partition(
         lowered,
@@ -73,6 +90,7 @@ def compile_plan(
         feeds=extracted.feeds,
         fetches=with_value,
         bind=bind,
+        bind_region=bind_region,
     )
     positions = iter(range(len(with_value)))
     order = [None if fetch is None else next(positions) for fetch in extracted.fetches]

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from asyncflow.compiler.codegen import RegionCode
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
+from asyncflow.compiler.kernels import is_small_spec
+from asyncflow.compiler.regions import REGION
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
@@ -23,15 +26,19 @@ from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.errors import GraphError
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
 from asyncflow.graph.frames import output_frame
-from asyncflow.graph.shapes import size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from asyncflow.compiler.regions import Region
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel, Op
+
+
+_SMALL_REGION = 64
+"""A region of at most so many small kernels, without loops, is itself small."""
 
 
 class Kind(enum.IntEnum):
@@ -61,9 +68,6 @@ _KINDS: dict[Op, Kind] = {
     CONTROL_TRIGGER: Kind.TRIGGER,
     FEED: Kind.FEED,
 }
-
-SMALL_ELEMENTS = 1024
-"""A kernel on known shapes of at most so many elements is never worth timing or moving off the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +107,14 @@ class PlanNode:
         "is_constant",
         "is_emit",
         "is_small",
+        "is_user",
         "kernel",
         "kind",
         "n_inputs",
         "name",
         "needs_context",
         "position",
+        "region",
         "single",
         "slot",
         "source",
@@ -137,11 +143,24 @@ class PlanNode:
         self.is_constant = bool(source.attrs.get("constant")) if source.op is ENTER else False
         self.is_async = source.op.is_async
         self.is_emit = source.op is EMIT
+        self.is_user = source.op.is_user
         self.needs_context = source.op.needs_context
+        self.region: RegionCode | None = None
         self.is_small = _is_small(source)
         self.fetch_index = -1
         self.uses_index = False
         self.index_values: tuple[np.int32, ...] = ()
+
+    def set_region(self, code: RegionCode, region: Region) -> None:
+        """Makes the node run generated code."""
+        self.region = code
+        self.kernel = code.function
+        self.needs_context = code.needs_context
+        self.is_small = (
+            not (code.is_generator or code.needs_context)
+            and len(region.nodes) <= _SMALL_REGION
+            and all(_is_small(node) for node in region.walk())
+        )
 
     def __repr__(self) -> str:
         return f"<PlanNode {self.name} ({self.source.op.name})>"
@@ -238,10 +257,9 @@ def _explain(node: PlanNode) -> str:
 
 def _is_small(node: Node) -> bool:
     op = node.op
-    if op is EMIT or op.is_user or op.is_async or op.needs_context:
+    if op in (EMIT, REGION) or op.is_user or op.is_async or op.needs_context:
         return False
-    sizes = [size_of(tensor.shape) for tensor in (*node.inputs, *node.outputs)]
-    return all(size is not None and size <= SMALL_ELEMENTS for size in sizes)
+    return all(is_small_spec(tensor.spec) for tensor in (*node.inputs, *node.outputs))
 
 
 def build_partition(
@@ -252,16 +270,24 @@ def build_partition(
     feeds: Sequence[Node],
     fetches: Sequence[Node],
     bind: Callable[[Node], Kernel],
+    bind_region: Callable[[Node], RegionCode],
 ) -> Partition:
-    """Lays a flat graph out for the scheduler; `bind` gives each node's kernel."""
-    return _Layout(graph, frames, bind).build(device, feeds, fetches)
+    """Lays a flat graph out for the scheduler; `bind` and `bind_region` give each node's code."""
+    return _Layout(graph, frames, bind, bind_region).build(device, feeds, fetches)
 
 
 class _Layout:
-    def __init__(self, graph: Graph, frames: Mapping[Node, FramePath], bind: Callable[[Node], Kernel]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        frames: Mapping[Node, FramePath],
+        bind: Callable[[Node], Kernel],
+        bind_region: Callable[[Node], RegionCode],
+    ) -> None:
         self.graph = graph
         self.frame_of = frames
         self.bind = bind
+        self.bind_region = bind_region
         self.frames: dict[FramePath, PlanFrame] = {(): PlanFrame((), 1)}
         self.nodes: dict[Node, PlanNode] = {}
         self.targets: dict[Tensor, tuple[list[Any], list[Any]]] = {}
@@ -321,7 +347,9 @@ class _Layout:
             planned.child.n_enters += 1
         elif node.op is EXIT:
             frame.exits.append(planned)
-        if planned.kind == Kind.KERNEL and not planned.is_emit:
+        if node.op is REGION:
+            planned.set_region(self.bind_region(node), node.attrs["region"])
+        elif planned.kind == Kind.KERNEL and not planned.is_emit:
             planned.kernel = self.bind(node)
 
     def place_merge(self, node: Node, planned: PlanNode, frame: PlanFrame) -> None:

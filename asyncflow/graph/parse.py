@@ -9,6 +9,7 @@ from asyncflow.errors import GraphError, SourceLocation
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import find_op
 from asyncflow.graph.shapes import is_compatible
+from asyncflow.graph.spec import Spec
 from asyncflow.graph.syntax import Reader
 from asyncflow.graph.tokens import Tokens
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Op
     from asyncflow.graph.resource import Resource
-    from asyncflow.graph.spec import Spec
     from asyncflow.graph.syntax import Block, Reference, Statement
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -171,6 +171,8 @@ class _Builder:
             # The rule of an op may stumble anywhere over attrs that only a text can give it.
             message = f"{op.name} does not take {seen} and these attrs: {type(error).__name__}: {error}"
             raise self._tokens.fault(message, statement.offset) from error
+        if not all(isinstance(spec, Spec) for spec in (inferred if isinstance(inferred, tuple) else (inferred,))):
+            raise self._tokens.fault(f"{op.name} takes a dtype and shape as its spec", statement.offset)
         if not specs_agree(inferred, statement.specs, single=statement.single):
             said, found = show_specs(inferred), show_specs(statement.specs[0] if statement.single else statement.specs)
             raise self._tokens.fault(f"{op.name} of {seen} gives {said}, but the text says {found}", statement.offset)

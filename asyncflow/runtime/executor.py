@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from asyncflow.compiler.codegen import TooManyIterations
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.errors import AsyncflowError, KernelError, OutOfMemoryError
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.op import KernelContext
 from asyncflow.graph.shapes import format_shape
+from asyncflow.runtime.region_firing import RegionFiring, Stopped
 from asyncflow.runtime.scheduler import Iteration, Scheduler, SchedulingError
 from asyncflow.runtime.trace import Firing, MemorySample
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextvars import Context
 
+    from asyncflow.compiler.codegen import RegionCode
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.trace import Trace
@@ -79,6 +82,7 @@ class Executor:
         "_run_id",
         "_run_number",
         "_seed",
+        "_suspended",
         "_tasks",
         "_times",
         "_trace",
@@ -128,6 +132,7 @@ class Executor:
         self._emitter = emitter
         self._guard = guard
         self._untaken = 0
+        self._suspended: deque[RegionFiring] = deque()
         self._tasks: dict[asyncio.Task[Any], None] = {}  # not a set: they are cancelled in the order they started
         self._times: _TimedQueue | None = None
         if trace is not None:
@@ -170,6 +175,11 @@ class Executor:
                         budget -= 7
                 elif scheduler.ready:
                     budget -= 7
+                elif self._suspended:
+                    self._step_region(self._suspended.popleft(), deadline_ns)
+                    if self.stopped:
+                        break
+                    budget = 0
                 else:
                     break
                 budget -= 1
@@ -207,6 +217,9 @@ class Executor:
         if node.is_async:
             self._launch_coroutine(node, iteration, inputs)
             return
+        if node.region is not None and node.region.is_generator:
+            self._launch_region(node, iteration, inputs)
+            return
         size = 0
         for value in inputs:
             size += getattr(value, "size", 1)
@@ -218,7 +231,7 @@ class Executor:
             return
         started = perf_counter_ns()
         try:
-            result = self._context.run(node.kernel, *inputs) if node.source.op.is_user else node.kernel(*inputs)  # type: ignore[arg-type,misc]
+            result = self._context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[arg-type,misc]
         except BaseException as error:
             self._record(node, iteration, "inline", started, perf_counter_ns(), None, "error")
             self._kernel_failed(error, node, iteration, inputs)
@@ -239,7 +252,7 @@ class Executor:
     def _launch_on_stream(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], size: int) -> None:
         self.in_flight += 1
         work, args = node.kernel, tuple(inputs)
-        if node.source.op.is_user:
+        if node.is_user:
             work, args = self._context.copy().run, (node.kernel, *args)
 
         def deliver(result: object, error: BaseException | None, started: int, ended: int) -> None:
@@ -281,6 +294,46 @@ class Executor:
             self._continue()
 
         task.add_done_callback(done)
+
+    def _launch_region(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+        self.in_flight += 1
+        assert node.kernel is not None
+        context = self._context if node.is_user else None
+        self._suspended.append(RegionFiring(node, iteration, inputs, node.kernel(*inputs), context))
+
+    def _step_region(self, firing: RegionFiring, deadline_ns: int) -> None:
+        """Runs slices of a region until it ends, the turn does, or it proves too heavy for the event loop."""
+        node, iteration = firing.node, firing.iteration
+        try:
+            while firing.run_slice() < deadline_ns:
+                if firing.is_heavy:
+                    self._region_on_stream(firing)
+                    return
+        except StopIteration as ended:
+            self.in_flight -= 1
+            self._record(node, iteration, "inline", firing.started_ns, perf_counter_ns(), ended.value, "ok")
+            self._complete(node, iteration, firing.inputs, ended.value)
+        except BaseException as error:
+            self.in_flight -= 1
+            self._record(node, iteration, "inline", firing.started_ns, perf_counter_ns(), None, "error")
+            self._kernel_failed(error, node, iteration, firing.inputs)
+        else:
+            self._suspended.append(firing)
+
+    def _region_on_stream(self, firing: RegionFiring) -> None:
+        node, iteration = firing.node, firing.iteration
+
+        def deliver(result: object, error: BaseException | None, started: int, ended: int) -> None:
+            self.in_flight -= 1
+            status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
+            self._record(node, iteration, "compute", firing.started_ns, ended, result, status)
+            if error is None and not self.stopped:
+                self._complete(node, iteration, firing.inputs, result)
+            elif error is not None and not isinstance(error, Stopped):
+                self._kernel_failed(error, node, iteration, firing.inputs)
+            self._continue()
+
+        self._device.compute.submit(firing.run_to_end, (lambda: self.stopped,), deliver, self._loop)
 
     def _emit(self, node: PlanNode, iteration: Iteration, values: tuple[Any, ...]) -> None:
         assert self._emitter is not None
@@ -338,6 +391,9 @@ class Executor:
         self.scheduler.abort()
         for task in self._tasks:
             task.cancel()
+        self.in_flight -= len(self._suspended)
+        while self._suspended:
+            self._suspended.popleft().generator.close()
 
     def check_stopped(self) -> None:
         """Tells the owner if a stop leaves nothing to wait for."""
@@ -423,7 +479,7 @@ def _as_kernel_error(
     if not isinstance(error, Exception | asyncio.CancelledError):
         return error
     described = tuple(describe(value) for value in inputs)
-    reason = f"{type(error).__name__}: {error}"
+    reason = str(error) if isinstance(error, TooManyIterations) else f"{type(error).__name__}: {error}"
     wrapped: KernelError
     if isinstance(error, MemoryLimitExceeded):
         wrapped = _provenance(
@@ -445,8 +501,25 @@ def _as_kernel_error(
         wrapped = _provenance(KernelError, str(error), node, iteration, device, described)
     else:
         wrapped = _provenance(KernelError, reason, node, iteration, device, described)
+    if node.region is not None:
+        _place_in_region(wrapped, node.region, error)
     wrapped.__cause__ = error
     return wrapped
+
+
+def _place_in_region(wrapped: KernelError, code: RegionCode, error: BaseException) -> None:
+    """Names the node inside the region that failed, and the iterations of the loops around it."""
+    found = code.place_of(error)
+    if found is not None:
+        place, counters, values = found
+        inner = "/".join(f"{label}/{count}" for (label, _), count in zip(place.loops, counters, strict=True))
+        wrapped.move_to(
+            node=place.node.name,
+            op=place.node.op.name,
+            tag="/".join(filter(None, (wrapped.tag, inner))),
+            inputs=tuple(describe(value) for value in values),
+            location=place.node.location,
+        )
 
 
 def _provenance(

@@ -71,6 +71,7 @@ class Session:
     Args:
         graph: where names in fetches and feeds are looked up; tensors know their own graph.
         devices: names such as ``["cpu:0", "cpu:1"]``; None for one CPU device.
+        regions: compile clusters of nodes that never wait into generated Python functions.
         debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
         memory_limit: bytes per device; None for no limit.
@@ -94,6 +95,7 @@ class Session:
         graph: Graph | None = None,
         devices: Sequence[str] | None = None,
         *,
+        regions: bool = True,
         debug: bool = False,
         seed: int | None = None,
         memory_limit: int | None = None,
@@ -104,6 +106,7 @@ class Session:
         self.graph = graph
         self.devices: tuple[Device, ...] = open_devices(devices, memory_limit)
         self.state = StateStore()
+        self._regions = regions
         self._debug = debug
         self._seed = seed
         self._threads = threads
@@ -191,6 +194,9 @@ class Session:
     def __del__(self) -> None:
         if getattr(self, "_closed", "") is None and self._loop is not None:
             warnings.warn(f"{self!r} was dropped without close; use `async with`", ResourceWarning, stacklevel=2)
+            for device in self.devices:
+                for stream in (device.compute, device.h2d, device.d2h):
+                    stream.stop()
             self._release()
 
     def __repr__(self) -> str:
@@ -441,7 +447,9 @@ class Session:
             resolve=self.state.lookup,
             streamed=streamed,
             all_effects=all_effects,
+            regions=self._regions,
             debug=self._debug,
+            max_iterations=self._max_iterations,
             check_numerics=self._check_numerics,
         )
 

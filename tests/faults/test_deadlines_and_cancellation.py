@@ -11,7 +11,7 @@ import pytest
 
 import asyncflow as af
 from tests.conftest import assert_baseline
-from tests.faults.kernels import INT, SLOW, CoroutineGate, ThreadGate, in_flight, raising, ticks
+from tests.faults.kernels import INT, SLOW, CoroutineGate, ThreadGate, in_flight, raising, ticks, until
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -76,11 +76,12 @@ async def test_f15_an_endless_loop_with_a_deadline(session: af.Session, graph: a
 async def test_f15_a_deadline_waits_for_the_kernel_in_flight(session: af.Session, graph: af.Graph) -> None:
     """FAULTS F15: one kernel longer, because nothing outlives the await."""
     gate = ThreadGate()
-    async with in_flight(session.run(gate.op(1), timeout=0.001), gate.entered.is_set) as task:
-        (run,) = session._runs
-        while not run.executor.stopped:
-            await asyncio.sleep(0)
-        await ticks(10)
+    fetch = gate.op(1)
+    session.plan(fetch)
+    async with in_flight(session.run(fetch, timeout=0.05), gate.entered.is_set) as task:
+        passed = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.06, passed.set)
+        await passed.wait()
         assert not task.done()
         gate.opened.set()
         with pytest.raises(af.DeadlineExceeded):
@@ -275,8 +276,7 @@ async def test_f24_a_shielded_run(session: af.Session, graph: af.Graph) -> None:
     gate = CoroutineGate()
     run = asyncio.ensure_future(session.run(gate.op(5)))
     waiter = asyncio.ensure_future(asyncio.wait_for(asyncio.shield(run), 30))
-    while not gate.started:
-        await asyncio.sleep(0)
+    await until(lambda: gate.started)
     waiter.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiter

@@ -46,7 +46,7 @@ async def test_f11_nested_loops_on_both_sides_of_a_branch(graph: af.Graph, seed:
 
     pred = af.placeholder("bool", ())
     result = af.cond(pred, lambda: triangle(5), lambda: triangle(4))
-    async with af.Session(graph, debug=True, seed=seed) as session:
+    async with af.Session(graph, debug=True, seed=seed, regions=seed is None) as session:
         assert await session.run(result, {pred: taken}) == (10 if taken else 6)
         assert_baseline(session)
 
@@ -60,7 +60,7 @@ async def test_f11_a_dead_enter_ends_the_loop(graph: af.Graph, seed: int | None)
     done, body = af.raw.switch(value, af.raw.loop_cond(value < af.raw.enter(10, "loop", constant=True)))
     af.raw.add_back_edge(value, af.raw.next_iteration(body + body))
     merged, index = af.raw.merge(af.raw.exit(done), if_true)
-    async with af.Session(graph, debug=True, seed=seed) as session:
+    async with af.Session(graph, debug=True, seed=seed, regions=seed is None) as session:
         assert await session.run([merged, index]) == [3, 1]
 
 
@@ -87,7 +87,7 @@ async def test_f13_a_cycle_without_next_iteration(run: Run, graph: af.Graph) -> 
         second = first * 2
         third = second - 3
     first.node.inputs[0] = third
-    with pytest.raises(af.GraphError, match="waits for itself: .* -> .* -> .* -> ") as caught:
+    with pytest.raises(af.GraphError, match=r"waits for itself: .* -> .* -> .* -> ") as caught:
         await run(third, {x: 1.0})
     for node in (first.node, second.node, third.node):
         assert node.name in str(caught.value)
@@ -128,8 +128,9 @@ async def test_f14_a_merge_of_two_live_inputs(graph: af.Graph, pair: str, seed: 
     """FAULTS F14: an error that names the merge, whichever input comes first; the session goes on."""
     x = af.placeholder("int64", ())
     merged, _ = af.raw.merge(*LIVE_PAIRS[pair](x), name="crowded")
-    async with af.Session(graph, debug=True, seed=seed) as session:
-        with pytest.raises((af.KernelError, af.GraphError), match=r"two live inputs[\s\S]*crowded|crowded[\s\S]*two live"):
+    async with af.Session(graph, debug=True, seed=seed, regions=seed is None) as session:
+        with pytest.raises((af.KernelError, af.GraphError), match="two live inputs") as caught:
             await session.run(merged, {x: 1})
+        assert "crowded" in str(caught.value)
         assert_baseline(session)
         assert await session.run(x + 1, {x: 1}) == 2

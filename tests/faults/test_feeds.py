@@ -144,7 +144,7 @@ async def test_f36_any_tensor_may_be_fed(run: Run, graph: af.Graph) -> None:
 
 BASE = np.arange(24, dtype=np.float32).reshape(4, 6)
 LAYOUTS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
-    "C": lambda: BASE.copy(),
+    "C": BASE.copy,
     "Fortran": lambda: np.asfortranarray(BASE),
     "strided": lambda: BASE[::2, ::3],
     "reversed": lambda: BASE[::-1, ::-1],

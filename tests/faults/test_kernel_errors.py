@@ -13,7 +13,7 @@ import asyncflow as af
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op
 from tests.conftest import assert_baseline
-from tests.faults.kernels import INT, CoroutineGate, ThreadGate, in_flight, raising, ticks
+from tests.faults.kernels import INT, CoroutineGate, ThreadGate, in_flight, raising, ticks, until
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -27,8 +27,7 @@ async def test_f01_one_of_32_parallel_iterations(session: af.Session, graph: af.
     async def fragile(i: Any) -> Any:
         if i != 7:
             return i
-        while len(gate.started) < 31:
-            await asyncio.sleep(0)
+        await until(lambda: len(gate.started) == 31)
         raise LookupError("no seven")
 
     @af.op(outputs=())
@@ -64,8 +63,7 @@ async def test_f01_kernels_in_flight_are_waited_for(session: af.Session, graph: 
 
     @af.op(outputs=INT)
     async def fails(x: Any) -> Any:
-        while not gate.entered.is_set():
-            await asyncio.sleep(0)
+        await until(gate.entered.is_set)
         raise LookupError
 
     fetches = [follower(gate.op(1)), fails(2)]
@@ -246,11 +244,12 @@ async def test_f09_check_numerics_names_the_first_node(graph: af.Graph, bad: flo
         np.testing.assert_array_equal(await session.run(doubled, feeds), [bad, 0])
 
 
-async def test_f16_max_iterations(graph: af.Graph) -> None:
+@pytest.mark.parametrize("regions", [True, False])
+async def test_f16_max_iterations(graph: af.Graph, regions: bool) -> None:
     """FAULTS F16: a loop that would not end stops at the session's limit, and is named."""
     (endless,) = af.while_loop(lambda i: i >= 0, lambda i: i + 1, (0,), name="endless")
     (short,) = af.while_loop(lambda i: i < 100, lambda i: i + 1, (0,))
-    async with af.Session(graph, debug=True, max_iterations=100) as session:
+    async with af.Session(graph, debug=True, max_iterations=100, regions=regions) as session:
         with pytest.raises(af.KernelError, match="loop endless reached max_iterations=100") as caught:
             await session.run(endless)
         assert caught.value.tag == "endless/100"

@@ -168,6 +168,6 @@ class TestBuffersAreFreedAtOnce:
         af.while_loop(lambda i, _: i < 50, body, (0, x), parallel_iterations=4)
         stream = session.stream(seen[0], {x: LARGE})
         item = await anext(stream)
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         del item, stream
         assert await held_bytes(session) == 0

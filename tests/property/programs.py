@@ -282,7 +282,7 @@ class _Interpreter:
             # Both sides are evaluated, as in a graph.
             if not operator.and_(count < trips, bool(self.value(loop.predicate, inner))):
                 break
-            if loop.scan is not None:
+            if loop.scan is not None and elements is not None:
                 inner[loop.scan.element] = elements[count]
             values = self.block(loop.body, inner)
             if loop.collect is not None and (loop.collect.when is None or self.value(loop.collect.when, inner)):

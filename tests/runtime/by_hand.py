@@ -29,8 +29,8 @@ def step(name: str) -> Callable[..., Any]:
 
 
 def partition_of(fetches: Any, feeds: Mapping[af.Tensor, Any]) -> Partition:
-    """What a session would run for these fetches and feeds."""
-    return af.Session(debug=True).plan(fetches, list(feeds)).partitions[0]
+    """What a session would run for these fetches and feeds, with every node on its own rather than in regions."""
+    return af.Session(debug=True, regions=False).plan(fetches, list(feeds)).partitions[0]
 
 
 def label(node: PlanNode, iteration: Iteration) -> str:

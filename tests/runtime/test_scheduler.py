@@ -386,17 +386,31 @@ def test_a_control_edge_from_next_iteration_holds_in_the_next_iteration(graph: a
     assert run.scheduler.statistics() == NOTHING
 
 
+def test_a_next_iteration_killed_by_a_control_input_stops_there(graph: af.Graph) -> None:
+    """CONFORMANCE 7: nothing behind it hears of it, not even along control edges."""
+    loop, hold = counting_loop(3), step("hold")
+    gate = af.identity(af.raw.switch(loop.every, af.equal(loop.every, loop.constant(1)))[1])
+    with af.control_dependencies([gate]):
+        carried = af.raw.next_iteration(loop.every)
+    with af.control_dependencies([carried]):
+        after = step("after")(hold(loop.every))
+    run = ByHand([af.raw.exit(after), loop.total])
+    run.complete_all_but("hold")
+    run.complete_all_but()
+    assert run.results == [2, 3] and {name for name in run.history if name.startswith("after")} == at("after", 2)
+
+
 def test_an_exit_killed_by_a_control_input_is_held_like_any_dead_exit(graph: af.Graph) -> None:
     x = af.placeholder("int64", ())
     loop = counting_loop(x)
+    waiting = step("hold")(loop.every)
+    for _ in range(20):  # nodes that wait, at all places where a token of the wrong frame might arrive
+        waiting = af.negative(waiting)
     gate = af.identity(af.raw.switch(loop.every, af.equal(loop.every, loop.constant(1)))[1])
     with af.control_dependencies([gate]):
         left = af.raw.exit(loop.every)  # live only in iteration 1, where its control input is
     with af.control_dependencies([left]):
         after = step("after")(x)
-    waiting = step("hold")(loop.every)
-    for _ in range(20):  # nodes that wait, at all places where a token of the wrong frame might arrive
-        waiting = af.negative(waiting)
     run = ByHand([left, after, af.raw.exit(af.raw.switch(waiting, loop.every < loop.constant(x))[0])], {x: 2})
     run.complete_all_but("hold")
     run.complete_all_but()

@@ -1,0 +1,351 @@
+"""Generates the Python function of a region: straight-line calls on bound kernels, native `while` and `if`.
+
+Values of rank 0 are NumPy scalars and combine by Python operators, which give the same dtype and the same bits as the
+ufuncs. Loop variables are local variables. A region with loops is a generator: at every back edge it counts down the
+budget it was given, and yields when that is spent, so that whoever drives it can look at the clock, stop it, or carry
+it on elsewhere. A region without loops is a plain function.
+
+Errors find their node again through the line of the generated source, and their iteration through the loop counters
+among its locals.
+"""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import linecache
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.compiler.kernels import is_small_spec
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
+from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.op import KernelContext
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.compiler.regions import Region
+    from asyncflow.graph.graph import Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+
+_INFIX: dict[Callable[..., Any], str] = {
+    operator.add: "{} + {}",
+    operator.sub: "{} - {}",
+    operator.mul: "{} * {}",
+    operator.truediv: "{} / {}",
+    operator.floordiv: "{} // {}",
+    operator.mod: "{} % {}",
+    operator.lt: "{} < {}",
+    operator.le: "{} <= {}",
+    operator.gt: "{} > {}",
+    operator.ge: "{} >= {}",
+    operator.eq: "{} == {}",
+    operator.ne: "{} != {}",
+    operator.and_: "{} & {}",
+    operator.or_: "{} | {}",
+    operator.xor: "{} ^ {}",
+    operator.lshift: "{} << {}",
+    operator.rshift: "{} >> {}",
+    operator.neg: "-{}",
+    operator.pos: "+{}",
+    operator.invert: "~{}",
+}
+
+_serial = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the program a line of generated source belongs."""
+
+    node: Node
+    loops: tuple[tuple[str, str], ...]
+    """Label and counter of each loop around it, outermost first."""
+    arguments: tuple[str, ...]
+    """Variables that hold the node's inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCode:
+    """A generated function.
+
+    Attributes:
+        function: takes the region's inputs (after a `KernelContext`, if `needs_context`) and gives the tuple of its
+            outputs; or, if `is_generator`, a generator that does, and is sent its budget of iterations.
+        source: its text.
+        places: line number to place.
+    """
+
+    function: Callable[..., Any]
+    source: str
+    filename: str
+    places: dict[int, Place]
+    is_generator: bool
+    needs_context: bool
+
+    def place_of(self, error: BaseException) -> tuple[Place, tuple[int, ...], tuple[Any, ...]] | None:
+        """Where `error` was raised: the place, the iteration numbers of the loops around it, and the node's inputs."""
+        found = None
+        traceback = error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == self.filename and traceback.tb_lineno in self.places:
+                place = self.places[traceback.tb_lineno]
+                held = traceback.tb_frame.f_locals
+                counters = tuple(held.get(counter, 0) for _, counter in place.loops)
+                found = place, counters, tuple(held[name] for name in place.arguments if name in held)
+            traceback = traceback.tb_next
+        return found
+
+
+def generate(
+    region: Region,
+    name: str,
+    bind: Callable[[Node], Kernel],
+    *,
+    track: Callable[[Any, str], None] | None,
+    max_iterations: int | None,
+) -> RegionCode:
+    """The function of `region`.
+
+    Args:
+        region: what to run.
+        name: for the generated file and function.
+        bind: gives each node's kernel.
+        track: called with every value that may be large, and its node's name; None to leave that out.
+        max_iterations: most iterations of a loop.
+    """
+    return _Generator(region, bind, track, max_iterations).generate(name)
+
+
+@dataclass(slots=True)
+class _Block:
+    """Names of the values that exist at one place of the source."""
+
+    loops: tuple[tuple[str, str], ...] = ()
+    depth: int = 1
+
+
+def in_iteration(context: KernelContext, counters: tuple[int, ...]) -> KernelContext:
+    """The context of a kernel inside loops of a region."""
+    return replace(context, tag=(*context.tag, *counters))
+
+
+@dataclass(slots=True)
+class _Generator:
+    region: Region
+    bind: Callable[[Node], Kernel]
+    track: Callable[[Any, str], None] | None
+    max_iterations: int | None
+    names: dict[Tensor, str] = field(default_factory=dict)
+    bound: dict[str, Any] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    lines: list[str] = field(default_factory=list)
+    places: dict[int, Place] = field(default_factory=dict)
+    constants: dict[Tensor, str] = field(default_factory=dict)
+    needs_context: bool = False
+    has_loop: bool = False
+
+    def generate(self, name: str) -> RegionCode:
+        self.taken.update(("budget", "context", "track", "in_iteration", "TooManyIterations"))
+        function = self.fresh(name, "region")
+        parameters = [self.name(tensor) for tensor in self.region.inputs]
+        block = _Block()
+        for node in self.region.nodes:
+            self.put(node, block)
+        outputs = "".join(f"{self.value(tensor)}, " for tensor in self.region.outputs)
+        self.line(block, f"return ({outputs})")
+        if self.needs_context:
+            parameters.insert(0, "context")
+        # Defaults make kernels and constants local variables of the function.
+        if self.bound:
+            parameters += ["*", *(f"{key}={key}" for key in self.bound)]
+        signature = f"def {function}({', '.join(parameters)}):"
+        head = [signature, *(["    budget = 1"] if self.has_loop else [])]
+        source = "\n".join((*head, *self.lines)) + "\n"
+        filename = f"<asyncflow region {name} {next(_serial)}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        namespace = dict(self.bound)
+        exec(compile(source, filename, "exec"), namespace)
+        places = {number + len(head): place for number, place in self.places.items()}
+        return RegionCode(namespace[function], source, filename, places, self.has_loop, self.needs_context)
+
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    def fresh(self, path: str, fallback: str) -> str:
+        """A new Python name that reads like the last part of `path`."""
+        stem = re.sub(r"\W", "_", path.rpartition("/")[2]) or fallback
+        if stem[0].isdigit() or keyword.iskeyword(stem):
+            stem = f"{fallback}_{stem}"
+        name, number = stem, 1
+        while name in self.taken:
+            name, number = f"{stem}_{number}", number + 1
+        self.taken.add(name)
+        return name
+
+    def name(self, tensor: Tensor) -> str:
+        """The new variable that will hold `tensor`."""
+        name = self.names[tensor] = self.fresh(tensor.node.name, "value")
+        return name
+
+    def value(self, tensor: Tensor) -> str:
+        """The expression for `tensor`: its variable, or a bound constant."""
+        if tensor in self.names:
+            return self.names[tensor]
+        assert tensor.node.op is CONSTANT, f"{tensor!r} has no value in the region"
+        if tensor not in self.constants:
+            self.constants[tensor] = self.bind_name(tensor.node.name, "constant", self.bind(tensor.node)())
+        return self.constants[tensor]
+
+    def bind_name(self, path: str, fallback: str, value: Any) -> str:
+        name = self.fresh(path, fallback)
+        self.bound[name] = value
+        return name
+
+    def line(self, block: _Block, text: str, node: Node | None = None) -> None:
+        self.lines.append("    " * block.depth + text)
+        if node is not None:
+            self.places[len(self.lines)] = self.place(node, block)
+
+    def place(self, node: Node, block: _Block) -> Place:
+        arguments = (self.names.get(tensor) or self.constants.get(tensor, "") for tensor in node.inputs)
+        return Place(node, block.loops, tuple(arguments))
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    def put(self, node: Node, block: _Block) -> None:
+        if node.op.name == "cond":
+            self.put_cond(node, block)
+        elif node.op.name == "while":
+            self.put_while(node, block)
+        elif node.op is IDENTITY:
+            self.names[node.outputs[0]] = self.value(node.inputs[0])
+        elif node.op not in (CONSTANT, PARAMETER, NO_OP):
+            self.put_kernel(node, block)
+
+    def put_kernel(self, node: Node, block: _Block) -> None:
+        expression = self.call(node, block)
+        targets = [self.name(tensor) for tensor in node.outputs]
+        if not targets:
+            self.line(block, expression, node)
+            return
+        left = targets[0] if node.single else "".join(f"{target}, " for target in targets).rstrip()
+        self.line(block, f"{left} = {expression}", node)
+        if self.track is not None:
+            self.bound.setdefault("track", self.track)
+            for tensor, target in zip(node.outputs, targets, strict=True):
+                if not is_small_spec(tensor.spec):
+                    self.line(block, f"track({target}, {node.name!r})", node)
+
+    def call(self, node: Node, block: _Block) -> str:
+        kernel = self.bind(node)
+        arguments = [self.value(tensor) for tensor in node.inputs]
+        infix = _INFIX.get(kernel)
+        if infix is not None:
+            return infix.format(*arguments)
+        if node.op.needs_context:
+            self.needs_context = True
+            arguments.insert(0, self.context(block))
+        return f"{self.bind_name(f'k_{node.op.name}', 'kernel', kernel)}({', '.join(arguments)})"
+
+    def context(self, block: _Block) -> str:
+        if not block.loops:
+            return "context"
+        self.bound.setdefault("in_iteration", in_iteration)
+        counters = "".join(f"{counter}, " for _, counter in block.loops)
+        return f"in_iteration(context, ({counters}))"
+
+    # -- branches and loops --------------------------------------------------------------------------------------
+
+    def put_cond(self, node: Node, block: _Block) -> None:
+        pred, *captures = node.inputs
+        condition = self.value(pred)
+        true_branch, false_branch = node.subgraphs
+        outputs = [self.fresh(tensor.node.name, "value") for tensor in node.outputs]
+        for keyword_, branch in ((f"if {condition}:", true_branch), ("else:", false_branch)):
+            self.line(block, keyword_, node)
+            inner = _Block(block.loops, block.depth + 1)
+            before = len(self.lines)
+            self.put_body(branch, captures, inner)
+            for output, result in zip(outputs, branch.results, strict=True):
+                self.line(inner, f"{output} = {self.value(result)}")
+            if len(self.lines) == before:
+                self.line(inner, "pass")
+        self.names.update(zip(node.outputs, outputs, strict=True))
+
+    def put_body(self, body: Subgraph, outer: Sequence[Tensor], block: _Block) -> None:
+        """The nodes of a body whose inputs stand for `outer`."""
+        for inner, tensor in zip(body.inputs, outer, strict=True):
+            self.alias(inner, tensor)
+        for node in body.nodes:
+            self.put(node, block)
+
+    def alias(self, inner: Tensor, outer: Tensor) -> None:
+        self.names[inner] = self.value(outer)
+
+    def put_while(self, node: Node, block: _Block) -> None:
+        self.has_loop = True
+        condition: Subgraph = node.attrs["cond"]
+        body: Subgraph = node.attrs["body"]
+        n_vars: int = node.attrs["n_vars"]
+        label = node.name.rpartition("/")[2]
+        counter = self.fresh(f"{label}_iteration", "iteration")
+        variables = [self.fresh(tensor.node.name, "var") for tensor in body.inputs[:n_vars]]
+        for variable, initial in zip(variables, node.inputs, strict=False):
+            self.line(block, f"{variable} = {self.value(initial)}")
+        for part in (condition, body):
+            self.names.update(zip(part.inputs, variables, strict=False))
+            for inner, outer in zip(part.inputs[n_vars:], node.inputs[n_vars:], strict=True):
+                self.alias(inner, outer)
+        self.line(block, f"{counter} = 0")
+        inner = _Block((*block.loops, (label, counter)), block.depth + 1)
+        self.put_predicate(node, condition, block, inner)
+        for inside in body.nodes:
+            self.put(inside, inner)
+        self.put_next(variables, [self.value(result) for result in body.results], inner)
+        if self.max_iterations is not None:
+            self.bound.setdefault("TooManyIterations", TooManyIterations)
+            self.line(inner, f"if {counter} >= {self.max_iterations}:")
+            deeper = _Block(inner.loops, inner.depth + 1)
+            self.line(deeper, f"raise TooManyIterations({label!r}, {self.max_iterations})", node)
+        self.line(inner, f"{counter} += 1")
+        self.line(inner, "budget -= 1")
+        self.line(inner, "if not budget:")
+        self.line(_Block(inner.loops, inner.depth + 1), "budget = yield", node)
+        self.names.update(zip(node.outputs, variables, strict=True))
+
+    def put_predicate(self, node: Node, condition: Subgraph, block: _Block, inner: _Block) -> None:
+        working = [n for n in condition.nodes if n.op not in (CONSTANT, PARAMETER, NO_OP)]
+        if len(working) == 1 and working[0].op.name not in STRUCTURED and working[0].op is not IDENTITY:
+            self.line(block, f"while {self.call(working[0], inner)}:")
+            self.places[len(self.lines)] = self.place(working[0], inner)
+            return
+        self.line(block, "while True:")
+        for inside in condition.nodes:
+            self.put(inside, inner)
+        self.line(inner, f"if not {self.value(condition.results[0])}:", node)
+        self.line(_Block(inner.loops, inner.depth + 1), "break")
+
+    def put_next(self, variables: list[str], values: list[str], block: _Block) -> None:
+        """Rebinds the loop variables: one by one if no value is a variable rebound before it."""
+        moves = [(variable, value) for variable, value in zip(variables, values, strict=True) if variable != value]
+        rebound: set[str] = set()
+        for variable, value in moves:
+            if value in rebound:
+                left, right = zip(*moves, strict=True)
+                self.line(block, f"{', '.join(left)} = {', '.join(right)}")
+                return
+            rebound.add(variable)
+        for variable, value in moves:
+            self.line(block, f"{variable} = {value}")
+
+
+class TooManyIterations(Exception):
+    """A loop passed the session's ``max_iterations``."""
+
+    def __init__(self, label: str, limit: int) -> None:
+        super().__init__(f"loop {label} reached max_iterations={limit}")

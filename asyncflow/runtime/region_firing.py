@@ -1,0 +1,94 @@
+"""One firing of a region with loops: a generator driven in slices.
+
+It starts on the event loop, where loops over scalars stay: they hold the GIL wherever they run, and a slice ends with
+the session's turn. When a single iteration takes longer than a kernel may on the event loop, the rest moves to the
+device's stream thread; that is safe at a back edge, where the generator stands still.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.devices.cost import INLINE_LIMIT_NS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+    from contextvars import Context
+
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.runtime.scheduler import Iteration
+
+_SLICE_NS = 200_000
+"""How long a slice should take: short beside a turn, long beside looking at the clock."""
+
+_GROWTH = 16
+
+
+class Stopped(Exception):
+    """The run was stopped while the region ran on a thread."""
+
+
+class RegionFiring:
+    """A region in progress. ``budget`` is the number of back edges until it yields again."""
+
+    __slots__ = ("budget", "context", "generator", "inputs", "is_heavy", "iteration", "node", "started_ns")
+
+    def __init__(
+        self,
+        node: PlanNode,
+        iteration: Iteration,
+        inputs: Sequence[Any],
+        generator: Generator[None, int | None, tuple[Any, ...]],
+        context: Context | None,
+    ) -> None:
+        self.node = node
+        self.iteration = iteration
+        self.inputs = inputs
+        self.generator = generator
+        self.context = context
+        self.budget: int | None = None
+        self.is_heavy = False
+        self.started_ns = perf_counter_ns()
+
+    def run_slice(self) -> int:
+        """Runs until the budget is spent and sets the next one; gives the time afterwards.
+
+        Raises:
+            StopIteration: it has ended; the exception's value is the tuple of outputs.
+        """
+        before = perf_counter_ns()
+        if self.context is None:
+            self.generator.send(self.budget)
+        else:
+            self.context.run(_send_quietly, self.generator, self.budget)
+        now = perf_counter_ns()
+        taken, spent = now - before, self.budget or 1
+        self.is_heavy = taken > INLINE_LIMIT_NS * spent
+        self.budget = max(1, min(spent * _GROWTH, spent * _SLICE_NS // max(taken, 1)))
+        return now
+
+    def run_to_end(self, is_stopped: Callable[[], bool]) -> tuple[Any, ...]:
+        """Runs on a thread until it ends.
+
+        Raises:
+            Stopped: `is_stopped` said so at a back edge.
+        """
+        if self.context is not None:
+            self.context = self.context.copy()  # a context is entered by one thread at a time
+        try:
+            while not is_stopped():
+                self.run_slice()
+        except StopIteration as ended:
+            outputs: tuple[Any, ...] = ended.value
+            return outputs
+        self.generator.close()
+        raise Stopped
+
+
+def _send_quietly(generator: Generator[None, int | None, Any], budget: int | None) -> None:
+    """The user's context does not know that the runtime has NumPy's floating-point warnings off."""
+    with np.errstate(all="ignore"):
+        generator.send(budget)
