@@ -28,10 +28,16 @@ def graph() -> Iterator[af.Graph]:
         yield built
 
 
+@pytest.fixture(params=[True, False], ids=["regions", "interpreted"])
+def regions(request: pytest.FixtureRequest) -> bool:
+    """Whether sessions compile regions: what a program does must not depend on it."""
+    return bool(request.param)
+
+
 @pytest.fixture
-async def session() -> AsyncIterator[af.Session]:
-    """A session in debug mode; afterwards nothing of its runs may be left."""
-    async with af.Session(debug=True) as opened:
+async def session(regions: bool) -> AsyncIterator[af.Session]:
+    """A session in debug mode, with regions and without; afterwards nothing of its runs may be left."""
+    async with af.Session(debug=True, regions=regions) as opened:
         yield opened
         assert_baseline(opened)
 

@@ -20,13 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.compiler.buffers import Buffers, carried_results, find_uses, writes_to_buffer
 from asyncflow.compiler.kernels import is_small_spec
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
-from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.op import KernelContext
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from asyncflow.compiler.regions import Region
     from asyncflow.graph.graph import Subgraph
@@ -128,6 +128,11 @@ class _Block:
 
     loops: tuple[tuple[str, str], ...] = ()
     depth: int = 1
+    buffers: Buffers | None = None
+
+    def deeper(self) -> _Block:
+        """The block one level further in."""
+        return _Block(self.loops, self.depth + 1)
 
 
 def in_iteration(context: KernelContext, counters: tuple[int, ...]) -> KernelContext:
@@ -143,20 +148,21 @@ class _Generator:
     max_iterations: int | None
     names: dict[Tensor, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=set)
+    taken: dict[str, int] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     places: dict[int, Place] = field(default_factory=dict)
     constants: dict[Tensor, str] = field(default_factory=dict)
+    kernels: dict[Node, Kernel] = field(default_factory=dict)
+    slots: list[str] = field(default_factory=list)
     needs_context: bool = False
     has_loop: bool = False
 
     def generate(self, name: str) -> RegionCode:
-        self.taken.update(("budget", "context", "track", "in_iteration", "TooManyIterations"))
+        self.taken.update(dict.fromkeys(("budget", "context", "track", "in_iteration", "TooManyIterations"), 0))
         function = self.fresh(name, "region")
         parameters = [self.name(tensor) for tensor in self.region.inputs]
         block = _Block()
-        for node in self.region.nodes:
-            self.put(node, block)
+        self.put_line(self.region.nodes, self.region.outputs, block)
         outputs = "".join(f"{self.value(tensor)}, " for tensor in self.region.outputs)
         self.line(block, f"return ({outputs})")
         if self.needs_context:
@@ -166,6 +172,7 @@ class _Generator:
             parameters += ["*", *(f"{key}={key}" for key in self.bound)]
         signature = f"def {function}({', '.join(parameters)}):"
         head = [signature, *(["    budget = 1"] if self.has_loop else [])]
+        head.extend(f"    {slot} = None" for slot in self.slots)
         source = "\n".join((*head, *self.lines)) + "\n"
         filename = f"<asyncflow region {name} {next(_serial)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -181,10 +188,11 @@ class _Generator:
         stem = re.sub(r"\W", "_", path.rpartition("/")[2]) or fallback
         if stem[0].isdigit() or keyword.iskeyword(stem):
             stem = f"{fallback}_{stem}"
-        name, number = stem, 1
+        name = stem
         while name in self.taken:
-            name, number = f"{stem}_{number}", number + 1
-        self.taken.add(name)
+            self.taken[stem] += 1
+            name = f"{stem}_{self.taken[stem]}"
+        self.taken[name] = 0
         return name
 
     def name(self, tensor: Tensor) -> str:
@@ -217,7 +225,30 @@ class _Generator:
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
-    def put(self, node: Node, block: _Block) -> None:
+    def kernel(self, node: Node) -> Kernel | None:
+        """The bound kernel of a node; None for a structured one."""
+        if node.op.kernel is None:
+            return None
+        if node not in self.kernels:
+            self.kernels[node] = self.bind(node)
+        return self.kernels[node]
+
+    def put_line(
+        self,
+        nodes: Sequence[Node],
+        escaping: Iterable[Tensor],
+        block: _Block,
+        carried: frozenset[Tensor] = frozenset(),
+    ) -> None:
+        """A straight line of nodes; `escaping` are the values somebody uses afterwards."""
+        if self.track is None:  # accounting watches buffers by their first value
+            block.buffers = Buffers(find_uses(nodes, (t for t in escaping if t not in carried), self.kernel), carried)
+        for index, node in enumerate(nodes):
+            self.put(node, index, block)
+            if block.buffers is not None:
+                block.buffers.release(index)
+
+    def put(self, node: Node, index: int, block: _Block) -> None:
         if node.op.name == "cond":
             self.put_cond(node, block)
         elif node.op.name == "while":
@@ -225,24 +256,32 @@ class _Generator:
         elif node.op is IDENTITY:
             self.names[node.outputs[0]] = self.value(node.inputs[0])
         elif node.op not in (CONSTANT, PARAMETER, NO_OP):
-            self.put_kernel(node, block)
+            self.put_kernel(node, index, block)
 
-    def put_kernel(self, node: Node, block: _Block) -> None:
-        expression = self.call(node, block)
+    def put_kernel(self, node: Node, index: int, block: _Block) -> None:
+        slot = None
+        if block.buffers is not None:
+            slot = block.buffers.slot_for(node, index, self.kernels[node], self.new_slot)
+        expression = self.call(node, block, slot)
         targets = [self.name(tensor) for tensor in node.outputs]
         if not targets:
             self.line(block, expression, node)
             return
         left = targets[0] if node.single else "".join(f"{target}, " for target in targets).rstrip()
-        self.line(block, f"{left} = {expression}", node)
+        self.line(block, f"{left} = {expression}" if slot is None else f"{left} = {slot} = {expression}", node)
         if self.track is not None:
             self.bound.setdefault("track", self.track)
             for tensor, target in zip(node.outputs, targets, strict=True):
                 if not is_small_spec(tensor.spec):
                     self.line(block, f"track({target}, {node.name!r})", node)
 
-    def call(self, node: Node, block: _Block) -> str:
-        kernel = self.bind(node)
+    def new_slot(self) -> str:
+        self.slots.append(self.fresh("buffer", "buffer"))
+        return self.slots[-1]
+
+    def call(self, node: Node, block: _Block, slot: str | None = None) -> str:
+        kernel = self.kernel(node)
+        assert kernel is not None
         arguments = [self.value(tensor) for tensor in node.inputs]
         infix = _INFIX.get(kernel)
         if infix is not None:
@@ -250,6 +289,8 @@ class _Generator:
         if node.op.needs_context:
             self.needs_context = True
             arguments.insert(0, self.context(block))
+        if slot is not None:
+            arguments.append(slot)
         return f"{self.bind_name(f'k_{node.op.name}', 'kernel', kernel)}({', '.join(arguments)})"
 
     def context(self, block: _Block) -> str:
@@ -268,7 +309,7 @@ class _Generator:
         outputs = [self.fresh(tensor.node.name, "value") for tensor in node.outputs]
         for keyword_, branch in ((f"if {condition}:", true_branch), ("else:", false_branch)):
             self.line(block, keyword_, node)
-            inner = _Block(block.loops, block.depth + 1)
+            inner = block.deeper()
             before = len(self.lines)
             self.put_body(branch, captures, inner)
             for output, result in zip(outputs, branch.results, strict=True):
@@ -281,8 +322,7 @@ class _Generator:
         """The nodes of a body whose inputs stand for `outer`."""
         for inner, tensor in zip(body.inputs, outer, strict=True):
             self.alias(inner, tensor)
-        for node in body.nodes:
-            self.put(node, block)
+        self.put_line(body.nodes, body.results, block)
 
     def alias(self, inner: Tensor, outer: Tensor) -> None:
         self.names[inner] = self.value(outer)
@@ -299,36 +339,56 @@ class _Generator:
             self.line(block, f"{variable} = {self.value(initial)}")
         for part in (condition, body):
             self.names.update(zip(part.inputs, variables, strict=False))
-            for inner, outer in zip(part.inputs[n_vars:], node.inputs[n_vars:], strict=True):
-                self.alias(inner, outer)
+            for captured, outer in zip(part.inputs[n_vars:], node.inputs[n_vars:], strict=True):
+                self.alias(captured, outer)
         self.line(block, f"{counter} = 0")
         inner = _Block((*block.loops, (label, counter)), block.depth + 1)
-        self.put_predicate(node, condition, block, inner)
-        for inside in body.nodes:
-            self.put(inside, inner)
+        self.put_predicate(condition, block, inner)
+        carried = self.carried(condition, body, n_vars)
+        self.put_line(body.nodes, body.results, inner, carried)
+        for variable, result in zip(variables, body.results, strict=True):
+            if result in carried:
+                assert inner.buffers is not None
+                # What the variable holds is dead; the value it had before the first iteration is not ours.
+                self.line(inner, f"{inner.buffers.slots[result]} = {variable} if {counter} else None")
         self.put_next(variables, [self.value(result) for result in body.results], inner)
         if self.max_iterations is not None:
             self.bound.setdefault("TooManyIterations", TooManyIterations)
             self.line(inner, f"if {counter} >= {self.max_iterations}:")
-            deeper = _Block(inner.loops, inner.depth + 1)
-            self.line(deeper, f"raise TooManyIterations({label!r}, {self.max_iterations})", node)
+            self.line(inner.deeper(), f"raise TooManyIterations({label!r}, {self.max_iterations})", node)
         self.line(inner, f"{counter} += 1")
         self.line(inner, "budget -= 1")
         self.line(inner, "if not budget:")
-        self.line(_Block(inner.loops, inner.depth + 1), "budget = yield", node)
+        self.line(inner.deeper(), "budget = yield", node)
         self.names.update(zip(node.outputs, variables, strict=True))
 
-    def put_predicate(self, node: Node, condition: Subgraph, block: _Block, inner: _Block) -> None:
+    def carried(self, condition: Subgraph, body: Subgraph, n_vars: int) -> frozenset[Tensor]:
+        """The results of a loop body whose buffers take turns with those of its variables."""
+        if self.track is not None:
+            return frozenset()
+        members = set(body.nodes)
+
+        def can_write(result: Tensor) -> bool:
+            return result.node in members and writes_to_buffer(result.node, self.kernel(result.node))
+
+        variables = list(zip(condition.inputs[:n_vars], body.inputs[:n_vars], body.results, strict=True))
+        in_cond = find_uses(condition.nodes, condition.results, self.kernel)
+        in_body = find_uses(body.nodes, (result for result in body.results if not can_write(result)), self.kernel)
+        return carried_results(variables, in_cond, in_body, can_write)
+
+    def put_predicate(self, condition: Subgraph, block: _Block, inner: _Block) -> None:
         working = [n for n in condition.nodes if n.op not in (CONSTANT, PARAMETER, NO_OP)]
-        if len(working) == 1 and working[0].op.name not in STRUCTURED and working[0].op is not IDENTITY:
-            self.line(block, f"while {self.call(working[0], inner)}:")
-            self.places[len(self.lines)] = self.place(working[0], inner)
+        only = working[0] if len(working) == 1 else None
+        if only is not None and only is condition.results[0].node and self.kernel(only) and only.op is not IDENTITY:
+            self.line(block, f"while {self.call(only, inner)}:")
+            self.places[len(self.lines)] = self.place(only, inner)
             return
         self.line(block, "while True:")
-        for inside in condition.nodes:
-            self.put(inside, inner)
-        self.line(inner, f"if not {self.value(condition.results[0])}:", node)
-        self.line(_Block(inner.loops, inner.depth + 1), "break")
+        predicate = inner.deeper()
+        predicate.depth = inner.depth
+        self.put_line(condition.nodes, condition.results, predicate)
+        self.line(inner, f"if not {self.value(condition.results[0])}:")
+        self.line(inner.deeper(), "break")
 
     def put_next(self, variables: list[str], values: list[str], block: _Block) -> None:
         """Rebinds the loop variables: one by one if no value is a variable rebound before it."""

@@ -2,8 +2,9 @@
 
 A region is a cluster of nodes that never wait, whole `cond` and `while` nodes included. It must not cost concurrency:
 nodes join one region only if they wait for the same *barriers* (nodes that may wait: coroutine ops, the user's own
-functions, streamed values, and branches and loops that contain them) and are waited for by the same ones. Such a cluster
-is convex: a path that left it and came back would pass a barrier, or a node with other barriers before or behind it.
+functions, streamed values, and branches and loops that contain them) and are waited for by the same ones. Such a
+cluster is convex: a path that left it and came back would pass a barrier, or a node with other barriers before or
+behind it.
 
 Loops that stay primitives get regions inside their bodies, so their iterations still overlap.
 """
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Node, Tensor
 
-_LARGEST = 2_000
-"""A straight line of more nodes is cut, so that no region holds its thread for long."""
+_LARGEST = 400
+"""A straight line of more nodes is cut: neither compiling a region nor running it may hold its thread for long."""
 
 _DEEPEST = 12
 """Python allows 20 nested blocks; branches and loops nested deeper stay primitives, down to where this holds."""
