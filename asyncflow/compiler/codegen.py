@@ -259,9 +259,9 @@ class _Generator:
             self.put_kernel(node, index, block)
 
     def put_kernel(self, node: Node, index: int, block: _Block) -> None:
-        slot = None
-        if block.buffers is not None:
-            slot = block.buffers.slot_for(node, index, self.kernels[node], self.new_slot)
+        kernel, slot = self.kernel(node), None
+        if block.buffers is not None and kernel is not None:
+            slot = block.buffers.slot_for(node, index, kernel, self.new_slot)
         expression = self.call(node, block, slot)
         targets = [self.name(tensor) for tensor in node.outputs]
         if not targets:
