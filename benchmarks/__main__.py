@@ -7,34 +7,46 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from threadpoolctl import threadpool_limits
+
 import asyncflow as af
-from benchmarks import concurrent_runs, graph_size, import_time, loop_gap, loop_overhead, run_latency
+from benchmarks import (
+    concurrent_runs,
+    dynamic_lstm,
+    graph_size,
+    import_time,
+    loop_gap,
+    loop_overhead,
+    memory,
+    nested_loop,
+    run_latency,
+)
 from benchmarks.harness import describe_machine, format_table, write_json
-from benchmarks.tensorflow1 import load_tensorflow
+from benchmarks.peers import NO_PEERS, Peers, load_peers
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from benchmarks.harness import Result
-    from benchmarks.tensorflow1 import TensorFlow1
 
 
 class Workload(Protocol):
-    """Measures one thing, beside TensorFlow if it is given; sizes are keyword arguments of each workload's own."""
+    """Measures one thing, beside the peers it is given; sizes are keyword arguments of each workload's own."""
 
-    def __call__(
-        self, tensorflow: TensorFlow1 | None = None, *, repeats: int = ...
-    ) -> Coroutine[Any, Any, list[Result]]:
+    def __call__(self, peers: Peers = NO_PEERS, *, repeats: int = ...) -> Coroutine[Any, Any, list[Result]]:
         """The figures of all systems."""
         ...
 
 
 WORKLOADS: dict[str, Workload] = {
     "loop_overhead": loop_overhead.measure,
+    "nested_loop": nested_loop.measure,
+    "dynamic_lstm": dynamic_lstm.measure,
     "run_latency": run_latency.measure,
     "concurrent_runs": concurrent_runs.measure,
     "loop_gap": loop_gap.measure,
     "import_time": import_time.measure,
+    "memory": memory.measure,
     "graph_size": graph_size.measure,
 }
 
@@ -44,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures asyncflow beside its peers.")
     parser.add_argument("workloads", nargs="*", metavar="workload", help=f"any of {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--repeats", type=int, help="trials of each system; default: each workload's own number")
-    parser.add_argument("--no-peers", action="store_true", help="leave TensorFlow out even where it is installed")
+    parser.add_argument("--no-peers", action="store_true", help="leave the peers out even where they are installed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured value to FILE")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.workloads if name not in WORKLOADS]:
@@ -54,23 +66,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     machine = describe_machine()
     print(machine, flush=True)
-    tensorflow = None if options.no_peers else load_tensorflow()
-    if tensorflow is None:
+    peers = NO_PEERS if options.no_peers else load_peers()
+    if peers.missing:
         reason = "left out" if options.no_peers else "not installed: pip install -e '.[bench]'"
-        print(f"tensorflow 1 is skipped: {reason}", flush=True)
+        print(f"{', '.join(peers.missing)} skipped: {reason}", flush=True)
     results = []
     for name in options.workloads or WORKLOADS:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        results += af.run(_measure(name, tensorflow, options.repeats))
+        results += af.run(_measure(name, peers, options.repeats))
     print(f"\n{format_table(results)}")
     if options.json is not None:
         write_json(options.json, machine, results)
     return 0
 
 
-async def _measure(name: str, tensorflow: TensorFlow1 | None, repeats: int | None) -> list[Result]:
+async def _measure(name: str, peers: Peers, repeats: int | None) -> list[Result]:
     measure = WORKLOADS[name]
-    return await (measure(tensorflow) if repeats is None else measure(tensorflow, repeats=repeats))
+    # NumPy's own programs get one BLAS thread too, in and outside sessions.
+    with threadpool_limits(limits=1, user_api="blas"):
+        return await (measure(peers) if repeats is None else measure(peers, repeats=repeats))
 
 
 if __name__ == "__main__":

@@ -10,17 +10,19 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import asyncflow as af
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
+from benchmarks.peers import NO_PEERS, TENSORFLOW_1, Peers
 from benchmarks.programs import chain
-from benchmarks.tensorflow1 import TENSORFLOW
 
 if TYPE_CHECKING:
-    from benchmarks.tensorflow1 import TensorFlow1
+    from collections.abc import Awaitable, Callable
+
+    from benchmarks.peers import TensorFlow
 
 THROUGHPUT = Figure("throughput", "runs/s", higher_is_better=True)
 MEDIAN = Figure("latency p50", "ms")
@@ -29,48 +31,61 @@ SCALE, OFFSET = np.float32(0.5), np.float32(1.0)
 NODES = 20
 
 
-async def measure(
-    tensorflow: TensorFlow1 | None = None, *, repeats: int = 5, clients: int = 100, runs: int = 10_000
-) -> list[Result]:
-    """Runs per second, and latencies, of a graph of twenty scalar operations."""
-    each = runs // clients
+async def measure(peers: Peers = NO_PEERS, *, repeats: int = 5, clients: int = 100, runs: int = 10_000) -> list[Result]:
+    """Runs per second, and latencies, of a graph of twenty scalar operations; by `Session.run`, and prepared."""
     with af.Graph() as graph:
         x = af.placeholder("float32", ())
         y = chain(x, af.constant(SCALE), af.constant(OFFSET), NODES)
 
+    each = runs // clients
     async with af.Session(graph) as session:
-
-        async def run_asyncflow() -> Sample:
-            latencies: list[float] = []
-
-            async def client(number: int) -> object:
-                answer = None
-                for _ in range(each):
-                    began = perf_counter()
-                    # The others get their turn, as while a server reads the next request from a socket.
-                    await asyncio.sleep(0)
-                    answer = await session.run(y, {x: np.float32(number)})
-                    latencies.append(perf_counter() - began)
-                return answer
-
-            started = perf_counter()
-            answers = await asyncio.gather(*map(client, range(clients)))
-            return _sample(started, latencies, answers)
-
-        trials: dict[str, Trial] = {ASYNCFLOW: run_asyncflow}
-        if tensorflow is not None:
-            trials[TENSORFLOW] = _tensorflow_trial(tensorflow, clients, each)
-        return await compare("concurrent_runs", f"{clients} clients, {runs:,} runs", trials, repeats=repeats)
+        prepared = session.prepare(y, [x])
+        by_run: dict[str, Trial] = {ASYNCFLOW: _trial(lambda fed: session.run(y, {x: fed}), clients, each)}
+        by_call: dict[str, Trial] = {ASYNCFLOW: _trial(prepared, clients, each)}
+        if peers.tensorflow is not None:
+            run, call = _tensorflow(peers.tensorflow)
+            by_run[TENSORFLOW_1] = _thread_trial(run, clients, each)
+            by_call[TENSORFLOW_1] = _thread_trial(call, clients, each)
+        case = f"{clients} clients, {runs:,} runs"
+        return [
+            *await compare("concurrent_runs", case, by_run, repeats=repeats),
+            *await compare("concurrent_runs", f"{case}, prepared", by_call, repeats=repeats),
+        ]
 
 
-def _tensorflow_trial(tensorflow: TensorFlow1, clients: int, each: int) -> Trial:
+def _trial(run: Callable[[np.float32], Awaitable[Any]], clients: int, each: int) -> Trial:
+    async def trial() -> Sample:
+        latencies: list[float] = []
+
+        async def client(number: int) -> object:
+            answer = None
+            for _ in range(each):
+                began = perf_counter()
+                # The others get their turn, as while a server reads the next request from a socket.
+                await asyncio.sleep(0)
+                answer = await run(np.float32(number))
+                latencies.append(perf_counter() - began)
+            return answer
+
+        started = perf_counter()
+        answers = await asyncio.gather(*map(client, range(clients)))
+        return _sample(started, latencies, answers)
+
+    return trial
+
+
+def _tensorflow(tensorflow: TensorFlow) -> tuple[Callable[[np.float32], Any], Callable[[np.float32], Any]]:
+    """One run by `Session.run`, and one by what `Session.make_callable` prepares."""
     v1 = tensorflow.v1
     with tensorflow.graph() as graph:
         x = v1.placeholder(v1.float32, ())
         y = chain(x, v1.constant(SCALE), v1.constant(OFFSET), NODES)
     session = tensorflow.session(graph, threads=0)
+    return lambda fed: session.run(y, {x: fed}), session.make_callable(y, [x])
 
-    async def run_tensorflow() -> Sample:
+
+def _thread_trial(run: Callable[[np.float32], Any], clients: int, each: int) -> Trial:
+    async def trial() -> Sample:
         latencies: list[float] = []
         start = Barrier(clients + 1)
 
@@ -79,7 +94,7 @@ def _tensorflow_trial(tensorflow: TensorFlow1, clients: int, each: int) -> Trial
             start.wait()
             for _ in range(each):
                 began = perf_counter()
-                answer = session.run(y, {x: np.float32(number)})
+                answer = run(np.float32(number))
                 latencies.append(perf_counter() - began)
             return answer
 
@@ -90,7 +105,7 @@ def _tensorflow_trial(tensorflow: TensorFlow1, clients: int, each: int) -> Trial
             answers = [future.result() for future in pending]
             return _sample(started, latencies, answers)
 
-    return run_tensorflow
+    return trial
 
 
 def _sample(started: float, latencies: list[float], answers: list[object]) -> Sample:

@@ -9,13 +9,13 @@ import numpy as np
 
 import asyncflow as af
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
+from benchmarks.peers import NO_PEERS, TENSORFLOW_1, Peers
 from benchmarks.programs import chain
-from benchmarks.tensorflow1 import TENSORFLOW
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.tensorflow1 import TensorFlow1
+    from benchmarks.peers import TensorFlow
 
 BUILD = Figure("build a node", "µs")
 COMPILE = Figure("compile a node", "µs")
@@ -24,7 +24,7 @@ SCALE, OFFSET, FED = np.float32(0.5), np.float32(1.0), np.float32(3.0)
 
 
 async def measure(
-    tensorflow: TensorFlow1 | None = None,
+    peers: Peers = NO_PEERS,
     *,
     repeats: int = 3,
     nodes: Sequence[int] = (1_000, 10_000, 100_000),
@@ -34,8 +34,8 @@ async def measure(
     results = []
     for count in nodes:
         trials: dict[str, Trial] = {ASYNCFLOW: _trial(count)}
-        if tensorflow is not None and count <= tensorflow_nodes:
-            trials[TENSORFLOW] = _tensorflow_trial(tensorflow, count)
+        if peers.tensorflow is not None and count <= tensorflow_nodes:
+            trials[TENSORFLOW_1] = _tensorflow_trial(peers.tensorflow, count)
         results += await compare("graph_size", f"{count:,} nodes", trials, repeats=repeats, warm_ups=0)
     return results
 
@@ -57,7 +57,7 @@ def _trial(nodes: int) -> Trial:
     return trial
 
 
-def _tensorflow_trial(tensorflow: TensorFlow1, nodes: int) -> Trial:
+def _tensorflow_trial(tensorflow: TensorFlow, nodes: int) -> Trial:
     v1 = tensorflow.v1
 
     async def trial() -> Sample:

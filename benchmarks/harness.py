@@ -1,7 +1,8 @@
 """The harness: repeats of several systems, interleaved, checked to agree, and summarised as medians.
 
 A workload gives one `Trial` per system. Trials alternate (A B C, B C A, …), so that a slow moment of the machine hits
-all systems alike, and whatever they computed has to be the same, bit for bit.
+all systems alike, and whatever they computed has to be the same: bit for bit, or within a tolerance that the workload
+states.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from time import perf_counter
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -92,6 +94,7 @@ async def compare(
     repeats: int,
     warm_ups: int = 1,
     baselines: Collection[str] = (),
+    tolerance: float = 0.0,
 ) -> list[Result]:
     """Runs every trial `warm_ups` times unmeasured and `repeats` times measured, and summarises.
 
@@ -102,6 +105,7 @@ async def compare(
         repeats: measured trials of each system.
         warm_ups: trials before those; 0 where a trial makes everything anew.
         baselines: systems that others are not compared with.
+        tolerance: largest difference of two answers, relative to the larger of 1 and the value.
 
     Raises:
         DifferentAnswers: two systems computed different values or dtypes.
@@ -117,15 +121,41 @@ async def compare(
             sample = await trials[system]()
             if sample.answer is not None:
                 expected = expected or (system, sample.answer)
-                _require_equal(f"{workload}, {case}", expected, (system, sample.answer))
+                _require_equal(f"{workload}, {case}", expected, (system, sample.answer), tolerance)
             if repeat >= 0:
                 samples[system].append(sample)
     return _summarise(workload, case, samples, baselines)
 
 
-def _require_equal(what: str, expected: tuple[str, object], given: tuple[str, object]) -> None:
+def timed(figure: Figure, scale: float, work: Callable[[], object]) -> Trial:
+    """A trial of an ordinary function: its time in seconds times `scale` is the figure, its result the answer."""
+
+    async def trial() -> Sample:
+        started = perf_counter()
+        answer = work()
+        return Sample({figure: (perf_counter() - started) * scale}, answer)
+
+    return trial
+
+
+def timed_await(figure: Figure, scale: float, work: Callable[[], Awaitable[object]]) -> Trial:
+    """`timed` for what is awaited."""
+
+    async def trial() -> Sample:
+        started = perf_counter()
+        answer = await work()
+        return Sample({figure: (perf_counter() - started) * scale}, answer)
+
+    return trial
+
+
+def _require_equal(what: str, expected: tuple[str, object], given: tuple[str, object], tolerance: float) -> None:
     reference, answer = np.asarray(expected[1]), np.asarray(given[1])
-    if answer.dtype != reference.dtype or not np.array_equal(answer, reference):
+    if (
+        answer.dtype != reference.dtype
+        or answer.shape != reference.shape
+        or not np.allclose(answer, reference, rtol=tolerance, atol=tolerance)
+    ):
         raise DifferentAnswers(
             f"{what}: {given[0]} computed {answer!r}, {expected[0]} {reference!r}; make both programs do the same "
             "work before comparing their times"
@@ -177,7 +207,7 @@ class Machine:
 def describe_machine() -> Machine:
     """This machine, now."""
     packages = {}
-    for name in ("numpy", "uvloop", "tensorflow-cpu"):
+    for name in ("numpy", "uvloop", "tensorflow-cpu", "torch", "jax"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

@@ -1,26 +1,20 @@
-"""How long ``import asyncflow`` takes in a fresh process, beside NumPy (which it needs) and TensorFlow."""
+"""How long ``import asyncflow`` takes in a fresh process, beside NumPy (which it needs) and the peers."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING
 
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
-from benchmarks.tensorflow1 import TENSORFLOW
-
-if TYPE_CHECKING:
-    from benchmarks.tensorflow1 import TensorFlow1
+from benchmarks.peers import NO_PEERS, NUMPY, Peers
 
 TIME = Figure("time to import", "ms")
 PROGRAM = "from time import perf_counter; started = perf_counter(); import {}; print(perf_counter() - started)"
 
 
-async def measure(tensorflow: TensorFlow1 | None = None, *, repeats: int = 5) -> list[Result]:
+async def measure(peers: Peers = NO_PEERS, *, repeats: int = 5) -> list[Result]:
     """ms to import, everything on disk already cached."""
-    trials = {ASYNCFLOW: _trial("asyncflow"), "numpy": _trial("numpy")}
-    if tensorflow is not None:
-        trials[TENSORFLOW] = _trial("tensorflow")
+    trials = {name: _trial(name) for name in (ASYNCFLOW, NUMPY, *peers.present)}
     return await compare("import_time", "new process", trials, repeats=repeats, warm_ups=0)
 
 

@@ -15,13 +15,13 @@ import numpy as np
 
 import asyncflow as af
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
+from benchmarks.peers import NO_PEERS, TENSORFLOW_1, Peers
 from benchmarks.programs import chain
-from benchmarks.tensorflow1 import TENSORFLOW
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from benchmarks.tensorflow1 import TensorFlow1
+    from benchmarks.peers import TensorFlow
 
 WORST = Figure("worst gap", "ms")
 P99 = Figure("gap p99", "ms")
@@ -32,7 +32,7 @@ IDLE_S = 0.1
 
 
 async def measure(
-    tensorflow: TensorFlow1 | None = None, *, repeats: int = 7, nodes: int = 10_000, iterations: int = 100_000
+    peers: Peers = NO_PEERS, *, repeats: int = 7, nodes: int = 10_000, iterations: int = 100_000
 ) -> list[Result]:
     """Worst and p99 gap in ms while a large graph and a long loop run, compiled before, and in a run that compiles."""
     with af.Graph() as graph:
@@ -43,8 +43,8 @@ async def measure(
 
     peer_graph: dict[str, Trial] = {}
     peer_loop: dict[str, Trial] = {}
-    if tensorflow is not None:
-        peer_graph, peer_loop = _tensorflow_trials(tensorflow, nodes, iterations)
+    if peers.tensorflow is not None:
+        peer_graph, peer_loop = _tensorflow_trials(peers.tensorflow, nodes, iterations)
 
     async def run_first() -> Any:
         async with af.Session(graph) as new:
@@ -101,7 +101,7 @@ async def _watched(work: Callable[[], Awaitable[Any]]) -> Sample:
 
 
 def _tensorflow_trials(
-    tensorflow: TensorFlow1, nodes: int, iterations: int
+    tensorflow: TensorFlow, nodes: int, iterations: int
 ) -> tuple[dict[str, Trial], dict[str, Trial]]:
     v1 = tensorflow.v1
     with tensorflow.graph() as graph:
@@ -112,4 +112,4 @@ def _tensorflow_trials(
     session = tensorflow.session(graph, threads=1)
     large = _trial(lambda: asyncio.to_thread(session.run, y, {x: FED}))
     long = _trial(lambda: asyncio.to_thread(session.run, count, {limit: iterations}))
-    return {TENSORFLOW: large}, {TENSORFLOW: long}
+    return {TENSORFLOW_1: large}, {TENSORFLOW_1: long}

@@ -328,7 +328,7 @@ class _Generator:
         self.names[inner] = self.value(outer)
 
     def put_while(self, node: Node, block: _Block) -> None:
-        self.has_loop = True
+        follows_loop, self.has_loop = self.has_loop, True
         condition: Subgraph = node.attrs["cond"]
         body: Subgraph = node.attrs["body"]
         n_vars: int = node.attrs["n_vars"]
@@ -342,6 +342,9 @@ class _Generator:
             for captured, outer in zip(part.inputs[n_vars:], node.inputs[n_vars:], strict=True):
                 self.alias(captured, outer)
         self.line(block, f"{counter} = 0")
+        if follows_loop and not (block.loops and _is_light(condition) and _is_light(body)):
+            # The budget was found by iterations of another loop, and may be far too high for this one.
+            self.line(block, "budget = yield True")
         inner = _Block((*block.loops, (label, counter)), block.depth + 1)
         self.put_predicate(condition, block, inner)
         carried = self.carried(condition, body, n_vars)
@@ -402,6 +405,11 @@ class _Generator:
             rebound.add(variable)
         for variable, value in moves:
             self.line(block, f"{variable} = {value}")
+
+
+def _is_light(body: Subgraph) -> bool:
+    """Whether all values in a loop's body, or its predicate, are known to be small."""
+    return all(is_small_spec(tensor.spec) for node in body.walk() for tensor in (*node.inputs, *node.outputs))
 
 
 class TooManyIterations(Exception):

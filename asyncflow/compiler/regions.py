@@ -82,6 +82,11 @@ def is_compilable(node: Node) -> bool:
     return node.op in (PARAMETER, CONSTANT) or (node.op.kernel is not None and not node.op.is_async)
 
 
+def _is_everywhere(node: Node) -> bool:
+    """Whether the node is a constant that waits for nothing: its value is bound wherever it is used."""
+    return node.op is CONSTANT and not node.control_inputs
+
+
 def _nesting(node: Node) -> int:
     return (
         1 + max((_nesting(inner) for body in _bodies(node) for inner in body.nodes), default=0) if _bodies(node) else 0
@@ -102,7 +107,7 @@ def _cluster(graph: Graph, results: Iterable[Tensor]) -> None:
     clusters: dict[object, list[Node]] = {}
     keys = _keys(graph, barriers)
     for node in graph.nodes:
-        if joins[node] and node.op not in (PARAMETER, CONSTANT):
+        if joins[node] and node.op is not PARAMETER and not _is_everywhere(node):
             clusters.setdefault(keys[node], []).append(node)
     chosen = [part for cluster in clusters.values() for part in _cut(cluster) if _worthwhile(part)]
     if chosen:
@@ -170,7 +175,7 @@ def _add_region(
         tensor
         for node in cluster
         for tensor in node.inputs
-        if tensor.node not in members and tensor.node.op is not CONSTANT
+        if tensor.node not in members and not _is_everywhere(tensor.node)
     )
     outputs = tuple(tensor for node in cluster for tensor in node.outputs if tensor in used)
     region = Region(tuple(cluster), tuple(inputs), outputs)

@@ -27,8 +27,8 @@ def _constant_kernel(xp: Any, *, value: Any) -> Kernel:
 
 PLACEHOLDER = register(Op(name="placeholder", infer=_spec_attr))
 PARAMETER = register(Op(name="parameter", infer=_spec_attr))
-CONSTANT = register(Op(name="constant", infer=_constant_spec, kernel=_constant_kernel))
-IDENTITY = register(Op(name="identity", infer=lambda x: x, kernel=lambda xp: _same))
+CONSTANT = register(Op(name="constant", infer=_constant_spec, kernel=_constant_kernel, is_total=True))
+IDENTITY = register(Op(name="identity", infer=lambda x: x, kernel=lambda xp: _same, is_total=True))
 NO_OP = register(Op(name="no_op", infer=lambda *_: (), kernel=lambda xp: _nothing))
 
 

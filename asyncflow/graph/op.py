@@ -48,6 +48,8 @@ class Op:
         is_async: the kernel returns an awaitable.
         is_random: two nodes with equal inputs are not interchangeable.
         is_user: the kernel is the user's own code: its outputs are checked on every firing.
+        is_total: the kernel never fails on inputs of known shapes and number dtypes, so it may run where the program
+            would not have run it.
         flops: ``flops(input_shapes, output_shapes, **attrs)`` estimates arithmetic operations for the cost model;
             None: one per output element.
     """
@@ -61,7 +63,17 @@ class Op:
     is_async: bool = False
     is_random: bool = False
     is_user: bool = False
+    is_total: bool = False
     flops: Callable[..., float] | None = None
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether its outputs depend on its inputs and attributes alone, and making them shows in nothing else."""
+        return (
+            self.kernel is not None
+            and self.effects is None
+            and not (self.needs_context or self.is_async or self.is_random or self.is_user)
+        )
 
     def __repr__(self) -> str:
         return f"Op({self.name!r})"

@@ -64,7 +64,7 @@ def _convert_string(x: Any, dtype: DType) -> Any:
     return array.astype(dtype, copy=False)
 
 
-ASTYPE = register(Op(name="astype", infer=_astype_spec, kernel=_astype_kernel))
+ASTYPE = register(Op(name="astype", infer=_astype_spec, kernel=_astype_kernel, is_total=True))
 
 
 def astype(x: TensorLike, dtype: DTypeLike, /, *, copy: bool = True) -> Tensor:

@@ -48,7 +48,8 @@ NEXTAFTER = ufunc_op("nextafter", "nextafter")
 REMAINDER = ufunc_op("remainder", "remainder", operator.mod)
 SUBTRACT = ufunc_op("subtract", "subtract", operator.sub)
 COMPLEX_MULTIPLY = ufunc_op("complex_multiply", "multiply")
-POW = ufunc_op("pow", "power")
+# Integers have no negative powers.
+POW = ufunc_op("pow", "power", is_total=False)
 
 ABS = ufunc_op("abs", "absolute")
 ACOS = ufunc_op("acos", "arccos")
@@ -88,8 +89,8 @@ def _part_spec(x: Spec) -> Spec:
     return Spec(real_dtype(x.dtype), x.shape)
 
 
-REAL = register(Op(name="real", infer=_part_spec, kernel=lambda xp: xp.real))
-IMAG = register(Op(name="imag", infer=_part_spec, kernel=lambda xp: xp.imag))
+REAL = register(Op(name="real", infer=_part_spec, kernel=lambda xp: xp.real, is_total=True))
+IMAG = register(Op(name="imag", infer=_part_spec, kernel=lambda xp: xp.imag, is_total=True))
 
 
 def _clip_spec(x: Spec, *bounds: Spec, low: bool, high: bool, dtype: DType) -> Spec:
@@ -106,7 +107,7 @@ def _clip_kernel(xp: Any, *, low: bool, high: bool, dtype: DType) -> Kernel:
     return lambda x, least, most: xp.minimum(xp.maximum(x, least), most).astype(dtype, copy=False)
 
 
-CLIP = register(Op(name="clip", infer=_clip_spec, kernel=_clip_kernel))
+CLIP = register(Op(name="clip", infer=_clip_spec, kernel=_clip_kernel, is_total=True))
 
 
 def _rounded(op: Op, x: TensorLike) -> Tensor:

@@ -80,6 +80,7 @@ MATMUL = register(
         name="matmul",
         infer=_matmul_spec,
         kernel=lambda xp, dtype: _narrowed(xp.matmul, dtype),
+        is_total=True,
         flops=_matmul_flops,
     )
 )
@@ -112,6 +113,7 @@ MATRIX_TRANSPOSE = register(
         name="matrix_transpose",
         infer=_matrix_transpose_spec,
         kernel=lambda xp: operator.methodcaller("swapaxes", -1, -2),
+        is_total=True,
         flops=free,
     )
 )

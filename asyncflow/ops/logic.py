@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 def _comparison_op(name: str, scalar_kernel: Kernel) -> Op:
     # Strings compare too, which is why these do not take NumPy's rule for the ufunc.
-    return register(Op(name=name, infer=predicate, kernel=lambda xp: getattr(xp, name), scalar_kernel=scalar_kernel))
+    return register(
+        Op(name=name, infer=predicate, kernel=lambda xp: getattr(xp, name), scalar_kernel=scalar_kernel, is_total=True)
+    )
 
 
 EQUAL = _comparison_op("equal", operator.eq)

@@ -173,6 +173,7 @@ EXPAND_DIMS = register(
         name="expand_dims",
         infer=_expand_dims_spec,
         kernel=_expand_dims_kernel,
+        is_total=True,
         flops=free,
     )
 )
@@ -198,6 +199,7 @@ SQUEEZE = register(
         name="squeeze",
         infer=_squeeze_spec,
         kernel=lambda xp, axis: operator.methodcaller("squeeze", axis),
+        is_total=True,
         flops=free,
     )
 )
@@ -227,6 +229,7 @@ PERMUTE_DIMS = register(
         name="permute_dims",
         infer=_permute_spec,
         kernel=lambda xp, axes: operator.methodcaller("transpose", axes),
+        is_total=True,
         flops=free,
     )
 )
@@ -410,6 +413,7 @@ RESHAPE = register(
         name="reshape",
         infer=_reshape_spec,
         kernel=lambda xp, shape: operator.methodcaller("reshape", shape),
+        is_total=True,
         flops=free,
     )
 )

@@ -50,7 +50,9 @@ def _activation(name: str, function: Callable[[Any, Any], Any], flops: float) ->
     def cost(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
         return flops * elements(outputs[0])
 
-    return register(Op(name=name, infer=_float_spec, kernel=lambda xp: _wide(partial(function, xp)), flops=cost))
+    return register(
+        Op(name=name, infer=_float_spec, kernel=lambda xp: _wide(partial(function, xp)), is_total=True, flops=cost)
+    )
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ def _relu_kernel(xp: Any) -> Kernel:
     return lambda x: xp.maximum(x, x.dtype.type(0))
 
 
-RELU = register(Op(name="relu", infer=_relu_spec, kernel=_relu_kernel))
+RELU = register(Op(name="relu", infer=_relu_spec, kernel=_relu_kernel, is_total=True))
 SIGMOID = _activation("sigmoid", _sigmoid, 8)
 SILU = _activation("silu", lambda xp, x: x * _sigmoid(xp, x), 9)
 SOFTPLUS = _activation("softplus", _softplus, 8)

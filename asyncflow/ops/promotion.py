@@ -107,7 +107,7 @@ def unary(op: Op, x: TensorLike) -> Tensor:
     return apply(op, x)[0]
 
 
-def ufunc_op(name: str, ufunc: str, scalar_kernel: Kernel | None = None) -> Op:
+def ufunc_op(name: str, ufunc: str, scalar_kernel: Kernel | None = None, *, is_total: bool = True) -> Op:
     """Registers the op that is NumPy's (and CuPy's) `ufunc` of that name, with its dtypes and broadcasting."""
     return register(
         Op(
@@ -115,6 +115,7 @@ def ufunc_op(name: str, ufunc: str, scalar_kernel: Kernel | None = None) -> Op:
             infer=by_ufunc(getattr(np, ufunc)),
             kernel=lambda xp: getattr(xp, ufunc),
             scalar_kernel=scalar_kernel,
+            is_total=is_total,
         )
     )
 

@@ -157,7 +157,7 @@ def _choose(condition: Any, x1: Any, x2: Any) -> Any:
     return x1 if condition else x2
 
 
-WHERE = register(Op(name="where", infer=_where_spec, kernel=lambda xp: xp.where, scalar_kernel=_choose))
+WHERE = register(Op(name="where", infer=_where_spec, kernel=lambda xp: xp.where, scalar_kernel=_choose, is_total=True))
 
 
 def where(condition: TensorLike, x1: TensorLike, x2: TensorLike, /) -> Tensor:

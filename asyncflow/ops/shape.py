@@ -29,9 +29,11 @@ def _rank_kernel(xp: Any) -> Kernel:
     return (lambda x: np.int64(x.ndim)) if xp is np else (lambda x: xp.array(x.ndim, dtype=int64))
 
 
-SHAPE = register(Op(name="shape", infer=lambda x: Spec(int64, (x.rank,)), kernel=_shape_kernel, flops=free))
-SIZE = register(Op(name="size", infer=lambda x: Spec(int64, ()), kernel=_size_kernel, flops=free))
-RANK = register(Op(name="rank", infer=lambda x: Spec(int64, ()), kernel=_rank_kernel, flops=free))
+SHAPE = register(
+    Op(name="shape", infer=lambda x: Spec(int64, (x.rank,)), kernel=_shape_kernel, is_total=True, flops=free)
+)
+SIZE = register(Op(name="size", infer=lambda x: Spec(int64, ()), kernel=_size_kernel, is_total=True, flops=free))
+RANK = register(Op(name="rank", infer=lambda x: Spec(int64, ()), kernel=_rank_kernel, is_total=True, flops=free))
 
 
 def shape(x: TensorLike, /) -> Tensor:

@@ -58,8 +58,8 @@ def _summing(method: str) -> Any:
     return factory
 
 
-SUM = register(Op(name="sum", infer=_sum_spec, kernel=_summing("sum"), flops=per_input_element))
-PROD = register(Op(name="prod", infer=_sum_spec, kernel=_summing("prod"), flops=per_input_element))
+SUM = register(Op(name="sum", infer=_sum_spec, kernel=_summing("sum"), is_total=True, flops=per_input_element))
+PROD = register(Op(name="prod", infer=_sum_spec, kernel=_summing("prod"), is_total=True, flops=per_input_element))
 
 
 def sum(x: TensorLike, /, *, axis: Axes = None, dtype: DTypeLike | None = None, keepdims: bool = False) -> Tensor:
@@ -155,8 +155,8 @@ def _method(name: str) -> Any:
     return lambda xp, **attrs: operator.methodcaller(name, **attrs)
 
 
-MAX = register(Op(name="max", infer=_extreme_spec, kernel=_method("max"), flops=per_input_element))
-MIN = register(Op(name="min", infer=_extreme_spec, kernel=_method("min"), flops=per_input_element))
+MAX = register(Op(name="max", infer=_extreme_spec, kernel=_method("max"), is_total=True, flops=per_input_element))
+MIN = register(Op(name="min", infer=_extreme_spec, kernel=_method("min"), is_total=True, flops=per_input_element))
 
 
 def max(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
@@ -209,9 +209,9 @@ def _spread(name: str) -> Any:
     return factory
 
 
-MEAN = register(Op(name="mean", infer=_mean_spec, kernel=_mean_kernel, flops=per_input_element))
-STD = register(Op(name="std", infer=_spread_spec, kernel=_spread("std"), flops=per_input_element))
-VAR = register(Op(name="var", infer=_spread_spec, kernel=_spread("var"), flops=per_input_element))
+MEAN = register(Op(name="mean", infer=_mean_spec, kernel=_mean_kernel, is_total=True, flops=per_input_element))
+STD = register(Op(name="std", infer=_spread_spec, kernel=_spread("std"), is_total=True, flops=per_input_element))
+VAR = register(Op(name="var", infer=_spread_spec, kernel=_spread("var"), is_total=True, flops=per_input_element))
 
 
 def mean(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:

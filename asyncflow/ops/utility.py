@@ -31,8 +31,8 @@ def _method(name: str) -> Any:
     return lambda xp, **attrs: operator.methodcaller(name, **attrs)
 
 
-ALL = register(Op(name="all", infer=_test_spec, kernel=_method("all"), flops=per_input_element))
-ANY = register(Op(name="any", infer=_test_spec, kernel=_method("any"), flops=per_input_element))
+ALL = register(Op(name="all", infer=_test_spec, kernel=_method("all"), is_total=True, flops=per_input_element))
+ANY = register(Op(name="any", infer=_test_spec, kernel=_method("any"), is_total=True, flops=per_input_element))
 
 
 def all(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:

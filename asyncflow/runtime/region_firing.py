@@ -7,7 +7,7 @@ device's stream thread; that is safe at a back edge, where the generator stands 
 
 from __future__ import annotations
 
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _SLICE_NS = 200_000
 """How long a slice should take: short beside a turn, long beside looking at the clock."""
 
+_OVERRUN_NS = 1_000_000
+"""A slice that takes longer, in time of the processor, holds heavy work among light: the region leaves the event loop."""
+
 _GROWTH = 16
 
 
@@ -34,14 +37,24 @@ class Stopped(Exception):
 class RegionFiring:
     """A region in progress. ``budget`` is the number of back edges until it yields again."""
 
-    __slots__ = ("budget", "context", "generator", "inputs", "is_heavy", "iteration", "node", "started_ns")
+    __slots__ = (
+        "budget",
+        "context",
+        "generator",
+        "inputs",
+        "is_heavy",
+        "is_suspect",
+        "iteration",
+        "node",
+        "started_ns",
+    )
 
     def __init__(
         self,
         node: PlanNode,
         iteration: Iteration,
         inputs: Sequence[Any],
-        generator: Generator[None, int | None, tuple[Any, ...]],
+        generator: Generator[bool | None, int | None, tuple[Any, ...]],
         context: Context | None,
     ) -> None:
         self.node = node
@@ -51,6 +64,7 @@ class RegionFiring:
         self.context = context
         self.budget: int | None = None
         self.is_heavy = False
+        self.is_suspect = False
         self.started_ns = perf_counter_ns()
 
     def run_slice(self) -> int:
@@ -59,15 +73,21 @@ class RegionFiring:
         Raises:
             StopIteration: it has ended; the exception's value is the tuple of outputs.
         """
+        # The processor's time leaves out the moments when others ran, but is dear to ask for.
+        busy_ns = thread_time_ns() if self.is_suspect else 0
         before = perf_counter_ns()
         if self.context is None:
-            self.generator.send(self.budget)
+            begins_loop = self.generator.send(self.budget)
         else:
-            self.context.run(_send_quietly, self.generator, self.budget)
+            begins_loop = self.context.run(_send_quietly, self.generator, self.budget)
         now = perf_counter_ns()
         taken, spent = now - before, self.budget or 1
         self.is_heavy = taken > INLINE_LIMIT_NS * spent
-        self.budget = max(1, min(spent * _GROWTH, spent * _SLICE_NS // max(taken, 1)))
+        if taken > _OVERRUN_NS:
+            self.is_heavy |= self.is_suspect and thread_time_ns() - busy_ns > _OVERRUN_NS
+            self.is_suspect = True
+        # What iterations took so far says nothing about those of another loop.
+        self.budget = 1 if begins_loop else max(1, min(spent * _GROWTH, spent * _SLICE_NS // max(taken, 1)))
         return now
 
     def run_to_end(self, is_stopped: Callable[[], bool]) -> tuple[Any, ...]:
@@ -88,7 +108,7 @@ class RegionFiring:
         raise Stopped
 
 
-def _send_quietly(generator: Generator[None, int | None, Any], budget: int | None) -> None:
+def _send_quietly(generator: Generator[bool | None, int | None, Any], budget: int | None) -> bool | None:
     """The user's context does not know that the runtime has NumPy's floating-point warnings off."""
     with np.errstate(all="ignore"):
-        generator.send(budget)
+        return generator.send(budget)

@@ -9,20 +9,21 @@ import threading
 import warnings
 import weakref
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import open_devices
-from asyncflow.errors import DeadlineExceeded, FetchError, SessionClosedError
+from asyncflow.errors import FetchError, SessionClosedError
 from asyncflow.graph import nest
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.channel import Channel
-from asyncflow.runtime.feeds import check_feeds, feed_target
-from asyncflow.runtime.fetches import graph_of, read_fetches, user_value, user_values
+from asyncflow.runtime.feeds import check_feeds
+from asyncflow.runtime.fetches import graph_of, user_value, user_values
+from asyncflow.runtime.plans import PlanCache, PlanRequest
+from asyncflow.runtime.prepared import Call, Prepared
 from asyncflow.runtime.run import Run
 from asyncflow.runtime.trace import Trace, current_trace, write_trace
 from asyncflow.runtime.turn import Turn
@@ -36,10 +37,10 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
-    from asyncflow.runtime.fetches import Fetch
+    from asyncflow.runtime.plans import PlanCache, PlanRequest
 
-_COMPILED_INLINE = 200
-"""A graph of at most so many nodes compiles on the event loop, in a few ms."""
+_MOST_CALLS = 1_000
+"""How many kinds of runs a session remembers."""
 
 _current: ContextVar[Session | None] = ContextVar("asyncflow_session", default=None)
 _forked: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -113,8 +114,9 @@ class Session:
         self._check_numerics = check_numerics
         self._max_iterations = max_iterations
         self._random_seed = secrets.randbits(63)
-        self._plans: dict[Graph, tuple[int, dict[Any, Plan]]] = {}
-        self._compiling: dict[tuple[Graph, int, Any], asyncio.Future[Plan]] = {}
+        self._plans = PlanCache()
+        self._calls: dict[Any, Call] = {}
+        self._functions: dict[Graph, Call] = {}
         self._runs: set[Run] = set()
         self._run_count = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -186,6 +188,8 @@ class Session:
 
     def _release(self) -> None:
         self._plans.clear()
+        self._calls.clear()
+        self._functions.clear()
         self.state.clear()
         if self._blas is not None:
             self._blas.release()
@@ -205,8 +209,7 @@ class Session:
     def statistics(self) -> SessionStatistics:
         """A snapshot."""
         used = {device.name: device.memory.used for device in self.devices}
-        plans = sum(len(plans) for _, plans in self._plans.values())
-        return SessionStatistics(len(self._runs), plans, self._run_count - len(self._runs), used)
+        return SessionStatistics(len(self._runs), len(self._plans), self._run_count - len(self._runs), used)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -236,37 +239,79 @@ class Session:
 
         Cancellation: the run stops, kernels in flight end, then CancelledError is raised; the session stays usable.
         """
-        return await self._execute(fetches, feeds, timeout, trace, allow_dead, graph=self.graph, all_effects=False)
+        self._bind()
+        feeds = feeds or {}
+        return await self.run_call(self._call_for(fetches, feeds), tuple(feeds.values()), timeout, trace, allow_dead)
 
-    async def run_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Any:
-        """Runs a traced `@af.function`: its outputs and all its effects."""
-        return await self._execute(outputs, feeds, None, None, False, graph=graph, all_effects=True)
+    def prepare(self, fetches: Any, feeds: Sequence[Any] = ()) -> Prepared:
+        """A run that only lacks values, for serving: ``f = session.prepare(y, [x])``, then ``await f(value)``.
 
-    async def _execute(
+        Args:
+            fetches: as in `run`.
+            feeds: the tensors, or their names, that each call gives values for, in that order.
+
+        Raises:
+            FeedError, FetchError: as in `run`.
+        """
+        return Prepared(self, Call(fetches, feeds, self.graph, regions=self._regions))
+
+    async def run_call(
         self,
-        fetches: Any,
-        feeds: Mapping[Any, Any] | None,
-        timeout: float | None,
-        trace: Trace | str | Path | None,
-        allow_dead: bool,
-        *,
-        graph: Graph | None,
-        all_effects: bool,
+        call: Call,
+        values: Sequence[Any],
+        timeout: float | None = None,
+        trace: Trace | str | Path | None = None,
+        allow_dead: bool = False,
     ) -> Any:
+        """What `run`, a `Prepared` and a `Function` do, once it is known what to run."""
         loop = self._bind()
-        leaves, structure = read_fetches(fetches, graph)
-        checked = check_feeds(feeds, graph) if feeds else {}
-        graph = graph_of((*leaves, *checked), graph)
+        checked = call.check(values)
         asked_s = loop.time()
-        plan = await self._plan(graph, leaves, tuple(checked), all_effects=all_effects, timeout=timeout)
         recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
-        run = self._start(loop, plan, list(checked.values()), timeout, asked_s, recorder, None)
+        plan = call.plan
+        if plan is None or call.version != call.request.graph.version or recorder is not None:
+            plan = await self._plan_of(call, recorder, timeout)
+        run = self._start(loop, plan, checked, timeout, asked_s, recorder, None)
         try:
-            values = await run.wait()
+            results = await run.wait()
         finally:
             if recorder is not None and isinstance(trace, str | Path):
                 await asyncio.to_thread(write_trace, recorder, Path(trace))
-        return structure.unflatten(user_values(leaves, plan.fetches, values, allow_dead=allow_dead))
+        return call.structure.unflatten(user_values(call.request.fetches, plan.fetches, results, allow_dead=allow_dead))
+
+    async def run_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Any:
+        """Runs a traced `@af.function`: its outputs and all its effects."""
+        self._bind()
+        call = self._functions.get(graph)
+        if call is None:
+            call = Call(outputs, tuple(feeds), graph, all_effects=True, regions=self._regions)
+            self._functions[graph] = call
+        return await self.run_call(call, tuple(feeds.values()))
+
+    def _call_for(self, fetches: Any, feeds: Mapping[Any, Any]) -> Call:
+        """What was made when the same was asked for before, or a new one."""
+        if isinstance(fetches, Tensor):
+            key: tuple[Any, ...] = (fetches, *feeds)
+        elif type(fetches) in (list, tuple) and all(isinstance(fetch, Tensor) for fetch in fetches):
+            key = (type(fetches), len(fetches), *fetches, *feeds)
+        else:
+            return Call(fetches, tuple(feeds), self.graph, regions=self._regions)
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
+            call = self._calls[key] = Call(fetches, tuple(feeds), self.graph, regions=self._regions)
+        return call
+
+    async def _plan_of(self, call: Call, trace: Trace | None, timeout: float | None) -> Plan:
+        """The plan of a call, kept there unless it is for a trace that looks inside regions."""
+        inside = trace is not None and trace.detail == "node"
+        request = call.request._replace(regions=False) if inside else call.request
+        version = request.graph.version
+        plan = await self._plans.get(request, self._compile, timeout)
+        if not inside:
+            call.plan, call.version = plan, version
+        return plan
 
     def _start(
         self,
@@ -340,9 +385,13 @@ class Session:
             raise FetchError("stream takes tensors of one loop body; these are inside several, or there are none")
         checked = check_feeds(feeds, self.graph) if feeds else {}
         asked_s = loop.time()
-        plan = await self._plan(graph_of(tensors, self.graph), (), tuple(checked), tuple(tensors), timeout=timeout)
+        graph = graph_of(tensors, self.graph)
+        recorder = trace or current_trace()
+        inside = recorder is not None and recorder.detail == "node"
+        request = PlanRequest(graph, (), tuple(checked), tuple(tensors), regions=self._regions and not inside)
+        plan = await self._plans.get(request, self._compile, timeout)
         channel = Channel(loop)
-        run = self._start(loop, plan, list(checked.values()), timeout, asked_s, trace or current_trace(), channel)
+        run = self._start(loop, plan, list(checked.values()), timeout, asked_s, recorder, channel)
         try:
             while (values := await channel.get()) is not None:
                 pairs = zip(tensors, values, strict=True)
@@ -377,77 +426,18 @@ class Session:
 
     def plan(self, fetches: Any, feeds: Sequence[Any] = ()) -> Plan:
         """The compiled plan for runs with these fetches and these fed tensors; ``.explain()`` prints it."""
-        leaves, _ = read_fetches(fetches, self.graph)
-        fed = tuple(feed_target(feed, self.graph) for feed in feeds)
-        graph = graph_of((*leaves, *fed), self.graph)
-        plans, key = self._plans_of(graph), (tuple(leaves), fed, (), False)
-        if key not in plans:
-            plans[key] = self._compile(graph, leaves, fed)
-        return plans[key]
+        return self._plans.get_nowait(Call(fetches, feeds, self.graph, regions=self._regions).request, self._compile)
 
-    async def _plan(
-        self,
-        graph: Graph,
-        fetches: Sequence[Fetch],
-        feeds: tuple[Tensor, ...],
-        streamed: tuple[Tensor, ...] = (),
-        *,
-        all_effects: bool = False,
-        timeout: float | None,
-    ) -> Plan:
-        """The plan from the cache, or compiled: a large graph on a thread, so that the event loop goes on."""
-        key = (tuple(fetches), feeds, streamed, all_effects)
-        plans = self._plans_of(graph)
-        plan = plans.get(key)
-        if plan is not None:
-            return plan
-        compiling = partial(self._compile, graph, fetches, feeds, streamed, all_effects)
-        if graph.version <= _COMPILED_INLINE:
-            plan = plans[key] = compiling()
-            return plan
-        # Requests that arrive meanwhile share the work; one that is cancelled does not take it from the others.
-        shared = self._compiling.get((graph, graph.version, key))
-        if shared is None:
-            shared = asyncio.ensure_future(asyncio.to_thread(compiling))
-            self._compiling[graph, graph.version, key] = shared
-            shared.add_done_callback(partial(self._compiled, plans, (graph, graph.version, key)))
-        try:
-            async with asyncio.timeout(timeout):
-                return await asyncio.shield(shared)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the graph was not compiled within timeout={timeout} s; that goes on, for later runs"
-            ) from None
-
-    def _compiled(self, plans: dict[Any, Plan], key: tuple[Graph, int, Any], compiled: asyncio.Future[Plan]) -> None:
-        del self._compiling[key]
-        if not compiled.cancelled() and compiled.exception() is None:
-            plans[key[2]] = compiled.result()
-
-    def _plans_of(self, graph: Graph) -> dict[Any, Plan]:
-        version, plans = self._plans.get(graph, (-1, {}))
-        if version != graph.version:  # the graph has grown since: its old plans are of no more use
-            plans = {}
-            self._plans[graph] = graph.version, plans
-        return plans
-
-    def _compile(
-        self,
-        graph: Graph,
-        fetches: Sequence[Fetch],
-        feeds: tuple[Tensor, ...],
-        streamed: tuple[Tensor, ...] = (),
-        all_effects: bool = False,
-    ) -> Plan:
+    def _compile(self, request: PlanRequest) -> Plan:
         return compile_plan(
-            graph,
-            fetches,
-            feeds,
+            request.graph,
+            request.fetches,
+            request.feeds,
             devices=self.devices,
             resolve=self.state.lookup,
-            streamed=streamed,
-            all_effects=all_effects,
-            regions=self._regions,
+            streamed=request.streamed,
+            all_effects=request.all_effects,
+            regions=request.regions,
             debug=self._debug,
             max_iterations=self._max_iterations,
             check_numerics=self._check_numerics,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 
 class Firing(NamedTuple):
@@ -71,6 +71,9 @@ class Trace:
     """
 
     capacity: int = 1_000_000
+    detail: Literal["node", "region"] = "node"
+    """``"node"`` records every node, for which traced runs are interpreted; ``"region"`` what really runs, a region as
+    one firing."""
     firings: list[Firing] = field(default_factory=list)
     runs: list[RunSpan] = field(default_factory=list)
     memory: list[MemorySample] = field(default_factory=list)

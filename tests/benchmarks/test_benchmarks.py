@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from benchmarks import concurrent_runs, graph_size, import_time, loop_gap, loop_overhead, run_latency
+from benchmarks import (
+    concurrent_runs,
+    dynamic_lstm,
+    graph_size,
+    import_time,
+    loop_gap,
+    loop_overhead,
+    memory,
+    nested_loop,
+    run_latency,
+)
 from benchmarks.__main__ import WORKLOADS, main
 from benchmarks.harness import (
     ASYNCFLOW,
@@ -21,8 +31,11 @@ from benchmarks.harness import (
     compare,
     describe_machine,
     format_table,
+    timed,
+    timed_await,
     write_json,
 )
+from benchmarks.peers import NO_PEERS, Peers
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -30,10 +43,13 @@ if TYPE_CHECKING:
 
 TINY = {
     "loop_overhead": lambda: loop_overhead.measure(repeats=2, iterations=10),
+    "nested_loop": lambda: nested_loop.measure(repeats=2, sequences=2),
+    "dynamic_lstm": lambda: dynamic_lstm.measure(repeats=2, steps=3, batch=2, hidden=4),
     "run_latency": lambda: run_latency.measure(repeats=2, runs=3, nodes=(1, 4)),
     "concurrent_runs": lambda: concurrent_runs.measure(repeats=2, clients=3, runs=9),
     "loop_gap": lambda: loop_gap.measure(repeats=2, nodes=10, iterations=20),
     "import_time": lambda: import_time.measure(repeats=1),
+    "memory": lambda: memory.measure(repeats=1, iterations=(3,)),
     "graph_size": lambda: graph_size.measure(repeats=2, nodes=(5, 10)),
 }
 TIME = Figure("time", "s")
@@ -100,6 +116,30 @@ async def test_different_answers_are_an_error(other: object) -> None:
         await compare("work", "case", trials, repeats=1, warm_ups=0)
 
 
+async def test_answers_within_the_tolerance_are_the_same() -> None:
+    trials = {ASYNCFLOW: _trial([1.0], np.float32(100.0)), "peer": _trial([1.0], np.float32(100.01))}
+    assert len(await compare("work", "case", trials, repeats=1, warm_ups=0, tolerance=1e-3)) == 4
+    trials = {ASYNCFLOW: _trial([1.0], np.float32(100.0)), "peer": _trial([1.0], np.float32(101.0))}
+    with pytest.raises(DifferentAnswers, match="peer computed"):
+        await compare("work", "case", trials, repeats=1, warm_ups=0, tolerance=1e-3)
+
+
+async def test_timed() -> None:
+    async def work() -> int:
+        return 3
+
+    for trial in (timed(TIME, 2.0, lambda: 3), timed_await(TIME, 2.0, work)):
+        sample = await trial()
+        assert sample.answer == 3
+        assert sample.figures.keys() == {TIME}
+        assert sample.figures[TIME] > 0
+
+
+def test_peers_that_are_missing() -> None:
+    assert NO_PEERS.missing == ["tensorflow", "torch", "jax"]
+    assert Peers(torch=object()).missing == ["tensorflow", "jax"]
+
+
 async def test_table_and_json(tmp_path: Path) -> None:
     trials = {ASYNCFLOW: _trial([0.5]), "peer": _trial([250.0])}
     results = await compare("work", "case", trials, repeats=1, warm_ups=0)
@@ -129,7 +169,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "results.json"
     assert main(["import_time", "--no-peers", "--repeats", "1", "--json", str(path)]) == 0
     output = capsys.readouterr().out
-    assert "tensorflow 1 is skipped: left out" in output
+    assert "tensorflow, torch, jax skipped: left out" in output
     assert "time to import, ms" in output
     assert json.loads(path.read_text(encoding="utf-8"))["results"]
 

@@ -9,6 +9,7 @@ import asyncflow as af
 from asyncflow.compiler.extract import extract
 from asyncflow.compiler.lower import lower
 from asyncflow.compiler.order_effects import order_effects
+from asyncflow.compiler.regions import make_regions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +30,16 @@ def ordered(graph: Graph, fetches: Sequence[Any]) -> str:
 
 
 def lowered(graph: Graph, fetches: Sequence[Any]) -> str:
-    """After all passes."""
+    """After all passes, without regions."""
     return _text(lower(_ordered(graph, fetches)))
+
+
+def regions_made(graph: Graph, fetches: Sequence[Any], *, streamed: Sequence[af.Tensor] = ()) -> Graph:
+    """The graph after `make_regions`; a region has no text of its own."""
+    made = _ordered(graph, fetches, streamed=streamed)
+    make_regions(made)
+    af.verify(made)
+    return made
 
 
 def _extracted(graph: Graph, fetches: Sequence[Any], **options: Any) -> Graph:
@@ -41,8 +50,8 @@ def _extracted(graph: Graph, fetches: Sequence[Any], **options: Any) -> Graph:
     return copied
 
 
-def _ordered(graph: Graph, fetches: Sequence[Any]) -> Graph:
-    copied = _extracted(graph, fetches)
+def _ordered(graph: Graph, fetches: Sequence[Any], **options: Any) -> Graph:
+    copied = _extracted(graph, fetches, **options)
     af.verify(copied)
     order_effects(copied)
     af.verify(copied)

@@ -147,7 +147,6 @@ LOADS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
 """What to build from the feed, the feed, and how many runs."""
 
 
-@pytest.mark.parametrize("regions", [True, False])
 @pytest.mark.parametrize("load", LOADS)
 async def test_87_other_coroutines_keep_their_latency(graph: af.Graph, load: str, regions: bool) -> None:
     """CONFORMANCE 87: a heartbeat beside the load is never held up for long."""
@@ -164,7 +163,6 @@ async def test_87_other_coroutines_keep_their_latency(graph: af.Graph, load: str
         await assert_latency(work)
 
 
-@pytest.mark.parametrize("regions", [True, False])
 async def test_87_a_loop_without_kernels(graph: af.Graph, regions: bool) -> None:
     """CONFORMANCE 87: a loop that never fires a kernel does not hold the event loop either."""
     always = af.constant(True)

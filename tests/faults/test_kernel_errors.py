@@ -244,7 +244,6 @@ async def test_f09_check_numerics_names_the_first_node(graph: af.Graph, bad: flo
         np.testing.assert_array_equal(await session.run(doubled, feeds), [bad, 0])
 
 
-@pytest.mark.parametrize("regions", [True, False])
 async def test_f16_max_iterations(graph: af.Graph, regions: bool) -> None:
     """FAULTS F16: a loop that would not end stops at the session's limit, and is named."""
     (endless,) = af.while_loop(lambda i: i >= 0, lambda i: i + 1, (0,), name="endless")

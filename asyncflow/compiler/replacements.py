@@ -1,0 +1,50 @@
+"""What stands for what while a pass rewrites a graph: tensors for tensors, and nodes for nodes that others wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.graph import Subgraph
+
+if TYPE_CHECKING:
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Replacements:
+    """Stand-ins; a stand-in may have one itself.
+
+    Nodes stand behind what they use, so that a pass can call `apply` on each as it comes to it.
+    """
+
+    tensors: dict[Tensor, Tensor] = field(default_factory=dict)
+    nodes: dict[Node, Node] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.nodes)
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """What stands for `tensor` now: itself if nothing does."""
+        while tensor in self.tensors:
+            tensor = self.tensors[tensor]
+        return tensor
+
+    def node(self, node: Node) -> Node:
+        """What others wait for now in place of `node`."""
+        while node in self.nodes:
+            node = self.nodes[node]
+        return node
+
+    def apply(self, node: Node) -> None:
+        """Makes `node` use the stand-ins."""
+        if node.inputs:
+            node.inputs = [self.tensor(tensor) for tensor in node.inputs]
+        if node.control_inputs:
+            node.control_inputs = list(dict.fromkeys(self.node(before) for before in node.control_inputs))
+
+    def apply_to_results(self, graph: Graph) -> None:
+        """Makes a body give back the stand-ins."""
+        if self.tensors and isinstance(graph, Subgraph):
+            graph.results = [self.tensor(result) for result in graph.results]

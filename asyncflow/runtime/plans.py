@@ -1,0 +1,127 @@
+"""The plans a session has compiled, and the compiling of new ones: a large graph on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from asyncflow.errors import DeadlineExceeded
+from asyncflow.graph.ir import Tensor
+
+if TYPE_CHECKING:
+    from asyncflow.compiler.plan import Plan
+    from asyncflow.graph.graph import Graph
+    from asyncflow.runtime.fetches import Fetch
+
+_COMPILED_INLINE = 200
+"""A graph of at most so many nodes compiles on the event loop, in a few ms."""
+
+
+class PlanRequest(NamedTuple):
+    """What a plan is compiled for; see `asyncflow.compiler.pipeline.compile_plan`."""
+
+    graph: Graph
+    fetches: tuple[Fetch, ...]
+    feeds: tuple[Tensor, ...]
+    streamed: tuple[Tensor, ...] = ()
+    all_effects: bool = False
+    regions: bool = True
+
+
+Compile: TypeAlias = Callable[[PlanRequest], "Plan"]
+
+
+class PlanCache:
+    """Plans by request. A graph that has grown loses its plans: they would not see the new nodes."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Graph, tuple[int, dict[PlanRequest, Plan]]] = {}
+        self._compiling: dict[tuple[int, PlanRequest], asyncio.Future[Plan]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(plans) for _, plans in self._plans.values())
+
+    def clear(self) -> None:
+        """Forgets all plans."""
+        self._plans.clear()
+
+    def get_nowait(self, request: PlanRequest, compile: Compile) -> Plan:
+        """The plan, compiled here and now if need be."""
+        plans = self._plans_of(request.graph)
+        if request not in plans:
+            plans[request] = compile(request)
+        return plans[request]
+
+    async def get(self, request: PlanRequest, compile: Compile, timeout: float | None) -> Plan:
+        """The plan; a large graph compiles on a thread, so that the event loop goes on.
+
+        Raises:
+            DeadlineExceeded: that took longer than `timeout` seconds.
+        """
+        plans = self._plans_of(request.graph)
+        plan = plans.get(request)
+        if plan is not None:
+            return plan
+        if request.graph.version <= _COMPILED_INLINE:
+            return self.get_nowait(request, compile)
+        # Requests that arrive meanwhile share the work; one that is cancelled does not take it from the others.
+        key = (request.graph.version, request)
+        shared = self._compiling.get(key)
+        if shared is None:
+            shared = self._compiling[key] = asyncio.ensure_future(asyncio.to_thread(_compile_quietly, compile, request))
+            shared.add_done_callback(partial(self._compiled, plans, key))
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(shared)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the graph was not compiled within timeout={timeout} s; that goes on, for later runs"
+            ) from None
+
+    def _compiled(
+        self, plans: dict[PlanRequest, Plan], key: tuple[int, PlanRequest], compiled: asyncio.Future[Plan]
+    ) -> None:
+        del self._compiling[key]
+        if not compiled.cancelled() and compiled.exception() is None:
+            plans[key[1]] = compiled.result()
+
+    def _plans_of(self, graph: Graph) -> dict[PlanRequest, Plan]:
+        version, plans = self._plans.get(graph, (-1, {}))
+        if version != graph.version:
+            plans = {}
+            self._plans[graph] = graph.version, plans
+        return plans
+
+
+class _CollectorPause:
+    """Keeps the garbage collector from running: over a large graph half made, it would hold the GIL for long."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._holders == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._holders += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0 and self._was_enabled:
+                gc.enable()
+
+
+_collector_pause = _CollectorPause()
+
+
+def _compile_quietly(compile: Compile, request: PlanRequest) -> Plan:
+    with _collector_pause:
+        return compile(request)
