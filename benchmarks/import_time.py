@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
 from benchmarks.peers import NO_PEERS, NUMPY, Peers
+from benchmarks.processes import run_python
 
 TIME = Figure("time to import", "ms")
 PROGRAM = "from time import perf_counter; started = perf_counter(); import {}; print(perf_counter() - started)"
@@ -20,16 +18,6 @@ async def measure(peers: Peers = NO_PEERS, *, repeats: int = 5) -> list[Result]:
 
 def _trial(module: str) -> Trial:
     async def trial() -> Sample:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            PROGRAM.format(module),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        output, errors = await process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"import {module} failed in a new process:\n{errors.decode()}")
-        return Sample({TIME: float(output) * 1e3})
+        return Sample({TIME: float(await run_python("-c", PROGRAM.format(module))) * 1e3})
 
     return trial

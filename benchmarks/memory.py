@@ -18,6 +18,7 @@ import numpy as np
 import asyncflow as af
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
 from benchmarks.peers import NO_PEERS, NUMPY, TENSORFLOW_1, TORCH, Peers, load_tensorflow, load_torch
+from benchmarks.processes import run_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,9 +32,9 @@ _CAN_MEASURE = _RESET_PEAK.exists()
 
 
 async def measure(
-    peers: Peers = NO_PEERS, *, repeats: int = 3, iterations: Sequence[int] = (100, 2_000)
+    peers: Peers = NO_PEERS, *, repeats: int = 2, iterations: Sequence[int] = (100, 2_000)
 ) -> list[Result]:
-    """MiB that the loop adds at its peak to a process that has run it before with two iterations; and of all."""
+    """MiB that the first run of the loop adds at its peak to the process, and those of the whole process."""
     if not _CAN_MEASURE:
         return []
     systems = [ASYNCFLOW, NUMPY]
@@ -50,18 +51,7 @@ async def measure(
 
 def _trial(system: str, iterations: int) -> Trial:
     async def trial() -> Sample:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "benchmarks.memory",
-            system,
-            str(iterations),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        output, errors = await process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"the loop in {system} failed in a new process:\n{errors.decode()}")
+        output = await run_python("-m", "benchmarks.memory", system, str(iterations))
         loop, whole, answer = json.loads(output)
         return Sample({LOOP: loop, PROCESS: whole}, np.float32(answer))
 
@@ -70,7 +60,6 @@ def _trial(system: str, iterations: int) -> Trial:
 
 def _main(system: str, iterations: int) -> None:
     work = {ASYNCFLOW: _asyncflow, NUMPY: _numpy, TENSORFLOW_1: _tensorflow, TORCH: _torch}[system]()
-    work(2)
     before = _resident("VmRSS")
     _RESET_PEAK.write_text("5", encoding="ascii")
     answer = work(iterations)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncflow.graph.builtin import PARAMETER
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -39,6 +41,6 @@ def drop_inputs(node: Node, positions: Collection[int]) -> None:
     offset = body_offset(node)
     node.inputs = [tensor for place, tensor in enumerate(node.inputs) if place not in positions]
     for body in node.subgraphs:
-        dropped = {tensor.node for place, tensor in enumerate(body.inputs, start=offset) if place in positions}
-        body.inputs = [tensor for tensor in body.inputs if tensor.node not in dropped]
-        body.nodes[:] = [inner for inner in body.nodes if inner not in dropped]
+        body.inputs = [tensor for place, tensor in enumerate(body.inputs, start=offset) if place not in positions]
+        parameters = {tensor.node for tensor in body.inputs}
+        body.nodes[:] = [inner for inner in body.nodes if inner.op is not PARAMETER or inner in parameters]

@@ -34,6 +34,8 @@ class Extract:
     feeds: list[Node]
     fetches: list[Node | None]
     """One FETCH node per fetch; None for a fetched node, which has no value."""
+    kept: list[Node]
+    """The fetched nodes."""
 
 
 @dataclass(slots=True)
@@ -211,7 +213,9 @@ class _Copy:
         self._copy_nodes(self.source, self.target, need)
         for copied, original in self.back_edges:
             copied.inputs = [self.tensors[tensor] for tensor in original.inputs]
-        return Extract(self.target, feed_nodes, [self._fetch(fetch) for fetch in fetches])
+        fetch_nodes = [self._fetch(fetch) for fetch in fetches]
+        kept = [self.nodes[fetch] for fetch in fetches if isinstance(fetch, Node)]
+        return Extract(self.target, feed_nodes, fetch_nodes, kept)
 
     def _feed(self, tensor: Tensor) -> Node:
         node = self.target.add_node(FEED, (), {"spec": tensor.spec}, tensor.spec, name="feed", location=_where(tensor))

@@ -19,7 +19,7 @@ from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import STRUCTURED, has_side_effect
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node, Tensor
@@ -83,9 +83,9 @@ class _Fold:
         taken = node.subgraphs[0 if predicate.node.attrs["value"].item() else 1]
         if self.awaited is not None:
             self.awaited |= awaited_nodes(taken)
-        for inner, outer in zip(taken.inputs, captured, strict=True):
-            self.replaced.tensors[inner] = outer
-            self.replaced.nodes[inner.node] = outer.node
+        for parameter, outer in zip(taken.inputs, captured, strict=True):
+            self.replaced.tensors[parameter] = outer
+            self.replaced.nodes[parameter.node] = outer.node
         self.replaced.tensors.update(zip(node.outputs, taken.results, strict=True))
         nodes = [inner for inner in taken.nodes if inner.op is not PARAMETER]
         for inner in nodes:
@@ -109,12 +109,12 @@ def _fold_node(node: Node) -> None:
 def _is_foldable(node: Node) -> bool:
     if not node.single or not node.op.is_pure or has_variants(node.inputs):
         return False
-    size = nbytes(node.outputs[0].spec)
-    return (
-        size is not None
-        and size <= _LARGEST
-        and all((nbytes(tensor.spec) or 0) <= _LARGEST_INPUT for tensor in node.inputs)
-    )
+    return _is_small(node.outputs[0], _LARGEST) and all(_is_small(tensor, _LARGEST_INPUT) for tensor in node.inputs)
+
+
+def _is_small(tensor: Tensor, limit: int) -> bool:
+    size = nbytes(tensor.spec)
+    return size is not None and size <= limit
 
 
 def _compute(node: Node, inputs: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
@@ -145,24 +145,17 @@ def _no_state(resource: object) -> Any:
 
 def _sink_constants(node: Node) -> None:
     """Makes captures of small constants constants of the bodies."""
-    offset = body_offset(node)
     sunk = [
         place
         for place, outer in enumerate(node.inputs)
-        if place >= first_capture(node) and is_constant(outer) and (nbytes(outer.spec) or _LARGEST) < _LARGEST
+        if place >= first_capture(node) and is_constant(outer) and _is_small(outer, _LARGEST)
     ]
     for place in sunk:
         outer = node.inputs[place].node
         for body in node.subgraphs:
-            _become_constant(body, body.inputs[place - offset], outer)
+            stand_in = body.inputs[place - body_offset(node)].node
+            stand_in.op, stand_in.attrs, stand_in.device = CONSTANT, dict(outer.attrs), outer.device
     drop_inputs(node, sunk)
-
-
-def _become_constant(body: Subgraph, inner: Tensor, outer: Node) -> None:
-    stand_in = inner.node
-    stand_in.op, stand_in.attrs, stand_in.device = CONSTANT, dict(outer.attrs), outer.device
-    # It is a parameter no longer: `drop_inputs` is to leave the node alone.
-    body.inputs[body.inputs.index(inner)] = body.add_input(inner.spec, "sunk")
 
 
 def _never_begins(node: Node) -> bool:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from asyncflow.compiler.codegen import generate
 from asyncflow.compiler.extract import extract
 from asyncflow.compiler.frames import assign_frames
 from asyncflow.compiler.kernels import bind_kernel
 from asyncflow.compiler.lower import lower
+from asyncflow.compiler.optimize import optimize as run_optimizations
 from asyncflow.compiler.order_effects import order_effects
 from asyncflow.compiler.place import choose_device
 from asyncflow.compiler.plan import Plan, build_partition
 from asyncflow.compiler.regions import make_regions
+from asyncflow.compiler.straight import find_straight
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ def compile_plan(
     resolve: Resolve,
     streamed: Sequence[Tensor] = (),
     all_effects: bool = False,
+    optimize: bool = True,
     regions: bool = True,
     debug: bool = False,
     check_numerics: bool = False,
@@ -51,6 +56,7 @@ def compile_plan(
         resolve: looks up the state of resources.
         streamed: tensors of one body, handed out in each iteration.
         all_effects: run every side effect of the graph, fetched or not.
+        optimize: fold constants, join equal nodes, move invariant ones out of loops, and leave out what does nothing.
         regions: compile clusters of nodes that never wait to Python functions.
         debug: verify the graph after every pass, and every kernel's outputs while running.
         check_numerics: fail on NaN and infinity.
@@ -65,6 +71,14 @@ def compile_plan(
     device = choose_device(extracted.graph, devices)
     if debug:
         verify(extracted.graph)
+    if optimize:
+        run_optimizations(
+            extracted.graph,
+            keep=extracted.kept,
+            on_host=device.xp is np,
+            check_numerics=check_numerics,
+            debug=debug,
+        )
     order_effects(extracted.graph)
     if debug:
         verify(extracted.graph)
@@ -94,4 +108,4 @@ def compile_plan(
     )
     positions = iter(range(len(with_value)))
     order = [None if fetch is None else next(positions) for fetch in extracted.fetches]
-    return Plan(graph=lowered, partitions=[partition], fetches=order)
+    return Plan(graph=lowered, partitions=[partition], fetches=order, straight=find_straight(partition))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from asyncflow.compiler.regions import Region
+    from asyncflow.compiler.straight import Straight
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
@@ -230,14 +231,16 @@ class Plan:
         graph: the lowered graph, which prints as text.
         partitions: one per device.
         fetches: per fetch asked for, its position among the fetched values; None for a node, which has no value.
+        straight: the plan as one call, if it is that simple.
     """
 
     graph: Graph
     partitions: list[Partition]
     fetches: list[int | None]
+    straight: Straight | None = None
 
-    def explain(self) -> str:
-        """What will run: the frames, and every node with its frame, kind and inputs."""
+    def explain(self, *, source: bool = False) -> str:
+        """What will run: the frames, and every node with its frame, kind and inputs; with `source`, regions' code."""
         lines = []
         for partition in self.partitions:
             lines.append(f"partition on {partition.device}: {len(partition.nodes)} nodes")
@@ -245,6 +248,8 @@ class Plan:
                 name = f"frame {'/'.join(path)!r}, up to {frame.parallel_iterations} iterations" if path else "root"
                 lines.append(f"  {name}")
                 lines.extend(f"    {_explain(node)}" for node in frame.nodes)
+            if source:
+                lines.extend(f"\n# {n.name}\n{n.region.source}" for n in partition.nodes if n.region is not None)
         return "\n".join(lines)
 
 

@@ -12,15 +12,11 @@ from collections import deque
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from asyncflow.compiler.codegen import TooManyIterations
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.errors import AsyncflowError, KernelError, OutOfMemoryError
-from asyncflow.graph.dtypes import dtype_name
+from asyncflow.errors import KernelError
 from asyncflow.graph.op import KernelContext
-from asyncflow.graph.shapes import format_shape
+from asyncflow.runtime.provenance import as_kernel_error, describe, with_provenance
 from asyncflow.runtime.region_firing import RegionFiring, Stopped
 from asyncflow.runtime.scheduler import Iteration, Scheduler, SchedulingError
 from asyncflow.runtime.trace import Firing, MemorySample
@@ -29,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextvars import Context
 
-    from asyncflow.compiler.codegen import RegionCode
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.trace import Trace
@@ -372,10 +367,12 @@ class Executor:
     # -- ending --------------------------------------------------------------------------------------------------
 
     def _kernel_failed(self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
-        self.fail(_as_kernel_error(error, node, iteration, inputs, self._device.name), node.id)
+        self.fail(as_kernel_error(error, node, iteration.tag(), inputs, self._device.name), node.id)
 
     def _rule_broken(self, error: SchedulingError) -> None:
-        provenance = _provenance(KernelError, error.reason, error.node, error.iteration, self._device.name, ())
+        provenance = with_provenance(
+            KernelError, error.reason, error.node, error.iteration.tag(), self._device.name, ()
+        )
         self.fail(provenance, error.node.id)
 
     def fail(self, error: BaseException, order: int = -1) -> None:
@@ -454,13 +451,6 @@ class _TimedQueue(deque[Any]):
         super().append(item)
 
 
-def describe(value: object) -> str:
-    """dtype and shape of a run-time value: ``float32[64,64]``."""
-    if isinstance(value, np.ndarray | np.generic):
-        return f"{dtype_name(value.dtype)}{format_shape(value.shape)}"
-    return type(value).__name__
-
-
 def _estimate(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:
     """A first guess at a kernel's cost, before it has been measured."""
     op = node.source.op
@@ -470,74 +460,3 @@ def _estimate(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:
     outputs = [tensor.shape for tensor in node.source.outputs]
     flops = op.flops(shapes, outputs, **node.source.attrs)
     return MeasuredCost(base_ns=_NS_PER_CALL + flops * _NS_PER_FLOP)
-
-
-def _as_kernel_error(
-    error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], device: str
-) -> BaseException:
-    """`error` with its provenance; what is meant for the interpreter (SystemExit, …) stays itself."""
-    if not isinstance(error, Exception | asyncio.CancelledError):
-        return error
-    described = tuple(describe(value) for value in inputs)
-    reason = str(error) if isinstance(error, TooManyIterations) else f"{type(error).__name__}: {error}"
-    wrapped: KernelError
-    if isinstance(error, MemoryLimitExceeded):
-        wrapped = _provenance(
-            OutOfMemoryError,
-            str(error),
-            node,
-            iteration,
-            device,
-            described,
-            requested=error.requested,
-            used=error.used,
-            limit=error.limit,
-        )
-    elif isinstance(error, MemoryError):
-        wrapped = _provenance(
-            OutOfMemoryError, reason, node, iteration, device, described, requested=0, used=0, limit=0
-        )
-    elif isinstance(error, AsyncflowError) and not isinstance(error, KernelError):
-        wrapped = _provenance(KernelError, str(error), node, iteration, device, described)
-    else:
-        wrapped = _provenance(KernelError, reason, node, iteration, device, described)
-    if node.region is not None:
-        _place_in_region(wrapped, node.region, error)
-    wrapped.__cause__ = error
-    return wrapped
-
-
-def _place_in_region(wrapped: KernelError, code: RegionCode, error: BaseException) -> None:
-    """Names the node inside the region that failed, and the iterations of the loops around it."""
-    found = code.place_of(error)
-    if found is not None:
-        place, counters, values = found
-        inner = "/".join(f"{label}/{count}" for (label, _), count in zip(place.loops, counters, strict=True))
-        wrapped.move_to(
-            node=place.node.name,
-            op=place.node.op.name,
-            tag="/".join(filter(None, (wrapped.tag, inner))),
-            inputs=tuple(describe(value) for value in values),
-            location=place.node.location,
-        )
-
-
-def _provenance(
-    kind: type[KernelError],
-    reason: str,
-    node: PlanNode,
-    iteration: Iteration,
-    device: str,
-    inputs: tuple[str, ...],
-    **extra: Any,
-) -> KernelError:
-    return kind(
-        reason,
-        node=node.name,
-        op=node.source.op.name,
-        tag=iteration.tag(),
-        device=device,
-        inputs=inputs,
-        location=node.source.location,
-        **extra,
-    )

@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import numpy as np
+
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import open_devices
@@ -24,6 +26,7 @@ from asyncflow.runtime.feeds import check_feeds
 from asyncflow.runtime.fetches import graph_of, user_value, user_values
 from asyncflow.runtime.plans import PlanCache, PlanRequest
 from asyncflow.runtime.prepared import Call, Prepared
+from asyncflow.runtime.provenance import as_kernel_error
 from asyncflow.runtime.run import Run
 from asyncflow.runtime.trace import Trace, current_trace, write_trace
 from asyncflow.runtime.turn import Turn
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from contextvars import Token
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.compiler.straight import Straight
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.plans import PlanCache, PlanRequest
@@ -72,6 +76,7 @@ class Session:
     Args:
         graph: where names in fetches and feeds are looked up; tensors know their own graph.
         devices: names such as ``["cpu:0", "cpu:1"]``; None for one CPU device.
+        optimize: fold constants, join equal nodes and move invariant ones out of loops before a graph runs.
         regions: compile clusters of nodes that never wait into generated Python functions.
         debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
@@ -96,6 +101,7 @@ class Session:
         graph: Graph | None = None,
         devices: Sequence[str] | None = None,
         *,
+        optimize: bool = True,
         regions: bool = True,
         debug: bool = False,
         seed: int | None = None,
@@ -107,6 +113,7 @@ class Session:
         self.graph = graph
         self.devices: tuple[Device, ...] = open_devices(devices, memory_limit)
         self.state = StateStore()
+        self._optimize = optimize
         self._regions = regions
         self._debug = debug
         self._seed = seed
@@ -271,6 +278,10 @@ class Session:
         plan = call.plan
         if plan is None or call.version != call.request.graph.version or recorder is not None:
             plan = await self._plan_of(call, recorder, timeout)
+        if plan.straight is not None and recorder is None and self._may_run_straight(timeout):
+            results = self._run_straight(plan, plan.straight, checked)
+            fetched = user_values(call.request.fetches, plan.fetches, results, allow_dead=allow_dead)
+            return call.structure.unflatten(fetched)
         run = self._start(loop, plan, checked, timeout, asked_s, recorder, None)
         try:
             results = await run.wait()
@@ -312,6 +323,23 @@ class Session:
         if not inside:
             call.plan, call.version = plan, version
         return plan
+
+    def _may_run_straight(self, timeout: float | None) -> bool:
+        assert self._turn is not None
+        return timeout is None and not self._debug and self._turn.has_time()
+
+    def _run_straight(self, plan: Plan, straight: Straight, feeds: Sequence[Any]) -> list[Any]:
+        """A run that is one short call: nothing can wait in it, so it needs neither scheduler nor scope."""
+        self._run_count += 1
+        inputs = straight.inputs(feeds)
+        node = straight.node
+        try:
+            with np.errstate(all="ignore"):
+                output = node.kernel(*inputs)  # type: ignore[misc]
+        except BaseException as error:
+            failure = as_kernel_error(error, node, "", inputs, plan.partitions[0].device)
+            raise failure from failure.__cause__
+        return straight.results(output)
 
     def _start(
         self,

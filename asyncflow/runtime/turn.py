@@ -44,16 +44,21 @@ class Turn:
 
     def drive_now(self, driven: Driven) -> None:
         """Drives at once if the current pass has time left; queues what remains."""
-        if self._burst_end == 0:
-            self._burst_end = perf_counter_ns() + BURST_NS
-            self._schedule()
-        elif self._queue or perf_counter_ns() >= self._burst_end:
+        if not self.has_time():
             self.enqueue(driven)
             return
         with np.errstate(all="ignore"):
             more = driven.drive(self._burst_end)
         if more:
             self.enqueue(driven)
+
+    def has_time(self) -> bool:
+        """Whether work may start in the current pass."""
+        if self._burst_end == 0:
+            self._burst_end = perf_counter_ns() + BURST_NS
+            self._schedule()
+            return True
+        return not self._queue and perf_counter_ns() < self._burst_end
 
     def count(self) -> int:
         """The number of the current pass; what is counted in a later pass has a higher one."""

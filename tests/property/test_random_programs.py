@@ -37,11 +37,17 @@ def assert_same_bits(name: str, actual: Any, expected: Any) -> None:
 
 
 async def check(
-    program: Program, *, parallel_iterations: int, seed: int | None, debug: bool, regions: bool = False
+    program: Program,
+    *,
+    parallel_iterations: int,
+    seed: int | None,
+    debug: bool,
+    regions: bool = False,
+    optimize: bool = False,
 ) -> None:
     graph, fetches, feeds = build(program, parallel_iterations)
     state = dict(program.variables)
-    async with af.Session(graph, seed=seed, debug=debug, regions=regions) as session:
+    async with af.Session(graph, seed=seed, debug=debug, regions=regions, optimize=optimize) as session:
         for _ in range(RUNS):
             expected = interpret(program, state)
             actual = await session.run(fetches, feeds)
@@ -51,22 +57,31 @@ async def check(
 
 @pytest.mark.timeout(360)  # a failure takes hypothesis up to five minutes to simplify
 @pytest.mark.parametrize(
-    ("parallel_iterations", "seed", "debug", "regions"),
+    ("parallel_iterations", "seed", "debug", "regions", "optimize"),
     [
-        (1, None, True, False),
-        (2, 7, False, False),
-        (32, 1234, True, False),
-        (32, None, True, True),
-        (2, 99, False, True),
+        (1, None, True, False, True),
+        (2, 7, False, False, False),
+        (32, 1234, True, False, True),
+        (32, None, True, True, True),
+        (2, 99, False, True, False),
     ],
 )
 @given(program=programs())
 @IN_CI
 def test_random_programs(
-    program: Program, parallel_iterations: int, seed: int | None, debug: bool, regions: bool
+    program: Program, parallel_iterations: int, seed: int | None, debug: bool, regions: bool, optimize: bool
 ) -> None:
-    note(f"af.Session(seed={seed}, regions={regions}), {RUNS} runs")
-    asyncio.run(check(program, parallel_iterations=parallel_iterations, seed=seed, debug=debug, regions=regions))
+    note(f"af.Session(seed={seed}, regions={regions}, optimize={optimize}), {RUNS} runs")
+    asyncio.run(
+        check(
+            program,
+            parallel_iterations=parallel_iterations,
+            seed=seed,
+            debug=debug,
+            regions=regions,
+            optimize=optimize,
+        )
+    )
 
 
 def parts(block: Block, place: str = "") -> set[str]:

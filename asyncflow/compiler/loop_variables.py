@@ -1,0 +1,116 @@
+"""Pass: fewer loop variables.
+
+A variable that the body gives back as it is becomes a capture, and two that start and go on alike become one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.captures import drop_inputs
+from asyncflow.compiler.cse import Unhashable, attrs_key
+from asyncflow.compiler.purity import has_variants
+from asyncflow.compiler.replacements import Replacements
+from asyncflow.graph.graph import STRUCTURED
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+
+_DEEPEST = 4
+"""How far back the next values of two variables are compared."""
+
+
+def reduce_loop_variables(graph: Graph) -> None:
+    """Does so in all loops of `graph`, inner ones first, in place."""
+    replaced = Replacements()
+    for node in graph.nodes:
+        if replaced:
+            replaced.apply(node)
+        if node.op.name in STRUCTURED:
+            for body in node.subgraphs:
+                reduce_loop_variables(body)
+            if node.op.name == "while":
+                _capture_invariants(node, replaced)
+                _join_equal(node, replaced)
+    replaced.apply_to_results(graph)
+
+
+def _capture_invariants(node: Node, replaced: Replacements) -> None:
+    body: Subgraph = node.attrs["body"]
+    n_vars: int = node.attrs["n_vars"]
+    invariant = [place for place in range(n_vars) if body.results[place] is body.inputs[place]]
+    if len(invariant) == n_vars:
+        invariant = invariant[1:]  # a loop iterates on something
+    if not invariant:
+        return
+    moved = set(invariant)
+    variables = [place for place in range(n_vars) if place not in moved]
+    order = [*variables, *range(n_vars, len(node.inputs)), *invariant]
+    replaced.tensors.update((node.outputs[place], node.inputs[place]) for place in invariant)
+    node.inputs = [node.inputs[place] for place in order]
+    for part in node.subgraphs:
+        part.inputs = [part.inputs[place] for place in order]
+    _keep_results(node, variables)
+
+
+def _keep_results(node: Node, variables: Collection[int]) -> None:
+    body: Subgraph = node.attrs["body"]
+    body.results = [body.results[place] for place in variables]
+    node.outputs = tuple(node.outputs[place] for place in variables)
+    for index, output in enumerate(node.outputs):
+        output.index = index
+    node.attrs["n_vars"] = len(variables)
+
+
+def _join_equal(node: Node, replaced: Replacements) -> None:
+    body: Subgraph = node.attrs["body"]
+    n_vars: int = node.attrs["n_vars"]
+    stands_for: dict[int, int] = {}
+    for later in range(1, n_vars):
+        for earlier in range(later):
+            if earlier not in stands_for and _go_alike(node, body, earlier, later):
+                stands_for[later] = earlier
+                break
+    if not stands_for:
+        return
+    for part in node.subgraphs:
+        joined = Replacements()
+        for later, earlier in stands_for.items():
+            joined.tensors[part.inputs[later]] = part.inputs[earlier]
+            joined.nodes[part.inputs[later].node] = part.inputs[earlier].node
+        for user in part.nodes:
+            joined.apply(user)
+        joined.apply_to_results(part)
+    replaced.tensors.update((node.outputs[later], node.outputs[earlier]) for later, earlier in stands_for.items())
+    drop_inputs(node, stands_for)
+    _keep_results(node, [place for place in range(n_vars) if place not in stands_for])
+
+
+def _go_alike(node: Node, body: Subgraph, one: int, other: int) -> bool:
+    """Whether two variables have the same value in every iteration: the same first, and then by induction."""
+    if body.inputs[one].spec != body.inputs[other].spec or has_variants([body.inputs[one]]):
+        return False
+    alike = frozenset((body.inputs[one], body.inputs[other]))
+    return _same(node.inputs[one], node.inputs[other], frozenset()) and _same(
+        body.results[one], body.results[other], alike
+    )
+
+
+def _same(a: Tensor, b: Tensor, alike: frozenset[Tensor], depth: int = 0) -> bool:
+    """Whether two tensors of one graph have the same value, given that those of `alike` do."""
+    if a is b or (a in alike and b in alike):
+        return True
+    x, y = a.node, b.node
+    if depth == _DEEPEST or a.index != b.index or x.op is not y.op or not x.op.is_pure:
+        return False
+    if x.control_inputs or y.control_inputs or x.device != y.device or len(x.inputs) != len(y.inputs):
+        return False
+    try:
+        if attrs_key(x) != attrs_key(y):
+            return False
+    except Unhashable:
+        return False
+    return all(_same(p, q, alike, depth + 1) for p, q in zip(x.inputs, y.inputs, strict=True))

@@ -1,0 +1,49 @@
+"""The passes that make a structured graph smaller without changing what it computes, in order."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.cse import eliminate_common_subexpressions
+from asyncflow.compiler.fold import fold
+from asyncflow.compiler.hoist import hoist
+from asyncflow.compiler.loop_variables import reduce_loop_variables
+from asyncflow.compiler.prune import prune
+from asyncflow.compiler.simplify import simplify
+from asyncflow.control.primitives.enter import ENTER
+from asyncflow.control.primitives.switch import SWITCH
+from asyncflow.graph.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node
+
+
+def optimize(graph: Graph, *, keep: Collection[Node], on_host: bool, check_numerics: bool, debug: bool) -> None:
+    """Runs the passes on a private copy of a graph, in place, before its effects are ordered.
+
+    A graph with primitives written by hand is left as it is: its nodes belong to frames, and may be dead.
+
+    Args:
+        graph: from `extract`.
+        keep: nodes that the run was asked to run.
+        on_host: the plan will run on the CPU, so folding on it gives the same bits.
+        check_numerics: runs fail on NaN and infinity: a value that is not used must not be computed either.
+        debug: verify the graph after every pass.
+    """
+    if any(node.op is ENTER or node.op is SWITCH for node in graph.walk()):
+        return
+    passes: list[Callable[[Graph], None]] = [reduce_loop_variables]
+    if on_host:
+        passes.append(fold)
+    passes += [simplify, eliminate_common_subexpressions]
+    if not check_numerics:
+        passes.append(hoist)
+    passes.append(partial(prune, keep=keep))
+    for run in passes:
+        run(graph)
+        if debug:
+            verify(graph)

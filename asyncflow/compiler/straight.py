@@ -1,0 +1,67 @@
+"""Plans so simple that no scheduler is needed: feeds, one small kernel (often a region), fetches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.compiler.plan import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.compiler.plan import Partition, PlanNode
+
+
+@dataclass(frozen=True, slots=True)
+class Straight:
+    """A plan that runs as one call.
+
+    Attributes:
+        node: the kernel's node.
+        template: its inputs, with constants in place.
+        fed_inputs: ``(input, feed)`` for the inputs that come from feeds.
+        fetched: per fetch, the output it shows.
+    """
+
+    node: PlanNode
+    template: tuple[Any, ...]
+    fed_inputs: tuple[tuple[int, int], ...]
+    fetched: tuple[int, ...]
+
+    def inputs(self, feeds: Sequence[Any]) -> list[Any]:
+        """The kernel's inputs for these fed values."""
+        inputs = list(self.template)
+        for index, feed in self.fed_inputs:
+            inputs[index] = feeds[feed]
+        return inputs
+
+    def results(self, output: Any) -> list[Any]:
+        """The fetched values, from what the kernel returned."""
+        return [output] if self.node.single else [output[index] for index in self.fetched]
+
+
+def find_straight(partition: Partition) -> Straight | None:
+    """The straight form of a plan; None if it needs the scheduler."""
+    nodes = partition.root.nodes
+    kernels = [node for node in nodes if node.kind == Kind.KERNEL]
+    if len(kernels) != 1 or len(partition.frames) > 1 or len(nodes) != 1 + len(partition.feeds) + partition.n_fetches:
+        return None
+    node = kernels[0]
+    if not node.is_small or any(other.controls for other in nodes):
+        return None
+    fed: list[tuple[int, int]] = []
+    for feed_index, feed in enumerate(partition.feeds):
+        plain, merges = feed.targets[0]
+        if merges or any(target is not node for _, _, target in plain):
+            return None
+        fed.extend((slot - node.slot, feed_index) for _, slot, _ in plain)
+    fetched: dict[int, int] = {}
+    for output, (plain, merges) in enumerate(node.targets):
+        if merges or any(target.kind != Kind.FETCH for _, _, target in plain):
+            return None
+        fetched.update((target.fetch_index, output) for _, _, target in plain)
+    if len(fetched) != partition.n_fetches or (node.single and partition.n_fetches != 1):
+        return None
+    template = partition.root.values[node.slot : node.slot + node.n_inputs]
+    return Straight(node, tuple(template), tuple(fed), tuple(fetched[index] for index in sorted(fetched)))

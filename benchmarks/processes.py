@@ -1,0 +1,21 @@
+"""Python programs in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+
+async def run_python(*arguments: str) -> str:
+    """What ``python *arguments`` prints.
+
+    Raises:
+        RuntimeError: it failed; the message has its standard error.
+    """
+    # On a thread, for `subprocess` starts processes without `os.fork`, which is not safe beside threads of the peers.
+    command = [sys.executable, *arguments]
+    process = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"python {' '.join(arguments)} failed:\n{process.stderr}")
+    return process.stdout
