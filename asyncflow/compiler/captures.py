@@ -30,8 +30,13 @@ def body_offset(node: Node) -> int:
 def add_capture(node: Node, outer: Tensor) -> list[Tensor]:
     """Gives the bodies of a structured node one more capture; returns it as seen in each of them."""
     node.inputs.append(outer)
-    name = f"capture_{outer.node.name.rpartition('/')[2]}"
-    return [body.add_input(outer.spec, name) for body in node.subgraphs]
+    name, spec = f"capture_{outer.node.name.rpartition('/')[2]}", outer.spec
+    added: list[Tensor] = []
+    for body in node.subgraphs:
+        parameter = body.add_node(PARAMETER, (), {"spec": spec}, spec, name=name, location=outer.node.location)
+        body.inputs.append(parameter.outputs[0])
+        added.append(parameter.outputs[0])
+    return added
 
 
 def drop_inputs(node: Node, positions: Collection[int]) -> None:

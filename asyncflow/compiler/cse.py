@@ -43,7 +43,7 @@ def eliminate_common_subexpressions(graph: Graph) -> None:
             _join_captures(node)
             for body in node.subgraphs:
                 eliminate_common_subexpressions(body)
-        elif node.op.is_pure and node.outputs and not has_variants((*node.inputs, *node.outputs)):
+        elif node.op.is_pure and node.outputs:
             first = _first(node, seen)
             if first is not node:
                 replaced.nodes[node] = first
@@ -62,7 +62,8 @@ def _first(node: Node, seen: dict[Hashable, Node]) -> Node:
         return node
     # By their ids: `==` of tensors builds a node.
     key = (node.op, *map(id, node.inputs), attrs, node.device, node.colocated_with, *node.control_inputs)
-    return seen.setdefault(key, node)
+    first = seen.setdefault(key, node)
+    return node if first is not node and has_variants((*node.inputs, *node.outputs)) else first
 
 
 def _join_captures(node: Node) -> None:
@@ -100,10 +101,10 @@ _PLAIN = frozenset({int, bool, str, bytes, type(None), type(...), type, Spec})
 def _key(value: Any) -> Hashable:
     """`value` as something that is equal for equal values of one type: not for 1 and True, nor for 0.0 and -0.0."""
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, np.dtype):
-        return kind, value
     if kind is np.ndarray:
         return _array_key(value)
+    if kind in _PLAIN or isinstance(value, np.dtype):
+        return kind, value
     if kind in (float, complex):
         return kind, np.asarray(value).tobytes()
     if kind in (tuple, list):
@@ -120,5 +121,5 @@ def _array_key(value: np.ndarray[Any, Any]) -> Hashable:
         raise Unhashable(f"an array of {value.nbytes} bytes")
     if value.dtype == string:
         return string, value.shape, tuple(value.ravel().tolist())
-    # Sums and products round by the order in memory.
+    # Sums and products round by the order in memory: equal values at other strides are not the same.
     return value.dtype, value.shape, value.strides, value.tobytes()

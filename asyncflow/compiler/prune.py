@@ -25,14 +25,17 @@ def prune(graph: Graph, keep: Collection[Node] = ()) -> None:
         graph: a graph or body.
         keep: nodes that stay, such as those a run was asked to run.
     """
+    _prune(graph, keep)
+
+
+def _prune(graph: Graph, keep: Collection[Node]) -> tuple[set[Tensor], set[Node]]:
+    """The tensors that are used, and the nodes that others wait for."""
     used: set[Tensor] = set(graph.results) if isinstance(graph, Subgraph) else set()
     awaited: set[Node] = set(keep)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
         if node.op.name in STRUCTURED:
-            for body in node.subgraphs:
-                prune(body)
-            _drop_unused_captures(node)
+            _prune_bodies(node)
         elif node not in awaited and used.isdisjoint(node.outputs) and (node.op is CONSTANT or cannot_fail(node)):
             continue
         kept.append(node)
@@ -41,21 +44,18 @@ def prune(graph: Graph, keep: Collection[Node] = ()) -> None:
             awaited.update(node.control_inputs)
     if len(kept) < len(graph.nodes):
         graph.nodes[:] = kept[::-1]
+    return used, awaited
 
 
-def _drop_unused_captures(node: Node) -> None:
-    used: set[Tensor] = set()
+def _prune_bodies(node: Node) -> None:
+    """Prunes the bodies, and drops captures that neither uses."""
+    first, offset = first_capture(node), body_offset(node)
+    needed: set[int] = set()
     for body in node.subgraphs:
-        used.update(body.results)
-        for inner in body.nodes:
-            used.update(inner.inputs)
-            used.update(tensor for before in inner.control_inputs for tensor in before.outputs)
-    offset = body_offset(node)
-    drop_inputs(
-        node,
-        [
+        used, awaited = _prune(body, ())
+        needed.update(
             place
-            for place in range(first_capture(node), len(node.inputs))
-            if used.isdisjoint(body.inputs[place - offset] for body in node.subgraphs)
-        ],
-    )
+            for place, inner in enumerate(body.inputs, start=offset)
+            if place >= first and (inner in used or inner.node in awaited)
+        )
+    drop_inputs(node, {place for place in range(first, len(node.inputs)) if place not in needed})

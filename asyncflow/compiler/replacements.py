@@ -40,7 +40,8 @@ class Replacements:
     def apply(self, node: Node) -> None:
         """Makes `node` use the stand-ins."""
         if node.inputs:
-            node.inputs = [self.tensor(tensor) for tensor in node.inputs]
+            tensors = self.tensors
+            node.inputs = [self.tensor(tensor) if tensor in tensors else tensor for tensor in node.inputs]
         if node.control_inputs:
             node.control_inputs = list(dict.fromkeys(self.node(before) for before in node.control_inputs))
 

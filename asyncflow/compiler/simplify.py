@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncflow.compiler.purity import awaited_nodes, is_constant
 from asyncflow.compiler.replacements import Replacements
-from asyncflow.graph.builtin import IDENTITY
+from asyncflow.graph.builtin import CONSTANT, IDENTITY
 from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.shapes import is_static
 from asyncflow.ops.datatypes import ASTYPE, BROADCAST_TO
@@ -75,22 +75,25 @@ def _neutral(value: float, kinds: str, *, left: bool = False) -> Callable[[Node]
     """Rule of an operation that a scalar `value` on the right (or the left too) leaves out, for dtypes of `kinds`."""
 
     def rule(node: Node) -> Tensor | None:
-        if node.outputs[0].dtype.kind not in kinds:
-            return None
         x1, x2 = node.inputs
-        if _is_scalar(x2, value):
-            return x1
-        return x2 if left and _is_scalar(x1, value) else None
+        if x2.node.op is CONSTANT:
+            found, other = x2, x1
+        elif left and x1.node.op is CONSTANT:
+            found, other = x1, x2
+        else:
+            return None
+        # The dtype that counts is the common one: an integer 0 is no neutral element for floats.
+        return other if node.outputs[0].dtype.kind in kinds and _is_scalar(found, value) else None
 
     return rule
 
 
 def _is_scalar(tensor: Tensor, value: float) -> bool:
-    if tensor.shape != () or not is_constant(tensor):
-        return False
     found = tensor.node.attrs["value"]
+    if found.shape != () or found.dtype.kind not in _NUMBERS or not is_constant(tensor):
+        return False
     # -0.0 is another number here.
-    return bool(found == value and np.signbit(found) == np.signbit(value)) if found.dtype.kind in "iuf" else False
+    return bool(found == value and not np.signbit(found))
 
 
 # -- pairs -----------------------------------------------------------------------------------------------------------

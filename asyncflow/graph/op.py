@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncflow.errors import GraphError
@@ -52,6 +52,7 @@ class Op:
             would not have run it.
         flops: ``flops(input_shapes, output_shapes, **attrs)`` estimates arithmetic operations for the cost model;
             None: one per output element.
+        is_pure: its outputs depend on its inputs and attributes alone, and making them shows in nothing else.
     """
 
     name: str
@@ -65,15 +66,11 @@ class Op:
     is_user: bool = False
     is_total: bool = False
     flops: Callable[..., float] | None = None
+    is_pure: bool = field(init=False)
 
-    @property
-    def is_pure(self) -> bool:
-        """Whether its outputs depend on its inputs and attributes alone, and making them shows in nothing else."""
-        return (
-            self.kernel is not None
-            and self.effects is None
-            and not (self.needs_context or self.is_async or self.is_random or self.is_user)
-        )
+    def __post_init__(self) -> None:
+        depends = self.needs_context or self.is_async or self.is_random or self.is_user
+        object.__setattr__(self, "is_pure", self.kernel is not None and self.effects is None and not depends)
 
     def __repr__(self) -> str:
         return f"Op({self.name!r})"

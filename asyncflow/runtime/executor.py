@@ -300,8 +300,10 @@ class Executor:
         """Runs slices of a region until it ends, the turn does, or it proves too heavy for the event loop."""
         node, iteration = firing.node, firing.iteration
         try:
-            while firing.run_slice() < deadline_ns:
-                if firing.is_heavy:
+            now = 0
+            while now < deadline_ns:
+                now = firing.run_slice()
+                if firing.is_heavy:  # looked at first: a heavy slice ends behind the deadline
                     self._region_on_stream(firing)
                     return
         except StopIteration as ended:

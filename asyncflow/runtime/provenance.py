@@ -84,6 +84,7 @@ def with_provenance(
     inputs: tuple[str, ...],
     **extra: Any,
 ) -> KernelError:
+    """An error of `kind` that says which node failed, in which iteration, on which inputs."""
     return kind(
         reason,
         node=node.name,

@@ -1,0 +1,438 @@
+"""Regions while they run: their budget, where they run, and how they are stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager
+from time import thread_time_ns
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.graph.build import apply
+from asyncflow.graph.op import Op
+from asyncflow.runtime import region_firing
+from asyncflow.runtime.region_firing import RegionFiring, Stopped
+from tests.conftest import assert_baseline
+from tests.faults.kernels import until
+
+LOOP_THREAD = threading.current_thread().name
+
+
+class Probe:
+    """An op of the library's kind, which may be part of a region: notes its thread and may work, fail or signal."""
+
+    def __init__(self, *, busy_ns: int = 0, at: int = -1, error: BaseException | None = None) -> None:
+        self.busy_ns = busy_ns
+        self.at = at
+        self.error = error
+        self.calls = 0
+        self.threads: list[str] = []
+        self.op = Op(name="probe", infer=lambda spec: spec, kernel=lambda xp: self._call)
+
+    def _call(self, x: Any) -> Any:
+        self.calls += 1
+        self.threads.append(threading.current_thread().name)
+        if self.busy_ns:
+            end = thread_time_ns() + self.busy_ns
+            while thread_time_ns() < end:
+                pass
+        if self.error is not None and x == self.at:
+            raise self.error
+        return x + 0
+
+    def __call__(self, x: Any) -> af.Tensor:
+        (tensor,) = apply(self.op, x)
+        return tensor
+
+
+def counting(probe: Probe, trips: Any, *, name: str = "loop") -> af.Tensor:
+    """A loop whose body goes through `probe`."""
+    return af.while_loop(lambda i: i < trips, lambda i: probe(i) + 1, (0,), name=name)[0]
+
+
+HEAVY_NS = 2_000_000
+ENDLESS = 2**62
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[af.Session]:
+    """A session that compiles regions; afterwards nothing of its runs may be left."""
+    async with af.Session() as opened:
+        yield opened
+        assert_baseline(opened)
+
+
+# -- the budget ------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes when a test says so; the processor's runs only while the region does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0
+        self.busy = 0
+        monkeypatch.setattr(region_firing, "perf_counter_ns", lambda: self.now)
+        monkeypatch.setattr(region_firing, "thread_time_ns", lambda: self.busy)
+
+    def pass_(self, ns: int, *, busy: bool = True) -> None:
+        self.now += ns
+        self.busy += ns if busy else 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def firing_of(generator: Generator[bool | None, int | None, tuple[Any, ...]]) -> RegionFiring:
+    return RegionFiring(None, None, (), generator, None)  # type: ignore[arg-type]
+
+
+def iterations(clock: Clock, costs: Callable[[int], int]) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+    """What generated code does at its back edges; `costs` gives the time of each iteration."""
+    budget: int | None = 1
+    count = 0
+    while True:
+        clock.pass_(costs(count))
+        count += 1
+        assert budget is not None
+        budget -= 1
+        if not budget:
+            budget = yield None
+
+
+def test_the_budget_grows_to_a_slice(clock: Clock) -> None:
+    """By 16 at most a slice, to the number of iterations that take 0.2 ms."""
+    firing = firing_of(iterations(clock, lambda _: 100))
+    budgets = []
+    for _ in range(5):
+        firing.run_slice()
+        budgets.append(firing.budget)
+        assert not firing.is_heavy
+    assert budgets == [16, 256, 2000, 2000, 2000]
+
+
+def test_the_budget_follows_the_cost(clock: Clock) -> None:
+    firing = firing_of(iterations(clock, lambda count: 100 if count < 5000 else 10_000))
+    budgets = []
+    while len(budgets) < 10:
+        firing.run_slice()
+        budgets.append(firing.budget)
+    assert budgets[2] == 2000
+    assert budgets[-1] == 20
+
+
+def test_the_budget_starts_again_where_a_loop_begins(clock: Clock) -> None:
+    """The iterations of another loop may take a thousand times as long."""
+
+    def two_loops() -> Generator[bool | None, int | None, tuple[Any, ...]]:
+        budget = yield None
+        assert budget is not None
+        for _ in range(budget):
+            clock.pass_(100)
+        yield True
+
+    firing = firing_of(two_loops())
+    firing.run_slice()
+    firing.budget = 2000
+    firing.run_slice()
+    assert firing.budget == 1
+    assert not firing.is_heavy
+
+
+def test_a_heavy_iteration_is_noticed_at_once(clock: Clock) -> None:
+    firing = firing_of(iterations(clock, lambda _: 200_001))
+    firing.run_slice()
+    assert firing.is_heavy
+    assert firing.budget == 1
+
+
+def test_the_limit_itself_is_not_heavy(clock: Clock) -> None:
+    firing = firing_of(iterations(clock, lambda _: 200_000))
+    for _ in range(10):
+        firing.run_slice()
+        assert not firing.is_heavy
+
+
+def test_heavy_work_among_light_is_noticed(clock: Clock) -> None:
+    """The mean of an iteration stays small, but the event loop waits: twice is enough."""
+    firing = firing_of(iterations(clock, lambda count: 5_000_000 if count % 500 == 499 else 1_000))
+    overran = 0
+    while not firing.is_heavy:
+        before = clock.now
+        firing.run_slice()
+        overran += clock.now - before > 1_000_000
+    assert overran == 2
+
+
+def test_moments_when_others_ran_do_not_count(clock: Clock) -> None:
+    """A machine that is busy with something else makes no region heavy."""
+
+    def interrupted() -> Generator[bool | None, int | None, tuple[Any, ...]]:
+        budget: int | None = 1
+        while True:
+            assert budget is not None
+            for _ in range(budget):
+                clock.pass_(1_000)
+            if budget > 100:
+                clock.pass_(10_000_000, busy=False)
+            budget = yield None
+
+    firing = firing_of(interrupted())
+    for _ in range(100):
+        firing.run_slice()
+        assert not firing.is_heavy
+
+
+def test_run_to_end(clock: Clock) -> None:
+    def short() -> Generator[bool | None, int | None, tuple[Any, ...]]:
+        for _ in range(3):
+            yield None
+        return (1, 2)
+
+    assert firing_of(short()).run_to_end(lambda: False) == (1, 2)
+
+
+def test_run_to_end_stops_at_a_back_edge(clock: Clock) -> None:
+    """And closes the generator, so that its values are freed."""
+    generator = iterations(clock, lambda _: 100)
+    asked = iter([False, False, True])
+    with pytest.raises(Stopped):
+        firing_of(generator).run_to_end(lambda: next(asked))
+    assert generator.gi_frame is None
+
+
+# -- where it runs ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_light_loop_stays_on_the_event_loop(session: af.Session, graph: af.Graph) -> None:
+    probe = Probe()
+    trace = af.Trace()
+    assert await session.run(counting(probe, 500), trace=trace) == 500
+    assert set(probe.threads) == {LOOP_THREAD}
+    assert [firing.stream for firing in trace.firings if firing.op == "region"] == ["inline"]
+
+
+async def test_a_heavy_body_goes_to_the_stream_thread(session: af.Session, graph: af.Graph) -> None:
+    """After its first iteration; no value is lost on the way."""
+    probe = Probe(busy_ns=HEAVY_NS)
+    trace = af.Trace()
+    assert await session.run(counting(probe, 6), trace=trace) == 6
+    assert probe.threads[0] == LOOP_THREAD
+    assert LOOP_THREAD not in probe.threads[1:]
+    assert probe.calls == 6
+    assert [(firing.stream, firing.status) for firing in trace.firings if firing.op == "region"] == [("compute", "ok")]
+
+
+async def test_a_heavy_loop_behind_a_light_one(session: af.Session, graph: af.Graph) -> None:
+    """What the light one was allowed is not what the heavy one gets."""
+    probe = Probe(busy_ns=HEAVY_NS)
+    limit = af.placeholder("int64", ())
+    rows = af.placeholder("float64", (64, 64))
+    (light,) = af.while_loop(lambda i: i < limit, lambda i: i + 1, (0,))
+
+    def heavy(i: Any, x: Any) -> Any:
+        return probe(i) + 1, x + 1
+
+    count, _ = af.while_loop(lambda i, _: i < light - limit + 6, heavy, (0, rows))
+    assert await session.run(count, {limit: 20_000, rows: np.zeros((64, 64))}) == 6
+    assert probe.threads.count(LOOP_THREAD) == 1
+
+
+async def test_numbers_are_the_same_on_the_thread(graph: af.Graph) -> None:
+    """Overflow, division by zero and NaN are values there too, without warnings."""
+    probe = Probe(busy_ns=HEAVY_NS)
+
+    def body(i: Any, x: Any, y: Any) -> Any:
+        return probe(i) + 1, x * 3.0e20, y / (y - y)
+
+    results = []
+    fetches = af.while_loop(lambda i, *_: i < 5, body, (0, np.float32(2.0), np.float64(1.0)))
+    for regions in (True, False):
+        async with af.Session(graph, regions=regions) as session:
+            results.append(await session.run(list(fetches)))
+    assert str(results[0]) == str(results[1])
+    assert LOOP_THREAD not in probe.threads[1:5]
+
+
+async def test_other_coroutines_go_on(session: af.Session, graph: af.Graph) -> None:
+    """Passes of the event loop beside a long light loop and a heavy one."""
+    limit = af.placeholder("int64", ())
+    light = af.while_loop(lambda i: i < limit, lambda i: i + 1, (0,))[0]
+    square = af.placeholder("float64", (200, 200))
+    heavy = af.while_loop(lambda i, _: i < limit, lambda i, x: (i + 1, af.tanh(x @ square)), (0, square))[1]
+    for fetch, feeds in (
+        (light, {limit: 300_000}),
+        (heavy, {limit: 100, square: np.full((200, 200), 0.01)}),
+    ):
+        session.plan(fetch, list(feeds))
+        async with heartbeat() as beats:
+            await session.run(fetch, feeds)
+        assert len(beats) > 10
+
+
+@asynccontextmanager
+async def heartbeat() -> AsyncIterator[list[None]]:
+    """Grows by one in every pass of the event loop."""
+    beats: list[None] = []
+
+    async def beat() -> None:
+        while True:
+            beats.append(None)
+            await asyncio.sleep(0)
+
+    task = asyncio.ensure_future(beat())
+    yield beats
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+# -- several at once -------------------------------------------------------------------------------------------------
+
+
+async def test_concurrent_runs_share_nothing(session: af.Session, graph: af.Graph) -> None:
+    """Long enough to take turns, with buffers that each run reuses for itself."""
+    n, start = af.placeholder("int64", ()), af.placeholder("float64", (40, 40))
+    result = af.while_loop(lambda i, _: i < n, lambda i, x: (i + 1, af.tanh(x * 1.5 + 0.25)), (0, start))
+    feeds = [{n: 300 + 100 * k, start: np.full((40, 40), k / 10)} for k in range(10)]
+    got = await asyncio.gather(*(session.run(list(result), feed) for feed in feeds))
+    for feed, (count, value) in zip(feeds, got, strict=True):
+        want = feed[start]
+        for _ in range(int(count)):
+            want = np.tanh(want * 1.5 + 0.25)
+        assert count == feed[n]
+        assert value.tobytes() == want.tobytes()  # type: ignore[union-attr]
+
+
+async def test_concurrent_runs_of_a_heavy_region(session: af.Session, graph: af.Graph) -> None:
+    probe, n = Probe(busy_ns=HEAVY_NS), af.placeholder("int64", ())
+    count = counting(probe, n)
+    assert await asyncio.gather(*(session.run(count, {n: k}) for k in (2, 5, 3))) == [2, 5, 3]
+    assert probe.calls == 10
+
+
+async def test_all_results_of_a_loop(session: af.Session, graph: af.Graph) -> None:
+    """In any order, twice, and beside what they were made from."""
+    n = af.placeholder("int64", ())
+    i, a, b = af.while_loop(lambda i, *_: i < n, lambda i, a, b: (i + 1, b, a + b), (0, n, 1))
+    assert await session.run({"b": b, "pair": (a, a), "i": i, "n": n}, {n: 5}) == {
+        "b": 23,
+        "pair": (14, 14),
+        "i": 5,
+        "n": 5,
+    }
+
+
+# -- traces ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_region_is_one_span(session: af.Session, graph: af.Graph) -> None:
+    n = af.placeholder("int64", ())
+    count, total = af.while_loop(lambda i, _: i < n, lambda i, t: (i + 1, t + i), (0, 0), name="sum")
+    trace = af.Trace()
+    assert await session.run([count, total], {n: 1000}, trace=trace) == [1000, 499_500]
+    (span,) = [firing for firing in trace.firings if firing.op == "region"]
+    assert span.outputs == "int64[], int64[]"
+    assert span.tag == ""
+    assert span.scheduled_ns <= span.started_ns < span.ended_ns
+    assert "test_region_firing.py" in span.location
+    assert {firing.op for firing in trace.firings} <= {"region", "fetch", "feed"}
+
+
+async def test_a_region_inside_a_loop_is_one_span_an_iteration(session: af.Session, graph: af.Graph) -> None:
+    @af.op(outputs=af.spec("int64", ()))
+    async def later(x: Any) -> Any:
+        return x
+
+    (result,) = af.while_loop(lambda i: i < 3, lambda i: later(i * 2 - i) + 1, (0,), name="loop")
+    trace = af.Trace()
+    assert await session.run(result, trace=trace) == 3
+    tags = [firing.tag for firing in trace.firings if firing.op == "region"]
+    assert tags == ["loop/0", "loop/1", "loop/2"]
+
+
+# -- stopping --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("busy_ns", [0, HEAVY_NS], ids=["inline", "on the thread"])
+async def test_cancelled_at_a_back_edge(session: af.Session, graph: af.Graph, busy_ns: int) -> None:
+    probe = Probe(busy_ns=busy_ns)
+    task = asyncio.ensure_future(session.run(counting(probe, ENDLESS)))
+    await until(lambda: probe.calls > 3)
+    assert (probe.threads[-1] == LOOP_THREAD) == (not busy_ns)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert_baseline(session)
+    calls = probe.calls
+    assert await session.run(counting(Probe(), 3)) == 3
+    assert probe.calls == calls
+
+
+@pytest.mark.parametrize("kind", ["scalars", "matmul"])
+async def test_a_deadline_on_an_endless_loop(session: af.Session, graph: af.Graph, kind: str) -> None:
+    if kind == "scalars":
+        (fetch,) = af.while_loop(lambda i: i >= 0, lambda i: (i + 1) % 7, (0,))
+    else:
+        square = af.constant(np.full((300, 300), 0.01)) * 1
+        fetch = af.while_loop(lambda i, _: i >= 0, lambda i, x: ((i + 1) % 7, af.tanh(x @ square)), (0, square))[1]
+    async with heartbeat() as beats:
+        with pytest.raises(af.DeadlineExceeded, match=r"timeout=0\.05"):
+            await session.run(fetch, timeout=0.05)
+    assert len(beats) > 5
+    assert_baseline(session)
+    assert await session.run(af.constant(1) + 1) == 2
+
+
+async def test_closing_the_session_stops_a_region(graph: af.Graph) -> None:
+    probe = Probe()
+    async with af.Session(graph) as session:
+        task = asyncio.ensure_future(session.run(counting(probe, ENDLESS)))
+        await until(lambda: probe.calls > 3)
+        await session.aclose(grace_s=0)
+        with pytest.raises(af.SessionClosedError):
+            await task
+
+
+# -- failing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("busy_ns", [0, HEAVY_NS], ids=["inline", "on the thread"])
+async def test_an_error_keeps_its_provenance(session: af.Session, graph: af.Graph, busy_ns: int) -> None:
+    """Wherever the region ran; afterwards the session runs on."""
+    probe = Probe(busy_ns=busy_ns, at=4, error=ValueError("no fours"))
+    trace = af.Trace()
+    fetch = counting(probe, 9)
+    with pytest.raises(af.KernelError, match="ValueError: no fours") as caught:
+        await session.run(fetch, trace=trace)
+    error = caught.value
+    assert (error.op, error.node, error.tag) == ("probe", "loop/body/probe", "loop/4")
+    assert error.inputs == ("int64[]",)
+    assert "test_region_firing.py" in str(error.location)
+    assert error.__cause__ is probe.error
+    assert (probe.threads[-1] == LOOP_THREAD) == (not busy_ns)
+    (span,) = [firing for firing in trace.firings if firing.op == "region"]
+    assert (span.status, span.stream) == ("error", "compute" if busy_ns else "inline")
+    assert_baseline(session)
+    probe.error = None
+    assert await session.run(fetch) == 9
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("busy_ns", [0, HEAVY_NS], ids=["inline", "on the thread"])
+async def test_what_is_meant_for_the_interpreter_stays_itself(
+    session: af.Session, graph: af.Graph, kind: type[BaseException], busy_ns: int
+) -> None:
+    """SystemExit and KeyboardInterrupt end the run unwrapped, and leave nothing behind."""
+    probe = Probe(busy_ns=busy_ns, at=4, error=kind())
+    fetch = counting(probe, 9)
+    with pytest.raises(kind):
+        await session.run(fetch)
+    assert_baseline(session)
+    probe.error = None
+    assert await session.run(fetch) == 9
