@@ -56,7 +56,8 @@ class Result:
         figure: what was measured, and in which unit.
         system: who did the work.
         values: one per repeat, in order.
-        ratio: asyncflow's median over this system's; None for asyncflow itself and for baselines.
+        ratio: asyncflow's value over this system's, the median over repeats, whose trials ran next to each other; None
+            for asyncflow itself and for baselines.
     """
 
     workload: str
@@ -173,11 +174,14 @@ def _summarise(
             for system, taken in samples.items()
             if all(figure in sample.figures for sample in taken)
         }
-        ours = statistics.median(values[ASYNCFLOW]) if ASYNCFLOW in values else None
+        ours = values.get(ASYNCFLOW)
         for system, measured in values.items():
-            theirs = statistics.median(measured)
-            comparable = system != ASYNCFLOW and system not in baselines and theirs != 0
-            ratio = ours / theirs if comparable and ours is not None else None
+            comparable = system != ASYNCFLOW and system not in baselines and 0 not in measured
+            ratio = (
+                statistics.median(mine / its for mine, its in zip(ours, measured, strict=True))
+                if comparable and ours is not None
+                else None
+            )
             results.append(
                 Result(workload=workload, case=case, figure=figure, system=system, values=measured, ratio=ratio)
             )

@@ -1,8 +1,8 @@
 """One firing of a region with loops: a generator driven in slices.
 
 It starts on the event loop, where loops over scalars stay: they hold the GIL wherever they run, and a slice ends with
-the session's turn. When a single iteration takes longer than a kernel may on the event loop, the rest moves to the
-device's stream thread; that is safe at a back edge, where the generator stands still.
+the session's turn. When an iteration takes longer than a kernel may on the event loop, the rest moves to the device's
+stream thread; that is safe at a back edge, where the generator stands still.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLICE_NS = 200_000
 """How long a slice should take: short beside a turn, long beside looking at the clock."""
 
 _OVERRUN_NS = 1_000_000
-"""A slice that takes longer, in time of the processor, holds heavy work among light: the region leaves the event loop."""
+"""A slice that takes longer holds heavy work among light, though its mean iteration be short."""
 
 _GROWTH = 16
 
@@ -35,7 +35,14 @@ class Stopped(Exception):
 
 
 class RegionFiring:
-    """A region in progress. ``budget`` is the number of back edges until it yields again."""
+    """A region in progress.
+
+    Attributes:
+        budget: the number of back edges until it yields again; None before it has begun.
+        is_heavy: the last slice held the event loop for too long, so that the rest belongs on a thread.
+        is_suspect: an earlier slice may have.
+        is_watched: the next slice's time of the processor will be taken.
+    """
 
     __slots__ = (
         "budget",
@@ -44,6 +51,7 @@ class RegionFiring:
         "inputs",
         "is_heavy",
         "is_suspect",
+        "is_watched",
         "iteration",
         "node",
         "started_ns",
@@ -65,6 +73,7 @@ class RegionFiring:
         self.budget: int | None = None
         self.is_heavy = False
         self.is_suspect = False
+        self.is_watched = True
         self.started_ns = perf_counter_ns()
 
     def run_slice(self) -> int:
@@ -74,7 +83,7 @@ class RegionFiring:
             StopIteration: it has ended; the exception's value is the tuple of outputs.
         """
         # The processor's time leaves out the moments when others ran, but is dear to ask for.
-        busy_ns = thread_time_ns() if self.is_suspect else 0
+        busy_ns = thread_time_ns() if self.is_watched else 0
         before = perf_counter_ns()
         if self.context is None:
             begins_loop = self.generator.send(self.budget)
@@ -82,10 +91,10 @@ class RegionFiring:
             begins_loop = self.context.run(_send_quietly, self.generator, self.budget)
         now = perf_counter_ns()
         taken, spent = now - before, self.budget or 1
-        self.is_heavy = taken > INLINE_LIMIT_NS * spent
-        if taken > _OVERRUN_NS:
-            self.is_heavy |= self.is_suspect and thread_time_ns() - busy_ns > _OVERRUN_NS
-            self.is_suspect = True
+        limit_ns = min(INLINE_LIMIT_NS * spent, _OVERRUN_NS)
+        self.is_heavy = taken > limit_ns and self.is_watched and thread_time_ns() - busy_ns > limit_ns
+        self.is_suspect |= taken > limit_ns
+        self.is_watched = self.is_suspect or bool(begins_loop)
         # What iterations took so far says nothing about those of another loop.
         self.budget = 1 if begins_loop else max(1, min(spent * _GROWTH, spent * _SLICE_NS // max(taken, 1)))
         return now
