@@ -94,8 +94,9 @@ async def measure(
 
 def _dynamic(system: Any, model: Model, xs: Any, steps: Any) -> Any:
     """The loop, in asyncflow and TensorFlow."""
-    inputs = system.TensorArray("float32", size=steps).unstack(xs)
-    outputs = system.TensorArray("float32", size=steps, element_shape=model.state.shape)
+    shape = model.state.shape
+    inputs = system.TensorArray("float32", size=steps, element_shape=shape).unstack(xs)
+    outputs = system.TensorArray("float32", size=steps, element_shape=shape)
 
     def body(t: Any, h: Any, c: Any, outputs: Any) -> Any:
         h, c = _cell(system, model, inputs.read(t), h, c)

@@ -122,12 +122,12 @@ def cases(iterations: int) -> list[Case]:
             # XLA contracts a product and a sum into one rounding.
             tolerance=1e-6,
         ),
-        _product_case(64, max(iterations // 20, 1)),
-        _product_case(512, max(iterations // 1000, 1)),
+        _product_case(64, max(iterations // 10, 1)),
+        _product_case(512, max(iterations // 500, 1)),
     ]
 
 
-async def measure(peers: Peers = NO_PEERS, *, repeats: int = 9, iterations: int = 20_000) -> list[Result]:
+async def measure(peers: Peers = NO_PEERS, *, repeats: int = 15, iterations: int = 10_000) -> list[Result]:
     """µs per iteration of every system."""
     results = []
     for case in cases(iterations):

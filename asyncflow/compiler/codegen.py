@@ -3,7 +3,7 @@
 Values of rank 0 are NumPy scalars and combine by Python operators, which give the same dtype and the same bits as the
 ufuncs. Loop variables are local variables. A region with loops is a generator: at every back edge it counts down the
 budget it was given, and yields when that is spent, so that whoever drives it can look at the clock, stop it, or carry
-it on elsewhere. A region without loops is a plain function.
+it on elsewhere. So is one with kernels that may be long, each of which counts too. Any other is a plain function.
 
 Errors find their node again through the line of the generated source, and their iteration through the loop counters
 among its locals.
@@ -21,7 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.buffers import Buffers, carried_results, find_uses, writes_to_buffer
+from asyncflow.compiler.estimate import may_be_long
 from asyncflow.compiler.kernels import is_small_spec
+from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.op import KernelContext
 
@@ -155,7 +157,7 @@ class _Generator:
     kernels: dict[Node, Kernel] = field(default_factory=dict)
     slots: list[str] = field(default_factory=list)
     needs_context: bool = False
-    has_loop: bool = False
+    is_generator: bool = False
 
     def generate(self, name: str) -> RegionCode:
         self.taken.update(dict.fromkeys(("budget", "context", "track", "in_iteration", "TooManyIterations"), 0))
@@ -171,7 +173,7 @@ class _Generator:
         if self.bound:
             parameters += ["*", *(f"{key}={key}" for key in self.bound)]
         signature = f"def {function}({', '.join(parameters)}):"
-        head = [signature, *(["    budget = 1"] if self.has_loop else [])]
+        head = [signature, *(["    budget = 1"] if self.is_generator else [])]
         head.extend(f"    {slot} = None" for slot in self.slots)
         source = "\n".join((*head, *self.lines)) + "\n"
         filename = f"<asyncflow region {name} {next(_serial)}>"
@@ -179,7 +181,7 @@ class _Generator:
         namespace = dict(self.bound)
         exec(compile(source, filename, "exec"), namespace)
         places = {number + len(head): place for number, place in self.places.items()}
-        return RegionCode(namespace[function], source, filename, places, self.has_loop, self.needs_context)
+        return RegionCode(namespace[function], source, filename, places, self.is_generator, self.needs_context)
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -274,6 +276,15 @@ class _Generator:
             for tensor, target in zip(node.outputs, targets, strict=True):
                 if not is_small_spec(tensor.spec):
                     self.line(block, f"track({target}, {node.name!r})", node)
+        if may_be_long(node, INLINE_LIMIT_NS):
+            self.checkpoint(block)
+
+    def checkpoint(self, block: _Block) -> None:
+        """A place where whoever drives the function may stop it."""
+        self.is_generator = True
+        self.line(block, "budget -= 1")
+        self.line(block, "if not budget:")
+        self.line(block.deeper(), "budget = yield")
 
     def new_slot(self) -> str:
         self.slots.append(self.fresh("buffer", "buffer"))
@@ -328,7 +339,7 @@ class _Generator:
         self.names[inner] = self.value(outer)
 
     def put_while(self, node: Node, block: _Block) -> None:
-        follows_loop, self.has_loop = self.has_loop, True
+        follows_loop, self.is_generator = self.is_generator, True
         condition: Subgraph = node.attrs["cond"]
         body: Subgraph = node.attrs["body"]
         n_vars: int = node.attrs["n_vars"]
@@ -360,9 +371,7 @@ class _Generator:
             self.line(inner, f"if {counter} >= {self.max_iterations}:")
             self.line(inner.deeper(), f"raise TooManyIterations({label!r}, {self.max_iterations})", node)
         self.line(inner, f"{counter} += 1")
-        self.line(inner, "budget -= 1")
-        self.line(inner, "if not budget:")
-        self.line(inner.deeper(), "budget = yield", node)
+        self.checkpoint(inner)
         self.names.update(zip(node.outputs, variables, strict=True))
 
     def carried(self, condition: Subgraph, body: Subgraph, n_vars: int) -> frozenset[Tensor]:

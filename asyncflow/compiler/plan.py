@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.compiler.codegen import RegionCode
+from asyncflow.compiler.estimate import estimate_region
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.kernels import is_small_spec
 from asyncflow.compiler.regions import REGION
@@ -30,6 +31,7 @@ from asyncflow.graph.frames import output_frame
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from asyncflow.compiler.estimate import RegionEstimate
     from asyncflow.compiler.regions import Region
     from asyncflow.compiler.straight import Straight
     from asyncflow.graph.frames import FramePath
@@ -90,6 +92,7 @@ class PlanNode:
         dead_targets: the same for dead tokens, which Exit and NextIteration do not get.
         controls: ``(position, target)`` for every control edge out.
         kernel: what to call; bound to device, attributes and state.
+        is_heavy: a region that has proved too long for the event loop.
         is_small: shapes are known and small, so the kernel runs on the event loop without being timed.
     """
 
@@ -100,6 +103,7 @@ class PlanNode:
         "cost",
         "dead",
         "dead_targets",
+        "estimate",
         "fetch_index",
         "frame",
         "id",
@@ -107,6 +111,7 @@ class PlanNode:
         "is_async",
         "is_constant",
         "is_emit",
+        "is_heavy",
         "is_small",
         "is_user",
         "kernel",
@@ -147,6 +152,8 @@ class PlanNode:
         self.is_user = source.op.is_user
         self.needs_context = source.op.needs_context
         self.region: RegionCode | None = None
+        self.estimate: RegionEstimate | None = None
+        self.is_heavy = False
         self.is_small = _is_small(source)
         self.fetch_index = -1
         self.uses_index = False
@@ -156,6 +163,7 @@ class PlanNode:
         """Makes the node run generated code."""
         self.region = code
         self.kernel = code.function
+        self.estimate = estimate_region(region.walk())
         self.needs_context = code.needs_context
         self.is_small = (
             not (code.is_generator or code.needs_context)

@@ -12,6 +12,7 @@ from collections import deque
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
+from asyncflow.compiler.estimate import NS_PER_CALL, NS_PER_ELEMENT, kernel_ns
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.errors import KernelError
@@ -37,10 +38,6 @@ BLOCKED_NS = 5_000_000
 
 _CHECK_EVERY = 32
 """Small firings between two looks at the clock."""
-
-_NS_PER_FLOP = 0.1
-_NS_PER_ELEMENT = 1.0
-_NS_PER_CALL = 2_000.0
 
 
 class Emitter(Protocol):
@@ -294,7 +291,12 @@ class Executor:
         self.in_flight += 1
         assert node.kernel is not None
         context = self._context if node.is_user else None
-        self._suspended.append(RegionFiring(node, iteration, inputs, node.kernel(*inputs), context))
+        firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), context)
+        assert node.estimate is not None
+        if node.is_heavy or node.estimate.expects(INLINE_LIMIT_NS, inputs):
+            self._region_on_stream(firing)
+        else:
+            self._suspended.append(firing)
 
     def _step_region(self, firing: RegionFiring, deadline_ns: int) -> None:
         """Runs slices of a region until it ends, the turn does, or it proves too heavy for the event loop."""
@@ -304,6 +306,7 @@ class Executor:
             while now < deadline_ns:
                 now = firing.run_slice()
                 if firing.is_heavy:  # looked at first: a heavy slice ends behind the deadline
+                    node.is_heavy = True
                     self._region_on_stream(firing)
                     return
         except StopIteration as ended:
@@ -455,10 +458,12 @@ class _TimedQueue(deque[Any]):
 
 def _estimate(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:
     """A first guess at a kernel's cost, before it has been measured."""
-    op = node.source.op
-    if op.flops is None:
-        return MeasuredCost(base_ns=_NS_PER_CALL, slope_ns=0.0 if op.is_user else _NS_PER_ELEMENT)
-    shapes = [getattr(value, "shape", ()) for value in inputs[-len(node.source.inputs) :]]
-    outputs = [tensor.shape for tensor in node.source.outputs]
-    flops = op.flops(shapes, outputs, **node.source.attrs)
-    return MeasuredCost(base_ns=_NS_PER_CALL + flops * _NS_PER_FLOP)
+    source = node.source
+    if node.estimate is not None:
+        too_long = node.estimate.expects(INLINE_LIMIT_NS, inputs)
+        return MeasuredCost(base_ns=2 * INLINE_LIMIT_NS if too_long else node.estimate.once_ns)
+    if source.op.is_user and source.op.flops is None:
+        return MeasuredCost(base_ns=NS_PER_CALL)
+    shapes = [getattr(value, "shape", ()) for value in inputs[-len(source.inputs) :]]
+    base_ns = kernel_ns(source, shapes, [tensor.shape for tensor in source.outputs])
+    return MeasuredCost(base_ns=base_ns, slope_ns=NS_PER_ELEMENT if source.op.flops is None else 0.0)

@@ -12,7 +12,7 @@ from asyncflow.compiler.order_effects import order_effects
 from asyncflow.compiler.regions import make_regions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from asyncflow.graph.graph import Graph
 
@@ -22,6 +22,15 @@ def extracted(
 ) -> str:
     """After `extract`, with all placeholders fed."""
     return _text(_extracted(graph, fetches, streamed=streamed, all_effects=all_effects))
+
+
+def optimized(graph: Graph, fetches: Sequence[Any], *passes: Callable[[Graph], None]) -> str:
+    """After `extract` and these optimisations."""
+    copied = _extracted(graph, fetches)
+    for run in passes:
+        run(copied)
+        af.verify(copied)
+    return _text(copied)
 
 
 def ordered(graph: Graph, fetches: Sequence[Any]) -> str:

@@ -1,0 +1,78 @@
+"""How long kernels will take, before anything has been measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.shapes import is_static, size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from asyncflow.graph.ir import Node
+    from asyncflow.graph.shapes import Shape
+
+NS_PER_CALL = 2_000.0
+NS_PER_ELEMENT = 1.0
+NS_PER_FLOP = 0.1
+
+ASSUMED_EXTENT = 256
+
+LARGE_ELEMENTS = 16_384
+"""Where sizes are only known in a run, inputs of so many elements may mean work that is too long for the event loop."""
+
+
+def kernel_ns(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[Shape]) -> float:
+    """One firing of `node` on values of these shapes; what is not known counts little."""
+    if node.op.flops is not None:
+        return NS_PER_CALL + NS_PER_FLOP * node.op.flops(input_shapes, output_shapes, **node.attrs)
+    return NS_PER_CALL + NS_PER_ELEMENT * max((size_of(shape) or 0 for shape in output_shapes), default=0)
+
+
+def may_be_long(node: Node, limit_ns: float) -> bool:
+    """Whether one firing may well take longer than `limit_ns`; extents that are not known count as `ASSUMED_EXTENT`."""
+    inputs, outputs = ([_assumed(tensor.shape) for tensor in tensors] for tensors in (node.inputs, node.outputs))
+    return kernel_ns(node, inputs, outputs) > limit_ns
+
+
+def _assumed(shape: Shape) -> Shape:
+    if shape is None:
+        return (ASSUMED_EXTENT, ASSUMED_EXTENT)
+    return tuple(ASSUMED_EXTENT if dim is None else dim for dim in shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionEstimate:
+    """What is known of a region's running time.
+
+    Attributes:
+        once_ns: every node once, loops as if they ran one iteration.
+        longest_ns: its longest kernel.
+        is_open: some sizes are only known in a run.
+    """
+
+    once_ns: float
+    longest_ns: float
+    is_open: bool
+
+    def expects(self, limit_ns: float, inputs: Iterable[Any]) -> bool:
+        """Whether a kernel may take longer than `limit_ns`, given the region's inputs."""
+        if self.longest_ns > limit_ns:
+            return True
+        return self.is_open and sum(getattr(value, "size", 1) for value in inputs) >= LARGE_ELEMENTS
+
+
+def estimate_region(nodes: Iterable[Node]) -> RegionEstimate:
+    """The estimate for the nodes of a region, those in branches and loops included."""
+    once = longest = 0.0
+    is_open = False
+    for node in nodes:
+        if node.op.name in STRUCTURED or node.op.kernel is None:
+            continue
+        inputs, outputs = [tensor.shape for tensor in node.inputs], [tensor.shape for tensor in node.outputs]
+        is_open |= not all(map(is_static, (*inputs, *outputs)))
+        taken = kernel_ns(node, inputs, outputs)
+        once, longest = once + taken, max(longest, taken)
+    return RegionEstimate(once, longest, is_open)

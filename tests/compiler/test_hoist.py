@@ -1,0 +1,79 @@
+"""`hoist`: what does not change from iteration to iteration is computed in front of the loop, if it cannot fail."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.compiler.hoist import hoist
+from asyncflow.compiler.prune import prune
+from tests.compiler.stages import golden, optimized
+
+
+def test_invariant_nodes_stand_in_front_of_the_loop(graph: af.Graph) -> None:
+    x = af.placeholder("float64", (), name="x")
+    _, y = af.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + af.tanh(x * 2.0)), (0, x), name="loop")
+    assert optimized(graph, [y], hoist, prune) == golden("""
+        %feed = feed() {spec=float64[]} : float64[]
+        %constant = constant() {value=array(int64[], 0)} : int64[]
+        %constant_1 = constant() {value=array(float64[], 2.0)} : float64[]
+        %loop/body/multiply = multiply(%feed, %constant_1) : float64[]
+        %loop/body/tanh = tanh(%loop/body/multiply) : float64[]
+        %loop = while(%constant, %feed, %loop/body/tanh) {n_vars=2} : (int64[], float64[]) {
+          cond "loop/cond" (%loop/cond/var, %loop/cond/var_1, %loop/cond/capture_tanh) {
+            %loop/cond/var = parameter() {spec=int64[]} : int64[]
+            %loop/cond/var_1 = parameter() {spec=float64[]} : float64[]
+            %loop/cond/capture_tanh = parameter() {spec=float64[]} : float64[]
+            %loop/cond/constant = constant() {value=array(int64[], 3)} : int64[]
+            %loop/cond/less = less(%loop/cond/var, %loop/cond/constant) : bool[]
+            return %loop/cond/less
+          }
+          body "loop/body" (%loop/body/var, %loop/body/var_1, %loop/body/capture_tanh) {
+            %loop/body/var = parameter() {spec=int64[]} : int64[]
+            %loop/body/var_1 = parameter() {spec=float64[]} : float64[]
+            %loop/body/capture_tanh = parameter() {spec=float64[]} : float64[]
+            %loop/body/constant = constant() {value=array(int64[], 1)} : int64[]
+            %loop/body/add = add(%loop/body/var, %loop/body/constant) : int64[]
+            %loop/body/add_1 = add(%loop/body/var_1, %loop/body/capture_tanh) : float64[]
+            return %loop/body/add, %loop/body/add_1
+          }
+        }
+        %fetch = fetch(%loop:1) : ()
+    """)
+
+
+def test_out_of_nested_loops_all_the_way(graph: af.Graph) -> None:
+    x = af.placeholder("float64", (), name="x")
+
+    def inner(s: af.Tensor) -> af.Tensor:
+        _, total = af.while_loop(lambda j, t: j < 2, lambda j, t: (j + 1, t + af.exp(x)), (0, s))
+        return total
+
+    _, y = af.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, inner(s)), (0, x))
+    first, *rest = optimized(graph, [y], hoist, prune).split(" = while(")
+    assert "exp(%feed)" in first
+    assert not any("= exp(" in part for part in rest)
+
+
+@pytest.mark.parametrize("optimize", [True, False])
+async def test_a_loop_without_iterations_fails_on_nothing(graph: af.Graph, optimize: bool) -> None:
+    v, n = af.placeholder("float64", (3,), name="v"), af.placeholder("int64", (), name="n")
+    _, y = af.while_loop(
+        lambda i, s: i < n,
+        lambda i, s: (i + 1, s + v[n + 9] + af.astype(n ** af.constant(-1), "float64")),
+        (0, af.constant(0.0)),
+    )
+    async with af.Session(graph, debug=True, optimize=optimize) as session:
+        assert await session.run(y, {v: np.zeros(3), n: 0}) == 0.0
+        with pytest.raises(af.KernelError):
+            await session.run(y, {v: np.zeros(3), n: 1})
+
+
+def test_a_value_larger_than_what_it_is_made_of_stays_inside(graph: af.Graph) -> None:
+    x = af.placeholder("float64", (1000,), name="x")
+    column = af.reshape(x, (1000, 1))
+    _, y = af.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + af.sum(x * column)), (0, 0.0), name="loop")
+    before, inside = optimized(graph, [y], hoist, prune).split("%loop = ")
+    assert "multiply(" not in before
+    assert "multiply(" in inside
