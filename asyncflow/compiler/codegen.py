@@ -301,7 +301,7 @@ class _Generator:
             self.needs_context = True
             arguments.insert(0, self.context(block))
         if slot is not None:
-            arguments.append(slot)
+            arguments.append(f"out={slot}")
         return f"{self.bind_name(f'k_{node.op.name}', 'kernel', kernel)}({', '.join(arguments)})"
 
     def context(self, block: _Block) -> str:

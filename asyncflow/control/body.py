@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, user_location
 from asyncflow.graph import nest
-from asyncflow.graph.build import add_control_input, as_tensor, constant, identity
+from asyncflow.graph.build import add_control_input, as_tensor, constant, identity, refuse_coroutines
 from asyncflow.graph.dtypes import promote
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
@@ -14,11 +15,59 @@ from asyncflow.graph.shapes import size_of
 from asyncflow.ops.manipulation import reshape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from asyncflow.graph.build import TensorLike
 
 _WEAK = (bool, int, float, complex)
+
+
+def user_function(function: Callable[..., Any], role: str, n_arguments: int, arguments: str) -> Callable[..., Any]:
+    """`function`, once it is known to take what it will be called with; what it returns is no coroutine.
+
+    Args:
+        function: what the user gave.
+        role: what for, such as ``true_fn of cond``.
+        n_arguments: how many it is called with, all by position.
+        arguments: what they are, such as ``2 loop variables``.
+
+    Raises:
+        GraphError: it is no function, is a coroutine function, or takes other arguments.
+    """
+    if not callable(function):
+        refuse_coroutines(function)
+        takes = f"of {arguments}" if n_arguments else "without arguments"
+        advice = "" if n_arguments else ": write lambda: x"
+        raise GraphError(f"{role} is a function {takes}; got {function!r}{advice}\n  written at {user_location()}")
+    refuse_coroutines(function)
+    _check_arity(function, role, n_arguments, arguments)
+
+    def call(*values: Any) -> Any:
+        returned = function(*values)
+        refuse_coroutines(returned)
+        return returned
+
+    return call
+
+
+def _check_arity(function: Callable[..., Any], role: str, n_arguments: int, arguments: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some builtins do not say what they take
+    try:
+        signature.bind(*range(n_arguments))
+    except TypeError as error:
+        name = getattr(function, "__name__", repr(function))
+        raise GraphError(
+            f"{role} is called with {arguments if n_arguments else 'no arguments'}, which {name}{signature} does not "
+            f"take: {error}\n  written at {user_location()}"
+        ) from None
+
+
+def user_functions(functions: Iterable[Callable[[], Any]], role: str) -> list[Callable[..., Any]]:
+    """Functions without arguments, numbered from 0 in messages; see `user_function`."""
+    return [user_function(function, f"{role} {index}", 0, "") for index, function in enumerate(functions)]
 
 
 def as_predicate(pred: TensorLike, what: str) -> Tensor:
@@ -27,9 +76,9 @@ def as_predicate(pred: TensorLike, what: str) -> Tensor:
     Raises:
         ShapeError, DTypeError: it is not a boolean, or has several elements.
     """
-    leaves, structure = nest.flatten(pred)
+    structure = nest.flatten(pred)[1]
     if structure.kind is not None:
-        raise GraphError(f"{what} is one boolean scalar; got {len(leaves)} values: {structure}")
+        raise GraphError(f"{what} is one boolean scalar; got {nest.describe(structure)}")
     tensor = as_tensor(pred)
     if tensor.shape != () and size_of(tensor.shape) in (1, None):
         return reshape(tensor, ())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.control.body import as_predicate
-from asyncflow.control.cond import cond
+from asyncflow.control.body import as_predicate, user_function, user_functions
+from asyncflow.control.cond import cond, effects_advice
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
 from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, identity
+from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, graph_for, identity
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, register
@@ -89,12 +90,12 @@ def case(
     ...     af.case([(x < 0, lambda: -x), (x > 1, lambda: x)], default=lambda: x * x)
     <Tensor case:0 float32[]>
     """
-    pairs: list[Any] = list(pred_fn_pairs)
+    pairs: list[Any] = _listed(pred_fn_pairs, "case takes a list of pairs (predicate, function)")
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         raise GraphError(f"case takes at least one pair (predicate, function); got {pairs!r}")
-    branches = [branch for _, branch in pairs]
+    branches = user_functions((branch for _, branch in pairs), "branch")
     if default is not None:
-        branches.append(default)
+        branches.append(user_function(default, "default", 0, ""))
     with graph_for(*(pred for pred, _ in pairs)):
         preds = [as_predicate(pred, "a predicate of case") for pred, _ in pairs]
         index = apply(CASE_INDEX, *preds, exclusive=bool(exclusive), has_default=default is not None)[0]
@@ -132,7 +133,9 @@ def switch_case(
     ...     af.switch_case(i, [lambda: 1.0, lambda: 2.0, lambda: 4.0])
     <Tensor switch_case:0 float64[]>
     """
-    listed = [*branches, *(() if default is None else (default,))]
+    listed = user_functions(_listed(branches, "switch_case takes a list of functions"), "branch")
+    if default is not None:
+        listed.append(user_function(default, "default", 0, ""))
     if not listed:
         raise GraphError("switch_case needs at least one branch")
     with graph_for(index):
@@ -147,6 +150,12 @@ def switch_case(
         return _Branches("switch_case", listed).choose(position, name)
 
 
+def _listed(items: Any, rule: str) -> list[Any]:
+    if isinstance(items, Tensor | SupportsTensor) or not isinstance(items, Iterable):
+        raise GraphError(f"{rule}; got {items!r}\n  written at {user_location()}")
+    return list(items)
+
+
 class _Branches:
     """The branches, called in their order, and held against the first."""
 
@@ -154,6 +163,7 @@ class _Branches:
         self.what = what
         self.functions = functions
         self.first: tuple[list[Any], nest.Structure] | None = None
+        self.first_returned: Any = None
 
     def choose(self, index: Tensor, name: str | None) -> Any:
         """The results of the branch that `index` says, the last one if it is too large."""
@@ -163,7 +173,7 @@ class _Branches:
                 returned = self.call(0)
                 leaves, structure = nest.flatten(returned)
                 return structure.unflatten([leaf if isinstance(leaf, Node) else identity(leaf) for leaf in leaves])
-        return self.between(0, len(self.functions), index, name or self.what)
+        return self.between(0, len(self.functions), index, self.what if name is None else name)
 
     def between(self, start: int, end: int, index: Tensor, name: str | None = None) -> Any:
         """The results of one of the branches `start` to `end`, the latter excluded."""
@@ -188,6 +198,7 @@ class _Branches:
         returned = self.functions[position]()
         if self.first is None:
             self.first = nest.flatten(returned)
+            self.first_returned = returned
             return returned
         leaves, structure = self.first
         try:
@@ -195,6 +206,7 @@ class _Branches:
         except nest.StructureMismatch as error:
             raise GraphError(
                 f"branches 0 and {position} of {self.what} return different nests: {error}"
+                f"{effects_advice((self.first_returned, returned))}"
                 f"\n  written at {user_location()}"
             ) from None
         for path, a, b in zip(structure.paths("result"), leaves, others, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor
+from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.errors import DTypeError, GraphError, user_location
 from asyncflow.graph import nest
@@ -17,7 +17,7 @@ from asyncflow.graph.shapes import relax
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from asyncflow.graph.build import TensorLike
 
@@ -63,13 +63,14 @@ def cond(
     >>> y
     <Tensor cond:0 float32[]>
     """
+    functions = user_function(true_fn, "true_fn", 0, ""), user_function(false_fn, "false_fn", 0, "")
     graph = graph_for(pred)
     predicate = graph.import_tensor(as_predicate(pred, "the predicate of cond"))
     check_predicate(predicate.spec)
-    label = graph.unique_name(name or "cond")
+    label = graph.unique_name("cond" if name is None else name)
     branches = Subgraph(graph, f"{label}/true"), Subgraph(graph, f"{label}/false")
     returned = []
-    for branch, fn in zip(branches, (true_fn, false_fn), strict=True):
+    for branch, fn in zip(branches, functions, strict=True):
         with branch:
             returned.append(fn())
     structure = _match(label, branches, returned)
@@ -81,13 +82,19 @@ def cond(
     return structure.unflatten(node.outputs) if node.outputs else node
 
 
+def effects_advice(returned: Sequence[Any]) -> str:
+    """What to say of branches that differ, if one of them returns None."""
+    return "; for branches that only have effects return None from both" if any(x is None for x in returned) else ""
+
+
 def _match(label: str, branches: tuple[Subgraph, Subgraph], returned: list[Any]) -> nest.Structure:
     true_leaves, structure = nest.flatten(returned[0])
     try:
         false_leaves = nest.flatten_like(structure, returned[1])
     except nest.StructureMismatch as error:
         raise GraphError(
-            f"the branches of {label} return different nests (true_fn first): {error}\n  written at {user_location()}"
+            f"the branches of {label} return different nests (true_fn first): {error}{effects_advice(returned)}"
+            f"\n  written at {user_location()}"
         ) from None
     for path, on_true, on_false in zip(structure.paths("result"), true_leaves, false_leaves, strict=True):
         a = result_tensor(branches[0], on_true, on_false if isinstance(on_false, Tensor) else None)

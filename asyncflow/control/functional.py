@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.control.array_store import ArrayKind
-from asyncflow.control.body import add_outer_controls, join_captures, result_tensor
+from asyncflow.control.body import add_outer_controls, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.tensor_array import ARRAY, TensorArray
 from asyncflow.control.while_loop import WHILE, while_loop
@@ -65,7 +65,8 @@ def map_fn(
     check_parallel_iterations(parallel_iterations)
     with graph_for(*nest.flatten(elems)[0]) as graph:
         rows = _Rows("map_fn", elems)
-        loop = _MapLoop(graph, graph.unique_name(name or "map"))
+        fn = user_function(fn, "fn of map_fn", 1, f"one row, {nest.describe(rows.structure)}")
+        loop = _MapLoop(graph, graph.unique_name("map" if name is None else name))
         structure = loop.trace(fn, rows)
         return structure.unflatten(loop.build(rows, parallel_iterations))
 
@@ -105,6 +106,7 @@ def scan(
     with graph_for(*nest.flatten((elems, initializer))[0]):
         rows = _Rows("scan", elems, reverse=reverse)
         state, first = rows.start(initializer)
+        fn = state.function(fn, rows)
         arrays = [TensorArray(x.dtype, rows.count, element_shape=x.shape) for x in state.initial]
         if first:
             place = rows.place(constant(0))
@@ -120,7 +122,7 @@ def scan(
             step,
             (as_tensor(first, int64), state.initial, arrays),
             parallel_iterations=parallel_iterations,
-            name=name or "scan",
+            name="scan" if name is None else name,
         )[2]
         return state.structure.unflatten([rows.stacked(array) for array in arrays])
 
@@ -172,12 +174,13 @@ def _fold(
     with graph_for(*nest.flatten((elems, initializer))[0]):
         rows = _Rows(what, elems, reverse=what == "foldr")
         state, first = rows.start(initializer)
+        fn = state.function(fn, rows)
         _, values = while_loop(
             lambda count, values: less(count, rows.count),
             lambda count, values: (add(count, 1), state.after(fn, values, rows.read(rows.place(count)))),
             (as_tensor(first, int64), state.initial),
             parallel_iterations=parallel_iterations,
-            name=name or what,
+            name=what if name is None else name,
         )
         return state.structure.unflatten(values)
 
@@ -188,6 +191,10 @@ class _Rows:
     def __init__(self, what: str, elems: Any, *, reverse: bool = False) -> None:
         self.what = what
         self.reverse = reverse
+        if callable(elems):
+            raise GraphError(
+                f"{what}(fn, elems) takes the function first; got {elems!r} as elems\n  written at {user_location()}"
+            )
         leaves, self.structure = nest.flatten(elems)
         tensors = [as_tensor(leaf) for leaf in leaves]
         if not tensors:
@@ -250,6 +257,11 @@ class _State:
         if not self.initial:
             raise GraphError(f"the initializer of {what} has no values: {initial!r}")
 
+    def function(self, fn: Callable[[Any, Any], Any], rows: _Rows) -> Callable[..., Any]:
+        """`fn`, which takes the state and a row."""
+        arguments = f"the state, {nest.describe(self.structure)}, and one row, {nest.describe(rows.structure)}"
+        return user_function(fn, f"fn of {self.what}", 2, arguments)
+
     def after(self, fn: Callable[[Any, Any], Any], values: list[Tensor], row: Any) -> list[Tensor]:
         """What `fn` makes of the state and a row, held against the state it began with."""
         returned = fn(self.structure.unflatten(values), row)
@@ -257,7 +269,7 @@ class _State:
             leaves = nest.flatten_like(self.structure, returned)
         except nest.StructureMismatch as error:
             raise GraphError(
-                f"fn of {self.what} must return a state like the one it is given, {self.structure}, which begins as "
+                f"fn of {self.what} must return a state like the one it is given, {nest.describe(self.structure)}, which begins as "
                 f"the initializer (or the first row): {error}\n  written at {user_location()}"
             ) from None
         body = graph_for()

@@ -7,7 +7,7 @@ ordering of their own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -300,6 +300,15 @@ class TensorArray:
 
     def __repr__(self) -> str:
         return f"<TensorArray {self.handle.name} {Spec(self.dtype, self.element_shape)}>"
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise GraphError(f"{self!r} has no indexing, because reading may use elements up; use .read(i) or .stack()")
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        raise GraphError(f"{self!r} cannot be assigned to; use array = array.write(i, value)")
+
+    def __iter__(self) -> NoReturn:
+        raise GraphError(f"{self!r} cannot be iterated over; use .read(i) for an element, .stack() for all")
 
     # -- writing -------------------------------------------------------------------------------------------------
 

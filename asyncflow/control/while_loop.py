@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor
+from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
@@ -16,6 +16,7 @@ from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import as_shape, format_shape, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.elementwise import add
+from asyncflow.ops.extents import static_value
 from asyncflow.ops.logic import less, logical_and
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def while_loop(
             None for the whole: no shape changes.
         parallel_iterations: how many iterations may be live at once, at least 1. It never changes the result.
         swap_memory: values saved for gradients may move to host memory.
-        maximum_iterations: stop after so many; a number or an integer scalar.
+        maximum_iterations: stop after so many, at least 0; a number or an integer scalar.
         name: of the node.
 
     Raises:
@@ -81,9 +82,11 @@ def while_loop(
     graph = graph_for(*(leaf for leaf in nest.flatten(loop_vars)[0]))
     check_parallel_iterations(parallel_iterations)
     variables = _Variables(graph, loop_vars, shape_invariants)
+    cond = user_function(cond, "cond of while_loop", *variables.passed)
+    body = user_function(body, "body of while_loop", *variables.passed)
     if maximum_iterations is not None:
         cond, body, variables = _bounded(cond, body, variables, maximum_iterations)
-    label = graph.unique_name(name or "while")
+    label = graph.unique_name("while" if name is None else name)
     condition, loop_body = Subgraph(graph, f"{label}/cond"), Subgraph(graph, f"{label}/body")
     with condition:
         pred = as_predicate(cond(*variables.arguments(condition)), f"the predicate of {label}")
@@ -137,6 +140,14 @@ class _Variables:
                 )
             self.specs[index] = Spec(self.specs[index].dtype, shape)
 
+    @property
+    def passed(self) -> tuple[int, str]:
+        """How many arguments the functions get, and what they are."""
+        if self.structure.kind not in (tuple, list):
+            return 1, f"the loop variables, {nest.describe(self.structure)}"
+        count = len(self.structure.children)
+        return count, f"{count} loop variable{'s' * (count != 1)}"
+
     def arguments(self, body: Subgraph) -> tuple[Any, ...]:
         """The loop variables as `body` sees them, as the positional arguments of its function."""
         inner = [body.add_input(spec, "var") for spec in self.specs]
@@ -153,7 +164,7 @@ class _Variables:
             leaves = nest.flatten_like(self.structure, returned)
         except nest.StructureMismatch as error:
             raise GraphError(
-                f"the body of {label} must return what it was given, {self.structure}: {error}"
+                f"the body of {label} must return what it was given, {nest.describe(self.structure)}: {error}"
                 f"\n  written at {user_location()}"
             ) from None
         return [self._next_value(label, body, index, leaf) for index, leaf in enumerate(leaves)]
@@ -185,6 +196,9 @@ def _bounded(
     limit = as_tensor(maximum)
     if limit.dtype.kind not in "iu" or limit.shape not in ((), None):
         raise GraphError(f"maximum_iterations is an integer scalar; got {limit!r}")
+    known = static_value(limit)
+    if known is not None and known < 0:
+        raise GraphError(f"maximum_iterations is at least 0; got {known}")
     spread = variables.structure.kind in (tuple, list)
     counted = _Variables(limit.graph, (as_tensor(0, int64), variables.structure.unflatten(variables.initial)), None)
     counted.specs[1:] = variables.specs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -12,6 +13,7 @@ from asyncflow.graph.dtypes import VARIANT, as_dtype, is_supported, string
 from asyncflow.graph.frames import frame_of
 from asyncflow.graph.graph import Graph, current_graph
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.operators import Operators
 from asyncflow.graph.shapes import as_shape
 from asyncflow.graph.spec import Spec
 
@@ -126,6 +128,8 @@ def constant(value: TensorLike, dtype: DTypeLike | None = None, *, name: str | N
 
 def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
     """A fresh NumPy array of `value`; refuses what a tensor cannot hold."""
+    if isinstance(value, Operators):
+        raise GraphError(f"{value!r} already is a tensor, or reads as one: use it as it is; convert it with af.astype")
     if isinstance(value, list | tuple) and _contains_tensor(value):
         raise GraphError("a list with tensors in it is not a constant; use af.stack to make one tensor of them")
     try:
@@ -137,6 +141,8 @@ def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
             raise DTypeError(f"cannot make a tensor of {_brief(value)}: strings and other values do not mix")
         array = array.astype(string)
     if not is_supported(array.dtype) or VARIANT in (array.dtype, dtype):
+        if array.dtype == VARIANT:
+            _explain_objects(value, array)
         raise DTypeError(
             f"cannot make a tensor of {_brief(value)}: NumPy gives dtype {array.dtype}; tensors hold booleans, "
             f"integers, floats, complex numbers or strings"
@@ -144,6 +150,35 @@ def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return array if dtype is None or array.dtype == dtype else _convert(array, value, dtype)
+
+
+def _explain_objects(value: TensorLike, array: np.ndarray[Any, Any]) -> None:
+    """Raises the error that says what is wrong with `value`, if one of the usual things is."""
+    items = list(array.flat)
+    refuse_coroutines(*items)
+    if items and all(isinstance(item, int) for item in items):
+        raise DTypeError(f"{_brief(value)} does not fit int64 or uint64; write it as a float if digits may be lost")
+
+
+def refuse_coroutines(*values: object) -> None:
+    """Refuses coroutines, which are closed, and coroutine functions, where a value is expected.
+
+    Raises:
+        GraphError: there is one among `values`.
+    """
+    coroutines = [value for value in values if inspect.iscoroutine(value)]
+    for coroutine in coroutines:
+        coroutine.close()  # it will never be awaited, which Python would warn of
+    if coroutines:
+        name = coroutines[0].__qualname__
+        raise GraphError(f"{name}(...) is a coroutine, not a value: {name} is a coroutine function; {_MAKE_AN_OP}")
+    for value in values:
+        if inspect.iscoroutinefunction(value):
+            name = getattr(value, "__qualname__", repr(value))
+            raise GraphError(f"{name} is a coroutine function; {_MAKE_AN_OP}")
+
+
+_MAKE_AN_OP = "make it an op with @af.op and call it with tensors; a graph itself is built by plain functions"
 
 
 def _convert(array: np.ndarray[Any, Any], value: TensorLike, dtype: DType) -> np.ndarray[Any, Any]:
@@ -205,7 +240,7 @@ def identity(x: TensorLike, *, name: str | None = None) -> Tensor:
 def group(*items: Tensor | Node, name: str | None = None) -> Node:
     """A node that has run when all `items` have."""
     graph = graph_for(*items)
-    node = graph.add_node(builtin.NO_OP, (), {}, (), name=name or "group")
+    node = graph.add_node(builtin.NO_OP, (), {}, (), name="group" if name is None else name)
     before = (node.graph.import_control(item.node if isinstance(item, Tensor) else item) for item in items)
     # All at once: one by one, each would be looked for among those before it.
     node.control_inputs = list(dict.fromkeys((*node.control_inputs, *(local for local in before if local is not None))))
@@ -231,4 +266,5 @@ __all__ = [
     "group",
     "identity",
     "placeholder",
+    "refuse_coroutines",
 ]

@@ -53,8 +53,14 @@ def as_dtype(dtype: DTypeLike | None) -> DType:
             return _BY_NAME[dtype]
         if dtype == "bfloat16":
             return bfloat16()
-    elif isinstance(dtype, type) and dtype in _BY_TYPE:
-        return _BY_TYPE[dtype]
+    elif isinstance(dtype, type):
+        if dtype in _BY_TYPE:
+            return _BY_TYPE[dtype]
+    elif not isinstance(dtype, np.dtype):  # NumPy would take the dtype of whatever has one.
+        raise DTypeError(
+            f"a dtype is fixed when the graph is built; got {dtype!r}: use a name such as 'float32', a scalar type, or "
+            f"the .dtype of a tensor or array"
+        )
     try:
         found = np.dtype(dtype)
     except (TypeError, ValueError) as error:

@@ -100,7 +100,7 @@ class Graph:
         node = Node(
             graph=self,
             id=NodeId(root.version),
-            name=reserved_name or self.unique_name(name or op.name),
+            name=reserved_name or self.unique_name(op.name if name is None else name),
             op=op,
             inputs=inputs,
             attrs=attrs,
@@ -129,7 +129,13 @@ class Graph:
         self.version = len(self.nodes)
 
     def unique_name(self, name: str) -> str:
-        """`name` inside the current name scope, numbered if taken: ``layer/add``, ``layer/add_1``."""
+        """`name` inside the current name scope, numbered if taken: ``layer/add``, ``layer/add_1``.
+
+        Raises:
+            GraphError: it is no string, is empty, or has a colon, which stands between node and output in a fetch.
+        """
+        if not isinstance(name, str) or not name or ":" in name:
+            raise GraphError(f"name={name!r}: a name is a string that is not empty and has no ':' in it")
         full = self.name_scope + name
         taken = self.root._taken
         candidate = full

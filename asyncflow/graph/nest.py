@@ -160,28 +160,47 @@ def flatten_like(structure: Structure, nest: Any, *, nested_leaves: bool = False
 def _flatten_like(structure: Structure, nest: Any, path: str, leaves: list[Any], nested_leaves: bool) -> None:
     if structure.kind is None:
         if not nested_leaves and _open(nest) is not None:
-            raise StructureMismatch(f"{path or 'the whole'}: expected one value, got {flatten(nest)[1]}")
+            raise _mismatch(path, structure, nest)
         leaves.append(nest)
         return
     if nested_leaves and nest is None and structure.kind in _registered:
         leaves.extend([...] * structure.size)
         return
     if type(nest) is not structure.kind:
-        raise StructureMismatch(f"{path or 'the whole'}: expected {structure}, got {flatten(nest)[1]}")
+        raise _mismatch(path, structure, nest)
     keys, children, aux = _open(nest) or ((), (), None)
     if aux != structure.aux:
-        raise StructureMismatch(f"{path or 'the whole'}: expected {structure} with {structure.aux!r}, got {aux!r}")
+        expected = f"{describe(structure)} with {structure.aux!r}"
+        raise StructureMismatch(f"{_prefix(path)}expected {expected}, got one with {aux!r}")
     if set(keys) != set(structure.keys):
-        raise StructureMismatch(
-            f"{path or 'the whole'}: expected {_count(structure.keys)}, got {_count(keys)}",
-        )
+        raise _mismatch(path, structure, nest)
     by_key = dict(zip(keys, children, strict=True))
     for key, child in zip(structure.keys, structure.children, strict=True):
         _flatten_like(child, by_key[key], path + _step(structure.kind, key), leaves, nested_leaves)
 
 
-def _count(keys: Sequence[Hashable]) -> str:
-    return f"{len(keys)} item{'s' * (len(keys) != 1)} ({', '.join(map(str, keys))})"
+def _mismatch(path: str, structure: Structure, nest: Any) -> StructureMismatch:
+    return StructureMismatch(f"{_prefix(path)}expected {describe(structure)}, got {describe(flatten(nest)[1])}")
+
+
+def _prefix(path: str) -> str:
+    return f"{path}: " if path else ""
+
+
+def describe(structure: Structure) -> str:
+    """What a nest is, in words: ``a tuple of 2 values``."""
+    kind = structure.kind
+    if kind is None:
+        return "one value"
+    if kind is type(None):
+        return "None"
+    if kind in (tuple, list):
+        count = len(structure.children)
+        return f"a {kind.__name__} of {count} value{'s' * (count != 1)}" if count else f"an empty {kind.__name__}"
+    if kind in _registered:
+        return f"a {kind.__name__}"
+    keys = ", ".join(map(repr if issubclass(kind, dict) else str, structure.keys))
+    return f"a {kind.__name__} with {'keys' if issubclass(kind, dict) else 'fields'} {keys or 'none'}"
 
 
 def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:

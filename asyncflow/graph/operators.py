@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncflow.errors import GraphError
+from asyncflow.graph.no_value import NoValue, refusal
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
@@ -27,12 +28,36 @@ def _call(name: str, *operands: Any) -> Tensor:
     return result
 
 
-class Operators:
+# NumPy's operators are ufuncs, and those of the names below bear other names than the Array API gives them.
+_RENAMED = {
+    "absolute": "abs",
+    "invert": "bitwise_invert",
+    "left_shift": "bitwise_left_shift",
+    "power": "pow",
+    "right_shift": "bitwise_right_shift",
+}
+
+
+class Operators(NoValue):
     """Arithmetic, comparison and indexing operators of symbolic values."""
 
     __slots__ = ()
-    # Makes NumPy arrays on the left leave the operation to us.
-    __array_ufunc__ = None
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Tensor:
+        """What ``array + x`` comes to, which asks the ufunc of the operator."""
+        name = ufunc.__name__
+        function = _functions.get(_RENAMED.get(name, name))
+        if method != "__call__":
+            raise GraphError(refusal(f"np.{name}.{method}", "", self))
+        if "out" in options:
+            raise GraphError(
+                f"np.{name} cannot write {self!r} into an array: it has no value "
+                f"before a run; write a = a + x, not a += x"
+            )
+        if function is None or options:
+            raise GraphError(refusal(f"np.{name}", name, self))
+        result: Tensor = function(*inputs)
+        return result
 
     def __add__(self, other: Any) -> Tensor:
         return _call("add", self, other)
@@ -159,8 +184,3 @@ class Operators:
         if shape and shape[0] is not None:
             return int(shape[0])
         raise GraphError(f"len() of {self!r} is not known to Python; use .shape[0], or af.shape(x)[0] when running")
-
-    def __int__(self) -> NoReturn:
-        raise GraphError(f"{self!r} has no value until a run computes it; fetch it with `await session.run(x)`")
-
-    __float__ = __complex__ = __index__ = __int__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 @contextmanager
 def name_scope(name: str) -> Iterator[str]:
     """Prefixes the names of nodes with ``name/``; scopes nest. Gives the full prefix."""
-    if not name or ":" in name:
-        raise GraphError(f"name_scope({name!r}): a scope's name is not empty and has no ':' in it")
+    if not isinstance(name, str) or not name or ":" in name:
+        raise GraphError(f"name_scope({name!r}): a scope's name is a string that is not empty and has no ':' in it")
     graph = graph_for()
     saved = graph.name_scope
     graph.name_scope = graph.unique_name(name) + "/"
@@ -30,6 +31,8 @@ def name_scope(name: str) -> Iterator[str]:
 @contextmanager
 def device(spec: str | None) -> Iterator[None]:
     """Asks for nodes to be placed on a device: ``"cpu"``, ``"cuda:1"``; None lifts the constraint."""
+    if not isinstance(spec, str | None):
+        raise GraphError(f"device({spec!r}): a device is a string such as 'cpu' or 'cuda:1', or None")
     graph = graph_for()
     saved = graph.device
     graph.device = spec
@@ -58,12 +61,12 @@ def control_dependencies(items: Sequence[Tensor | Node | SupportsTensor] | None)
     An item built outside the branch or loop body that this stands in runs once, before the whole branch or loop, and
     whether or not the branch is taken.
     """
-    graph = graph_for(*(items or ()))
+    if isinstance(items, Tensor | Node | SupportsTensor) or not isinstance(items, Iterable | None):
+        raise GraphError(f"control_dependencies: pass a list of tensors and nodes, or None; got {items!r}")
+    listed = [] if items is None else list(items)
+    graph = graph_for(*listed)
     saved = graph.controls
-    if items is None:
-        graph.controls = ()
-    else:
-        graph.controls = tuple(dict.fromkeys((*saved, *_local_controls(items))))
+    graph.controls = () if items is None else tuple(dict.fromkeys((*saved, *_local_controls(listed))))
     try:
         yield
     finally:

@@ -191,9 +191,18 @@ def _mean_spec(x: Spec, *, axis: Axes, keepdims: bool, dtype: DType) -> Spec:
 
 def _mean_kernel(xp: Any, *, axis: Axes, keepdims: bool, dtype: DType) -> Kernel:
     if dtype.name == "bfloat16":
-        return _in_dtype("mean", dtype, axis=axis, keepdims=keepdims)
-    # Without a dtype NumPy accumulates float16 in float32.
-    return operator.methodcaller("mean", axis=axis, keepdims=keepdims)
+        kernel = _in_dtype("mean", dtype, axis=axis, keepdims=keepdims)
+    else:  # Without a dtype NumPy accumulates float16 in float32.
+        kernel = operator.methodcaller("mean", axis=axis, keepdims=keepdims)
+    return partial(_moment_or_nan, xp, kernel, axis, keepdims, dtype)
+
+
+def _moment_or_nan(xp: Any, kernel: Kernel, axis: Axes, keepdims: bool, dtype: DType, x: Any) -> Any:
+    """``kernel(x)``; NaNs where NumPy would warn of an empty slice: the number of elements is the program's affair."""
+    if x.size:
+        return kernel(x)
+    nan = complex("nan+nanj") if dtype.kind == "c" else float("nan")
+    return xp.full(reduced(x.shape, axis, keepdims), nan, dtype=dtype)[()]
 
 
 def _spread_spec(x: Spec, *, axis: Axes, correction: float, keepdims: bool, dtype: DType) -> Spec:
@@ -203,8 +212,10 @@ def _spread_spec(x: Spec, *, axis: Axes, correction: float, keepdims: bool, dtyp
 def _spread(name: str) -> Any:
     def factory(xp: Any, *, axis: Axes, correction: float, keepdims: bool, dtype: DType) -> Kernel:
         if dtype.name == "bfloat16":
-            return _in_dtype(name, dtype, axis=axis, ddof=correction, keepdims=keepdims)
-        return operator.methodcaller(name, axis=axis, ddof=correction, keepdims=keepdims)
+            kernel = _in_dtype(name, dtype, axis=axis, ddof=correction, keepdims=keepdims)
+        else:
+            kernel = operator.methodcaller(name, axis=axis, ddof=correction, keepdims=keepdims)
+        return partial(_moment_or_nan, xp, kernel, axis, keepdims, real_dtype(dtype))
 
     return factory
 

@@ -28,10 +28,19 @@ class Channel:
         self._offered.append((values, taken))
         self._wake()
 
+    @property
+    def has_consumer(self) -> bool:
+        """Whether somebody waits for the next item."""
+        return self._waiter is not None and not self._waiter.done()
+
     def close(self) -> None:
         """No more items will come."""
         self._closed = True
         self._wake()
+
+    def discard(self) -> None:
+        """Drops the items that nobody has taken."""
+        self._offered.clear()
 
     async def get(self) -> tuple[Any, ...] | None:
         """The next item; None once the channel is closed and empty."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +15,22 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 _PYTHON_SCALARS = (bool, int, float, complex, str)
+
+
+def as_feeds(feeds: object) -> Mapping[Any, Any]:
+    """`feeds` as given to a run; none for None.
+
+    Raises:
+        FeedError: it is no mapping.
+    """
+    if feeds is None:
+        return {}
+    if not isinstance(feeds, Mapping):
+        raise FeedError(
+            f"feeds is a mapping of tensors, or their names, to values, such as {{x: 1.0}}; got {type(feeds).__name__}"
+        )
+    return feeds
 
 
 def feed_target(key: object, graph: Graph | None) -> Tensor:

@@ -27,18 +27,55 @@ def read_fetches(fetches: Any, graph: Graph | None) -> tuple[list[Fetch], nest.S
     Raises:
         FetchError: a leaf that cannot be fetched; the message says which and why.
     """
-    leaves, structure = nest.flatten(fetches)
+    leaves, structure = _flatten(fetches)
     return [_read_fetch(leaf, graph) for leaf in leaves], structure
+
+
+def read_streamed(fetches: Any, graph: Graph | None) -> tuple[list[Tensor], nest.Structure]:
+    """The tensors to stream and their nest; names are looked up in `graph`.
+
+    Raises:
+        FetchError: there are none, or one that is not inside a loop, or they belong to several graphs.
+    """
+    leaves, structure = _flatten(fetches)
+    tensors = [_read_streamed(leaf, graph) for leaf in leaves]
+    if not tensors or any(tensor.graph is not tensors[0].graph for tensor in tensors):
+        raise FetchError("stream takes tensors of one loop body; these are inside several, or there are none")
+    return tensors, structure
+
+
+def _flatten(fetches: Any) -> tuple[list[Any], nest.Structure]:
+    try:
+        return nest.flatten(fetches)
+    except RecursionError:
+        raise FetchError("the fetches are nested too deep, or contain themselves") from None
+
+
+def _named(name: str, graph: Graph | None) -> Tensor | Node:
+    if graph is None:
+        raise FetchError(f"the name {name!r} says nothing without a graph; give one to Session(graph)")
+    try:
+        return graph.tensor(name) if ":" in name or graph.node(name).outputs else graph.node(name)
+    except GraphError as error:
+        raise FetchError(str(error)) from None
+
+
+def _read_streamed(leaf: object, graph: Graph | None) -> Tensor:
+    if isinstance(leaf, str):
+        leaf = _named(leaf, graph)
+    if not isinstance(leaf, Tensor):
+        raise FetchError(f"stream takes tensors inside a loop body; got {type(leaf).__name__} {leaf!r}")
+    body: Graph | None = leaf.graph
+    while isinstance(body, Subgraph) and not body.label.endswith("/body"):
+        body = body.parent
+    if not isinstance(body, Subgraph):
+        raise FetchError(f"{leaf!r} is not inside a loop; fetch it with session.run\n  built at {leaf.node.location}")
+    return leaf
 
 
 def _read_fetch(leaf: object, graph: Graph | None) -> Fetch:
     if isinstance(leaf, str):
-        if graph is None:
-            raise FetchError(f"the name {leaf!r} says nothing without a graph; give one to Session(graph)")
-        try:
-            leaf = graph.tensor(leaf) if ":" in leaf or graph.node(leaf).outputs else graph.node(leaf)
-        except GraphError as error:
-            raise FetchError(str(error)) from None
+        leaf = _named(leaf, graph)
     if not isinstance(leaf, Tensor | Node | SupportsTensor):
         raise FetchError(
             f"a fetch is a tensor, a node, a variable or a name, in any nest; got {type(leaf).__name__} {leaf!r}"
@@ -46,7 +83,10 @@ def _read_fetch(leaf: object, graph: Graph | None) -> Fetch:
     if isinstance(leaf, Tensor | Node):
         _refuse_inner(leaf)
     if isinstance(leaf, Tensor) and leaf.dtype == VARIANT:
-        raise FetchError(f"{leaf!r} holds an opaque value; fetch what is read from it\n  built at {leaf.node.location}")
+        raise FetchError(
+            f"{leaf!r} holds an opaque value, such as a TensorArray; fetch what is read from it, such as "
+            f"array.stack()\n  built at {leaf.node.location}"
+        )
     return leaf
 
 

@@ -6,7 +6,8 @@ import asyncio
 import copy
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Hashable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal, overload
@@ -14,10 +15,10 @@ from weakref import WeakKeyDictionary, ref
 
 from asyncflow.errors import GraphError
 from asyncflow.graph import nest
-from asyncflow.graph.build import as_array, as_tensor, placeholder
+from asyncflow.graph.build import as_tensor
 from asyncflow.graph.graph import Graph, current_graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.spec import Spec
+from asyncflow.runtime.arguments import Arguments, Parameters
 from asyncflow.runtime.session import Session, current_session
 
 
@@ -27,7 +28,7 @@ class Traced:
 
     graph: Graph
     inputs: list[Tensor]
-    """One placeholder per argument leaf."""
+    """One placeholder per array or number among the arguments, named after its parameter."""
     outputs: Any
     """The nest the function returned, of tensors and nodes."""
 
@@ -49,9 +50,9 @@ class Function:
         self.fn = fn
         self._effects: Literal["ordered", "unordered"] = effects
         self._seed = seed
-        self._signature = _signature(fn)
-        self._traces: dict[Any, Traced] = {}
-        self._of_instances: dict[int, tuple[ref[object], dict[Any, Traced]]] = {}
+        self._parameters = Parameters(_signature(fn), fn.__qualname__)
+        self._traces: dict[Hashable, Traced] = {}
+        self._of_instances: dict[int, tuple[ref[object], dict[Hashable, Traced]]] = {}
 
     def __repr__(self) -> str:
         return f"<Function {self.fn.__qualname__}>"
@@ -59,25 +60,25 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result, to be awaited; or the symbolic result, inside a graph being built."""
         if current_graph() is not None:
-            return self.fn(*args, **kwargs)
+            return self._inlined(args, kwargs)
         return self._run(args, kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else self._bound(instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
-        """The graph that runs for such arguments: arrays, numbers or `spec`s."""
-        return self._traced(*self._leaves(args, kwargs))
+        """The graph that runs for such arguments: those of a call, or `spec`s in the place of arrays."""
+        return self._traced(self._parameters.read(args, kwargs))
 
     def _bound(self, instance: object) -> Function:
         """The function as a method of `instance`, which is no argument: it has traces of its own."""
         bound = copy.copy(self)
         bound.fn = MethodType(self.fn, instance)
-        bound._signature = self._signature.replace(parameters=list(self._signature.parameters.values())[1:])
+        bound._parameters = self._parameters.without_first()
         bound._traces = self._traces_of(instance)
         return bound
 
-    def _traces_of(self, instance: object) -> dict[Any, Traced]:
+    def _traces_of(self, instance: object) -> dict[Hashable, Traced]:
         # By identity, because an instance need not be hashable; weakly, because the class outlives it.
         key = id(instance)
         if key not in self._of_instances:
@@ -93,48 +94,48 @@ class Function:
         return self._of_instances[key][1]
 
     async def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, structure = self._leaves(args, kwargs)
-        traced = self._traced(leaves, structure)
+        arguments = self._parameters.read(args, kwargs)
+        traced = self._traced(arguments)
         session = current_session()
         if session is None or not session.is_bound_here():
             session = await _loop_session()
-        feeds = dict(zip(traced.inputs, leaves, strict=True))
+        feeds = dict(zip(traced.inputs, arguments.arrays(), strict=True))
         return await session.run_function(traced.graph, traced.outputs, feeds)
 
-    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], nest.Structure]:
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return nest.flatten(dict(bound.arguments))
+    def _traced(self, arguments: Arguments) -> Traced:
+        traced = self._traces.get(arguments.key)
+        if traced is None:
+            traced = self._traces[arguments.key] = self._trace(arguments)
+        return traced
 
-    def _traced(self, leaves: list[Any], structure: nest.Structure) -> Traced:
-        specs = self._specs(leaves, structure)
-        key = (structure, tuple(specs))
-        if key not in self._traces:
-            self._traces[key] = self._trace(specs, structure)
-        return self._traces[key]
-
-    def _specs(self, leaves: list[Any], structure: nest.Structure) -> list[Spec]:
-        """What each argument leaf is traced as: its annotation, or its dtype and rank."""
-        specs = []
-        for path, leaf in zip(structure.paths(), leaves, strict=True):
-            parameter = path.split("]", 1)[0].strip("['")
-            annotation = self._signature.parameters[parameter].annotation
-            if isinstance(annotation, Spec):
-                specs.append(annotation)
-            elif isinstance(leaf, Spec):
-                specs.append(leaf)
-            else:
-                array = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else as_array(leaf, None)
-                specs.append(Spec(array.dtype, (None,) * len(array.shape)))
-        return specs
-
-    def _trace(self, specs: list[Spec], structure: nest.Structure) -> Traced:
+    def _trace(self, arguments: Arguments) -> Traced:
         with Graph(effects=self._effects, seed=self._seed) as graph:
-            inputs = [placeholder(spec.dtype, spec.shape, name="argument") for spec in specs]
-            arguments = structure.unflatten(inputs)
-            positional, keywords = _split(self._signature, arguments)
-            outputs = nest.map_leaves(_output, self.fn(*positional, **keywords))
+            inputs, returned = arguments.call(lambda *args, **kwargs: self._inlined(args, kwargs))
+            try:
+                outputs = nest.map_leaves(_output, returned)
+            except RecursionError:
+                raise GraphError(
+                    f"what {self.fn.__qualname__} returned is nested too deep, or contains itself"
+                ) from None
         return Traced(graph, inputs, outputs)
+
+    def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the function builds in the current graph."""
+        inside = _being_built.get()
+        code = getattr(self.fn, "__func__", self.fn)
+        token = _being_built.set((*inside, code))
+        try:
+            return self.fn(*args, **kwargs)
+        except RecursionError:
+            # A recursion that ends by itself, on a Python number say, is welcome: only the stack tells the others.
+            if code not in inside:
+                raise
+            raise GraphError(
+                f"{self.fn.__qualname__} calls itself without end while it is traced: all branches of a cond are "
+                f"traced, whatever the predicate; write the recursion as a while_loop"
+            ) from None
+        finally:
+            _being_built.reset(token)
 
 
 def _output(leaf: Any) -> Tensor | Node:
@@ -148,10 +149,8 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(fn)  # annotations that cannot be evaluated describe no arguments
 
 
-def _split(signature: inspect.Signature, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    bound = inspect.BoundArguments(signature, arguments)
-    return bound.args, bound.kwargs
-
+_being_built: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("asyncflow_being_built", default=())
+"""The functions whose calls are being traced, outermost first."""
 
 _sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncGenerator[Session]] = WeakKeyDictionary()
 _open: WeakKeyDictionary[asyncio.AbstractEventLoop, Session] = WeakKeyDictionary()
@@ -199,13 +198,24 @@ def function(
     """Makes a Python function run as a graph: ``await f(x)``.
 
     The function is called once per kind of arguments (nest, dtypes and ranks; extents are unknown) to build the graph.
-    A parameter annotated with ``af.spec(dtype, shape)`` is traced as that. All effects in it run, in order. A method
-    has graphs of its own for each instance, which is no argument.
+    All effects in it run, in order. A method has graphs of its own for each instance, which is no argument.
+
+    Arrays and numbers (int, float, complex, NumPy's own, also ``np.bool_``) arrive in the function as tensors. A bool,
+    a str, None, an enum, a dtype, a type, a function and any other hashable object is *static*: it arrives as it is, so
+    Python's ``if`` may look at it, and each value has a graph of its own. Containers are taken apart, so a list of
+    numbers arrives as a list of tensors. An annotation decides otherwise:
+
+    - ``x: af.spec(dtype, shape)``: the whole argument, be it a list, is one array of that dtype and shape.
+    - ``n: int`` (``float``, ``bool``, ``str``, and one of them or None): static.
 
     Args:
-        fn: takes and returns any nest of tensors.
+        fn: takes any nest of arrays and static objects, and returns any nest of tensors.
         effects: as in `Graph`.
         seed: as in `Graph`.
+
+    Raises:
+        GraphError: an argument is neither an array nor hashable (when called), or `fn` is a coroutine function.
+        FeedError: an array does not fit its parameter's annotation (when awaited).
 
     >>> import asyncflow as af
     >>> @af.function

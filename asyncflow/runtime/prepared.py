@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import FeedError
+from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.feeds import feed_target, feed_value
 from asyncflow.runtime.fetches import graph_of, read_fetches
 from asyncflow.runtime.plans import PlanRequest
@@ -34,6 +35,8 @@ class Call:
         self, fetches: Any, feeds: Sequence[Any], graph: Graph | None, *, all_effects: bool = False, regions: bool
     ) -> None:
         leaves, self.structure = read_fetches(fetches, graph)
+        if isinstance(feeds, Tensor | str):
+            raise FeedError(f"feeds to prepare for are a list, such as [x]; got {type(feeds).__name__} {feeds!r}")
         targets = tuple(feed_target(feed, graph) for feed in feeds)
         for index, target in enumerate(targets):
             if any(target is other for other in targets[:index]):

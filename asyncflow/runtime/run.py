@@ -138,8 +138,15 @@ class Run:
             self.executor.stop()
             self.executor.check_stopped()
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it hands its items to a consumer that is not there."""
+        return self._channel is not None and not self._channel.has_consumer
+
     def close(self) -> None:
         """Ends the run because its session closes."""
+        if self._channel is not None:
+            self._channel.discard()
         if not self.executor.stopped and not self.executor.finished:
             self.executor.fail(SessionClosedError("the session was closed while the run was in flight"))
             self.executor.check_stopped()

@@ -10,20 +10,20 @@ import warnings
 import weakref
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import open_devices
-from asyncflow.errors import FetchError, SessionClosedError
-from asyncflow.graph import nest
-from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.errors import GraphError, SessionClosedError
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.channel import Channel
-from asyncflow.runtime.feeds import check_feeds
-from asyncflow.runtime.fetches import graph_of, user_value, user_values
+from asyncflow.runtime.feeds import as_feeds, check_feeds
+from asyncflow.runtime.fetches import graph_of, read_streamed, user_value, user_values
+from asyncflow.runtime.options import as_timeout, check_graph, check_integer, check_trace
 from asyncflow.runtime.plans import PlanCache, PlanRequest
 from asyncflow.runtime.prepared import Call, Prepared
 from asyncflow.runtime.provenance import as_kernel_error
@@ -41,10 +41,12 @@ if TYPE_CHECKING:
     from asyncflow.compiler.straight import Straight
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
-    from asyncflow.runtime.plans import PlanCache, PlanRequest
 
 _MOST_CALLS = 1_000
 """How many kinds of runs a session remembers."""
+
+_THREADS_END_S = 5.0
+"""How long idle threads may take to end."""
 
 _current: ContextVar[Session | None] = ContextVar("asyncflow_session", default=None)
 _forked: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -110,6 +112,11 @@ class Session:
         check_numerics: bool = False,
         max_iterations: int | None = None,
     ) -> None:
+        check_graph(graph)
+        check_integer(threads, "threads", 1)
+        for name, value, least in (("seed", seed, None), ("max_iterations", max_iterations, 1)):
+            if value is not None:
+                check_integer(value, name, least)
         self.graph = graph
         self.devices: tuple[Device, ...] = open_devices(devices, memory_limit)
         self.state = StateStore()
@@ -142,9 +149,16 @@ class Session:
         self._entered.append(_current.set(self))
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def __aexit__(self, kind: object, *exc: object) -> None:
         _current.reset(self._entered.pop())
-        await self.aclose()
+        # Nobody will look at the results of runs in flight once the block has failed.
+        await (self.aclose() if kind is None else self.aclose(grace_s=0))
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("a session opens and closes on an event loop: use `async with` in place of `with`")
+
+    def __exit__(self, *exc: object) -> None:
+        """Never called; without it, Python would not call `__enter__` to say what is wrong."""
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         """The event loop, after checking that this is it and that the session is open."""
@@ -169,12 +183,17 @@ class Session:
         return self._closed is None and self._loop is asyncio.get_running_loop()
 
     async def aclose(self, grace_s: float = 5.0) -> None:
-        """Lets runs in flight end for up to `grace_s` seconds, stops the others, and frees everything. Idempotent."""
+        """Lets runs in flight end for up to `grace_s` seconds, stops the others, and frees everything. Idempotent.
+
+        A stream whose consumer is not waiting for its next item is stopped at once.
+        """
         if self._closed is not None:
             return
         self._closed = "the session is closed; make a new one"
         try:
-            if self._runs:
+            for run in [run for run in self._runs if run.is_abandoned]:
+                run.close()
+            if self._runs and grace_s > 0:
                 await self._drain(grace_s)
         finally:
             for run in list(self._runs):
@@ -182,7 +201,7 @@ class Session:
             if self._runs:
                 await self._drain(None)
             for device in self.devices:
-                await device.aclose(grace_s)
+                await device.aclose(_THREADS_END_S)
             self._release()
 
     async def _drain(self, grace_s: float | None) -> None:
@@ -247,7 +266,8 @@ class Session:
         Cancellation: the run stops, kernels in flight end, then CancelledError is raised; the session stays usable.
         """
         self._bind()
-        feeds = feeds or {}
+        if type(feeds) is not dict:
+            feeds = as_feeds(feeds)
         return await self.run_call(self._call_for(fetches, feeds), tuple(feeds.values()), timeout, trace, allow_dead)
 
     def prepare(self, fetches: Any, feeds: Sequence[Any] = ()) -> Prepared:
@@ -272,6 +292,10 @@ class Session:
     ) -> Any:
         """What `run`, a `Prepared` and a `Function` do, once it is known what to run."""
         loop = self._bind()
+        if timeout is not None:
+            timeout = as_timeout(timeout)
+        if trace is not None:
+            check_trace(trace, may_be_path=True)
         checked = call.check(values)
         asked_s = loop.time()
         recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
@@ -407,11 +431,10 @@ class Session:
                 lost; with ``parallel_iterations=1`` there are none, and all items before the failure have come.
         """
         loop = self._bind()
-        leaves, structure = nest.flatten(fetches)
-        tensors = [_streamed(leaf, self.graph) for leaf in leaves]
-        if not tensors or any(tensor.graph is not tensors[0].graph for tensor in tensors):
-            raise FetchError("stream takes tensors of one loop body; these are inside several, or there are none")
-        checked = check_feeds(feeds, self.graph) if feeds else {}
+        timeout = as_timeout(timeout)
+        check_trace(trace, may_be_path=False)
+        tensors, structure = read_streamed(fetches, self.graph)
+        checked = check_feeds(as_feeds(feeds), self.graph)
         asked_s = loop.time()
         graph = graph_of(tensors, self.graph)
         recorder = trace or current_trace()
@@ -457,32 +480,26 @@ class Session:
         return self._plans.get_nowait(Call(fetches, feeds, self.graph, regions=self._regions).request, self._compile)
 
     def _compile(self, request: PlanRequest) -> Plan:
-        return compile_plan(
-            request.graph,
-            request.fetches,
-            request.feeds,
-            devices=self.devices,
-            resolve=self.state.lookup,
-            streamed=request.streamed,
-            all_effects=request.all_effects,
-            regions=request.regions,
-            debug=self._debug,
-            max_iterations=self._max_iterations,
-            check_numerics=self._check_numerics,
-        )
-
-
-def _streamed(leaf: object, graph: Graph | None) -> Tensor:
-    if isinstance(leaf, str) and graph is not None:
-        leaf = graph.tensor(leaf)
-    if not isinstance(leaf, Tensor):
-        raise FetchError(f"stream takes tensors inside a loop body; got {type(leaf).__name__} {leaf!r}")
-    body: Graph | None = leaf.graph
-    while isinstance(body, Subgraph) and not body.label.endswith("/body"):
-        body = body.parent
-    if not isinstance(body, Subgraph):
-        raise FetchError(f"{leaf!r} is not inside a loop; fetch it with session.run\n  built at {leaf.node.location}")
-    return leaf
+        try:
+            return compile_plan(
+                request.graph,
+                request.fetches,
+                request.feeds,
+                devices=self.devices,
+                resolve=self.state.lookup,
+                streamed=request.streamed,
+                all_effects=request.all_effects,
+                optimize=self._optimize,
+                regions=request.regions,
+                debug=self._debug,
+                max_iterations=self._max_iterations,
+                check_numerics=self._check_numerics,
+            )
+        except RecursionError:
+            raise GraphError(
+                "the graph nests branches and loops too deep to compile; nest them less, or write a recursion as a "
+                "while_loop"
+            ) from None
 
 
 def _poison_after_fork() -> None:

@@ -107,16 +107,17 @@ def test_paths_read_like_python() -> None:
 @pytest.mark.parametrize(
     ("expected", "got", "message"),
     [
-        (1, (1,), r"the whole: expected one value, got \(\*\)"),
-        ((1, 2), [1, 2], r"the whole: expected \(\*, \*\), got \[\*, \*\]"),
-        ((1, 2), (1, 2, 3), r"the whole: expected 2 items \(0, 1\), got 3 items \(0, 1, 2\)"),
-        ({"a": 1}, {"b": 1}, r"the whole: expected 1 item \(a\), got 1 item \(b\)"),
-        ({"a": (1, [2])}, {"a": (1, 2)}, r"\['a'\]\[1\]: expected \[\*\], got \*"),
-        (State(1, Point(1, 2)), State(1, Point(1, (2,))), r"\.c\.y: expected one value, got \(\*\)"),
-        (State(1, 2), Point(1, 2), r"the whole: expected State\(h: \*, c: \*\), got Point\(x: \*, y: \*\)"),
-        (1, None, "the whole: expected one value, got None"),
-        (None, 1, r"the whole: expected None, got \*"),
-        (Box("a", [1]), Box("b", [1]), "the whole: "),
+        (1, (1,), "^expected one value, got a tuple of 1 value$"),
+        ((1, 2), [1, 2], "^expected a tuple of 2 values, got a list of 2 values$"),
+        ((1, 2), (1, 2, 3), "^expected a tuple of 2 values, got a tuple of 3 values$"),
+        ((1, 2), (), "^expected a tuple of 2 values, got an empty tuple$"),
+        ({"a": 1}, {"b": 1}, "^expected a dict with keys 'a', got a dict with keys 'b'$"),
+        ({"a": (1, [2])}, {"a": (1, 2)}, r"^\['a'\]\[1\]: expected a list of 1 value, got one value$"),
+        (State(1, Point(1, 2)), State(1, Point(1, (2,))), r"^\.c\.y: expected one value, got a tuple of 1 value$"),
+        (State(1, 2), Point(1, 2), "^expected a State with fields h, c, got a Point with fields x, y$"),
+        (1, None, "^expected one value, got None$"),
+        (None, 1, "^expected None, got one value$"),
+        (Box("a", [1]), Box("b", [1]), "^expected a Box with 'a', got one with 'b'$"),
     ],
 )
 def test_mismatches_say_where(expected: Any, got: Any, message: str) -> None:

@@ -1,0 +1,137 @@
+"""What a symbolic value answers to code that wants the value now: an error that names the way to go.
+
+NumPy would otherwise take a tensor for a sequence, or an opaque object, and fail far away or compute nonsense.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from asyncflow.errors import GraphError
+
+_SAME_NAME = (
+    "abs acos acosh add all any argmax argmin argsort asin asinh astype atan atan2 atanh bitwise_and bitwise_or "
+    "bitwise_xor broadcast_arrays broadcast_to ceil clip concat conj copysign cos cosh count_nonzero diff divide einsum "
+    "empty_like equal exp expand_dims expm1 flip floor floor_divide full_like greater greater_equal hypot imag isfinite "
+    "isinf isnan less less_equal linspace log log10 log1p log2 logaddexp logical_and logical_not logical_or "
+    "logical_xor matmul matrix_transpose max maximum mean meshgrid min minimum moveaxis multiply negative nextafter "
+    "nonzero not_equal ones_like permute_dims positive pow prod real reciprocal relu remainder repeat reshape roll "
+    "round searchsorted sigmoid sign signbit sin sinh size softmax sort sqrt square squeeze stack std subtract sum "
+    "take take_along_axis tan tanh tensordot tile tril triu trunc unique_counts unique_inverse unique_values unstack "
+    "var vecdot where zeros_like"
+)
+_OTHER_NAME = {
+    "T": "matrix_transpose",
+    "absolute": "abs",
+    "amax": "max",
+    "amin": "min",
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctan2": "atan2",
+    "arctanh": "atanh",
+    "around": "round",
+    "cast": "astype",
+    "concatenate": "concat",
+    "conjugate": "conj",
+    "cumprod": "cumulative_prod",
+    "cumsum": "cumulative_sum",
+    "cumulative_prod": "cumulative_prod",
+    "cumulative_sum": "cumulative_sum",
+    "dot": "matmul",
+    "flatten": "reshape",
+    "inner": "vecdot",
+    "invert": "bitwise_invert",
+    "left_shift": "bitwise_left_shift",
+    "mT": "matrix_transpose",
+    "mod": "remainder",
+    "outer": "einsum",
+    "permute": "permute_dims",
+    "power": "pow",
+    "ravel": "reshape",
+    "rank": "rank",
+    "right_shift": "bitwise_right_shift",
+    "rint": "round",
+    "swapaxes": "permute_dims",
+    "transpose": "permute_dims",
+    "true_divide": "divide",
+    "unique": "unique_values",
+    "unsqueeze": "expand_dims",
+    "view": "reshape",
+}
+FUNCTIONS: dict[str, str] = {name: name for name in _SAME_NAME.split()} | _OTHER_NAME
+"""NumPy's (and its methods') names to those of the functions in asyncflow."""
+
+FETCHING = frozenset({"cpu", "data", "detach", "eval", "get", "item", "numpy", "tobytes", "tolist", "value", "values"})
+"""Attributes that, elsewhere, give the value."""
+
+
+class NoValue:
+    """Refuses what cannot be done before a run: conversions, NumPy functions, assignment, formatting."""
+
+    __slots__ = ()
+
+    def __array__(self, dtype: object = None, copy: object = None) -> NoReturn:
+        raise GraphError(
+            f"NumPy wants the value of {self!r}, which has none before a run; fetch it with `await session.run(x)`, or "
+            f"compute with the functions of asyncflow"
+        )
+
+    def __array_function__(self, function: Any, types: object, args: object, kwargs: object) -> NoReturn:
+        module = str(getattr(function, "__module__", "numpy")).replace("numpy", "np", 1)
+        raise GraphError(refusal(f"{module}.{function.__name__}", function.__name__, self))
+
+    def __setitem__(self, key: object, value: object) -> NoReturn:
+        raise GraphError(
+            f"{self!r} cannot be assigned to: values do not change; use x = af.index_update(x, key, values), or "
+            f"af.index_add for +="
+        )
+
+    def __delitem__(self, key: object) -> NoReturn:
+        raise GraphError(f"nothing can be deleted from {self!r}: values do not change; use af.concat of what stays")
+
+    def __int__(self) -> NoReturn:
+        raise GraphError(f"{self!r} has no value until a run computes it; fetch it with `await session.run(x)`")
+
+    __float__ = __complex__ = __index__ = __int__
+
+    def __round__(self, ndigits: int | None = None) -> NoReturn:
+        raise GraphError(f"round() of {self!r} needs its value, which a run computes; use af.round(x)")
+
+    def __trunc__(self) -> NoReturn:
+        raise GraphError(f"trunc() of {self!r} needs its value, which a run computes; use af.trunc(x)")
+
+    def __format__(self, format_spec: str) -> str:
+        if not format_spec:
+            return str(self)
+        raise GraphError(
+            f"format {format_spec!r} of {self!r} needs its value, which a run computes; format what "
+            f"`await session.run(x)` gives, or use af.print in the graph"
+        )
+
+    def __await__(self) -> NoReturn:
+        raise GraphError(f"{self!r} cannot be awaited: it is part of a program; fetch it with await session.run(x)")
+
+    if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # Only reached where there is no such attribute. No repr: copy and pickle look at unfinished instances.
+            advice = ""
+            if name in FETCHING:
+                advice = "; it has no value before a run: fetch it with await session.run(x)"
+            elif name in FUNCTIONS:
+                advice = f"; use af.{FUNCTIONS[name]}(x)"
+            kind = type(self).__name__
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}{advice}", name=name, obj=self)
+
+
+def refusal(shown: str, name: str, value: object) -> str:
+    """Why a function of NumPy's cannot have `value`, and which one of asyncflow's can."""
+    known = FUNCTIONS.get(name)
+    advice = f"use af.{known}" if known else "compute with functions of asyncflow, or call it in an op made with @af.op"
+    return f"{shown} computes at once, and {value!r} has no value before a run; {advice}"
+
+
+__all__ = ["FETCHING", "FUNCTIONS", "NoValue", "refusal"]
