@@ -236,7 +236,7 @@ class Plan:
     """A compiled graph, ready to run any number of times.
 
     Attributes:
-        graph: the lowered graph, which prints as text.
+        graph: the lowered graph.
         partitions: one per device.
         fetches: per fetch asked for, its position among the fetched values; None for a node, which has no value.
         straight: the plan as one call, if it is that simple.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _WEAK = (bool, int, float, complex)
 
 
-def user_function(function: Callable[..., Any], role: str, n_arguments: int, arguments: str) -> Callable[..., Any]:
+def user_function(function: object, role: str, n_arguments: int, arguments: str) -> Callable[..., Any]:
     """`function`, once it is known to take what it will be called with; what it returns is no coroutine.
 
     Args:
@@ -34,17 +34,16 @@ def user_function(function: Callable[..., Any], role: str, n_arguments: int, arg
     Raises:
         GraphError: it is no function, is a coroutine function, or takes other arguments.
     """
+    refuse_coroutines(function)
     if not callable(function):
-        refuse_coroutines(function)
         takes = f"of {arguments}" if n_arguments else "without arguments"
         advice = "" if n_arguments else ": write lambda: x"
         raise GraphError(f"{role} is a function {takes}; got {function!r}{advice}\n  written at {user_location()}")
-    refuse_coroutines(function)
     _check_arity(function, role, n_arguments, arguments)
 
     def call(*values: Any) -> Any:
         returned = function(*values)
-        refuse_coroutines(returned)
+        refuse_coroutines(*nest.flatten(returned)[0])
         return returned
 
     return call
@@ -65,7 +64,7 @@ def _check_arity(function: Callable[..., Any], role: str, n_arguments: int, argu
         ) from None
 
 
-def user_functions(functions: Iterable[Callable[[], Any]], role: str) -> list[Callable[..., Any]]:
+def user_functions(functions: Iterable[object], role: str) -> list[Callable[..., Any]]:
     """Functions without arguments, numbered from 0 in messages; see `user_function`."""
     return [user_function(function, f"{role} {index}", 0, "") for index, function in enumerate(functions)]
 

@@ -269,8 +269,8 @@ class _State:
             leaves = nest.flatten_like(self.structure, returned)
         except nest.StructureMismatch as error:
             raise GraphError(
-                f"fn of {self.what} must return a state like the one it is given, {nest.describe(self.structure)}, which begins as "
-                f"the initializer (or the first row): {error}\n  written at {user_location()}"
+                f"fn of {self.what} must return a state like the one it is given, {nest.describe(self.structure)}, "
+                f"which begins as the initializer (or the first row): {error}\n  written at {user_location()}"
             ) from None
         body = graph_for()
         assert isinstance(body, Subgraph)

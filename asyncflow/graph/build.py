@@ -157,7 +157,10 @@ def _explain_objects(value: TensorLike, array: np.ndarray[Any, Any]) -> None:
     items = list(array.flat)
     refuse_coroutines(*items)
     if items and all(isinstance(item, int) for item in items):
-        raise DTypeError(f"{_brief(value)} does not fit int64 or uint64; write it as a float if digits may be lost")
+        raise DTypeError(
+            f"cannot make a tensor of {_brief(value)}: it does not fit int64 or uint64; write it as a float if digits "
+            f"may be lost"
+        )
 
 
 def refuse_coroutines(*values: object) -> None:
@@ -173,7 +176,7 @@ def refuse_coroutines(*values: object) -> None:
         name = coroutines[0].__qualname__
         raise GraphError(f"{name}(...) is a coroutine, not a value: {name} is a coroutine function; {_MAKE_AN_OP}")
     for value in values:
-        if inspect.iscoroutinefunction(value):
+        if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
             name = getattr(value, "__qualname__", repr(value))
             raise GraphError(f"{name} is a coroutine function; {_MAKE_AN_OP}")
 

@@ -56,11 +56,10 @@ def as_dtype(dtype: DTypeLike | None) -> DType:
     elif isinstance(dtype, type):
         if dtype in _BY_TYPE:
             return _BY_TYPE[dtype]
-    elif not isinstance(dtype, np.dtype):  # NumPy would take the dtype of whatever has one.
-        raise DTypeError(
-            f"a dtype is fixed when the graph is built; got {dtype!r}: use a name such as 'float32', a scalar type, or "
-            f"the .dtype of a tensor or array"
-        )
+        if dtype is not object and not issubclass(dtype, np.generic):  # NumPy would read it as object.
+            raise DTypeError(f"{dtype!r} is not a dtype; use a name such as 'float32', or a numpy dtype")
+    else:
+        _require_dtype(dtype)
     try:
         found = np.dtype(dtype)
     except (TypeError, ValueError) as error:
@@ -73,6 +72,14 @@ def as_dtype(dtype: DTypeLike | None) -> DType:
         f"dtype {found} cannot be the dtype of a tensor; tensors hold booleans, integers, floats, complex numbers "
         f"or strings"
     )
+
+
+def _require_dtype(given: object) -> None:
+    """Refuses what NumPy would take for a dtype only because it has one, such as a tensor."""
+    if hasattr(given, "dtype"):
+        raise DTypeError(f"a dtype is fixed when the graph is built; got {given!r}: use a name, or its .dtype")
+    if not isinstance(given, np.dtype):
+        raise DTypeError(f"{given!r} is not a dtype; use a name such as 'float32', or a numpy dtype")
 
 
 def bfloat16() -> DType:

@@ -134,7 +134,7 @@ class Graph:
         Raises:
             GraphError: it is no string, is empty, or has a colon, which stands between node and output in a fetch.
         """
-        if not isinstance(name, str) or not name or ":" in name:
+        if not is_name(name):
             raise GraphError(f"name={name!r}: a name is a string that is not empty and has no ':' in it")
         full = self.name_scope + name
         taken = self.root._taken
@@ -196,6 +196,11 @@ class Graph:
             for node in graph.nodes:
                 if node.op.name in STRUCTURED:
                     stack.extend(node.subgraphs)
+
+
+def is_name(name: object) -> bool:
+    """Whether nodes and scopes may be called so."""
+    return isinstance(name, str) and name != "" and ":" not in name
 
 
 STRUCTURED = frozenset({"cond", "while"})

@@ -171,7 +171,7 @@ def _flatten_like(structure: Structure, nest: Any, path: str, leaves: list[Any],
     keys, children, aux = _open(nest) or ((), (), None)
     if aux != structure.aux:
         expected = f"{describe(structure)} with {structure.aux!r}"
-        raise StructureMismatch(f"{_prefix(path)}expected {expected}, got one with {aux!r}")
+        raise StructureMismatch(f"{_prefix(path)}expected {expected}, got {aux!r}")
     if set(keys) != set(structure.keys):
         raise _mismatch(path, structure, nest)
     by_key = dict(zip(keys, children, strict=True))

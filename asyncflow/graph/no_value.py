@@ -11,9 +11,9 @@ from asyncflow.errors import GraphError
 
 _SAME_NAME = (
     "abs acos acosh add all any argmax argmin argsort asin asinh astype atan atan2 atanh bitwise_and bitwise_or "
-    "bitwise_xor broadcast_arrays broadcast_to ceil clip concat conj copysign cos cosh count_nonzero diff divide einsum "
-    "empty_like equal exp expand_dims expm1 flip floor floor_divide full_like greater greater_equal hypot imag isfinite "
-    "isinf isnan less less_equal linspace log log10 log1p log2 logaddexp logical_and logical_not logical_or "
+    "bitwise_xor broadcast_arrays broadcast_to ceil clip concat conj copysign cos cosh count_nonzero diff divide "
+    "einsum empty_like equal exp expand_dims expm1 flip floor floor_divide full_like greater greater_equal hypot imag "
+    "isfinite isinf isnan less less_equal linspace log log10 log1p log2 logaddexp logical_and logical_not logical_or "
     "logical_xor matmul matrix_transpose max maximum mean meshgrid min minimum moveaxis multiply negative nextafter "
     "nonzero not_equal ones_like permute_dims positive pow prod real reciprocal relu remainder repeat reshape roll "
     "round searchsorted sigmoid sign signbit sin sinh size softmax sort sqrt square squeeze stack std subtract sum "

@@ -7,7 +7,7 @@ them over with `install`, because a graph must not know which operations exist.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.no_value import NoValue, refusal
@@ -56,8 +56,12 @@ class Operators(NoValue):
             )
         if function is None or options:
             raise GraphError(refusal(f"np.{name}", name, self))
-        result: Tensor = function(*inputs)
-        return result
+        result = function(*inputs)
+        if result is NotImplemented:
+            raise GraphError(
+                f"np.{name} of {' and '.join(map(repr, inputs))}: one of them is no value that a tensor holds"
+            )
+        return cast("Tensor", result)
 
     def __add__(self, other: Any) -> Tensor:
         return _call("add", self, other)

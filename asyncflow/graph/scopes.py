@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import SupportsTensor, graph_for
+from asyncflow.graph.graph import is_name
 from asyncflow.graph.ir import Node, Tensor
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 @contextmanager
 def name_scope(name: str) -> Iterator[str]:
     """Prefixes the names of nodes with ``name/``; scopes nest. Gives the full prefix."""
-    if not isinstance(name, str) or not name or ":" in name:
-        raise GraphError(f"name_scope({name!r}): a scope's name is a string that is not empty and has no ':' in it")
+    if not is_name(name):
+        raise GraphError(f"name_scope({name!r}): a scope's name is not empty and has no ':' in it, and is a string")
     graph = graph_for()
     saved = graph.name_scope
     graph.name_scope = graph.unique_name(name) + "/"
@@ -61,7 +62,7 @@ def control_dependencies(items: Sequence[Tensor | Node | SupportsTensor] | None)
     An item built outside the branch or loop body that this stands in runs once, before the whole branch or loop, and
     whether or not the branch is taken.
     """
-    if isinstance(items, Tensor | Node | SupportsTensor) or not isinstance(items, Iterable | None):
+    if items is not None and not _is_listing(items):
         raise GraphError(f"control_dependencies: pass a list of tensors and nodes, or None; got {items!r}")
     listed = [] if items is None else list(items)
     graph = graph_for(*listed)
@@ -71,6 +72,10 @@ def control_dependencies(items: Sequence[Tensor | Node | SupportsTensor] | None)
         yield
     finally:
         graph.controls = saved
+
+
+def _is_listing(items: object) -> bool:
+    return isinstance(items, Iterable) and not isinstance(items, Tensor | SupportsTensor)
 
 
 def _local_controls(items: Sequence[Tensor | Node | SupportsTensor]) -> Iterator[Node]:

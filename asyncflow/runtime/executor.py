@@ -290,8 +290,7 @@ class Executor:
     def _launch_region(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
         self.in_flight += 1
         assert node.kernel is not None
-        context = self._context if node.is_user else None
-        firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), context)
+        firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs))
         assert node.estimate is not None
         if node.is_heavy or node.estimate.expects(INLINE_LIMIT_NS, inputs):
             self._region_on_stream(firing)

@@ -56,6 +56,8 @@ def as_kernel_error(
         wrapped = with_provenance(KernelError, reason, node, tag, device, described)
     if node.region is not None:
         _place_in_region(wrapped, node.region, error)
+    if isinstance(wrapped, OutOfMemoryError):
+        error.__traceback__ = None  # its frames hold the very values that are too many
     wrapped.__cause__ = error
     return wrapped
 

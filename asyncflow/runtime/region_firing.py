@@ -10,13 +10,10 @@ from __future__ import annotations
 from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
-    from contextvars import Context
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.runtime.scheduler import Iteration
@@ -46,7 +43,6 @@ class RegionFiring:
 
     __slots__ = (
         "budget",
-        "context",
         "generator",
         "inputs",
         "is_heavy",
@@ -63,13 +59,11 @@ class RegionFiring:
         iteration: Iteration,
         inputs: Sequence[Any],
         generator: Generator[bool | None, int | None, tuple[Any, ...]],
-        context: Context | None,
     ) -> None:
         self.node = node
         self.iteration = iteration
         self.inputs = inputs
         self.generator = generator
-        self.context = context
         self.budget: int | None = None
         self.is_heavy = False
         self.is_suspect = False
@@ -85,10 +79,7 @@ class RegionFiring:
         # The processor's time leaves out the moments when others ran, but is dear to ask for.
         busy_ns = thread_time_ns() if self.is_watched else 0
         before = perf_counter_ns()
-        if self.context is None:
-            begins_loop = self.generator.send(self.budget)
-        else:
-            begins_loop = self.context.run(_send_quietly, self.generator, self.budget)
+        begins_loop = self.generator.send(self.budget)
         now = perf_counter_ns()
         taken, spent = now - before, self.budget or 1
         limit_ns = min(INLINE_LIMIT_NS * spent, _OVERRUN_NS)
@@ -105,8 +96,6 @@ class RegionFiring:
         Raises:
             Stopped: `is_stopped` said so at a back edge.
         """
-        if self.context is not None:
-            self.context = self.context.copy()  # a context is entered by one thread at a time
         try:
             while not is_stopped():
                 self.run_slice()
@@ -115,9 +104,3 @@ class RegionFiring:
             return outputs
         self.generator.close()
         raise Stopped
-
-
-def _send_quietly(generator: Generator[bool | None, int | None, Any], budget: int | None) -> bool | None:
-    """The user's context does not know that the runtime has NumPy's floating-point warnings off."""
-    with np.errstate(all="ignore"):
-        return generator.send(budget)

@@ -57,6 +57,7 @@ def test_f25_the_stream_thread_is_joined(loop: str) -> None:
             async with af.Session() as session:
                 with af.Graph():
                     pending = asyncio.ensure_future(session.run(gate.op(1)))
+                pending.add_done_callback(asyncio.Future.exception)
                 await until(gate.entered.is_set)
                 asyncio.get_running_loop().call_soon(gate.opened.set)
                 raise LookupError("the body fails")

@@ -117,7 +117,7 @@ def test_paths_read_like_python() -> None:
         (State(1, 2), Point(1, 2), "^expected a State with fields h, c, got a Point with fields x, y$"),
         (1, None, "^expected one value, got None$"),
         (None, 1, "^expected None, got one value$"),
-        (Box("a", [1]), Box("b", [1]), "^expected a Box with 'a', got one with 'b'$"),
+        (Box("a", [1]), Box("b", [1]), "^expected a Box with 'a', got 'b'$"),
     ],
 )
 def test_mismatches_say_where(expected: Any, got: Any, message: str) -> None:

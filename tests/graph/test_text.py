@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import apply, constant, group, identity, placeholder
-from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.graph import Graph, Subgraph, is_name
 from asyncflow.graph.op import Op
 from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.resource import Resource
@@ -184,7 +184,7 @@ def test_resources_are_declared_once_and_given_back() -> None:
         parse_graph(text, ops=OPS, resources={"v": first})
 
 
-@pytest.mark.parametrize("name", ["a b", 'say "hi"', "new\nline", "a:1", "π", "\u2028", "x.", "-", "%"])
+@pytest.mark.parametrize("name", ["a b", 'say "hi"', "new\nline", "π", "\u2028", "x.", "-", "%"])
 def test_odd_names_are_quoted(name: str) -> None:
     with Graph() as graph:
         identity(constant(1, name=name))
@@ -458,7 +458,7 @@ ATTRS = st.recursive(
     ),
     max_leaves=6,
 )
-NAMES = st.sampled_from(["x", "a/b", "3"]) | st.text(min_size=1, max_size=5)
+NAMES = st.sampled_from(["x", "a/b", "3"]) | st.text(min_size=1, max_size=5).filter(is_name)
 SHAPES = st.none() | st.lists(st.none() | st.integers(0, 4), max_size=3).map(tuple)
 
 

@@ -43,7 +43,7 @@ def shipped_sources() -> set[str]:
     return {
         path.relative_to(ROOT).as_posix()
         for path in PACKAGE.rglob("*")
-        if path.suffix in {".py", ".html", ".js"} or path.name == "py.typed"
+        if path.suffix in {".py", ".html", ".css", ".js"} or path.name == "py.typed"
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import gc
 import inspect
 import threading
@@ -110,6 +111,201 @@ async def test_a_value_that_does_not_fit_its_annotation(value: Any, message: str
 async def test_specs_trace_without_running() -> None:
     traced = af.function(lambda x: x @ x).trace(af.spec("float32", (4, 4)))
     assert traced.outputs.spec == af.spec("float32", (4, 4))
+
+
+# -- tensors and static arguments ------------------------------------------------------------------------------------
+
+
+class Mode(enum.Enum):
+    ADD = 1
+    TAKE = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, 2.5, 1j, np.float32(2), np.bool_(True), np.ones((2, 3)), np.array(["a"]), 2**63, np.array([1, 2], ">i4")],
+    ids=repr,
+)
+async def test_arrays_and_numbers_are_tensors(value: Any) -> None:
+    seen: list[Any] = []
+
+    @af.function
+    def f(x: Any) -> Any:
+        seen.append(x)
+        return x
+
+    for _ in range(2):
+        np.testing.assert_array_equal(await f(value), value)
+    (x,) = seen
+    assert isinstance(x, af.Tensor) and x.name == "x:0"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(True, False, id="bool"),
+        pytest.param("a", "b", id="str"),
+        pytest.param(None, "a", id="None"),
+        pytest.param(Mode.ADD, Mode.TAKE, id="enum"),
+        pytest.param(Level.LOW, True, id="int enum"),
+        pytest.param(np.dtype("int8"), np.dtype("int16"), id="dtype"),
+        pytest.param(np.float32, np.float64, id="type"),
+        pytest.param(af.sqrt, af.exp, id="callable"),
+        pytest.param(af.float32, af.float64, id="dtype of asyncflow"),
+        pytest.param(frozenset({1}), frozenset({2}), id="hashable"),
+        pytest.param(af.Variable(1), af.Variable(1), id="variable"),
+    ],
+)
+async def test_any_other_hashable_argument_is_static(first: Any, second: Any) -> None:
+    """It arrives as it is, and each value has a graph of its own."""
+    seen: list[Any] = []
+
+    @af.function
+    def f(x: Any, kind: Any) -> Any:
+        seen.append(kind)
+        return x + 1
+
+    for kind in (first, second, first, second):
+        assert await f(1, kind) == 2
+    assert len(seen) == 2 and seen[0] is first and seen[1] is second
+
+
+async def test_static_arguments_steer_the_tracing() -> None:
+    @af.function
+    def f(x: Any, training: bool = False, mode: Any = "add", options: Any = None) -> Any:
+        if training:
+            x = x * 10
+        if options is not None and options["twice"]:
+            x = x * 2
+        return x + 1 if mode == "add" else x - 1
+
+    assert await f(1.0) == 2.0
+    assert await f(1.0, True) == 11.0
+    assert await f(1.0, mode="take") == 0.0
+    assert await f(1.0, options={"twice": True, "by": 3}) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("annotation", "first", "second"),
+    [
+        (int, 1, 2),
+        (int, 1, True),
+        (float, 0.0, -0.0),
+        (bool, True, False),
+        (str, "a", "b"),
+        (int | None, None, 3),
+        ("int", 1, 2),
+    ],
+)
+async def test_parameters_annotated_as_python_numbers_are_static(annotation: Any, first: Any, second: Any) -> None:
+    seen: list[Any] = []
+
+    def fn(x: Any, n: Any) -> Any:
+        seen.append(n)
+        return x
+
+    fn.__annotations__["n"] = annotation
+    f = af.function(fn)
+    for value in (first, second, first):
+        await f(1, value)
+    assert seen == [first, second]
+
+
+async def test_nan_is_one_static_value() -> None:
+    seen: list[float] = []
+
+    @af.function
+    def f(x: float) -> None:
+        seen.append(x)
+
+    for value in (float("nan"), float("nan"), 0.5):
+        await f(value)
+    assert len(seen) == 2
+
+
+async def test_a_parameter_with_a_spec_takes_one_array(session: af.Session) -> None:
+    """A list is not taken apart; None is no array."""
+
+    @af.function
+    def f(x: af.spec("float32", (None,)), *more: scalar, **named: scalar) -> Any:  # type: ignore[valid-type]
+        return af.sum(x) + sum(more) + sum(named.values())
+
+    assert await f([1.0, 2.0]) == 3.0
+    assert await f([1.0, 2.0], 3.0, 4, last=5.0) == 15.0
+    with pytest.raises(af.FeedError, match=r"f: argument x: it is annotated float32\[\?\].*got None"):
+        await f(None)
+    with pytest.raises(af.FeedError, match=r"f: argument more\[1\]: it is annotated float32\[\]"):
+        await f([1.0], 1.0, None)
+
+
+async def test_placeholders_are_named_after_their_parameters() -> None:
+    traced = af.function(lambda x, p, **named: x).trace(1, Point([2, 3], {"k": 4}), last=5)
+    assert [x.name for x in traced.inputs] == ["x:0", "p_x_0:0", "p_x_1:0", "p_y_k:0", "named_last:0"]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ({1, 2}, af.GraphError, r"argument x: it is no array, .* has to be hashable; got a set"),
+        ([1, bytearray(b"a")], af.GraphError, r"argument x\[1\]: .* got a bytearray"),
+        ({"k": np.datetime64("2020")}, af.DTypeError, r"argument x\['k'\]: dtype datetime64"),
+        (2**70, af.DTypeError, r"argument x: cannot make a tensor of"),
+    ],
+)
+async def test_what_can_be_no_argument(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        await af.function(lambda x: x)(value)
+
+
+async def test_an_array_for_a_static_parameter() -> None:
+    @af.function
+    def f(n: int) -> Any:
+        return n
+
+    with pytest.raises(af.GraphError, match=r"f: argument n: it is annotated int, .* got a ndarray. .*af.spec"):
+        await f(np.ones(2))
+
+
+async def test_a_feed_error_names_the_parameter() -> None:
+    @af.function
+    def f(rate: scalar) -> Any:  # type: ignore[valid-type]
+        return rate
+
+    with pytest.raises(af.FeedError, match=r"cannot feed rate:0: expected float32\[\]"):
+        await f(np.float64(1))
+
+
+async def test_nests_that_contain_themselves() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(af.GraphError, match="argument x is nested too deep, or contains itself"):
+        await af.function(lambda x: 1)(loop)
+    with pytest.raises(af.GraphError, match=r"what .* returned is nested too deep, or contains itself"):
+        await af.function(lambda: loop)()
+
+
+# -- recursion -------------------------------------------------------------------------------------------------------
+
+
+async def test_recursion_without_end() -> None:
+    @af.function
+    def factorial(n: Any) -> Any:
+        return af.cond(n <= 1, lambda: n, lambda: n * factorial(n - 1))
+
+    with pytest.raises(af.GraphError, match=r"factorial calls itself without end .* write the recursion as a while_"):
+        await factorial(5)
+
+
+async def test_recursion_that_ends_while_traced() -> None:
+    @af.function
+    def power(x: Any, n: int) -> Any:
+        return x if n == 1 else x * power(x, n - 1)
+
+    assert await power(2.0, 5) == 32.0
 
 
 # -- nests, defaults, keywords ---------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def firing_of(generator: Generator[bool | None, int | None, tuple[Any, ...]]) -> RegionFiring:
-    return RegionFiring(None, None, (), generator, None)  # type: ignore[arg-type]
+    return RegionFiring(None, None, (), generator)  # type: ignore[arg-type]
 
 
 def iterations(clock: Clock, costs: Callable[[int], int]) -> Generator[bool | None, int | None, tuple[Any, ...]]:
