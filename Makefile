@@ -42,7 +42,7 @@ check: $(STAMP) ## Lint, format, types, layers, spelling
 doctest: $(STAMP) ## Run the examples in docstrings and in the README
 	$(BIN)/python -m pytest -q --doctest-modules --doctest-glob=README.md asyncflow README.md
 
-bench: $(STAMP) ## Measure, beside TensorFlow where it is installed (pip install -e '.[bench]')
+bench: $(STAMP) ## Measure beside NumPy, TensorFlow, PyTorch and JAX, where they are installed
 	$(BIN)/python -m benchmarks
 
 # The wheel is built from the sdist, so both are complete; it is then installed alone, with the core dependencies only.

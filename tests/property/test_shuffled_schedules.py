@@ -211,7 +211,7 @@ async def test_the_order_does_change(graph: af.Graph, schedulers: list[Scheduler
     orders: list[tuple[int, ...]] = []
 
     @af.op(outputs=af.spec("int64", ()))
-    def noted(x: np.int64) -> np.int64:
+    async def noted(x: np.int64) -> np.int64:  # tasks start in the order in which nodes fire
         orders[-1] += (int(x),)
         return x
 
