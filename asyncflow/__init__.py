@@ -186,6 +186,7 @@ from asyncflow.ops.statistical import cumulative_prod, cumulative_sum, max, mean
 from asyncflow.ops.utility import all, any, diff
 from asyncflow.runtime.function import Function, function
 from asyncflow.runtime.loop import run
+from asyncflow.runtime.prepared import Prepared
 from asyncflow.runtime.session import Session, SessionStatistics
 from asyncflow.runtime.trace import Trace
 from asyncflow.state.containers import reset_container
@@ -215,6 +216,7 @@ __all__ = [
     "Node",
     "OutOfMemoryError",
     "PlacementError",
+    "Prepared",
     "Session",
     "SessionClosedError",
     "SessionStatistics",

@@ -53,6 +53,12 @@ def user_location() -> SourceLocation:
     return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
+def brief(value: object) -> str:
+    """`repr(value)` for a message: 60 characters at most."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 class AsyncflowError(Exception):
     """Base of every error asyncflow raises on purpose."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.compiler.kernels import is_small_spec
+from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.shapes import is_static
 
@@ -37,6 +38,24 @@ _VIEWS = frozenset(
     }
 )
 """Ops whose result may look into their input's memory, and that keep nothing else of it."""
+
+
+def dead_values(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> dict[int, list[Tensor]]:
+    """By index: the large values that nobody asks for after that node, so that their variables need not hold them."""
+    owner: dict[Tensor, Tensor] = {}
+    last: dict[Tensor, int] = {}
+    for index, node in enumerate(nodes):
+        last.update((owner.get(tensor, tensor), index) for tensor in node.inputs)
+        if node.op.name == "identity":  # shares its input's variable
+            owner[node.outputs[0]] = owner.get(node.inputs[0], node.inputs[0])
+    kept = {owner.get(tensor, tensor) for tensor in escaping}
+    # Only kernels make variables of their own: loops share theirs with their results, bodies with what is passed in.
+    made = {node for node in nodes if node.op.kernel is not None and node.op is not CONSTANT}
+    dead: dict[int, list[Tensor]] = {}
+    for tensor, index in last.items():
+        if tensor.node in made and tensor not in kept and not is_small_spec(tensor.spec):
+            dead.setdefault(index, []).append(tensor)
+    return dead
 
 
 @dataclass(frozen=True, slots=True)

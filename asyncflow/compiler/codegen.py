@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.compiler.buffers import Buffers, carried_results, find_uses, writes_to_buffer
+from asyncflow.compiler.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
 from asyncflow.compiler.estimate import may_be_long
 from asyncflow.compiler.kernels import is_small_spec
 from asyncflow.devices.cost import INLINE_LIMIT_NS
@@ -78,8 +78,10 @@ class RegionCode:
 
     Attributes:
         function: takes the region's inputs (after a `KernelContext`, if `needs_context`) and gives the tuple of its
-            outputs; or, if `is_generator`, a generator that does, and is sent its budget of iterations.
+            outputs; or, if `is_generator`, a generator that does, and is sent its budget of iterations and of kernels
+            that may be long.
         source: its text.
+        filename: under which tracebacks show it.
         places: line number to place.
     """
 
@@ -156,6 +158,7 @@ class _Generator:
     constants: dict[Tensor, str] = field(default_factory=dict)
     kernels: dict[Node, Kernel] = field(default_factory=dict)
     slots: list[str] = field(default_factory=list)
+    buffered: set[Tensor] = field(default_factory=set)
     needs_context: bool = False
     is_generator: bool = False
 
@@ -243,12 +246,18 @@ class _Generator:
         carried: frozenset[Tensor] = frozenset(),
     ) -> None:
         """A straight line of nodes; `escaping` are the values somebody uses afterwards."""
+        escaping = tuple(escaping)
         if self.track is None:  # accounting watches buffers by their first value
             block.buffers = Buffers(find_uses(nodes, (t for t in escaping if t not in carried), self.kernel), carried)
+        dead = dead_values(nodes, escaping)
         for index, node in enumerate(nodes):
             self.put(node, index, block)
             if block.buffers is not None:
                 block.buffers.release(index)
+            # A value in a buffer that is written again need not be let go.
+            names = [self.names[tensor] for tensor in dead.get(index, ()) if tensor not in self.buffered]
+            if names:
+                self.line(block, f"del {', '.join(names)}")
 
     def put(self, node: Node, index: int, block: _Block) -> None:
         if node.op.name == "cond":
@@ -264,6 +273,8 @@ class _Generator:
         kernel, slot = self.kernel(node), None
         if block.buffers is not None and kernel is not None:
             slot = block.buffers.slot_for(node, index, kernel, self.new_slot)
+        if slot is not None:
+            self.buffered.update(node.outputs)
         expression = self.call(node, block, slot)
         targets = [self.name(tensor) for tensor in node.outputs]
         if not targets:
@@ -396,8 +407,7 @@ class _Generator:
             self.places[len(self.lines)] = self.place(only, inner)
             return
         self.line(block, "while True:")
-        predicate = inner.deeper()
-        predicate.depth = inner.depth
+        predicate = _Block(inner.loops, inner.depth)
         self.put_line(condition.nodes, condition.results, predicate)
         self.line(inner, f"if not {self.value(condition.results[0])}:")
         self.line(inner.deeper(), "break")

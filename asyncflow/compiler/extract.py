@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.compiler.captures import body_offset, first_capture
 from asyncflow.errors import FeedError
 from asyncflow.graph.build import SupportsTensor
 from asyncflow.graph.builtin import PLACEHOLDER
@@ -125,7 +126,7 @@ class _Analysis:
         if node.op.name in STRUCTURED:
             used = tuple(out.index for out in node.outputs if out in need.tensors and out not in self.feeds)
             inside = need.inside[node] = self._inside(node, used)
-            inputs = (node.inputs[position] for position in kept_inputs(node, inside))
+            inputs = (node.inputs[position] for position in _kept_inputs(node, inside))
         for tensor in inputs:
             self._need_tensor(tensor, need)
         for control in node.control_inputs:
@@ -182,12 +183,11 @@ def _reads_input(node: Node, body_input: int, bodies: Sequence[_Need]) -> bool:
     return any(tensor.node in need.nodes for tensor, need in zip(inner, bodies, strict=True))
 
 
-def kept_inputs(node: Node, inside: _Inside) -> list[int]:
+def _kept_inputs(node: Node, inside: _Inside) -> list[int]:
     """Which inputs of a structured node its needed parts use: loop variables kept, captures read."""
-    first_capture = node.attrs["n_vars"] if node.op.name == "while" else 1
     first = list(inside.kept) if node.op.name == "while" else [0]
-    offset = 0 if node.op.name == "while" else 1
-    captures = range(first_capture, len(node.inputs))
+    offset = body_offset(node)
+    captures = range(first_capture(node), len(node.inputs))
     return first + [i for i in captures if _reads_input(node, i - offset, inside.bodies)]
 
 
@@ -255,8 +255,8 @@ class _Copy:
 
     def _copy_structured(self, node: Node, target: Graph, inside: _Inside) -> None:
         attrs = dict(node.attrs)
-        kept = kept_inputs(node, inside)
-        offset = 0 if node.op.name == "while" else 1
+        kept = _kept_inputs(node, inside)
+        offset = body_offset(node)
         bodies = (key for key, value in node.attrs.items() if isinstance(value, Subgraph))
         for key, need in zip(bodies, inside.bodies, strict=True):
             body: Subgraph = node.attrs[key]

@@ -1,19 +1,26 @@
-"""Pass: tells which loop frame each node of a lowered graph runs in."""
+"""Pass: tells which loop frame each node of a flat graph runs in."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncflow.control.primitives.enter import ENTER
+from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.errors import InternalError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.frames import FramePath, frame_of
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
+
+
+def has_primitives(nodes: Iterable[Node]) -> bool:
+    """Whether control flow was written by hand: nodes then belong to frames, and may be dead."""
+    return any(node.op is ENTER or node.op is SWITCH for node in nodes)
 
 
 def assign_frames(graph: Graph) -> dict[Node, FramePath]:

@@ -64,7 +64,7 @@ class _Hoist:
         chosen: list[Node] = []
         for node in body.nodes:
             if not node.inputs or node.control_inputs or node in awaited or not available.issuperset(node.inputs):
-                if is_constant_node(node):
+                if _is_constant_node(node):
                     available.update(node.outputs)
                 continue
             if node.op is not IDENTITY and cannot_fail(node) and _is_worthwhile(node):
@@ -110,8 +110,7 @@ class _Hoist:
         return self.outside[tensor]
 
 
-def is_constant_node(node: Node) -> bool:
-    """Whether the node is a constant that waits for nothing."""
+def _is_constant_node(node: Node) -> bool:
     return bool(node.outputs) and is_constant(node.outputs[0])
 
 

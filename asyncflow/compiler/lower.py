@@ -232,7 +232,7 @@ class _Lowering:
             value = self.gated(result, in_body_place, node)
             (again,) = self.put(node, "next_iteration", NEXT_ITERATION, [value], in_body_place)
             merged.node.inputs.append(again)
-        self.put_exits(node, place, [false_side for false_side, _ in switches])
+        self.put_exits(node, [false_side for false_side, _ in switches])
 
     def put_merges(self, node: Node, around: _Place, initial: Sequence[Tensor], body: Subgraph) -> list[Tensor]:
         before = self.controls(node.control_inputs)
@@ -244,7 +244,7 @@ class _Lowering:
             merges.append(merged)
         return merges
 
-    def put_exits(self, node: Node, place: _Place, false_sides: Sequence[Tensor]) -> None:
+    def put_exits(self, node: Node, false_sides: Sequence[Tensor]) -> None:
         """One Exit per result in use; all of them if something waits for the loop as a whole."""
         exits = []
         for output, false_side in zip(node.outputs, false_sides, strict=True):

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from asyncflow.compiler.cse import eliminate_common_subexpressions
 from asyncflow.compiler.fold import fold
+from asyncflow.compiler.frames import has_primitives
 from asyncflow.compiler.hoist import hoist
 from asyncflow.compiler.loop_variables import reduce_loop_variables
 from asyncflow.compiler.prune import prune
 from asyncflow.compiler.simplify import simplify
-from asyncflow.control.primitives.enter import ENTER
-from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 def optimize(graph: Graph, *, keep: Collection[Node], on_host: bool, check_numerics: bool, debug: bool) -> None:
     """Runs the passes on a private copy of a graph, in place, before its effects are ordered.
 
-    A graph with primitives written by hand is left as it is: its nodes belong to frames, and may be dead.
+    A graph with primitives written by hand is left as it is.
 
     Args:
         graph: from `extract`.
@@ -34,7 +33,7 @@ def optimize(graph: Graph, *, keep: Collection[Node], on_host: bool, check_numer
         check_numerics: runs fail on NaN and infinity: a value that is not used must not be computed either.
         debug: verify the graph after every pass.
     """
-    if any(node.op is ENTER or node.op is SWITCH for node in graph.walk()):
+    if has_primitives(graph.walk()):
         return
     passes: list[Callable[[Graph], None]] = [reduce_loop_variables]
     if on_host:

@@ -16,10 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.frames import assign_frames
+from asyncflow.compiler.frames import assign_frames, has_primitives
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
-from asyncflow.control.primitives.enter import ENTER
-from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.build import constant, identity
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph, node_effects
@@ -50,7 +48,7 @@ def order_effects(graph: Graph) -> None:
 
 
 def _order(graph: Graph, turns: dict[Hashable, _Turn]) -> None:
-    order = _OrderByHand(graph) if any(node.op in (SWITCH, ENTER) for node in graph.nodes) else _wait_for
+    order = _OrderByHand(graph) if has_primitives(graph.nodes) else _wait_for
     for node in list(graph.nodes):
         effects = [(r, access) for r, access in node_effects(node) if graph.effects == "ordered" or r == "stream"]
         for resource, access in effects:

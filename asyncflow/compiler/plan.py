@@ -75,7 +75,7 @@ _KINDS: dict[Op, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """The token of a branch not taken; `killer` is the Switch (or Exit) that made it dead."""
+    """The token of a branch not taken; `killer` names the Switch that made it dead, `location` is its place."""
 
     killer: str
     location: str
@@ -217,6 +217,7 @@ class Partition:
         root: the frame outside all loops.
         feeds: nodes that take the fed values, in the order of the plan's feeds.
         n_fetches: number of fetched values.
+        frames: all frames by their paths, the root included.
     """
 
     device: str

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
+from asyncflow.compiler.frames import has_primitives
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
-from asyncflow.control.primitives.enter import ENTER
-from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph
 from asyncflow.graph.op import Op
@@ -94,8 +93,8 @@ def _nesting(node: Node) -> int:
 
 
 def _cluster(graph: Graph, results: Iterable[Tensor]) -> None:
-    if any(node.op in (ENTER, SWITCH) for node in graph.nodes):
-        return  # control flow written by hand, whose nodes belong to frames and may be dead
+    if has_primitives(graph.nodes):
+        return
     joins = {node: is_compilable(node) and _nesting(node) <= _DEEPEST for node in graph.nodes}
     for node in graph.nodes:
         if not joins[node]:

@@ -6,6 +6,10 @@ through the newest state goes into the store itself; a write through an older on
 the elements). So a loop writes in O(1), and yet each state holds exactly what was written on the way to it, in
 whatever order independent writes run.
 
+Where it can, a store of fixed size copies what is written into the rows of one *block*, so that a stack of the full
+array is the block itself, and whoever wrote an element may change its buffer afterwards. An element that does not
+fit in the block, and every element of an array that has none (`_Store.new_block` says which), is kept as it was given.
+
 Elements are shared between such copies, so "read once" (`clear_after_read`) holds for an element and not for a
 state: which of two reads comes too late depends on the schedule, that one of them does does not.
 """
@@ -15,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
 
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, merge, relax
@@ -65,12 +71,70 @@ class ArrayKind:
         return f"{length}TensorArray of {dtype_name(self.dtype)}{format_shape(self.element_shape)}{reads}"
 
 
+class _Block:
+    """Room for all elements of an array of fixed size, each written once, one by one, until the first of them is taken.
+
+    Nobody changes a row that is written, so rows are shared without a copy; they are read-only, because readers must
+    not change them either. Frees its memory with the last of the rows written.
+    """
+
+    __slots__ = ("array", "left", "readable", "row_shape", "taken", "written")
+
+    def __init__(self, size: int, row_shape: tuple[int, ...], dtype: DType) -> None:
+        self.row_shape = row_shape
+        self.array: Array | None = np.empty((size, *row_shape), dtype)
+        self.readable: Array | None = self.array.view()
+        self.readable.flags.writeable = False
+        self.written = 0
+        self.left = 0
+        self.taken = False
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether an element of that shape can be written. Once one is taken no stack is left to save a copy for."""
+        return self.array is not None and not self.taken and shape == self.row_shape
+
+    def write(self, index: int, value: Array) -> None:
+        assert self.array is not None
+        self.array[index] = value
+        self.written += 1
+        self.left += 1
+
+    def row(self, index: int) -> Array | None:
+        # Read once: another thread may free the block.
+        readable = self.readable
+        return None if readable is None else _item(readable, index)
+
+    def take(self, index: int) -> Array | None:
+        """The row, for the last time."""
+        row = self.row(index)
+        self.taken = True
+        self.left -= 1
+        if not self.left:
+            self.free()
+        return row
+
+    def whole(self) -> Array | None:
+        """All rows; None unless all are written and none is taken."""
+        array = self.readable
+        return None if array is None or self.taken or self.written != len(array) else array
+
+    def take_whole(self) -> Array | None:
+        """What `whole` gives, for the last time: nobody else has any of it, so the reader may have it to itself."""
+        array = None if self.whole() is None else self.array
+        if array is not None:
+            self.free()
+        return array
+
+    def free(self) -> None:
+        self.array = self.readable = None
+
+
 class _Element:
-    """One element; `value` is None once it has been read for the last time."""
+    """One element: its value, or the block that it is a row of; None once it has been read for the last time."""
 
     __slots__ = ("value", "version")
 
-    def __init__(self, value: Array, version: int) -> None:
+    def __init__(self, value: Array | _Block | None, version: int) -> None:
         self.value = value
         self.version = version
 
@@ -111,7 +175,7 @@ class _Family:
 class _Store:
     """The table behind the states of one lineage. Invariant: no version in it is above `latest`."""
 
-    __slots__ = ("elements", "family", "kind", "latest", "rows", "xp")
+    __slots__ = ("block", "elements", "family", "kind", "latest", "rows", "xp")
 
     def __init__(self, xp: Any, kind: ArrayKind, family: _Family) -> None:
         self.xp = xp
@@ -119,6 +183,7 @@ class _Store:
         self.family = family
         self.elements: dict[int, _Element] = {}
         self.rows: _Rows | None = None
+        self.block: _Block | None = None
         self.latest = 0
 
     def newest_at(self, version: int) -> _Store:
@@ -146,6 +211,30 @@ class _Store:
                 f"use another index, or a new TensorArray"
             )
 
+    def put(self, index: int, value: Array, size: int) -> None:
+        """Writes an element into the block, if there is or can be one and it fits."""
+        self.require_unwritten(index)
+        if not self.elements:
+            self.block = self.new_block(size, value)
+        block = self.block
+        if block is None or not block.takes(value.shape):
+            self.elements[index] = _Element(value, self.latest)
+            return
+        block.write(index, value)
+        self.elements[index] = _Element(block, self.latest)
+
+    def new_block(self, size: int, first: Array) -> _Block | None:
+        """A block for `size` elements like `first`; None if they are better kept one by one.
+
+        They are if the array may grow; if it is so large that room for elements that may never come is too much;
+        on a device, whose streams order work by value and not by part of one; and if they hold text, which lies
+        outside the array. A stack of a single element is one copy with a block, too.
+        """
+        kind = self.kind
+        if kind.dynamic_size or size < 2 or self.xp is not np or kind.dtype.hasobject:
+            return None
+        return _Block(size, first.shape, kind.dtype) if size * max(first.nbytes, 1) <= _BLOCK_LIMIT else None
+
     def find(self, index: int, version: int) -> Array | None:
         """An element as a state of that version sees it; None if it is not written there."""
         self.require_open()
@@ -156,6 +245,8 @@ class _Store:
             value = element.value
             if self.kind.clear_after_read:
                 element.value = None
+            if type(value) is _Block:
+                value = value.take(index) if self.kind.clear_after_read else value.row(index)
             return self.require_unread(value, index)
         rows = self.rows_at(version)
         if rows is None or index >= rows.count:
@@ -174,8 +265,14 @@ class _Store:
         return value
 
     def whole(self, size: int, version: int) -> Array | None:
-        """All elements in one array, if they were written as one and none has been taken out."""
+        """All elements in one array, if they are in one and none has been taken out."""
         self.require_open()
+        block = self.block
+        if block is not None:
+            # The last write filled the block, so no older version sees all of it.
+            if version != self.latest:
+                return None
+            return block.take_whole() if self.kind.clear_after_read else block.whole()
         rows = self.rows_at(version)
         if rows is None or rows.count != size or rows.left != size:
             return None
@@ -232,13 +329,15 @@ class ArrayValue:
             store.family.is_closed = True
             for element in store.elements.values():
                 element.value = None
+            if store.block is not None:
+                store.block.free()
             store.elements = {}
             store.rows = None
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     def write(self, index: int, value: Array) -> ArrayValue:
-        """The state in which element `index` is `value`."""
+        """The state in which element `index` is `value`; a copy of it where the array has a block."""
         size = self._size_with(index)
         self._check_dtype(value)
         self._check_shape(value.shape, index)
@@ -284,17 +383,21 @@ class ArrayValue:
             self._check_shape((count, *values.shape[1:]), index)
             pieces.append((index, values[start : start + count]))
             start += count
-        return self._put(pieces, size)
+        return self._put(pieces, size, keep=True)
 
-    def _put(self, items: Iterable[tuple[int, Array]], size: int) -> ArrayValue:
+    def _put(self, items: Iterable[tuple[int, Array]], size: int, *, keep: bool = False) -> ArrayValue:
+        """The state with these elements; `keep` them as they are, without a copy."""
         store, common = self._store, self._common
         with store.family.lock:
             store.require_open()
             target = store.newest_at(self._version)
             target.latest += 1
             for index, value in items:
-                target.require_unwritten(index)
-                target.elements[index] = _Element(value, target.latest)
+                if keep:
+                    target.require_unwritten(index)
+                    target.elements[index] = _Element(value, target.latest)
+                else:
+                    target.put(index, value, size)
                 common = widen(common, value.shape)
             version = target.latest
         return ArrayValue(target, version, size, common)
@@ -357,7 +460,7 @@ class ArrayValue:
         return self._zeros(index) if value is None else value
 
     def stack(self) -> Array:
-        """All elements, joined along a new first axis. Not a copy if they were written as one array."""
+        """All elements, joined along a new first axis. Not a copy if they were written as one array or into a block."""
         store = self._store
         with store.family.lock:
             array = store.whole(self.size, self._version)
@@ -426,6 +529,8 @@ class ArrayValue:
 
 
 _SCALAR_KINDS = frozenset("biufc")
+_BLOCK_LIMIT = 64 << 20
+"""Bytes of the largest block: a larger array may be made for a few elements out of many."""
 
 
 def _item(array: Array, index: int) -> Array:

@@ -57,9 +57,9 @@ def cond(
         ShapeError: `pred` has several elements.
 
     >>> import asyncflow as af
-    >>> with Graph():
+    >>> with af.Graph():
     ...     x = af.placeholder("float32", ())
-    ...     y = cond(x > 0, lambda: x, lambda: -x)
+    ...     y = af.cond(x > 0, lambda: x, lambda: -x)
     >>> y
     <Tensor cond:0 float32[]>
     """

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.control.array_store import ArrayKind
-from asyncflow.control.body import add_outer_controls, join_captures, result_tensor, user_function
+from asyncflow.control.body import result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.tensor_array import ARRAY, TensorArray
-from asyncflow.control.while_loop import WHILE, while_loop
+from asyncflow.control.while_loop import add_loop, while_loop
 from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, constant, graph_for
@@ -296,7 +296,6 @@ class _MapLoop:
     """The loop of a `map_fn`, built body first: only the body tells how many arrays of results there are."""
 
     def __init__(self, graph: Graph, label: str) -> None:
-        self.graph = graph
         self.label = label
         self.condition = Subgraph(graph, f"{label}/cond")
         self.body = Subgraph(graph, f"{label}/body")
@@ -339,17 +338,8 @@ class _MapLoop:
             self.condition.add_input(spec, "var")
         with self.condition:
             self.condition.results = [less(self.condition.inputs[0], rows.count)]
-        captured = join_captures((self.condition, self.body), len(specs))
-        attrs = {
-            "cond": self.condition,
-            "body": self.body,
-            "n_vars": len(specs),
-            "parallel_iterations": parallel_iterations,
-            "swap_memory": False,
-        }
         initial = [as_tensor(0, int64), *(array.handle for array in arrays)]
-        node = self.graph.add_node(WHILE, [*initial, *captured], attrs, specs, reserved_name=self.label)
-        add_outer_controls(node)
+        node = add_loop(self.condition, self.body, initial, specs, self.label, parallel_iterations)
         handles = zip(node.outputs[1:], self.kinds, strict=True)
         return [rows.stacked(TensorArray.from_handle(handle, kind)) for handle, kind in handles]
 

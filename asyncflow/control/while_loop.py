@@ -20,10 +20,10 @@ from asyncflow.ops.extents import static_value
 from asyncflow.ops.logic import less, logical_and
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from asyncflow.graph.build import TensorLike
-    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.ir import Node, Tensor
 
 
 def _infer(
@@ -66,7 +66,7 @@ def while_loop(
         shape_invariants: same nest, of partial shapes, for variables whose shape changes; None for a TensorArray.
             None for the whole: no shape changes.
         parallel_iterations: how many iterations may be live at once, at least 1. It never changes the result.
-        swap_memory: values saved for gradients may move to host memory.
+        swap_memory: values saved for gradients may move to host memory; this version saves none.
         maximum_iterations: stop after so many, at least 0; a number or an integer scalar.
         name: of the node.
 
@@ -74,8 +74,8 @@ def while_loop(
         GraphError, DTypeError, ShapeError: the body does not fit the loop variables; the message names the variable.
 
     >>> import asyncflow as af
-    >>> with Graph():
-    ...     n, total = while_loop(lambda i, s: i < 10, lambda i, s: (i + 1, s + i), (0, 0))
+    >>> with af.Graph():
+    ...     n, total = af.while_loop(lambda i, s: i < 10, lambda i, s: (i + 1, s + i), (0, 0))
     >>> total
     <Tensor while:1 int64[]>
     """
@@ -95,18 +95,33 @@ def while_loop(
     with loop_body:
         returned = body(*variables.arguments(loop_body))
     loop_body.results.extend(variables.next_values(label, loop_body, returned))
+    node = add_loop(condition, loop_body, variables.initial, variables.specs, label, parallel_iterations, swap_memory)
+    result = variables.structure.unflatten(node.outputs)
+    return result if maximum_iterations is None else result[1]
+
+
+def add_loop(
+    condition: Subgraph,
+    body: Subgraph,
+    initial: Sequence[Tensor],
+    specs: Sequence[Spec],
+    label: str,
+    parallel_iterations: int,
+    swap_memory: bool = False,
+) -> Node:
+    """Adds the node of a loop whose predicate and body are built; `label` is a name reserved for it."""
+    captured = join_captures((condition, body), len(specs))
     attrs = {
         "cond": condition,
-        "body": loop_body,
-        "n_vars": len(variables.specs),
+        "body": body,
+        "n_vars": len(specs),
         "parallel_iterations": parallel_iterations,
         "swap_memory": swap_memory,
     }
-    captured = join_captures((condition, loop_body), len(variables.specs))
-    node = graph.add_node(WHILE, [*variables.initial, *captured], attrs, tuple(variables.specs), reserved_name=label)
+    assert body.parent is not None
+    node = body.parent.add_node(WHILE, [*initial, *captured], attrs, tuple(specs), reserved_name=label)
     add_outer_controls(node)
-    result = variables.structure.unflatten(node.outputs)
-    return result if maximum_iterations is None else result[1]
+    return node
 
 
 class _Variables:
@@ -141,9 +156,14 @@ class _Variables:
             self.specs[index] = Spec(self.specs[index].dtype, shape)
 
     @property
+    def are_spread(self) -> bool:
+        """Whether each is an argument of its own."""
+        return self.structure.kind in (tuple, list)
+
+    @property
     def passed(self) -> tuple[int, str]:
         """How many arguments the functions get, and what they are."""
-        if self.structure.kind not in (tuple, list):
+        if not self.are_spread:
             return 1, f"the loop variables, {nest.describe(self.structure)}"
         count = len(self.structure.children)
         return count, f"{count} loop variable{'s' * (count != 1)}"
@@ -152,16 +172,20 @@ class _Variables:
         """The loop variables as `body` sees them, as the positional arguments of its function."""
         inner = [body.add_input(spec, "var") for spec in self.specs]
         nested = self.structure.unflatten(inner)
-        return tuple(nested) if self.structure.kind in (tuple, list) else (nested,)
+        return tuple(nested) if self.are_spread else (nested,)
+
+    def listed(self, returned: Any) -> Any:
+        """What the body returned, as a nest of the kind of the loop variables; one alone may come bare."""
+        kind = self.structure.kind
+        if kind not in (tuple, list):
+            return returned
+        is_list = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
+        return kind(returned if is_list else (returned,))
 
     def next_values(self, label: str, body: Subgraph, returned: Any) -> list[Tensor]:
         """What the body returned, checked against the loop variables."""
-        kind = self.structure.kind
-        if kind in (tuple, list):
-            spread = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
-            returned = kind(returned if spread else (returned,))
         try:
-            leaves = nest.flatten_like(self.structure, returned)
+            leaves = nest.flatten_like(self.structure, self.listed(returned))
         except nest.StructureMismatch as error:
             raise GraphError(
                 f"the body of {label} must return what it was given, {nest.describe(self.structure)}: {error}"
@@ -199,7 +223,7 @@ def _bounded(
     known = static_value(limit)
     if known is not None and known < 0:
         raise GraphError(f"maximum_iterations is at least 0; got {known}")
-    spread = variables.structure.kind in (tuple, list)
+    spread = variables.are_spread
     counted = _Variables(limit.graph, (as_tensor(0, int64), variables.structure.unflatten(variables.initial)), None)
     counted.specs[1:] = variables.specs
     counted.names = ["the iteration counter", *variables.names]
@@ -209,11 +233,6 @@ def _bounded(
         return logical_and(less(count, limit), pred)
 
     def counted_body(count: Tensor, inner: Any) -> Any:
-        returned = body(*inner) if spread else body(inner)
-        if spread:
-            kind = variables.structure.kind
-            listed = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
-            returned = kind(returned if listed else (returned,))  # type: ignore[misc]
-        return add(count, 1), returned
+        return add(count, 1), variables.listed(body(*inner) if spread else body(inner))
 
     return counted_cond, counted_body, counted

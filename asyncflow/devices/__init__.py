@@ -12,12 +12,11 @@ from asyncflow.devices.memory import (
     MemoryLimitExceeded,
     MemoryStatistics,
 )
-from asyncflow.devices.names import ANY_DEVICE, DeviceName, DeviceSpec
+from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import Device
 from asyncflow.devices.registry import DeviceDescription, available_devices, open_devices
 
 __all__ = [
-    "ANY_DEVICE",
     "INLINE_LIMIT_NS",
     "TRACKED_BYTES",
     "BlasLease",

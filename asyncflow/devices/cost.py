@@ -38,10 +38,6 @@ class MeasuredCost:
             return self._mean_ns if size <= self._mean_size else self._mean_ns * size / max(self._mean_size, 1.0)
         return self.base_ns + self.slope_ns * size
 
-    def offload(self, size: int) -> bool:
-        """Whether a call on work of ``size`` is too long for the event loop."""
-        return self.predict_ns(size) > INLINE_LIMIT_NS
-
     def observe(self, size: int, ns: int) -> None:
         """Learn that a call on work of ``size`` took ``ns`` nanoseconds."""
         if not self._measured:

@@ -114,10 +114,6 @@ class MemoryAccount:
         """The most bytes ever held at a time."""
         return self._peak
 
-    def would_exceed(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more would pass the limit."""
-        return self._limit is not None and self.used + nbytes > self._limit
-
     def track(self, value: object, label: str = "") -> None:
         """Count the buffer behind ``value`` until it is freed; ``label`` is the name of the node that made it.
 

@@ -64,21 +64,9 @@ class DeviceSpec:
         device = DeviceName.parse(name) if isinstance(name, str) else name
         return self.kind in (None, device.kind) and self.index in (None, device.index)
 
-    def narrowed_by(self, other: DeviceSpec) -> DeviceSpec | None:
-        """The constraint that demands both; None if no device can satisfy both."""
-        kind = self.kind if other.kind is None else other.kind
-        index = self.index if other.index is None else other.index
-        if self.kind not in (None, kind) or self.index not in (None, index):
-            return None
-        return DeviceSpec(kind, index)
-
     def __str__(self) -> str:
         kind = self.kind or "any"
         return kind if self.index is None else f"{kind}:{self.index}"
-
-
-ANY_DEVICE = DeviceSpec()
-"""The constraint that every device satisfies."""
 
 
 def _split(text: object) -> tuple[str, int | None]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, user_location
+from asyncflow.errors import DTypeError, GraphError, brief, user_location
 from asyncflow.graph import builtin
 from asyncflow.graph.dtypes import VARIANT, as_dtype, is_supported, string
 from asyncflow.graph.frames import frame_of
@@ -135,16 +135,16 @@ def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
     try:
         array = np.array(value)
     except (ValueError, OverflowError) as error:
-        raise GraphError(f"cannot make a tensor of {_brief(value)}: {error}") from error
+        raise GraphError(f"cannot make a tensor of {brief(value)}: {error}") from error
     if array.dtype.kind in "UT":
         if isinstance(value, list | tuple) and not _only_strings(value):
-            raise DTypeError(f"cannot make a tensor of {_brief(value)}: strings and other values do not mix")
+            raise DTypeError(f"cannot make a tensor of {brief(value)}: strings and other values do not mix")
         array = array.astype(string)
     if not is_supported(array.dtype) or VARIANT in (array.dtype, dtype):
         if array.dtype == VARIANT:
             _explain_objects(value, array)
         raise DTypeError(
-            f"cannot make a tensor of {_brief(value)}: NumPy gives dtype {array.dtype}; tensors hold booleans, "
+            f"cannot make a tensor of {brief(value)}: NumPy gives dtype {array.dtype}; tensors hold booleans, "
             f"integers, floats, complex numbers or strings"
         )
     if not array.dtype.isnative:
@@ -158,7 +158,7 @@ def _explain_objects(value: TensorLike, array: np.ndarray[Any, Any]) -> None:
     refuse_coroutines(*items)
     if items and all(isinstance(item, int) for item in items):
         raise DTypeError(
-            f"cannot make a tensor of {_brief(value)}: it does not fit int64 or uint64; write it as a float if digits "
+            f"cannot make a tensor of {brief(value)}: it does not fit int64 or uint64; write it as a float if digits "
             f"may be lost"
         )
 
@@ -193,7 +193,7 @@ def _convert(array: np.ndarray[Any, Any], value: TensorLike, dtype: DType) -> np
             converted = array.astype(dtype)
         if _same_values(array, converted):
             return converted
-    raise DTypeError(f"{_brief(value)} does not fit dtype {dtype}; convert it yourself if you mean to lose data")
+    raise DTypeError(f"{brief(value)} does not fit dtype {dtype}; convert it yourself if you mean to lose data")
 
 
 _RANKS = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
@@ -217,11 +217,6 @@ def _contains_tensor(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(_contains_tensor(item) for item in value)
     return isinstance(value, Tensor | SupportsTensor)
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def placeholder(dtype: DTypeLike, shape: ShapeLike = None, name: str | None = None) -> Tensor:

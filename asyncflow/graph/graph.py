@@ -60,6 +60,8 @@ class Graph:
         self.parent: Graph | None = None
         self.root: Graph = self
         self.version = 0
+        self.label = ""
+        self.closed = False
         self.device: str | None = None
         self.colocated_with: str | None = None
         self.name_scope = ""
@@ -95,7 +97,12 @@ class Graph:
         """Appends a node whose inputs already belong to this graph. `specs` describe its outputs.
 
         `reserved_name` comes from an earlier `unique_name` and is taken as it is.
+
+        Raises:
+            GraphError: this is the body of a branch or loop, and it is finished: only its function may add to it.
         """
+        if self.closed:
+            raise GraphError(f"{self.label} is finished: nodes can only be added while its function is being called")
         root = self.root
         node = Node(
             graph=self,
@@ -216,6 +223,7 @@ class Subgraph(Graph):
         captures: outer tensor (of `parent`) to inner tensor.
         results: the tensors it gives back.
         outer_controls: nodes of `parent` that must run before the structured node does.
+        closed: whether its function has returned, after which no node may join.
     """
 
     is_subgraph: ClassVar[bool] = True
@@ -232,30 +240,9 @@ class Subgraph(Graph):
         self.captures: dict[Tensor, Tensor] = {}
         self.results: list[Tensor] = []
         self.outer_controls: dict[Node, None] = {}
-        self.closed = False
 
     def __repr__(self) -> str:
         return f"<Subgraph {self.label} of {len(self.nodes)} nodes>"
-
-    def add_node(
-        self,
-        op: Op,
-        inputs: Sequence[Tensor],
-        attrs: Mapping[str, Any],
-        specs: Spec | tuple[Spec, ...],
-        *,
-        name: str | None = None,
-        reserved_name: str | None = None,
-        location: SourceLocation | None = None,
-    ) -> Node:
-        """Appends a node.
-
-        Raises:
-            GraphError: the body is finished; only code inside its builder function may add to it.
-        """
-        if self.closed:
-            raise GraphError(f"{self.label} is finished: nodes can only be added while its function is being called")
-        return super().add_node(op, inputs, attrs, specs, name=name, reserved_name=reserved_name, location=location)
 
     def add_input(self, spec: Spec, name: str) -> Tensor:
         """A new inner tensor that stands for an input of the structured node."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NewType
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.dtypes import DType
 from asyncflow.graph.operators import Operators, _call
 
 if TYPE_CHECKING:
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.op import Op
-    from asyncflow.graph.shapes import Shape
     from asyncflow.graph.spec import Spec
 
 NodeId = NewType("NodeId", int)
@@ -30,21 +28,6 @@ class Tensor(Operators):
         self.node = node
         self.index = index
         self.spec = spec
-
-    @property
-    def dtype(self) -> DType:
-        """Element type."""
-        return self.spec.dtype
-
-    @property
-    def shape(self) -> Shape:
-        """Partial shape: None for unknown rank, None items for unknown extents."""
-        return self.spec.shape
-
-    @property
-    def ndim(self) -> int | None:
-        """Number of dimensions, or None if unknown."""
-        return self.spec.rank
 
     @property
     def graph(self) -> Graph:
@@ -87,6 +70,7 @@ class Node:
         graph: the graph or subgraph it stands in.
         id: its place in the build order of the root graph.
         name: unique in the root graph.
+        op: what it does.
         inputs: tensors of the same graph.
         attrs: the op's static arguments.
         outputs: its tensors.
@@ -143,7 +127,7 @@ class Node:
 
     @property
     def subgraphs(self) -> tuple[Subgraph, ...]:
-        """The bodies a structured node (`Cond`, `While`) holds; empty for any other."""
+        """The bodies a structured node (``cond``, ``while``) holds; empty for any other."""
         return tuple(value for value in self.attrs.values() if getattr(value, "is_subgraph", False))
 
     def __repr__(self) -> str:

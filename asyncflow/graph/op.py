@@ -112,8 +112,3 @@ def find_op(name: str) -> Op:
     if name not in _ops:
         raise GraphError(f"no op is named {name!r}; is the module that registers it imported?")
     return _ops[name]
-
-
-def all_ops() -> tuple[Op, ...]:
-    """Every registered op, by name."""
-    return tuple(_ops[name] for name in sorted(_ops))

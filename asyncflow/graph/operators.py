@@ -13,7 +13,10 @@ from asyncflow.errors import GraphError
 from asyncflow.graph.no_value import NoValue, refusal
 
 if TYPE_CHECKING:
+    from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.shapes import Shape
+    from asyncflow.graph.spec import Spec
 
 _functions: dict[str, Callable[..., Any]] = {}
 
@@ -39,9 +42,26 @@ _RENAMED = {
 
 
 class Operators(NoValue):
-    """Arithmetic, comparison and indexing operators of symbolic values."""
+    """Arithmetic, comparison and indexing operators of symbolic values, and what their `spec` says."""
 
     __slots__ = ()
+
+    spec: Spec
+
+    @property
+    def dtype(self) -> DType:
+        """Element type."""
+        return self.spec.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Partial shape: None for unknown rank, None items for unknown extents."""
+        return self.spec.shape
+
+    @property
+    def ndim(self) -> int | None:
+        """Number of dimensions, or None if unknown."""
+        return self.spec.rank
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Tensor:
         """What ``array + x`` comes to, which asks the ufunc of the operator."""
@@ -184,7 +204,6 @@ class Operators(NoValue):
         )
 
     def __len__(self) -> int:
-        shape = getattr(self, "shape", None)
-        if shape and shape[0] is not None:
-            return int(shape[0])
+        if self.shape and self.shape[0] is not None:
+            return self.shape[0]
         raise GraphError(f"len() of {self!r} is not known to Python; use .shape[0], or af.shape(x)[0] when running")

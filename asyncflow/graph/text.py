@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, brief
 from asyncflow.graph.dtypes import VARIANT, dtype_name, is_supported
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
@@ -146,7 +146,7 @@ class Printer:
             return f"{name}={self.value(node.attrs[name])}"
         except GraphError as error:
             if self.lenient:
-                return f"{name}=<{_brief(node.attrs[name])}>"
+                return f"{name}=<{brief(node.attrs[name])}>"
             raise GraphError(
                 f"attr {name!r} of node {node.name!r} ({node.op.name}) has no text form: {error}"
                 f"\n  built at {node.location}"
@@ -177,7 +177,7 @@ class Printer:
     def _dict(self, value: dict[Any, Any], depth: int) -> str:
         refused = [key for key in value if type(key) not in KEY_TYPES]
         if refused:
-            raise GraphError(f"the key {_brief(refused[0])} of a dict is no string, number, bool or None")
+            raise GraphError(f"the key {brief(refused[0])} of a dict is no string, number, bool or None")
         items = (f"{_plain(key)}: {self.value(item, depth + 1)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
 
@@ -191,7 +191,7 @@ class Printer:
         if value is Ellipsis:
             return "..."
         raise GraphError(
-            f"{_brief(value)} is a {type(value).__name__}; attrs hold None, numbers, strings, tuples, lists, dicts, "
+            f"{brief(value)} is a {type(value).__name__}; attrs hold None, numbers, strings, tuples, lists, dicts, "
             f"dtypes, specs, arrays and resources"
         )
 
@@ -289,8 +289,3 @@ def _specs(node: Node) -> str:
     if node.single:
         return specs[0]
     return f"({', '.join(specs)}{',' if len(specs) == 1 else ''})"
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

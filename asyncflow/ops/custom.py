@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, user_location
+from asyncflow.errors import DTypeError, GraphError, brief, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor, TensorLike, as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, string
@@ -191,7 +191,7 @@ def op(
         outputs: a `Spec`, a nest of them, ``()`` for none, or a function of the inputs' specs that gives one; may be
             the return annotation instead.
         name: of the op and its nodes; None takes the function's.
-        gradient: the op's gradient.
+        gradient: the op's gradient; kept with the op, this version computes none.
         device: constraint that nodes carry, such as ``"cpu"``.
         cost: arithmetic operations per call, or a function of input and output shapes that gives them.
         stateful: calls have side effects: they run in the order they were written, and always in branches and loops.
@@ -372,8 +372,7 @@ def _from_python(spec: Spec, value: bool | int | float | complex | str, what: st
 def _describe(value: object) -> str:
     if isinstance(value, np.ndarray | np.generic):
         return f"an array {value.dtype}{format_shape(value.shape)}"
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+    return f"{brief(value)} ({type(value).__name__})"
 
 
 def _advice(value: object) -> str:

@@ -145,7 +145,7 @@ def normal(
 
     Args:
         shape: ints and integer tensors of rank 0, or one integer tensor of rank 1.
-        mean: broadcasts with the result; gradients flow to it and to `std`.
+        mean: broadcasts with the result.
         std: standard deviation, likewise.
         dtype: a float dtype.
         seed: of this op; None derives one from its name.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,9 @@ from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, static_int
-from asyncflow.ops.cost import per_input_element
 from asyncflow.ops.manipulation import concat
 from asyncflow.ops.promotion import require_kind
+from asyncflow.ops.statistical import method_reduction
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
@@ -27,12 +26,8 @@ def _test_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
     return Spec(bool_, reduced(x.shape, axis, keepdims))
 
 
-def _method(name: str) -> Any:
-    return lambda xp, **attrs: operator.methodcaller(name, **attrs)
-
-
-ALL = register(Op(name="all", infer=_test_spec, kernel=_method("all"), is_total=True, flops=per_input_element))
-ANY = register(Op(name="any", infer=_test_spec, kernel=_method("any"), is_total=True, flops=per_input_element))
+ALL = method_reduction("all", _test_spec)
+ANY = method_reduction("any", _test_spec)
 
 
 def all(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:

@@ -19,7 +19,7 @@ from asyncflow.errors import KernelError
 from asyncflow.graph.op import KernelContext
 from asyncflow.runtime.provenance import as_kernel_error, describe, with_provenance
 from asyncflow.runtime.region_firing import RegionFiring, Stopped
-from asyncflow.runtime.scheduler import Iteration, Scheduler, SchedulingError
+from asyncflow.runtime.scheduler import Scheduler, SchedulingError
 from asyncflow.runtime.trace import Firing, MemorySample
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.protocol import Device
+    from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.trace import Trace
     from asyncflow.runtime.turn import Turn
 
@@ -138,7 +139,7 @@ class Executor:
             self.scheduler.start(feeds)
         except SchedulingError as error:
             self._rule_broken(error)
-            self._check_finished()
+            self.check_finished()
         else:
             self._turn.drive_now(self)
 
@@ -184,10 +185,11 @@ class Executor:
         except BaseException as error:
             assert node is not None and iteration is not None
             self._kernel_failed(error, node, iteration, inputs)
-        self._check_finished()
+        self.check_finished()
         return False
 
-    def _check_finished(self) -> None:
+    def check_finished(self) -> None:
+        """Tells the owner, once, if nothing is left to do or to wait for."""
         if self.in_flight or self.finished:
             return
         if not self.stopped and (self.scheduler.ready or self._untaken):
@@ -364,7 +366,7 @@ class Executor:
     def _continue(self) -> None:
         """After something in flight has ended."""
         if self.stopped:
-            self._check_finished()
+            self.check_finished()
         else:
             self._turn.drive_now(self)
 
@@ -395,10 +397,6 @@ class Executor:
         self.in_flight -= len(self._suspended)
         while self._suspended:
             self._suspended.popleft().generator.close()
-
-    def check_stopped(self) -> None:
-        """Tells the owner if a stop leaves nothing to wait for."""
-        self._check_finished()
 
     def first_failure(self) -> BaseException | None:
         """Takes the failure of the earliest turn and, within it, of the first node; the others become its notes."""

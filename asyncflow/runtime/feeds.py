@@ -15,8 +15,6 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
 
-_PYTHON_SCALARS = (bool, int, float, complex, str)
-
 
 def as_feeds(feeds: object) -> Mapping[Any, Any]:
     """`feeds` as given to a run; none for None.

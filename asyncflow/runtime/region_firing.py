@@ -1,8 +1,8 @@
-"""One firing of a region with loops: a generator driven in slices.
+"""One firing of a region that is a generator, because of its loops or of long kernels: driven in slices.
 
 It starts on the event loop, where loops over scalars stay: they hold the GIL wherever they run, and a slice ends with
 the session's turn. When an iteration takes longer than a kernel may on the event loop, the rest moves to the device's
-stream thread; that is safe at a back edge, where the generator stands still.
+stream thread; that is safe where the generator stands still: at a back edge, or behind a kernel that may be long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.runtime.scheduler import Iteration
+    from asyncflow.runtime.frame import Iteration
 
 _SLICE_NS = 200_000
 """How long a slice should take: short beside a turn, long beside looking at the clock."""
@@ -35,7 +35,7 @@ class RegionFiring:
     """A region in progress.
 
     Attributes:
-        budget: the number of back edges until it yields again; None before it has begun.
+        budget: the number of back edges and long kernels until it yields again; None before it has begun.
         is_heavy: the last slice held the event loop for too long, so that the rest belongs on a thread.
         is_suspect: an earlier slice may have.
         is_watched: the next slice's time of the processor will be taken.

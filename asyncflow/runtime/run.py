@@ -136,7 +136,7 @@ class Run:
         if not self.executor.stopped and not self.executor.finished:
             self._status = status
             self.executor.stop()
-            self.executor.check_stopped()
+            self.executor.check_finished()
 
     @property
     def is_abandoned(self) -> bool:
@@ -149,7 +149,7 @@ class Run:
             self._channel.discard()
         if not self.executor.stopped and not self.executor.finished:
             self.executor.fail(SessionClosedError("the session was closed while the run was in flight"))
-            self.executor.check_stopped()
+            self.executor.check_finished()
 
     def on_finished(self) -> None:
         """Called by the executor: nothing is in flight any more."""
@@ -169,7 +169,7 @@ class Run:
             return
         self._status = "deadline"
         self.executor.fail(DeadlineExceeded(f"the run did not end within timeout={timeout} s; it was stopped"))
-        self.executor.check_stopped()
+        self.executor.check_finished()
 
     def _values(self) -> list[Any]:
         scheduler = self.executor.scheduler

@@ -12,8 +12,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
-import numpy as np
-
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import open_devices
@@ -26,9 +24,9 @@ from asyncflow.runtime.fetches import graph_of, read_streamed, user_value, user_
 from asyncflow.runtime.options import as_timeout, check_graph, check_integer, check_trace
 from asyncflow.runtime.plans import PlanCache, PlanRequest
 from asyncflow.runtime.prepared import Call, Prepared
-from asyncflow.runtime.provenance import as_kernel_error
 from asyncflow.runtime.run import Run
-from asyncflow.runtime.trace import Trace, current_trace, write_trace
+from asyncflow.runtime.straight import run_straight
+from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
 from asyncflow.runtime.turn import Turn
 from asyncflow.state.containers import StateStore
 
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from contextvars import Token
 
     from asyncflow.compiler.plan import Plan
-    from asyncflow.compiler.straight import Straight
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
 
@@ -303,7 +300,8 @@ class Session:
         if plan is None or call.version != call.request.graph.version or recorder is not None:
             plan = await self._plan_of(call, recorder, timeout)
         if plan.straight is not None and recorder is None and self._may_run_straight(timeout):
-            results = self._run_straight(plan, plan.straight, checked)
+            self._run_count += 1
+            results = run_straight(plan.straight, plan.partitions[0].device, checked)
             fetched = user_values(call.request.fetches, plan.fetches, results, allow_dead=allow_dead)
             return call.structure.unflatten(fetched)
         run = self._start(loop, plan, checked, timeout, asked_s, recorder, None)
@@ -340,7 +338,7 @@ class Session:
 
     async def _plan_of(self, call: Call, trace: Trace | None, timeout: float | None) -> Plan:
         """The plan of a call, kept there unless it is for a trace that looks inside regions."""
-        inside = trace is not None and trace.detail == "node"
+        inside = looks_inside(trace)
         request = call.request._replace(regions=False) if inside else call.request
         version = request.graph.version
         plan = await self._plans.get(request, self._compile, timeout)
@@ -351,19 +349,6 @@ class Session:
     def _may_run_straight(self, timeout: float | None) -> bool:
         assert self._turn is not None
         return timeout is None and not self._debug and self._turn.has_time()
-
-    def _run_straight(self, plan: Plan, straight: Straight, feeds: Sequence[Any]) -> list[Any]:
-        """A run that is one short call: nothing can wait in it, so it needs neither scheduler nor scope."""
-        self._run_count += 1
-        inputs = straight.inputs(feeds)
-        node = straight.node
-        try:
-            with np.errstate(all="ignore"):
-                output = node.kernel(*inputs)  # type: ignore[misc]
-        except BaseException as error:
-            failure = as_kernel_error(error, node, "", inputs, plan.partitions[0].device)
-            raise failure from failure.__cause__
-        return straight.results(output)
 
     def _start(
         self,
@@ -439,8 +424,8 @@ class Session:
         asked_s = loop.time()
         graph = graph_of(tensors, self.graph)
         recorder = trace or current_trace()
-        inside = recorder is not None and recorder.detail == "node"
-        request = PlanRequest(graph, (), tuple(checked), tuple(tensors), regions=self._regions and not inside)
+        regions = self._regions and not looks_inside(recorder)
+        request = PlanRequest(graph, (), tuple(checked), tuple(tensors), regions=regions)
         plan = await self._plans.get(request, self._compile, timeout)
         channel = Channel(loop)
         run = self._start(loop, plan, list(checked.values()), timeout, asked_s, recorder, channel)

@@ -113,6 +113,11 @@ def current_trace() -> Trace | None:
     return _current.get()
 
 
+def looks_inside(trace: Trace | None) -> bool:
+    """Whether `trace` wants every node, for which a run does without regions."""
+    return trace is not None and trace.detail == "node"
+
+
 Writer = Callable[[Trace, Path], None]
 _writers: list[Writer] = []
 

@@ -25,14 +25,13 @@ from asyncflow.graph.build import (
     constant,
     graph_for,
 )
-from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name
+from asyncflow.graph.dtypes import VARIANT, DTypeLike, as_dtype, dtype_name
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Access, Effects, Op, register
 from asyncflow.graph.operators import Operators
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import (
-    Shape,
     ShapeLike,
     as_shape,
     broadcast,
@@ -60,8 +59,7 @@ class Variable(Resource, Operators):
 
     It belongs to no graph. Its value lives in the session, one per session, or, with `container`, in the container of
     that name, where all sessions of the process share it under the variable's name; the first to use it there sets its
-    initial value. In a graph with ordered effects
-    its reads and writes happen in the order they were written.
+    initial value. In a graph with ordered effects its reads and writes happen in the order they were written.
 
     Args:
         value: the initial value: an array, a number or nested lists of numbers; copied. Or a `Spec`, for a variable
@@ -98,21 +96,6 @@ class Variable(Resource, Operators):
         super().__init__(name or "", container)
         self.name = name or f"variable_{self.serial}"
         self.spec, self.initial = _declared(value, dtype, shape)
-
-    @property
-    def dtype(self) -> DType:
-        """Element type of all its values."""
-        return self.spec.dtype
-
-    @property
-    def shape(self) -> Shape:
-        """Partial shape that all its values fit."""
-        return self.spec.shape
-
-    @property
-    def ndim(self) -> int | None:
-        """Number of dimensions, or None if unknown."""
-        return self.spec.rank
 
     @property
     def effect_key(self) -> Hashable:

@@ -125,7 +125,11 @@ def test_27_parallel_iterations_below_one_are_rejected(window: Any) -> None:
 
 
 REFUSED_BODIES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "one value too many": (lambda i, x: (i, x, x), af.GraphError, "expected a tuple of 2 values, got a tuple of 3 values"),
+    "one value too many": (
+        lambda i, x: (i, x, x),
+        af.GraphError,
+        "expected a tuple of 2 values, got a tuple of 3 values",
+    ),
     "one value too few": (lambda i, x: (i,), af.GraphError, "expected a tuple of 2 values"),
     "another structure": (lambda i, x: (i, (x,)), af.GraphError, r"\[1\]: expected one value, got a tuple of 1 value"),
     "another dtype": (lambda i, x: (i, af.astype(x, "float64")), af.DTypeError, r"loop_vars\[1\].*float32.*float64"),

@@ -59,8 +59,8 @@ def test_size_zero_is_a_size() -> None:
     assert cost.predict_ns(0) == 700
 
 
-def test_offload_is_what_is_longer_than_the_limit() -> None:
-    cost = MeasuredCost(base_ns=INLINE_LIMIT_NS)
-    assert not cost.offload(0)
+def test_the_static_estimate_holds_until_the_first_measurement() -> None:
+    cost = MeasuredCost(base_ns=500, slope_ns=2)
+    assert cost.predict_ns(10) == 520
     cost.observe(10, INLINE_LIMIT_NS)
-    assert not cost.offload(10) and cost.offload(11)
+    assert cost.predict_ns(10) == INLINE_LIMIT_NS < cost.predict_ns(11)

@@ -86,7 +86,6 @@ def test_over_the_limit_raises_and_says_what_is_there() -> None:
     account = MemoryAccount("cpu:0", 32 * KIB)
     kept = array(20 * KIB)
     account.track(kept, "loop/matmul")
-    assert account.would_exceed(13 * KIB) and not account.would_exceed(12 * KIB)
     exact = array(12 * KIB)
     account.track(exact, "exact")
     assert account.used == account.limit

@@ -78,8 +78,8 @@ def test_look_up_reaches_into_bodies() -> None:
 
 def test_failed_look_ups_suggest(graph: Graph) -> None:
     constant(0, name="layer/weights")
-    with pytest.raises(GraphError, match=r"no node is named 'layer/weigths'; did you mean 'layer/weights'\?"):
-        graph.node("layer/weigths")
+    with pytest.raises(GraphError, match=r"no node is named 'layer/weight'; did you mean 'layer/weights'\?"):
+        graph.node("layer/weight")
     with pytest.raises(GraphError, match=r"no node is named 'zzz'$"):
         graph.node("zzz")
 

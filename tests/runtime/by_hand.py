@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import asyncflow as af
 from asyncflow.runtime.feeds import check_feeds
-from asyncflow.runtime.scheduler import Iteration, Scheduler
+from asyncflow.runtime.frame import Iteration
+from asyncflow.runtime.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.runtime.feeds import check_feeds
-from asyncflow.runtime.scheduler import Frame, Iteration, Scheduler
+from asyncflow.runtime.frame import Frame, Iteration
+from asyncflow.runtime.scheduler import Scheduler
 from tests.runtime.by_hand import NOTHING, partition_of
 
 if TYPE_CHECKING:

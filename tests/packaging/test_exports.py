@@ -1,0 +1,45 @@
+"""`__all__` of the public modules: what is exported is there, once, in order, and documented."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+import pytest
+
+import asyncflow as af
+
+MODULES = [af, af.profiler, af.random, af.raw]
+
+
+def place(name: str) -> tuple[bool, list[tuple[int, str]]]:
+    """Classes before functions, and numbers by value: the order that the linter keeps."""
+    parts = re.findall(r"\d+|\D+", name)
+    return name[0].islower(), [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_all_is_sorted_without_duplicates(module: ModuleType) -> None:
+    assert module.__all__ == sorted(set(module.__all__), key=place)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_name_can_be_imported(module: ModuleType) -> None:
+    imported: dict[str, object] = {}
+    exec(f"from {module.__name__} import *", imported)
+    assert set(module.__all__) <= imported.keys()
+
+
+def test_package_exports_all_it_holds_but_its_rooms() -> None:
+    public = {
+        name
+        for name, value in vars(af).items()
+        if not name.startswith("_") and name != "annotations" and not isinstance(value, ModuleType)
+    }
+    assert public | {"profiler", "random", "raw"} == set(af.__all__)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_functions_and_classes_have_docstrings(module: ModuleType) -> None:
+    called = [name for name in module.__all__ if callable(getattr(module, name))]
+    assert [name for name in called if not getattr(module, name).__doc__] == []
