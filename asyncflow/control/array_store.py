@@ -72,42 +72,36 @@ class ArrayKind:
 
 
 class _Block:
-    """Room for all elements of an array of fixed size, each written once, one by one, until the first of them is taken.
+    """Room for all elements of an array of fixed size, that are numbers of one shape.
 
     Nobody changes a row that is written, so rows are shared without a copy; they are read-only, because readers must
-    not change them either. Frees its memory with the last of the rows written.
+    not change them either. The memory is freed with the last of the rows written.
+
+    Attributes:
+        fits: shape of the elements that can be written; None once one was taken, since no stack will come then.
+        array: to write into; None once all is read for the last time.
+        readable: the same to read from.
+        left: number of rows written and not taken.
     """
 
-    __slots__ = ("array", "left", "readable", "row_shape", "taken", "written")
+    __slots__ = ("array", "fits", "left", "readable")
 
-    def __init__(self, size: int, row_shape: tuple[int, ...], dtype: DType) -> None:
-        self.row_shape = row_shape
-        self.array: Array | None = np.empty((size, *row_shape), dtype)
+    def __init__(self, size: int, fits: tuple[int, ...], dtype: DType) -> None:
+        self.fits: tuple[int, ...] | None = fits
+        self.array: Array | None = np.empty((size, *fits), dtype)
         self.readable: Array | None = self.array.view()
         self.readable.flags.writeable = False
-        self.written = 0
         self.left = 0
-        self.taken = False
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        """Whether an element of that shape can be written. Once one is taken no stack is left to save a copy for."""
-        return self.array is not None and not self.taken and shape == self.row_shape
-
-    def write(self, index: int, value: Array) -> None:
-        assert self.array is not None
-        self.array[index] = value
-        self.written += 1
-        self.left += 1
 
     def row(self, index: int) -> Array | None:
-        # Read once: another thread may free the block.
+        # Looked up once: another thread may free the block.
         readable = self.readable
-        return None if readable is None else _item(readable, index)
+        return None if readable is None else readable[index]
 
     def take(self, index: int) -> Array | None:
         """The row, for the last time."""
         row = self.row(index)
-        self.taken = True
+        self.fits = None
         self.left -= 1
         if not self.left:
             self.free()
@@ -115,8 +109,8 @@ class _Block:
 
     def whole(self) -> Array | None:
         """All rows; None unless all are written and none is taken."""
-        array = self.readable
-        return None if array is None or self.taken or self.written != len(array) else array
+        readable = self.readable
+        return None if readable is None or self.left != len(readable) else readable
 
     def take_whole(self) -> Array | None:
         """What `whole` gives, for the last time: nobody else has any of it, so the reader may have it to itself."""
@@ -126,7 +120,7 @@ class _Block:
         return array
 
     def free(self) -> None:
-        self.array = self.readable = None
+        self.fits = self.array = self.readable = None
 
 
 class _Element:
@@ -210,18 +204,6 @@ class _Store:
                 f"element {index} of the TensorArray is written a second time; each element is written once: "
                 f"use another index, or a new TensorArray"
             )
-
-    def put(self, index: int, value: Array, size: int) -> None:
-        """Writes an element into the block, if there is or can be one and it fits."""
-        self.require_unwritten(index)
-        if not self.elements:
-            self.block = self.new_block(size, value)
-        block = self.block
-        if block is None or not block.takes(value.shape):
-            self.elements[index] = _Element(value, self.latest)
-            return
-        block.write(index, value)
-        self.elements[index] = _Element(block, self.latest)
 
     def new_block(self, size: int, first: Array) -> _Block | None:
         """A block for `size` elements like `first`; None if they are better kept one by one.
@@ -392,14 +374,19 @@ class ArrayValue:
             store.require_open()
             target = store.newest_at(self._version)
             target.latest += 1
+            version, elements = target.latest, target.elements
             for index, value in items:
-                if keep:
-                    target.require_unwritten(index)
-                    target.elements[index] = _Element(value, target.latest)
+                target.require_unwritten(index)
+                if not elements and not keep:
+                    target.block = target.new_block(size, value)
+                block = target.block
+                if block is not None and value.shape == block.fits and not keep:
+                    block.array[index] = value
+                    block.left += 1
+                    elements[index] = _Element(block, version)
                 else:
-                    target.put(index, value, size)
+                    elements[index] = _Element(value, version)
                 common = widen(common, value.shape)
-            version = target.latest
         return ArrayValue(target, version, size, common)
 
     def _size_with(self, index: int) -> int:
