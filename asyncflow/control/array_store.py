@@ -88,7 +88,7 @@ class _Block:
 
     def __init__(self, size: int, fits: tuple[int, ...], dtype: DType) -> None:
         self.fits: tuple[int, ...] | None = fits
-        self.array: Array | None = np.empty((size, *fits), dtype)
+        self.array: Array = np.empty((size, *fits), dtype)
         self.readable: Array | None = self.array.view()
         self.readable.flags.writeable = False
         self.left = 0

@@ -39,5 +39,5 @@ class Gate:
 
 async def settle() -> None:
     """Lets the event loop turn often enough for all that can happen to have happened."""
-    for _ in range(20):
+    for _ in range(100):
         await asyncio.sleep(0)

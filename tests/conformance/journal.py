@@ -18,8 +18,9 @@ class Journal:
     def __init__(self) -> None:
         self.entries: list[Any] = []
 
+        # A coroutine, so that it stays on the event loop: a plain function that once was slow would go to a thread.
         @af.op(outputs=(), stateful=True, name="note")
-        def append(*values: np.generic, label: str) -> None:
+        async def append(*values: np.generic, label: str) -> None:
             numbers = tuple(value.item() for value in values)
             self.entries.append((label, *numbers) if numbers else label)
 
