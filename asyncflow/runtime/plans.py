@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -97,31 +98,45 @@ class PlanCache:
         return plans
 
 
-class _CollectorPause:
-    """Keeps the garbage collector from running: over a large graph half made, it would hold the GIL for long."""
+_SWITCH_S = 0.000_5
+
+
+class _Background:
+    """Lets the event loop go on while a thread compiles a large graph.
+
+    Python hands the GIL over every 5 ms, and the garbage collector holds it while it looks over a graph half made.
+    Both are settings of the whole process, so they change only meanwhile: the GIL is handed over every 0.5 ms, and the
+    collector waits.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders = 0
         self._was_enabled = False
+        self._interval_s = 0.0
 
     def __enter__(self) -> None:
         with self._lock:
             if self._holders == 0:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
+                self._interval_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH_S, self._interval_s))
             self._holders += 1
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
             self._holders -= 1
-            if self._holders == 0 and self._was_enabled:
+            if self._holders:
+                return
+            sys.setswitchinterval(self._interval_s)
+            if self._was_enabled:
                 gc.enable()
 
 
-_collector_pause = _CollectorPause()
+_background = _Background()
 
 
 def _compile_quietly(compile: Compile, request: PlanRequest) -> Plan:
-    with _collector_pause:
+    with _background:
         return compile(request)
