@@ -95,6 +95,13 @@ async def test_f17_loops_of_any_length(run: Run, graph: af.Graph, trips: int) ->
     assert await run([count, total]) == [trips, trips * (trips - 1) // 2]
 
 
+async def test_f17_a_million_trips(graph: af.Graph) -> None:
+    """FAULTS F17: a million iterations of a tiny body."""
+    count, total = af.while_loop(lambda i, _: i < 1_000_000, lambda i, t: (i + 1, t + i), (0, 0))
+    async with af.Session() as session:
+        assert await session.run([count, total]) == [1_000_000, 499_999_500_000]
+
+
 async def test_f17_memory_does_not_grow_with_the_trips(graph: af.Graph) -> None:
     """FAULTS F17: ten times the iterations need the same memory."""
     limit = af.placeholder("int64", ())
