@@ -73,7 +73,7 @@ class PlanCache:
         key = (request.graph.version, request)
         shared = self._compiling.get(key)
         if shared is None:
-            shared = self._compiling[key] = asyncio.ensure_future(asyncio.to_thread(_compile_quietly, compile, request))
+            shared = self._compiling[key] = asyncio.ensure_future(_compile_beside(compile, request))
             shared.add_done_callback(partial(self._compiled, plans, key))
         try:
             async with asyncio.timeout(timeout):
@@ -131,12 +131,16 @@ class _Background:
                 return
             sys.setswitchinterval(self._interval_s)
             if self._was_enabled:
+                if not gc.get_freeze_count():
+                    # Makes the plan's objects old without looking at each, which the next collection would.
+                    gc.freeze()
+                    gc.unfreeze()
                 gc.enable()
 
 
 _background = _Background()
 
 
-def _compile_quietly(compile: Compile, request: PlanRequest) -> Plan:
-    with _background:
-        return compile(request)
+async def _compile_beside(compile: Compile, request: PlanRequest) -> Plan:
+    with _background:  # from before the thread starts, so that the first wait for the GIL is short, too
+        return await asyncio.to_thread(compile, request)
