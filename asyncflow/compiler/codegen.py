@@ -16,6 +16,7 @@ import keyword
 import linecache
 import operator
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -183,6 +184,7 @@ class _Generator:
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         namespace = dict(self.bound)
         exec(compile(source, filename, "exec"), namespace)
+        weakref.finalize(namespace[function], linecache.cache.pop, filename, None).atexit = False
         places = {number + len(head): place for number, place in self.places.items()}
         return RegionCode(namespace[function], source, filename, places, self.is_generator, self.needs_context)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,21 @@ def feed_target(key: object, graph: Graph | None) -> Tensor:
     return key
 
 
+def feed_targets(keys: Iterable[object], graph: Graph | None) -> tuple[Tensor, ...]:
+    """The tensors that keys of ``feeds`` name.
+
+    Raises:
+        FeedError: as `feed_target`, or two keys name one tensor.
+    """
+    targets: dict[Tensor, None] = {}
+    for key in keys:
+        target = feed_target(key, graph)
+        if target in targets:
+            raise FeedError(f"{target.name} is fed twice")
+        targets[target] = None
+    return tuple(targets)
+
+
 def feed_value(tensor: Tensor, value: Any) -> Any:
     """`value` as the run will see it: a NumPy scalar, or a C-contiguous array nobody else can write to.
 
@@ -110,14 +125,3 @@ def _refusal(tensor: Tensor, value: object, reason: str) -> FeedError:
         f"cannot feed {tensor.name}: expected {dtype_name(tensor.dtype)}{format_shape(tensor.shape)}, got a {seen}: "
         f"{reason}\n  built at {tensor.node.location}"
     )
-
-
-def check_feeds(feeds: Mapping[Any, Any], graph: Graph | None) -> dict[Tensor, Any]:
-    """Every fed tensor with its checked value."""
-    checked: dict[Tensor, Any] = {}
-    for key, value in feeds.items():
-        tensor = feed_target(key, graph)
-        if tensor in checked:
-            raise FeedError(f"{tensor.name} is fed twice")
-        checked[tensor] = feed_value(tensor, value)
-    return checked

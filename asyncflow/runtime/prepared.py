@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import FeedError
 from asyncflow.graph.ir import Tensor
-from asyncflow.runtime.feeds import feed_target, feed_value
-from asyncflow.runtime.fetches import graph_of, read_fetches
+from asyncflow.runtime.feeds import feed_targets, feed_value
+from asyncflow.runtime.fetches import graph_of, read_fetches, read_streamed
 from asyncflow.runtime.plans import PlanRequest
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.graph.graph import Graph
+    from asyncflow.runtime.fetches import Fetch
     from asyncflow.runtime.session import Session
     from asyncflow.runtime.trace import Trace
 
@@ -32,17 +33,26 @@ class Call:
     __slots__ = ("plan", "request", "structure", "version")
 
     def __init__(
-        self, fetches: Any, feeds: Sequence[Any], graph: Graph | None, *, all_effects: bool = False, regions: bool
+        self,
+        fetches: Any,
+        feeds: Sequence[Any],
+        graph: Graph | None,
+        *,
+        regions: bool,
+        all_effects: bool = False,
+        streams: bool = False,
     ) -> None:
-        leaves, self.structure = read_fetches(fetches, graph)
+        fetched: Sequence[Fetch] = ()
+        streamed: Sequence[Tensor] = ()
+        if streams:
+            streamed, self.structure = read_streamed(fetches, graph)
+        else:
+            fetched, self.structure = read_fetches(fetches, graph)
         if isinstance(feeds, Tensor | str):
             raise FeedError(f"feeds to prepare for are a list, such as [x]; got {type(feeds).__name__} {feeds!r}")
-        targets = tuple(feed_target(feed, graph) for feed in feeds)
-        for index, target in enumerate(targets):
-            if any(target is other for other in targets[:index]):
-                raise FeedError(f"{target.name} is fed twice")
-        root = graph_of((*leaves, *targets), graph)
-        self.request = PlanRequest(root, tuple(leaves), targets, (), all_effects, regions)
+        targets = feed_targets(feeds, graph)
+        root = graph_of((*fetched, *streamed, *targets), graph)
+        self.request = PlanRequest(root, tuple(fetched), targets, tuple(streamed), all_effects, regions)
         self.version = -1
         self.plan: Plan | None = None
 

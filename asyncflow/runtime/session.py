@@ -19,10 +19,10 @@ from asyncflow.errors import GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.channel import Channel
-from asyncflow.runtime.feeds import as_feeds, check_feeds
-from asyncflow.runtime.fetches import graph_of, read_streamed, user_value, user_values
+from asyncflow.runtime.feeds import as_feeds
+from asyncflow.runtime.fetches import user_value, user_values
 from asyncflow.runtime.options import as_timeout, check_graph, check_integer, check_trace
-from asyncflow.runtime.plans import PlanCache, PlanRequest
+from asyncflow.runtime.plans import PlanCache
 from asyncflow.runtime.prepared import Call, Prepared
 from asyncflow.runtime.run import Run
 from asyncflow.runtime.straight import run_straight
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
+    from asyncflow.runtime.plans import PlanRequest
 
 _MOST_CALLS = 1_000
 """How many kinds of runs a session remembers."""
@@ -419,21 +420,18 @@ class Session:
         timeout = as_timeout(timeout)
         check_trace(trace, may_be_path=False)
         feeds = as_feeds(feeds)
-        tensors, structure = read_streamed(fetches, self.graph)
-        checked = check_feeds(feeds, self.graph)
+        call = Call(fetches, tuple(feeds), self.graph, regions=self._regions, streams=True)
+        checked = call.check(tuple(feeds.values()))
         asked_s = loop.time()
-        graph = graph_of(tensors, self.graph)
         recorder = trace or current_trace()
-        regions = self._regions and not looks_inside(recorder)
-        request = PlanRequest(graph, (), tuple(checked), tuple(tensors), regions=regions)
-        plan = await self._plans.get(request, self._compile, timeout)
+        plan = await self._plan_of(call, recorder, timeout)
         channel = Channel(loop)
-        run = self._start(loop, plan, list(checked.values()), timeout, asked_s, recorder, channel)
+        run = self._start(loop, plan, checked, timeout, asked_s, recorder, channel)
         try:
             while (values := await channel.get()) is not None:
-                pairs = zip(tensors, values, strict=True)
+                pairs = zip(call.request.streamed, values, strict=True)
                 # The loop goes on with the same arrays, so the consumer gets copies.
-                yield structure.unflatten([user_value(tensor, value, True, False) for tensor, value in pairs])
+                yield call.structure.unflatten([user_value(tensor, value, True, False) for tensor, value in pairs])
             await run.wait()
         finally:
             if not run.is_finished:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import linecache
 import traceback
@@ -187,6 +188,16 @@ async def test_large_values_are_let_go_after_their_last_use() -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 6 * rows.nbytes
+
+
+def test_the_source_goes_with_the_function(graph: af.Graph) -> None:
+    """A service whose graphs grow compiles for ever; what it no longer uses must not stay in `linecache`."""
+    code = region_code(graph, af.while_loop(lambda i: i < 3, lambda i: i + 1, (0,)))
+    filename = code.filename
+    assert filename in linecache.cache
+    del code
+    gc.collect()
+    assert filename not in linecache.cache
 
 
 def test_a_predicate_of_several_ops(graph: af.Graph) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import asyncflow as af
-from asyncflow.runtime.feeds import check_feeds
+from asyncflow.runtime.feeds import feed_value
 from asyncflow.runtime.frame import Iteration
 from asyncflow.runtime.scheduler import Scheduler
 
@@ -51,7 +51,7 @@ class ByHand:
         max_iterations: int | None = None,
         seed: int | None = None,
     ) -> None:
-        checked = check_feeds(feeds or {}, None)
+        checked = {tensor: feed_value(tensor, value) for tensor, value in (feeds or {}).items()}
         self.scheduler = Scheduler(partition_of(fetches, checked), max_iterations=max_iterations, seed=seed)
         self.history: list[str] = []
         self._firings: dict[str, Firing] = {}

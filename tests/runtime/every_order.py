@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.runtime.feeds import check_feeds
+from asyncflow.runtime.feeds import feed_value
 from asyncflow.runtime.frame import Frame, Iteration
 from asyncflow.runtime.scheduler import Scheduler
 from tests.runtime.by_hand import NOTHING, partition_of
@@ -138,7 +138,7 @@ def _iteration_state(it: Iteration) -> tuple[Any, ...]:
 
 def explore(fetches: Any, feeds: Mapping[af.Tensor, Any]) -> Outcomes:
     """Runs the fetches in every order; checks in every state that the counts are right, and that nothing is left."""
-    checked = check_feeds(feeds, None)
+    checked = {tensor: feed_value(tensor, value) for tensor, value in feeds.items()}
     partition, values = partition_of(fetches, checked), list(checked.values())
     outcomes = Outcomes()
     seen: set[str] = set()
