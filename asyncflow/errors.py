@@ -11,6 +11,7 @@ Every error asyncflow raises on purpose derives from `AsyncflowError`::
     ├── PlacementError              no device can run a node as requested
     ├── KernelError                 a node failed while running: node, tag, device, inputs, user line
     │   └── OutOfMemoryError          (also MemoryError)
+    ├── HazardError                 two streams touch one buffer without an event between them
     ├── DeadlineExceeded            a run's ``timeout=`` passed               (also TimeoutError)
     ├── CheckpointError             a file that cannot be saved or restored
     ├── SessionClosedError          a session used after close, or after a fork
@@ -97,6 +98,10 @@ class CheckpointError(AsyncflowError):
 
 class SessionClosedError(AsyncflowError):
     """A session used after it was closed, or in a forked child."""
+
+
+class HazardError(AsyncflowError):
+    """Two streams touch one buffer and no event orders them; only simulated devices can tell."""
 
 
 class InternalError(AsyncflowError):

@@ -6,18 +6,27 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import asyncflow as af
 from asyncflow.cli.devices import list_devices
 from asyncflow.cli.profile import profile
+from asyncflow.cli.simulate import SimulationOptions, simulate
 from asyncflow.cli.target import TargetError
+from asyncflow.devices.presets import CARDS, LINKS, MachineSpec, parse_machine
 from asyncflow.profiler.save import TraceFormatError
+
+if TYPE_CHECKING:
+    _Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
 USAGE_ERROR = 2
 
 # `argparse` would go on looking for our options among the program's.
-_WITH_VALUE = ("-o", "--output", "--top")
-_OURS = ("-h", "--help", "-o", "--output=", "--top=")
+_WITH_VALUE = {
+    "profile": ("-o", "--output", "--top"),
+    "simulate": ("-o", "--output", "--devices", "--seed", "--jitter"),
+}
+_FLAGS = {"profile": ("-h", "--help"), "simulate": ("-h", "--help", "--shapes-only")}
 
 _PROFILE_EXAMPLES = """\
 examples:
@@ -27,6 +36,18 @@ examples:
   asyncflow profile train.py:main -o trace.json -- -o model.bin      or after two dashes
 
 Open .json and .json.gz at https://ui.perfetto.dev, .html in any browser, offline.
+"""
+
+_SIMULATE_EXAMPLES = f"""\
+examples:
+  asyncflow simulate train.py:main --devices "8 x v100, nvlink2" -o trace.html
+  asyncflow simulate package.module:step --devices "4 x a100, nvlink3, pcie3" --jitter 0.1 --seed 7
+  asyncflow simulate train.py:main --devices "64 x k40, ethernet10" --shapes-only --epochs 3
+
+cards: {", ".join(CARDS)}
+links: {", ".join(LINKS)}
+
+Sessions that name no devices open all of them. Time is virtual: what the program computes besides takes none.
 """
 
 
@@ -45,24 +66,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(list_devices())
         return 0
     try:
+        if options.command == "simulate":
+            return simulate(options.target, _simulation(options), program_arguments)
         return profile(options.target, options.output, program_arguments, top=options.top)
     except (TargetError, TraceFormatError, OSError) as error:
-        print(f"asyncflow profile: error: {error}", file=sys.stderr)
+        print(f"asyncflow {options.command}: error: {error}", file=sys.stderr)
         return USAGE_ERROR
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Our arguments, and the program's: those that follow the target and our options, or a ``--``."""
-    if arguments[:1] != ["profile"]:
+    command = arguments[0] if arguments else ""
+    if command not in _WITH_VALUE:
         return arguments, []
+    with_value = _WITH_VALUE[command]
+    # `-oFILE` and `--output=FILE`; a value of its own is a further argument.
+    ours = (*_FLAGS[command], *(name + "=" if name.startswith("--") else name for name in with_value))
     target_seen, position = False, 1
     while position < len(arguments):
         argument = arguments[position]
         if argument == "--":
             return arguments[:position], arguments[position + 1 :]
-        if argument in _WITH_VALUE:
+        if argument in with_value:
             position += 1
-        elif argument.startswith(_OURS):
+        elif argument.startswith(ours):
             pass
         elif target_seen:
             return arguments[:position], arguments[position:]
@@ -81,6 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"asyncflow {af.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     commands.add_parser("devices", help="list what graphs can run on here", allow_abbrev=False)
+    _add_profile(commands)
+    _add_simulate(commands)
+    return parser
+
+
+def _add_profile(commands: _Commands) -> None:
     profiled = commands.add_parser(
         "profile",
         help="run a program and show where its time went",
@@ -90,12 +123,55 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_target_and_output(profiled)
     profiled.add_argument(
+        "--top", metavar="N", type=_count, default=20, help="how many nodes to list (default: %(default)s)"
+    )
+
+
+def _add_simulate(commands: _Commands) -> None:
+    simulated = commands.add_parser(
+        "simulate",
+        help="run a program on a machine that is not there and predict its times",
+        description="Runs a program on simulated devices and virtual time, and prints what it would take on them.",
+        usage="asyncflow simulate [-h] target --devices MACHINE [-o FILE]... [--seed N] [--jitter X] [--shapes-only] "
+        "[arguments of the program ...]",
+        epilog=_SIMULATE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_target_and_output(simulated)
+    simulated.add_argument(
+        "--devices",
+        metavar="MACHINE",
+        type=_machine,
+        required=True,
+        help='cards and links, such as "8 x v100, nvlink2"',
+    )
+    simulated.add_argument(
+        "--seed", metavar="N", type=_seed, default=0, help="of the jitter: the same one gives the same times"
+    )
+    simulated.add_argument(
+        "--jitter",
+        metavar="X",
+        type=_jitter,
+        default=0.0,
+        help="kernels and copies take up to this fraction more or less, at random (default: %(default)s)",
+    )
+    simulated.add_argument(
+        "--shapes-only",
+        action="store_true",
+        help="large arrays carry no data: fast, but what depends on them cannot be computed",
+    )
+
+
+def _add_target_and_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "target",
         help="what to call, without arguments: file.py:name or package.module:name; "
         "a function, a coroutine function or an @af.function",
     )
-    profiled.add_argument(
+    parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
@@ -104,13 +180,42 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="write the timeline to FILE, which ends in .json, .json.gz or .html; may be given several times",
     )
-    profiled.add_argument(
-        "--top", metavar="N", type=_count, default=20, help="how many nodes to list (default: %(default)s)"
+
+
+def _simulation(options: argparse.Namespace) -> SimulationOptions:
+    return SimulationOptions(
+        machine=options.devices,
+        seed=options.seed,
+        jitter=options.jitter,
+        shapes_only=options.shapes_only,
+        outputs=options.output,
     )
-    return parser
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of nodes: a whole number, 0 or more")
     return int(text)
+
+
+def _machine(text: str) -> MachineSpec:
+    try:
+        return parse_machine(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seed(text: str) -> int:
+    if not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed: a whole number")
+    return int(text)
+
+
+def _jitter(text: str) -> float:
+    try:
+        jitter = float(text)
+    except ValueError:
+        jitter = -1.0
+    if not 0.0 <= jitter < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a jitter: a fraction from 0 to less than 1, such as 0.1")
+    return jitter

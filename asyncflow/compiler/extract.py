@@ -21,7 +21,7 @@ from asyncflow.graph.op import Access, Op
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-FEED = Op(name="feed", infer=lambda *, spec: spec)
+FEED = Op(name="feed", infer=lambda *, spec, index: spec)
 FETCH = Op(name="fetch", infer=lambda value: ())
 EMIT = Op(name="emit", infer=lambda *values: (), effects=lambda node: (("stream", Access.WRITE),))
 """Hands the values of one iteration to `Session.stream`."""
@@ -32,7 +32,6 @@ class Extract:
     """The copy: its graph, and the nodes through which values come in and go out."""
 
     graph: Graph
-    feeds: list[Node]
     fetches: list[Node | None]
     """One FETCH node per fetch; None for a fetched node, which has no value."""
     kept: list[Node]
@@ -208,21 +207,22 @@ class _Copy:
         fetches: Sequence[Tensor | Node | SupportsTensor],
         feeds: Sequence[Tensor],
     ) -> Extract:
-        feed_nodes = [self._feed(tensor) for tensor in feeds]
+        for index, tensor in enumerate(feeds):
+            self._feed(tensor, index)
         self._refuse_unfed(need)
         self._copy_nodes(self.source, self.target, need)
         for copied, original in self.back_edges:
             copied.inputs = [self.tensors[tensor] for tensor in original.inputs]
         fetch_nodes = [self._fetch(fetch) for fetch in fetches]
         kept = [self.nodes[fetch] for fetch in fetches if isinstance(fetch, Node)]
-        return Extract(self.target, feed_nodes, fetch_nodes, kept)
+        return Extract(self.target, fetch_nodes, kept)
 
-    def _feed(self, tensor: Tensor) -> Node:
-        node = self.target.add_node(FEED, (), {"spec": tensor.spec}, tensor.spec, name="feed", location=_where(tensor))
+    def _feed(self, tensor: Tensor, index: int) -> None:
+        attrs = {"spec": tensor.spec, "index": index}
+        node = self.target.add_node(FEED, (), attrs, tensor.spec, name="feed", location=_where(tensor))
         self.tensors[tensor] = node.outputs[0]
         if tensor.node.op is PLACEHOLDER:
             self.nodes[tensor.node] = node
-        return node
 
     def _fetch(self, fetch: Tensor | Node | SupportsTensor) -> Node | None:
         if isinstance(fetch, Node):

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.devices.memory import TRACKED_BYTES
+from asyncflow.devices.protocol import KernelInfo
+from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.shapes import format_shape, is_compatible, size_of
+from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
+from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import ModuleType
 
+    from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, Shape
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Kernel
-    from asyncflow.graph.spec import Spec
 
 Resolve: TypeAlias = Callable[[Resource], Any]
 """Gives the state a session keeps for a resource."""
@@ -55,6 +59,47 @@ def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: 
     if check_numerics and any(tensor.dtype.kind in "fc" for tensor in node.outputs):
         kernel = _with_checked_numbers(node, kernel)
     return kernel
+
+
+def bind_launch(node: Node, kernel: Kernel, device: AsynchronousDevice, stream: int) -> Kernel:
+    """`kernel`, which runs `node`, as something that launches it on one of the device's compute streams."""
+    if node.op is CONSTANT and not node.control_inputs:
+        value = kernel()
+        if not is_host_spec(node.outputs[0].spec):
+            value = device.constant(value)
+        return lambda: value
+    op, attrs = node.op, node.attrs
+
+    def flops(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
+        if op.flops is not None:
+            return op.flops(inputs, outputs, **attrs)
+        return float(sum(size_of(shape) or 0 for shape in outputs))
+
+    def infer(inputs: Sequence[ArraySpec]) -> Sequence[ArraySpec] | None:
+        inferred = op.infer(*(Spec(dtype, shape) for dtype, shape in inputs), **attrs)
+        specs = (inferred,) if isinstance(inferred, Spec) else inferred
+        if not all(is_static(spec.shape) for spec in specs):
+            return None
+        return [(spec.dtype, tuple(dim or 0 for dim in spec.shape or ())) for spec in specs]
+
+    info = KernelInfo(
+        name=node.name,
+        stream=stream,
+        single=node.single,
+        needs_context=op.needs_context,
+        is_async=op.is_async,
+        may_run_on_host=all(is_host_spec(tensor.spec) for tensor in node.outputs),
+        keeps_arrays=op.effects is not None
+        or any(tensor.spec.dtype == VARIANT for tensor in (*node.inputs, *node.outputs)),
+        flops=flops,
+        infer=infer,
+    )
+    return device.bind(kernel, info)
+
+
+def is_host_spec(spec: Spec) -> bool:
+    """Whether values of this spec stay on the host: counters, indices and predicates."""
+    return spec.shape == () and spec.dtype.kind in "biu"
 
 
 def _with_checked_outputs(node: Node, kernel: Kernel) -> Kernel:

@@ -1,20 +1,33 @@
-"""Pass: rewrites `cond` and `while` nodes into the five primitives (EuroSys '18 §4.2), giving one flat graph.
+"""Pass: rewrites `cond` and `while` nodes into the five primitives (EuroSys '18 §4.2).
+
+The result is one flat graph in which no edge leads from one device to another.
 
 A `while`, per loop variable: Enter → Merge → Switch → body → NextIteration → Merge, and Switch → Exit, with the
 predicate behind one LoopCond and each capture behind a constant Enter. A `cond`: one Switch per capture and one Merge
-per result.
+per result. All primitives of one loop variable are on one device; a Switch is on the device of its data.
 
 Gating. A node must not run in an iteration that has not begun, nor in a branch not taken. Most are held back by an
 input that comes through a Switch or Merge. Constants are not: they belong to every frame, and cost nothing in a run.
 Neither are a loop's captures, which a constant Enter brings to every iteration. A node with only such *ungated* inputs
-(or none) gets a control edge from the *pivot* of the branch or iteration it belongs to.
+(or none) gets a control edge from the *pivot* of the branch or iteration it belongs to, on its own device.
+
+Devices (EuroSys '18 §4.4, white paper §3.2.2). A value used on another device is sent there once: a Send beside its
+producer and a Recv, gated like any node, beside its users. A control edge between devices sends the news alone. A loop
+over several devices has a *control loop* on each that does not own the predicate: an Enter, Merge, Switch and
+NextIteration that do nothing but receive the predicate in each iteration, and so start the next one or end. A branch on
+a device of its own has a Switch of the predicate there, so its Recvs are dead without any message when it is not taken.
+Captures are sent once, before the loop, whose constant Enters are on every device that uses them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
+from asyncflow.compiler.extract import EMIT, FEED, FETCH
+from asyncflow.compiler.transfers import EXPAND, RECV, SEND, TO_HOST, TRUNCATE
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND
@@ -22,48 +35,84 @@ from asyncflow.control.primitives.merge import MERGE
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
-from asyncflow.graph.dtypes import int32
+from asyncflow.graph.dtypes import bool_, float32, int32, uint16
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.op import Op
 
 _INDEX = Spec(int32, ())
+_NEWS = Spec(bool_, ())
+
+_Device: TypeAlias = str | None
+"""A full name; None for the only device of a plan that was not placed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Place:
     """Where nodes are being put: outside everything, in a branch, or in a part of a loop.
 
-    `gate` is a tensor whose arrival means that the branch is taken, or the iteration has begun.
+    Attributes:
+        open: makes the gate on a device that has none yet; None outside everything.
+        gates: by device, a tensor whose arrival means that the branch is taken, or the iteration has begun.
+        pivots: by device, the node to wait for instead.
     """
 
-    gate: Tensor | None = None
-    pivot: Node | None = None
+    open: Callable[[_Device], Tensor] | None = None
+    gates: dict[_Device, Tensor] = field(default_factory=dict)
+    pivots: dict[_Device, Node] = field(default_factory=dict)
 
 
-def lower(graph: Graph) -> Graph:
-    """`graph` without structured nodes; `graph` itself is used up."""
-    lowering = _Lowering(graph)
-    lowering.put_nodes(graph, _Place())
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loop:
+    """What is known of a loop around the places in it."""
+
+    node: Node
+    around: _Place
+    before: list[Node]
+
+
+def lower(graph: Graph, *, asynchronous: Collection[str] = (), truncate: bool = False) -> Graph:
+    """`graph` without structured nodes; `graph` itself is used up.
+
+    Args:
+        graph: structured, each node with its device.
+        asynchronous: devices whose values must be copied to the host before Python may look at them.
+        truncate: send float32 values as their upper 16 bits.
+    """
+    lowering = _Lowering(graph, asynchronous, truncate)
+    lowering.put_nodes(graph, lowering.outside)
     return lowering.finish()
 
 
 class _Lowering:
-    def __init__(self, source: Graph) -> None:
+    def __init__(self, source: Graph, asynchronous: Collection[str], truncate: bool) -> None:
         self.flat = Graph(effects=source.effects, seed=source.seed)
         for node in source.walk():
             self.flat.unique_name(node.name)  # nodes keep their names; new ones must not take them
+        self.asynchronous = frozenset(asynchronous)
+        self.truncate = truncate
+        self.outside = _Place()
         self.tensors: dict[Tensor, Tensor] = {}
         # What a control edge from a structured node, or from a body's input, waits for.
         self.completion: dict[Node, list[Node]] = {}
         self.constants: set[Tensor] = set()
         self.ungated: set[Tensor] = set()
+        # A loop's captures: the body's input, which stands for the constant Enters, to the value outside.
+        self.captures: dict[Tensor, tuple[Tensor, _Loop]] = {}
+        self.here: dict[tuple[Tensor, _Device], Tensor] = {}
+        self.news: dict[tuple[Node, _Device], Node] = {}
+        self.on_host: dict[tuple[Tensor, _Place], Tensor] = {}
+        # Places of nodes; and of values, where they are not those of their nodes.
+        self.places: dict[Node, _Place] = {}
+        self.value_places: dict[Tensor, _Place] = {}
+        self.n_transfers = 0
+        self.true: Tensor | None = None
         self.awaited: set[Node] = set()
         self.used: set[Tensor] = set()
         for node in source.walk():
@@ -93,10 +142,17 @@ class _Lowering:
             self.ungated.update(node.outputs)
             self.completion[node] = []
         else:
-            node.control_inputs = self.controls(node.control_inputs)
-            node.inputs = [self.tensors.get(tensor, tensor) for tensor in node.inputs]
-            node.control_inputs = self.held_back(node.inputs, node.control_inputs, place, node)
+            inputs = self.values(node.inputs)
+            if node.op in (FETCH, EMIT):
+                inputs = [self.host_value(tensor, node, place) for tensor in inputs]
+            controls = self.arrived(self.controls(node.control_inputs), node.device)
+            node.inputs = [self.local(tensor, node.device) for tensor in inputs]
+            node.control_inputs = self.held_back(inputs, controls, place, node.device)
+            self.places[node] = place
         self.flat.adopt(node)
+
+    def values(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [self.tensors.get(tensor, tensor) for tensor in tensors]
 
     def put(
         self,
@@ -106,45 +162,53 @@ class _Lowering:
         inputs: Sequence[Tensor],
         place: _Place,
         *,
+        device: _Device,
         specs: Spec | tuple[Spec, ...] | None = None,
         controls: Iterable[Node] = (),
         **attrs: Any,
     ) -> tuple[Tensor, ...]:
         """Puts a new node on behalf of `like`."""
-        control_inputs = self.held_back(inputs, list(controls), place, like)
+        local = [self.local(tensor, device) for tensor in inputs]
+        control_inputs = self.held_back(inputs, self.arrived(controls, device), place, device)
         node = self.flat.add_node(
-            op, inputs, attrs, specs or inputs[0].spec, name=f"{like.name}/{suffix}", location=like.location
+            op,
+            local,
+            attrs,
+            inputs[0].spec if specs is None else specs,
+            name=f"{like.name}/{suffix}",
+            location=like.location,
         )
-        node.device, node.colocated_with = like.device, like.colocated_with
-        node.control_inputs = control_inputs
+        node.device, node.control_inputs = device, control_inputs
+        self.places[node] = place
         return node.outputs
 
-    def held_back(self, inputs: Iterable[Tensor], controls: list[Node], place: _Place, like: Node) -> list[Node]:
+    def held_back(self, inputs: Iterable[Tensor], controls: list[Node], place: _Place, device: _Device) -> list[Node]:
         """The control inputs of a node to be put: the pivot, if nothing else gates it."""
-        if place.gate is None or controls or any(tensor not in self.ungated for tensor in inputs):
+        if place.open is None or controls or any(tensor not in self.ungated for tensor in inputs):
             return controls
-        return [self.pivot(place, like)]
+        return [self.pivot(place, device)]
 
-    def pivot(self, place: _Place, like: Node) -> Node:
-        assert place.gate is not None
-        if place.pivot is None:
-            place.pivot = self.arrival(place.gate, like)
-        return place.pivot
+    def gate(self, place: _Place, device: _Device) -> Tensor:
+        """A tensor on `device` whose arrival means that `place` is live."""
+        if device not in place.gates:
+            assert place.open is not None
+            place.gates[device] = place.open(device)
+        return place.gates[device]
 
-    def arrival(self, tensor: Tensor, like: Node) -> Node:
+    def pivot(self, place: _Place, device: _Device) -> Node:
+        if device not in place.pivots:
+            place.pivots[device] = self.arrival(self.gate(place, device))
+        return place.pivots[device]
+
+    def arrival(self, tensor: Tensor) -> Node:
         """A node that runs when `tensor` arrives live: its own node, or an identity behind one side of a Switch."""
-        if tensor.node.op is not SWITCH:
-            return tensor.node
-        node = self.flat.add_node(
-            IDENTITY, (tensor,), {}, tensor.spec, name=f"{tensor.node.name}/pivot", location=like.location
-        )
-        node.device = tensor.node.device
-        return node
-
-    def enter_constant(self, tensor: Tensor, around: _Place, loop: Node) -> Tensor:
-        (inner,) = self.put(loop, "enter", ENTER, [tensor], around, **_enter_attrs(loop, constant=True))
-        self.ungated.add(inner)
-        return inner
+        node = tensor.node
+        if node.op is not SWITCH:
+            return node
+        name, place = f"{node.name}/pivot", self.place_of(tensor)
+        pivot = self.flat.add_node(IDENTITY, (tensor,), {}, tensor.spec, name=name, location=node.location)
+        pivot.device, self.places[pivot] = node.device, place
+        return pivot
 
     def controls(self, nodes: Iterable[Node]) -> list[Node]:
         """Control inputs, with structured nodes and body inputs replaced by what stands for them."""
@@ -155,53 +219,179 @@ class _Lowering:
         """Makes a body's `inner` stand for `value`."""
         self.tensors[inner] = value
         if inner.node in self.awaited:
-            self.completion[inner.node] = [self.arrival(value, inner.node)]
+            # What is there from the start holds nothing back; `held_back` then adds the pivot.
+            self.completion[inner.node] = [] if value in self.ungated else [self.arrival(value)]
+
+    # -- crossing from device to device --------------------------------------------------------------------------
+
+    def local(self, tensor: Tensor, device: _Device) -> Tensor:
+        """`tensor` as nodes on `device` use it."""
+        if tensor in self.constants:
+            return tensor
+        if tensor in self.captures:
+            return self.once(tensor, device, self.enter_constant)
+        if tensor.node.device == device:
+            return tensor
+        return self.once(tensor, device, self.feed if tensor.node.op is FEED else self.send)
+
+    def once(self, tensor: Tensor, device: _Device, make: Callable[[Tensor, _Device], Tensor]) -> Tensor:
+        found = self.here.get((tensor, device))
+        if found is None:
+            found = self.here[tensor, device] = make(tensor, device)
+        return found
+
+    def send(self, tensor: Tensor, device: _Device) -> Tensor:
+        source, place = tensor.node, self.place_of(tensor)
+        if self.truncate and tensor.dtype == float32:
+            spec = Spec(uint16, tensor.shape)
+            short = self.put(source, "truncate", TRUNCATE, [tensor], place, device=source.device, specs=spec)
+            (received,) = self.transfer(source, short, spec, place, device)
+            return self.put(source, "expand", EXPAND, [received], place, device=device, specs=tensor.spec)[0]
+        return self.transfer(source, [tensor], tensor.spec, place, device)[0]
+
+    def transfer(
+        self, source: Node, sent: Sequence[Tensor], spec: Spec, place: _Place, device: _Device
+    ) -> tuple[Tensor, ...]:
+        """A Send beside `source` and a Recv on `device`; without anything sent, the news that `source` has run."""
+        self.n_transfers += 1
+        is_acknowledged = source.op is LOOP_COND
+        self.put(
+            source,
+            "send",
+            SEND,
+            sent,
+            place,
+            device=source.device,
+            specs=(),
+            controls=() if sent else (source,),
+            transfer=self.n_transfers,
+            target=device,
+            is_acknowledged=is_acknowledged,
+        )
+        return self.put(
+            source,
+            "recv",
+            RECV,
+            (),
+            place,
+            device=device,
+            specs=spec,
+            transfer=self.n_transfers,
+            source=source.device,
+            spec=spec,
+            is_acknowledged=is_acknowledged,
+        )
+
+    def feed(self, tensor: Tensor, device: _Device) -> Tensor:
+        """Fed values come from outside, so each device takes its own copy."""
+        node = tensor.node
+        copy = self.flat.add_node(FEED, (), node.attrs, tensor.spec, name=node.name, location=node.location)
+        copy.device, self.places[copy] = device, self.outside
+        return copy.outputs[0]
+
+    def enter_constant(self, inner: Tensor, device: _Device) -> Tensor:
+        """The constant Enter of a capture on `device`."""
+        value, loop = self.captures[inner]
+        attrs = _enter_attrs(loop.node, constant=True)
+        (entered,) = self.put(loop.node, "enter", ENTER, [value], loop.around, device=device, **attrs)
+        return entered
+
+    def arrived(self, nodes: Iterable[Node], device: _Device) -> list[Node]:
+        """What nodes on `device` wait for in place of `nodes`."""
+        return [node if node.device == device else self.arrived_from(node, device) for node in nodes]
+
+    def arrived_from(self, node: Node, device: _Device) -> Node:
+        if (node, device) not in self.news:
+            # The same transfer brings a value and the news that it was made.
+            received = (self.here.get((tensor, device)) for tensor in node.outputs if tensor not in self.value_places)
+            arrival = next((tensor.node for tensor in received if tensor is not None), None)
+            if arrival is None:
+                (told,) = self.transfer(node, (), _NEWS, self.places[node], device)
+                arrival = told.node
+            self.news[node, device] = arrival
+        return self.news[node, device]
+
+    def host_value(self, tensor: Tensor, like: Node, place: _Place, *, is_predicate: bool = False) -> Tensor:
+        """`tensor` where Python can look at it."""
+        device = tensor.node.device
+        if device not in self.asynchronous:
+            return tensor
+        if tensor not in self.ungated:
+            place = self.place_of(tensor)
+        if (tensor, place) not in self.on_host:
+            (copied,) = self.put(like, "to_host", TO_HOST, [tensor], place, device=device, is_predicate=is_predicate)
+            self.on_host[tensor, place] = copied
+        return self.on_host[tensor, place]
+
+    def place_of(self, tensor: Tensor) -> _Place:
+        """Where a value is live; hand-written primitives say nothing of it, and are on one device."""
+        return self.value_places.get(tensor) or self.places.get(tensor.node, self.outside)
 
     # -- cond ----------------------------------------------------------------------------------------------------
 
     def put_cond(self, node: Node, place: _Place) -> None:
-        pred, *captured = (self.tensors.get(tensor, tensor) for tensor in node.inputs)
+        pred, *captured = self.values(node.inputs)
         before = self.controls(node.control_inputs)
         if before:
-            (pred,) = self.put(node, "pred", IDENTITY, [pred], place, controls=before)
-        on_true, on_false = (_Place() for _ in range(2))
+            (pred,) = self.put(node, "pred", IDENTITY, [pred], place, device=pred.node.device, controls=before)
+        pred = self.host_value(pred, node, place, is_predicate=True)
+        on_true, on_false = _Place(), _Place()
+
+        def switch(data: Tensor, device: _Device) -> tuple[Tensor, Tensor]:
+            false_side, true_side = self.put_switch(node, data, pred, place, device)
+            for side, branch in ((false_side, on_false), (true_side, on_true)):
+                branch.gates[device] = side
+                self.value_places[side] = branch
+            return false_side, true_side
+
+        on_true.open = lambda device: switch(pred, device)[1]
+        on_false.open = lambda device: switch(pred, device)[0]
         true_branch, false_branch = node.subgraphs
         for outer, in_true, in_false in zip(captured, true_branch.inputs, false_branch.inputs, strict=True):
             false_side = true_side = outer
-            if outer not in self.constants:
-                false_side, true_side = self.put_switch(node, outer, pred, place)
-                on_false.gate, on_true.gate = false_side, true_side
+            if outer not in self.ungated:
+                false_side, true_side = switch(outer, outer.node.device)
             self.bind_input(in_true, true_side)
             self.bind_input(in_false, false_side)
-        if on_true.gate is None:
-            on_false.gate, on_true.gate = self.put_switch(node, pred, pred, place)
         self.put_nodes(true_branch, on_true)
         self.put_nodes(false_branch, on_false)
         merges = []
-        for output, true_result, false_result in zip(
-            node.outputs, true_branch.results, false_branch.results, strict=True
-        ):
-            sides = self.gated(true_result, on_true, node), self.gated(false_result, on_false, node)
-            value, _ = self.put(node, "merge", MERGE, sides[::-1], place, specs=(output.spec, _INDEX))
+        for output, *results in zip(node.outputs, false_branch.results, true_branch.results, strict=True):
+            device = self.device_of(results[1], node)
+            sides = [
+                self.gated(result, branch, node, device)
+                for result, branch in zip(results, (on_false, on_true), strict=True)
+            ]
+            specs = output.spec, _INDEX
+            value, _ = self.put(node, "merge", MERGE, sides, place, device=device, specs=specs)
             self.tensors[output] = value
             merges.append(value.node)
         if not merges and node in self.awaited:
             # Nobody wants a result, but the order of what is before and after has to hold.
-            gates = [side.gate for side in (on_false, on_true) if side.gate is not None]
-            decided, _ = self.put(node, "merge", MERGE, gates, place, specs=(gates[0].spec, _INDEX))
+            gates = [self.gate(branch, node.device) for branch in (on_false, on_true)]
+            specs = gates[0].spec, _INDEX
+            decided, _ = self.put(node, "merge", MERGE, gates, place, device=node.device, specs=specs)
             merges.append(decided.node)
         self.completion[node] = merges
 
-    def put_switch(self, node: Node, data: Tensor, pred: Tensor, place: _Place) -> tuple[Tensor, Tensor]:
-        false_side, true_side = self.put(node, "switch", SWITCH, [data, pred], place, specs=(data.spec, data.spec))
+    def put_switch(
+        self, node: Node, data: Tensor, pred: Tensor, place: _Place, device: _Device
+    ) -> tuple[Tensor, Tensor]:
+        specs = data.spec, data.spec
+        false_side, true_side = self.put(node, "switch", SWITCH, [data, pred], place, device=device, specs=specs)
         return false_side, true_side
 
-    def gated(self, result: Tensor, place: _Place, like: Node) -> Tensor:
+    def gated(self, result: Tensor, place: _Place, like: Node, device: _Device) -> Tensor:
         """A body's result as a value that only exists if the body ran."""
         value = self.tensors.get(result, result)
         if value not in self.ungated:
             return value
-        return self.put(like, "result", IDENTITY, [value], place)[0]
+        return self.put(like, "result", IDENTITY, [value], place, device=device)[0]
+
+    def device_of(self, result: Tensor, like: Node) -> _Device:
+        """Where a body's result is; a constant is everywhere."""
+        value = self.tensors.get(result, result)
+        return like.device if value in self.constants else value.node.device
 
     # -- while ---------------------------------------------------------------------------------------------------
 
@@ -209,50 +399,104 @@ class _Lowering:
         condition: Subgraph = node.attrs["cond"]
         body: Subgraph = node.attrs["body"]
         n_vars: int = node.attrs["n_vars"]
-        outer = [self.tensors.get(tensor, tensor) for tensor in node.inputs]
-        merges = self.put_merges(node, place, outer[:n_vars], body)
-        for position, (in_cond, in_body) in enumerate(zip(condition.inputs, body.inputs, strict=True)):
+        loop = _Loop(node, place, self.controls(node.control_inputs))
+        outer = self.values(node.inputs)
+        in_cond, in_body = _Place(), _Place()
+        merges = self.put_merges(loop, outer[:n_vars], body, in_cond)
+        control_loops: list[_Device] = []
+
+        def open_cond(device: _Device) -> Tensor:
+            control_loops.append(device)
+            return self.put_merge(loop, "control", self.always(), _NEWS, in_cond, device)
+
+        def open_body(device: _Device) -> Tensor:
+            false_side, true_side = self.put_switch(node, self.gate(in_cond, device), pred, in_cond, device)
+            self.value_places[false_side] = self.value_places[true_side] = in_body
+            return true_side
+
+        in_cond.open, in_body.open = open_cond, open_body
+        gate = _gate_variable(merges, node.device)
+        if gate is not None:
+            in_cond.gates[node.device] = merges[gate]
+        for position, (inner_cond, inner_body) in enumerate(zip(condition.inputs, body.inputs, strict=True)):
             if position < n_vars:
-                self.bind_input(in_cond, merges[position])
+                self.bind_input(inner_cond, merges[position])
                 continue
             capture = outer[position]
-            inner = capture if capture in self.constants else self.enter_constant(capture, place, node)
-            self.bind_input(in_cond, inner)
-            self.bind_input(in_body, inner)
-        in_cond_place = _Place(merges[0])
-        self.put_nodes(condition, in_cond_place)
-        pred = self.tensors.get(condition.results[0], condition.results[0])
-        (pred,) = self.put(node, "loop_cond", LOOP_COND, [pred], in_cond_place)
-        switches = [self.put_switch(node, merged, pred, in_cond_place) for merged in merges]
-        for in_body, (_, true_side) in zip(body.inputs[:n_vars], switches, strict=True):
-            self.bind_input(in_body, true_side)
-        in_body_place = _Place(switches[0][1])
-        self.put_nodes(body, in_body_place)
+            if capture not in self.constants:
+                self.captures[inner_cond] = capture, loop
+                self.ungated.add(inner_cond)
+                capture = inner_cond
+            self.bind_input(inner_cond, capture)
+            self.bind_input(inner_body, capture)
+        self.put_nodes(condition, in_cond)
+        (pred,) = self.values(condition.results)
+        pred = self.host_value(pred, node, in_cond, is_predicate=True)
+        (pred,) = self.put(node, "loop_cond", LOOP_COND, [pred], in_cond, device=node.device)
+        switches = [self.put_switch(node, merged, pred, in_cond, merged.node.device) for merged in merges]
+        for inner_body, sides in zip(body.inputs[:n_vars], switches, strict=True):
+            self.value_places.update(dict.fromkeys(sides, in_body))
+            self.bind_input(inner_body, sides[1])
+        if gate is not None:
+            in_body.gates[node.device] = switches[gate][1]
+        self.put_nodes(body, in_body)
         for merged, result in zip(merges, body.results, strict=True):
-            value = self.gated(result, in_body_place, node)
-            (again,) = self.put(node, "next_iteration", NEXT_ITERATION, [value], in_body_place)
-            merged.node.inputs.append(again)
-        self.put_exits(node, [false_side for false_side, _ in switches])
+            value = self.gated(result, in_body, node, merged.node.device)
+            self.put_back_edge(node, merged, value, in_body)
+        for device in control_loops:
+            self.put_back_edge(node, in_cond.gates[device], self.gate(in_body, device), in_body)
+        self.put_exits(node, [false_side for false_side, _ in switches], place)
 
-    def put_merges(self, node: Node, around: _Place, initial: Sequence[Tensor], body: Subgraph) -> list[Tensor]:
-        before = self.controls(node.control_inputs)
-        merges = []
-        for value, inner in zip(initial, body.inputs, strict=False):
-            attrs = _enter_attrs(node, constant=False)
-            (entered,) = self.put(node, "enter", ENTER, [value], around, controls=before, **attrs)
-            merged, _ = self.put(node, "merge", MERGE, [entered], _Place(), specs=(inner.spec, _INDEX))
-            merges.append(merged)
-        return merges
+    def put_merges(self, loop: _Loop, initial: Sequence[Tensor], body: Subgraph, in_cond: _Place) -> list[Tensor]:
+        return [
+            self.put_merge(loop, "", value, inner.spec, in_cond, inner.node.device)
+            for value, inner in zip(initial, body.inputs, strict=False)
+        ]
 
-    def put_exits(self, node: Node, false_sides: Sequence[Tensor]) -> None:
+    def put_merge(
+        self, loop: _Loop, prefix: str, initial: Tensor, spec: Spec, in_cond: _Place, device: _Device
+    ) -> Tensor:
+        """The Enter and Merge of a loop variable or, prefixed ``control``, of a control loop."""
+        attrs = _enter_attrs(loop.node, constant=False)
+        enter, merge = (f"{prefix}_{op}" if prefix else op for op in ("enter", "merge"))
+        (entered,) = self.put(
+            loop.node, enter, ENTER, [initial], loop.around, device=device, controls=loop.before, **attrs
+        )
+        merged, _ = self.put(loop.node, merge, MERGE, [entered], self.outside, device=device, specs=(spec, _INDEX))
+        self.places[merged.node] = in_cond
+        return merged
+
+    def put_back_edge(self, loop: Node, merged: Tensor, value: Tensor, in_body: _Place) -> None:
+        device = merged.node.device
+        (again,) = self.put(loop, "next_iteration", NEXT_ITERATION, [value], in_body, device=device)
+        merged.node.inputs.append(again)
+
+    def put_exits(self, node: Node, false_sides: Sequence[Tensor], around: _Place) -> None:
         """One Exit per result in use; all of them if something waits for the loop as a whole."""
         exits = []
         for output, false_side in zip(node.outputs, false_sides, strict=True):
             if output in self.used or node in self.awaited:
-                (left,) = self.put(node, "exit", EXIT, [false_side], _Place(), specs=output.spec)
+                device = false_side.node.device
+                (left,) = self.put(node, "exit", EXIT, [false_side], self.outside, device=device, specs=output.spec)
+                self.places[left.node] = around
                 self.tensors[output] = left
                 exits.append(left.node)
         self.completion[node] = exits
+
+    def always(self) -> Tensor:
+        """A constant that starts control loops."""
+        if self.true is None:
+            node = self.flat.add_node(CONSTANT, (), {"value": np.array(True)}, _NEWS, name="always")
+            self.true = node.outputs[0]
+            self.constants.add(self.true)
+            self.ungated.add(self.true)
+        return self.true
+
+
+def _gate_variable(merges: Sequence[Tensor], device: _Device) -> int | None:
+    """The loop variable whose arrival gates the predicate's device: a counter if there is one, as it is never late."""
+    there = [index for index, merged in enumerate(merges) if merged.node.device == device]
+    return next((index for index in there if merges[index].dtype.kind in "iu"), there[0] if there else None)
 
 
 def _enter_attrs(loop: Node, *, constant: bool) -> dict[str, Any]:

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from asyncflow.compiler.assign_streams import assign_streams
 from asyncflow.compiler.codegen import generate
-from asyncflow.compiler.extract import extract
+from asyncflow.compiler.constraints import resolve_requests
+from asyncflow.compiler.extract import FEED, extract
 from asyncflow.compiler.frames import assign_frames
-from asyncflow.compiler.kernels import bind_kernel
+from asyncflow.compiler.kernels import bind_kernel, bind_launch
+from asyncflow.compiler.layout import build_partition, is_everywhere
 from asyncflow.compiler.lower import lower
 from asyncflow.compiler.optimize import optimize as run_optimizations
 from asyncflow.compiler.order_effects import order_effects
-from asyncflow.compiler.place import choose_device
-from asyncflow.compiler.plan import Plan, build_partition
+from asyncflow.compiler.place import place
+from asyncflow.compiler.plan import Plan
 from asyncflow.compiler.regions import make_regions
 from asyncflow.compiler.straight import find_straight
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from asyncflow.compiler.codegen import RegionCode
+    from asyncflow.compiler.extract import Extract
     from asyncflow.compiler.kernels import Resolve
-    from asyncflow.devices.protocol import Device
+    from asyncflow.compiler.plan import Partition
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.graph.build import SupportsTensor
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
 
 
 def compile_plan(
@@ -45,6 +52,8 @@ def compile_plan(
     debug: bool = False,
     check_numerics: bool = False,
     max_iterations: int | None = None,
+    transfer_dtype: str | None = None,
+    costs: Mapping[str, float] | None = None,
 ) -> Plan:
     """Compiles what one kind of run needs.
 
@@ -61,51 +70,100 @@ def compile_plan(
         debug: verify the graph after every pass, and every kernel's outputs while running.
         check_numerics: fail on NaN and infinity.
         max_iterations: most iterations of a loop, for those inside regions.
+        transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits.
+        costs: mean nanoseconds that nodes took in earlier runs, by name.
 
     Raises:
         FeedError: a needed placeholder is not fed.
         GraphError: the graph is not a valid program.
-        PlacementError: no device fits all constraints.
+        PlacementError: no device fits the constraints of a node.
     """
     extracted = extract(graph, fetches, feeds, streamed=streamed, all_effects=all_effects)
-    device = choose_device(extracted.graph, devices)
-    if debug:
-        verify(extracted.graph)
+    working = extracted.graph
+    check = verify if debug else _do_not_verify
+    resolve_requests(working, graph, devices)
+    check(working)
     if optimize:
         run_optimizations(
-            extracted.graph,
+            working,
             keep=extracted.kept,
-            on_host=device.xp is np,
+            on_host=all(device.xp is np for device in devices),
             check_numerics=check_numerics,
             debug=debug,
         )
-    order_effects(extracted.graph)
-    if debug:
-        verify(extracted.graph)
+    order_effects(working)
+    check(working)
+    placement = place(working, devices, costs)
+    asynchronous = {device.name for device in devices if device.is_asynchronous}
+    streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
     if regions:
-        make_regions(extracted.graph)
-        if debug:
-            verify(extracted.graph)
-    lowered = lower(extracted.graph)
-    if debug:
-        verify(lowered)
-    bind = partial(bind_kernel, xp=device.xp, resolve=resolve, check_outputs=debug, check_numerics=check_numerics)
-    # Accounting costs a region more than many a kernel: without a limit only what enters and leaves it is counted.
-    track = device.memory.track if debug or device.memory.limit is not None else None
-
-    def bind_region(node: Node) -> RegionCode:
-        return generate(node.attrs["region"], node.name, bind, track=track, max_iterations=max_iterations)
-
-    with_value = [fetch for fetch in extracted.fetches if fetch is not None]
-    partition = build_partition(
-        lowered,
-        assign_frames(lowered),
-        device=device.name,
-        feeds=extracted.feeds,
-        fetches=with_value,
-        bind=bind,
-        bind_region=bind_region,
+        streams = make_regions(working, streams, asynchronous)
+        check(working)
+    lowered = lower(working, asynchronous=asynchronous, truncate=transfer_dtype is not None)
+    check(lowered)
+    binding = _Binding(resolve, streams, debug, check_numerics, max_iterations)
+    used = {node.device for node in lowered.nodes if not is_everywhere(node)}
+    partitions = binding.partitions(
+        extracted, lowered, [device for device in devices if device.name in used] or devices[:1]
     )
-    positions = iter(range(len(with_value)))
+    positions = iter(range(len(extracted.fetches)))
     order = [None if fetch is None else next(positions) for fetch in extracted.fetches]
-    return Plan(graph=lowered, partitions=[partition], fetches=order, straight=find_straight(partition))
+    return Plan(
+        graph=lowered,
+        partitions=partitions,
+        fetches=order,
+        placement=placement,
+        straight=find_straight(partitions, devices),
+    )
+
+
+def _do_not_verify(_: Graph) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """How nodes get their code."""
+
+    resolve: Resolve
+    streams: Mapping[Node, int]
+    debug: bool
+    check_numerics: bool
+    max_iterations: int | None
+
+    def partitions(self, extracted: Extract, lowered: Graph, devices: Sequence[Device]) -> list[Partition]:
+        """One per device."""
+        frames = assign_frames(lowered)
+        fetches = [fetch for fetch in extracted.fetches if fetch is not None]
+        nodes: dict[str | None, list[Node]] = {device.name: [] for device in devices}
+        for node in lowered.nodes:
+            if not is_everywhere(node):
+                nodes[node.device].append(node)
+        return [
+            build_partition(
+                nodes[device.name],
+                frames,
+                device=device.name,
+                streams=self.streams,
+                feeds={n: n.attrs["index"] for n in nodes[device.name] if n.op is FEED},
+                fetches={n: index for index, n in enumerate(fetches) if n.device == device.name},
+                n_fetches=len(fetches),
+                bind=partial(self.kernel, device),
+                bind_region=partial(self.region, device),
+            )
+            for device in devices
+        ]
+
+    def kernel(self, device: Device, node: Node) -> Kernel:
+        kernel = bind_kernel(
+            node, device.xp, self.resolve, check_outputs=self.debug, check_numerics=self.check_numerics
+        )
+        if not device.is_asynchronous:
+            return kernel
+        return bind_launch(node, kernel, cast("AsynchronousDevice", device), self.streams.get(node, 0))
+
+    def region(self, device: Device, node: Node) -> RegionCode:
+        # Accounting costs a region more than many a kernel: without a limit only what enters and leaves it is counted.
+        track = device.memory.track if self.debug or device.memory.limit is not None else None
+        bind = partial(self.kernel, device)
+        return generate(node.attrs["region"], node.name, bind, track=track, max_iterations=self.max_iterations)

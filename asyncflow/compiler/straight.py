@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.compiler.plan import Partition, PlanNode
+    from asyncflow.devices.protocol import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,11 @@ class Straight:
         return [output] if self.node.single else [output[index] for index in self.fetched]
 
 
-def find_straight(partition: Partition) -> Straight | None:
+def find_straight(partitions: Sequence[Partition], devices: Sequence[Device]) -> Straight | None:
     """The straight form of a plan; None if it needs the scheduler."""
+    partition = partitions[0]
+    if len(partitions) > 1 or any(d.is_asynchronous for d in devices if d.name == partition.device):
+        return None
     nodes = partition.root.nodes
     kernels = [node for node in nodes if node.kind == Kind.KERNEL]
     if len(kernels) != 1 or len(partition.frames) > 1 or len(nodes) != 1 + len(partition.feeds) + partition.n_fetches:
@@ -51,7 +55,7 @@ def find_straight(partition: Partition) -> Straight | None:
     if not node.is_small or any(other.controls for other in nodes):
         return None
     fed: list[tuple[int, int]] = []
-    for feed_index, feed in enumerate(partition.feeds):
+    for feed_index, feed in zip(partition.feed_indexes, partition.feeds, strict=True):
         plain, merges = feed.targets[0]
         if merges or any(target is not node for _, _, target in plain):
             return None

@@ -13,24 +13,33 @@ from asyncflow.devices.memory import (
     MemoryStatistics,
 )
 from asyncflow.devices.names import DeviceName, DeviceSpec
-from asyncflow.devices.protocol import Device
+from asyncflow.devices.protocol import AsynchronousDevice, Device, KernelInfo, Span
 from asyncflow.devices.registry import DeviceDescription, available_devices, open_devices
+from asyncflow.devices.sim import SimDevice
+from asyncflow.devices.sim_machine import SimMachine, current_machine, use_machine
 
 __all__ = [
     "INLINE_LIMIT_NS",
     "TRACKED_BYTES",
+    "AsynchronousDevice",
     "BlasLease",
     "CpuDevice",
     "Device",
     "DeviceDescription",
     "DeviceName",
     "DeviceSpec",
+    "KernelInfo",
     "LiveBuffer",
     "MeasuredCost",
     "MemoryAccount",
     "MemoryLimitExceeded",
     "MemoryStatistics",
+    "SimDevice",
+    "SimMachine",
+    "Span",
     "acquire_blas_threads",
     "available_devices",
+    "current_machine",
     "open_devices",
+    "use_machine",
 ]

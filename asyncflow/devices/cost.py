@@ -32,6 +32,16 @@ class MeasuredCost:
         self._variance = 0.0
         self._covariance = 0.0
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether a measurement has replaced the estimate."""
+        return self._measured
+
+    @property
+    def mean_ns(self) -> float:
+        """The mean of what was measured lately; 0 before."""
+        return self._mean_ns
+
     def predict_ns(self, size: int) -> float:
         """The expected time of a call on work of ``size``."""
         if self._variance == 0.0 and self._measured:

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncflow.devices.memory import MemoryAccount, format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.streams.thread import ThreadStream
+
+if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Device
+
+NS_PER_CALL = 2_000.0
+"""Calling a NumPy kernel, with the run's own work around it."""
+
+NS_PER_FLOP = 0.1
+"""10 GFLOP/s: one core, between what a matrix product and a transcendental function reach."""
+
+NS_PER_BYTE = 0.1
+"""10 GB/s: what one core reads and writes of main memory."""
+
+NS_PER_HANDOVER = 30_000.0
+"""From one CPU device of a process to another a value goes by reference: that takes two turns of an executor."""
 
 
 class CpuDevice:
@@ -19,16 +35,27 @@ class CpuDevice:
     program for several devices runs, and is tested, on any machine. A stream that is never used has no thread.
     """
 
-    __slots__ = ("_compute", "_d2h", "_h2d", "_memory", "_name")
+    __slots__ = ("_compute_streams", "_d2h", "_h2d", "_memory", "_name")
 
-    def __init__(self, index: int = 0, *, memory_limit: int | None = None) -> None:
-        """Make the device ``cpu:<index>``, which may hold ``memory_limit`` bytes (None: no limit).
+    def __init__(self, index: int = 0, *, memory_limit: int | None = None, compute_streams: int = 1) -> None:
+        """Make the device ``cpu:<index>``.
+
+        Args:
+            index: its number among the CPU devices.
+            memory_limit: most bytes it may hold; None for no limit.
+            compute_streams: how many kernels may run at once.
 
         Raises:
-            ValueError: ``memory_limit`` is no positive number of bytes.
+            ValueError: ``memory_limit`` is no positive number of bytes, or there is not one compute stream.
         """
+        if compute_streams < 1:
+            raise ValueError(
+                f"compute_streams={compute_streams}: a device runs its kernels on at least one stream; "
+                "leave it out for one"
+            )
         self._name = str(DeviceName("cpu", index))
-        self._compute = ThreadStream(f"{self._name}/compute")
+        suffixes = ("", *(f":{number}" for number in range(1, compute_streams)))
+        self._compute_streams = tuple(ThreadStream(f"{self._name}/compute{suffix}") for suffix in suffixes)
         self._h2d = ThreadStream(f"{self._name}/h2d")
         self._d2h = ThreadStream(f"{self._name}/d2h")
         self._memory = MemoryAccount(self._name, memory_limit)
@@ -50,8 +77,13 @@ class CpuDevice:
 
     @property
     def compute(self) -> ThreadStream:
-        """The stream of kernels that are too long for the event loop."""
-        return self._compute
+        """The first stream of kernels that are too long for the event loop."""
+        return self._compute_streams[0]
+
+    @property
+    def compute_streams(self) -> tuple[ThreadStream, ...]:
+        """All such streams: ``cpu:0/compute``, ``cpu:0/compute:1``, ..."""
+        return self._compute_streams
 
     @property
     def h2d(self) -> ThreadStream:
@@ -68,12 +100,31 @@ class CpuDevice:
         """The bytes it holds, and their limit."""
         return self._memory
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """False: what a kernel returns is its result."""
+        return False
+
+    def kernel_ns(self, flops: float, nbytes: float) -> float:
+        """The expected time of a kernel: the call, then whichever takes longer of its arithmetic and its memory."""
+        return NS_PER_CALL + max(NS_PER_FLOP * flops, NS_PER_BYTE * nbytes)
+
+    def transfer_ns(self, nbytes: float, target: Device) -> float:
+        """The expected time until a value of so many bytes made here is there on `target`.
+
+        Nothing is copied between CPU devices. A device with memory of its own knows the link it is behind, and is
+        asked what the same bytes would take the other way.
+        """
+        if target.name == self._name:
+            return 0.0
+        return target.transfer_ns(nbytes, self) if target.is_asynchronous else NS_PER_HANDOVER
+
     async def aclose(self, grace_s: float) -> bool:
         """Take no more work and wait up to ``grace_s`` seconds for the threads to end; True if all did. Idempotent.
 
         Cancellation: the streams stay stopped, and their threads still end after the work they have.
         """
-        streams = (self._compute, self._h2d, self._d2h)
+        streams = (*self._compute_streams, self._h2d, self._d2h)
         for stream in streams:
             stream.stop()  # before anything is awaited: from here on a cancel leaves no stream open
         return all(await asyncio.gather(*(stream.aclose(grace_s) for stream in streams)))

@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
 
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.streams.protocol import Stream
+
+Shape: TypeAlias = tuple[int, ...]
+ArraySpec: TypeAlias = tuple["np.dtype[Any]", Shape]
+"""dtype and shape of an array."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelInfo:
+    """What a device that launches kernels has to know of one, beside the function.
+
+    Attributes:
+        name: the node's, for timelines and errors.
+        stream: which of the device's compute streams it runs on.
+        single: the kernel returns its one output itself, rather than a tuple of outputs.
+        needs_context: the first argument is no value but a context, handed on as it is.
+        is_async: the kernel is a coroutine function of the user's: it runs on the host, on host arrays.
+        may_run_on_host: all outputs are integers or booleans of rank 0, so that with such inputs it need not be
+            launched at all.
+        keeps_arrays: it may hold on to its inputs, or hand out what others hold on to (state, tensor arrays).
+        flops: ``flops(input_shapes, output_shapes)``, for the cost model.
+        infer: ``infer(input_specs)`` gives the specs of the outputs for those of the inputs; None where they depend on
+            data.
+    """
+
+    name: str
+    stream: int = 0
+    single: bool = True
+    needs_context: bool = False
+    is_async: bool = False
+    may_run_on_host: bool = False
+    keeps_arrays: bool = False
+    flops: Callable[[Sequence[Shape], Sequence[Shape]], float]
+    infer: Callable[[Sequence[ArraySpec]], Sequence[ArraySpec] | None]
+
+
+class Span(NamedTuple):
+    """Work that a device did, for timelines; times are nanoseconds of the event loop's clock."""
+
+    label: str
+    stream: str
+    """``compute``, ``compute:1``, ``h2d``, ``d2h`` or ``peer``; ``host`` for a kernel that was not launched."""
+    started_ns: int
+    ended_ns: int
+    nbytes: int
+    """Of a copy; 0 for a kernel."""
 
 
 class Device(Protocol):
@@ -33,7 +82,12 @@ class Device(Protocol):
 
     @property
     def compute(self) -> Stream:
-        """The stream of kernels."""
+        """The first stream of kernels."""
+        ...
+
+    @property
+    def compute_streams(self) -> Sequence[Stream]:
+        """The streams of kernels; independent kernels on different ones overlap."""
         ...
 
     @property
@@ -51,10 +105,81 @@ class Device(Protocol):
         """The bytes it holds, and their limit."""
         ...
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a kernel's result is there only in the order of its stream, and not yet when the kernel returns.
+
+        Such a device is an `AsynchronousDevice`.
+        """
+        ...
+
+    def kernel_ns(self, flops: float, nbytes: float) -> float:
+        """The expected time of a kernel that does so many operations on so many bytes; for placement."""
+        ...
+
+    def transfer_ns(self, nbytes: float, target: Device) -> float:
+        """The expected time until a value of so many bytes made here is there on `target`; for placement."""
+        ...
+
     async def aclose(self, grace_s: float) -> bool:
         """Take no more work and wait up to ``grace_s`` seconds for its streams to end; True if all did. Idempotent."""
         ...
 
     def describe(self) -> str:
         """One line for people: name, limit, what is in use."""
+        ...
+
+
+class AsynchronousDevice(Device, Protocol):
+    """A device whose kernels are launched and not waited for; its values are its own kind of object.
+
+    *Host values* (anything that is not of that kind, such as NumPy scalars) may be mixed with them in every call.
+    All methods are called on the event loop's thread, and none blocks.
+    """
+
+    def bind(self, kernel: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
+        """A function that launches `kernel` on device values, and gives device values.
+
+        For a coroutine function (``info.is_async``) it is one again: it waits for its inputs and calls it on NumPy
+        arrays.
+        """
+        ...
+
+    def constant(self, value: Any) -> Any:
+        """A device value that has been there from the start."""
+        ...
+
+    def feed(self, value: Any) -> Any:
+        """A device value for a host value, which is copied in; kernels wait for the copy by themselves."""
+        ...
+
+    def fetch(self, value: Any, deliver: Callable[[Any, BaseException | None], None]) -> bool:
+        """Copy a device value to the host: later, ``deliver(array, error)`` is called once.
+
+        Returns:
+            False, without ever calling `deliver`, if `value` is a host value, usable as it is.
+        """
+        ...
+
+    def receive(self, value: Any, source: Device, deliver: Callable[[Any, BaseException | None], None]) -> None:
+        """Take over a value of `source`: ``deliver(value_here, error)`` is called once, now or later.
+
+        `value` is kept referenced until the copy is done, whatever becomes of the run.
+        """
+        ...
+
+    def require_data(self, value: Any, name: str) -> None:
+        """Raise unless Python can look at `value`, which the node `name` needs: a simulation may know its shape alone."""
+        ...
+
+    def when_done(self, done: Callable[[], None]) -> None:
+        """Call ``done()`` once, never before this returns, when all work launched so far has ended."""
+        ...
+
+    def take_spans(self) -> list[Span]:
+        """The work launched since the last call, with its times; empty unless `record_spans` is on."""
+        ...
+
+    def record_spans(self, on: bool) -> None:
+        """Begin (once more) or end recording; it is on while there are more begins than ends."""
         ...

@@ -11,6 +11,8 @@ from asyncflow.devices.cpu import CpuDevice
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import Device
+from asyncflow.devices.sim import SimDevice
+from asyncflow.devices.sim_machine import SimMachine, current_machine
 from asyncflow.errors import PlacementError
 
 _DEFAULT = ("cpu:0",)
@@ -28,25 +30,49 @@ class DeviceDescription:
     """What it is; where it is not available, why."""
 
 
-def open_devices(specs: Sequence[str] | None = None, memory_limit: int | None = None) -> tuple[Device, ...]:
-    """The devices of a session, in the order named; each may hold ``memory_limit`` bytes (None: no limit).
+def open_devices(
+    specs: Sequence[str] | None = None, memory_limit: int | None = None, compute_streams: int = 1
+) -> tuple[Device, ...]:
+    """The devices of a session, in the order named; the caller closes them.
 
-    None means ``["cpu:0"]``. A kind alone is its device 0. The caller closes them.
+    On virtual time (`asyncflow.testing.virtual_clock`) all devices are simulated, CPUs too.
+
+    Args:
+        specs: their names; a kind alone is its device 0. None means ``["cpu:0"]``, and on virtual time all cards of
+            the machine.
+        memory_limit: bytes that each may hold; None for no limit, and for simulated cards what the card has.
+        compute_streams: how many streams of kernels each has.
 
     Raises:
         PlacementError: a name that is none, is there twice, or is of a kind that is not available; or no name at all.
-        ValueError: ``memory_limit`` is no positive number of bytes.
+        ValueError: ``memory_limit`` or ``compute_streams`` is no positive int.
     """
+    machine = current_machine()
     if isinstance(specs, str):
         raise PlacementError(f"devices= is a list of names, not one str; say devices=[{specs!r}]")
-    names = [_full_name(spec) for spec in (_DEFAULT if specs is None else specs)]
+    if specs is None:
+        specs = _DEFAULT if machine is None else [f"sim:{index}" for index in range(len(machine.spec.cards))]
+    names = [_full_name(spec) for spec in specs]
     if not names:
         raise PlacementError(f"devices= is empty and a session needs one; leave it out for {_DEFAULT[0]}; {_AVAILABLE}")
     for name in names:
-        _check_available(name)
+        _check_available(name, machine)
         if names.count(name) > 1:
             raise PlacementError(f"device {name} is named {names.count(name)} times in devices=; name each once")
-    return tuple(CpuDevice(name.index, memory_limit=memory_limit) for name in names)
+    if machine is None:
+        return tuple(
+            CpuDevice(name.index, memory_limit=memory_limit, compute_streams=compute_streams) for name in names
+        )
+    return tuple(
+        SimDevice(
+            machine,
+            name.index,
+            kind="sim" if name.kind == "sim" else "cpu",
+            memory_limit=memory_limit,
+            compute_streams=compute_streams,
+        )
+        for name in names
+    )
 
 
 def available_devices() -> tuple[DeviceDescription, ...]:
@@ -67,14 +93,29 @@ def _full_name(spec: str) -> DeviceName:
     return DeviceName(parsed.kind or "cpu", parsed.index or 0)
 
 
-def _check_available(name: DeviceName) -> None:
+def _check_available(name: DeviceName, machine: SimMachine | None) -> None:
     if name.kind == "cuda":
         raise PlacementError(
             f"device {name}: CUDA devices are not built into this version; run `asyncflow devices` to see what this "
             f"machine has and why CUDA is off; {_AVAILABLE}"
         )
-    if name.kind != "cpu":
-        raise PlacementError(f"device {name}: {name.kind} devices are not built into this version; {_AVAILABLE}")
+    if name.kind == "sim":
+        _check_simulated(name, machine)
+
+
+def _check_simulated(name: DeviceName, machine: SimMachine | None) -> None:
+    if machine is None:
+        raise PlacementError(
+            f"device {name}: simulated devices exist on virtual time only; open the session inside "
+            f"asyncflow.testing.virtual_clock(); {_AVAILABLE}"
+        )
+    cards = machine.spec.cards
+    if name.index >= len(cards):
+        plural = f"{len(cards)} cards, sim:0 to sim:{len(cards) - 1}" if len(cards) > 1 else "1 card, sim:0"
+        raise PlacementError(
+            f"device {name}: the simulated machine has {plural}; name one of them, or give virtual_clock() a machine "
+            f'with more, such as "{name.index + 1} x {cards[-1].name}"'
+        )
 
 
 def _why_no_cuda() -> str:

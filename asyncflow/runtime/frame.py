@@ -56,7 +56,18 @@ class Iteration:
     for; ``dead`` holds, for nodes with a dead input, what killed it.
     """
 
-    __slots__ = ("children", "dead", "frame", "index", "next", "outstanding", "pending", "previous", "values")
+    __slots__ = (
+        "_counters",
+        "children",
+        "dead",
+        "frame",
+        "index",
+        "next",
+        "outstanding",
+        "pending",
+        "previous",
+        "values",
+    )
 
     def __init__(self, frame: Frame, index: int, previous: Iteration | None) -> None:
         self.frame = frame
@@ -68,6 +79,7 @@ class Iteration:
         self.dead: dict[int, Dead] | None = dict(frame.dead) if frame.dead else None
         self.outstanding = 0
         self.children: dict[PlanFrame, Frame] = {}
+        self._counters: tuple[int, ...] | None = None
 
     def tag(self) -> str:
         """Frames and iterations from the outermost inward: ``outer/3/inner/7``; empty outside loops."""
@@ -80,9 +92,7 @@ class Iteration:
 
     def counters(self) -> tuple[int, ...]:
         """Iteration numbers from the outermost loop inward."""
-        numbers: list[int] = []
-        iteration = self
-        while (parent := iteration.frame.parent) is not None:
-            numbers.append(iteration.index)
-            iteration = parent
-        return tuple(reversed(numbers))
+        if self._counters is None:
+            outer = self.frame.parent
+            self._counters = () if outer is None else (*outer.counters(), self.index)
+        return self._counters

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from asyncflow.streams.virtual import VirtualClockLoop
+
+_LOOK_NS = 20_000
+"""What looking at the clock counts as, on a virtual one."""
 
 new_event_loop: Callable[[], asyncio.AbstractEventLoop]
 try:
@@ -46,3 +53,17 @@ def _not_a_coroutine(main: object) -> str:
         name = getattr(main, "__name__", "main")
         return f"af.run takes a coroutine, not the function that makes one; call it: af.run({name}())"
     return f"af.run takes a coroutine; got {type(main).__name__} {main!r}"
+
+
+def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], int]:
+    """Nanoseconds as a trace of what runs on `loop` shows them: virtual ones where the loop's clock is virtual."""
+    return loop.time_ns if isinstance(loop, VirtualClockLoop) else perf_counter_ns
+
+
+def burst_clock(loop: asyncio.AbstractEventLoop) -> Callable[[], int]:
+    """Nanoseconds by which a session's share of `loop` is measured.
+
+    On a virtual clock, where computing takes no time, it counts how often it is asked, so that runs take turns and yet
+    do so at the same points every time.
+    """
+    return itertools.count(step=_LOOK_NS).__next__ if isinstance(loop, VirtualClockLoop) else perf_counter_ns

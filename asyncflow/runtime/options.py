@@ -27,6 +27,12 @@ def check_integer(value: object, name: str, least: int | None = None) -> None:
         raise ValueError(f"{name} is at least {least}; got {value}")
 
 
+def check_transfer_dtype(value: object) -> None:
+    """Raises ValueError unless `value` is None or ``"bfloat16"``."""
+    if value not in (None, "bfloat16"):
+        raise ValueError(f"transfer_dtype is None or 'bfloat16'; got {value!r}")
+
+
 def as_timeout(timeout: object) -> float | None:
     """Seconds, or None for no timeout, which infinity means too.
 

@@ -46,6 +46,17 @@ class PlanCache:
     def __len__(self) -> int:
         return sum(len(plans) for _, plans in self._plans.values())
 
+    def measured_costs(self) -> dict[str, float]:
+        """Mean nanoseconds of the kernels that were measured while their plans ran, by node name."""
+        return {
+            node.name: node.cost.mean_ns
+            for _, plans in self._plans.values()
+            for plan in plans.values()
+            for partition in plan.partitions
+            for node in partition.nodes
+            if node.cost is not None and node.cost.is_measured
+        }
+
     def clear(self) -> None:
         """Forgets all plans."""
         self._plans.clear()

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextvars import Context, copy_context
-from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
 from asyncflow.runtime.executor import Executor
+from asyncflow.runtime.loop import clock_of
+from asyncflow.runtime.ports import Surroundings
+from asyncflow.runtime.rendezvous import Rendezvous
 from asyncflow.runtime.trace import RunSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
-    from asyncflow.devices.protocol import Device
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.runtime.channel import Channel
     from asyncflow.runtime.trace import Trace
     from asyncflow.runtime.turn import Turn
@@ -35,7 +37,8 @@ def _kernel_context() -> Context:
 class Run:
     """A structured-concurrency scope: when `wait` returns or raises, nothing of the run is left.
 
-    Ends in exactly one way: with values, with the first failure, with `DeadlineExceeded`, or cancelled.
+    Ends in exactly one way: with values, with the first failure, with `DeadlineExceeded`, or cancelled. There is one
+    executor per partition; the run only waits for all of them, and stops all when one fails.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class Run:
         plan: Plan,
         *,
         number: int,
-        device: Device,
+        devices: Mapping[str, Device],
         loop: asyncio.AbstractEventLoop,
         turn: Turn,
         seed: int,
@@ -55,30 +58,45 @@ class Run:
         on_end: Callable[[Run], None] | None = None,
     ) -> None:
         self.id = next(_ids)
+        self.is_finished = False
+        """Whether nothing of the run is left to do."""
+        self.rendezvous = Rendezvous()
         self._on_end = on_end
         self._channel = channel
         self._loop = loop
         self._trace = trace
-        self._started_ns = perf_counter_ns() if trace is not None else 0
+        self._now = clock_of(loop)
+        self._started_ns = self._now() if trace is not None else 0
         self._finished: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._status = "ok"
-        self.executor = Executor(
-            plan.partitions[0],
-            device=device,
+        self._stopped = False
+        self._is_starting = False
+        surroundings = Surroundings(
+            devices=devices,
             loop=loop,
             turn=turn,
-            owner=self,
             context=_kernel_context(),
+            rendezvous=self.rendezvous,
             run_id=self.id,
             run_number=number,
             seed=seed,
             shuffle_seed=None if shuffle_seed is None else shuffle_seed + number,
             max_iterations=max_iterations,
             trace=trace,
+            now=self._now,
             emitter=channel,
             guard=guard,
         )
+        self._partitions = plan.partitions
+        self.executors = [Executor(partition, surroundings, self) for partition in plan.partitions]
+        # Devices whose work must have ended before the run has.
+        self._undrained = [
+            cast("AsynchronousDevice", devices[partition.device])
+            for partition in plan.partitions
+            if devices[partition.device].is_asynchronous
+        ]
+        self._recorded = self._undrained if trace is not None else []
 
     def start(self, feeds: Sequence[Any], timeout: float | None, asked_s: float) -> None:
         """Starts; returns once the current turn's share of work is done.
@@ -93,12 +111,17 @@ class Run:
                 self._expire(timeout)
                 return
             self._timer = self._loop.call_at(asked_s + timeout, self._expire, timeout)
-        self.executor.start(feeds)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing of the run is left to do."""
-        return self.executor.finished
+        for device in self._recorded:
+            device.record_spans(True)
+        if len(self.executors) == 1 and len(feeds) == len(self._partitions[0].feeds):
+            self.executors[0].start(feeds)
+            return
+        self._is_starting = True
+        for executor, partition in zip(self.executors, self._partitions, strict=True):
+            if not self._stopped:
+                executor.start([feeds[index] for index in partition.feed_indexes])
+        self._is_starting = False
+        self.on_quiet()
 
     async def wait(self) -> list[Any]:
         """The fetched values.
@@ -107,7 +130,7 @@ class Run:
         and a cancellation, the one that stopped the run is raised.
         """
         cancelled: asyncio.CancelledError | None = None
-        while not self.executor.finished:
+        while not self.is_finished:
             self._finished = self._loop.create_future()
             try:
                 await self._finished
@@ -119,7 +142,7 @@ class Run:
                     self.stop("cancelled")
                 raise
         self._close_books()
-        failure = self.executor.first_failure()
+        failure = self._first_failure()
         if self._status == "cancelled" or failure is None:
             if cancelled is not None and failure is not None:
                 cancelled.add_note(f"a kernel in flight failed: {failure}")
@@ -133,10 +156,16 @@ class Run:
 
     def stop(self, status: str) -> None:
         """Stops the run early; `wait` then only waits for what is in flight."""
-        if not self.executor.stopped and not self.executor.finished:
+        if not (self._stopped or self.is_finished):
             self._status = status
-            self.executor.stop()
-            self.executor.check_finished()
+            self._stop_all()
+            self.on_quiet()
+
+    def _stop_all(self) -> None:
+        self._stopped = True
+        for executor in self.executors:
+            executor.stop()
+        self.rendezvous.clear()
 
     @property
     def is_abandoned(self) -> bool:
@@ -147,12 +176,25 @@ class Run:
         """Ends the run because its session closes."""
         if self._channel is not None:
             self._channel.discard()
-        if not self.executor.stopped and not self.executor.finished:
-            self.executor.fail(SessionClosedError("the session was closed while the run was in flight"))
-            self.executor.check_finished()
+        self._fail(SessionClosedError("the session was closed while the run was in flight"))
 
-    def on_finished(self) -> None:
-        """Called by the executor: nothing is in flight any more."""
+    def on_failed(self) -> None:
+        """Called by an executor: the others stop too."""
+        if not self._stopped:
+            self._stop_all()
+
+    def on_quiet(self) -> None:
+        """Called by an executor when it has nothing left to do: the run ends when none has."""
+        if self.is_finished or self._is_starting or not all(executor.is_quiet for executor in self.executors):
+            return
+        if self._undrained:
+            self._drain()
+            return
+        self.is_finished = True
+        for executor in self.executors:
+            executor.close()
+        for device in self._recorded:
+            device.record_spans(False)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -164,26 +206,60 @@ class Run:
             self._on_end(self)
             self._on_end = None
 
+    def _drain(self) -> None:
+        """Asynchronous devices count kernels as done when they are launched; a run ends when they have ended."""
+        undrained, self._undrained = self._undrained, []
+        first = self.executors[0]
+        first.in_flight += len(undrained)
+
+        def done() -> None:
+            first.in_flight -= 1
+            self.on_quiet()
+
+        for device in undrained:
+            device.when_done(done)
+
+    def _fail(self, error: BaseException) -> None:
+        if not (self._stopped or self.is_finished):
+            self.executors[0].fail(error)
+            self.on_quiet()
+
     def _expire(self, timeout: float) -> None:
-        if self.executor.finished or self.executor.stopped:
-            return
-        self._status = "deadline"
-        self.executor.fail(DeadlineExceeded(f"the run did not end within timeout={timeout} s; it was stopped"))
-        self.executor.check_finished()
+        if not (self._stopped or self.is_finished):
+            self._status = "deadline"
+            self._fail(DeadlineExceeded(f"the run did not end within timeout={timeout} s; it was stopped"))
+
+    def _first_failure(self) -> BaseException | None:
+        """Takes the failure of the earliest turn and, within it, of the first node; the others become its notes."""
+        failures = [failure for executor in self.executors for failure in executor.failures]
+        if not failures:
+            return None
+        ranked = [error for _, _, error in sorted(failures, key=lambda failure: failure[:2])]
+        for executor in self.executors:
+            executor.failures.clear()  # their tracebacks lead back here
+        for other in ranked[1:]:
+            first_line = str(other).partition("\n")[0]
+            ranked[0].add_note(f"also failed: {type(other).__name__}: {first_line}")
+        return ranked[0]
 
     def _values(self) -> list[Any]:
-        scheduler = self.executor.scheduler
-        if not scheduler.done:
+        schedulers = [executor.scheduler for executor in self.executors]
+        if not all(scheduler.done for scheduler in schedulers):
+            waiting = [line for scheduler in schedulers for line in scheduler.waiting()] + self.rendezvous.waiting()
             raise InternalError(
                 "the run stalled: nothing is ready or running, and these nodes still wait:\n  "
-                + "\n  ".join(scheduler.waiting() or ["none"])
+                + "\n  ".join(waiting or ["none"])
             )
-        return scheduler.results
+        results = schedulers[0].results
+        for scheduler, partition in zip(schedulers[1:], self._partitions[1:], strict=True):
+            for index in partition.fetch_indexes:
+                results[index] = scheduler.results[index]
+        return results
 
     def _close_books(self) -> None:
         if self._trace is None:
             return
-        if self._status == "ok" and self.executor.failures:
+        if self._status == "ok" and any(executor.failures for executor in self.executors):
             self._status = "error"
-        span = RunSpan(self.id, f"run {self.id}", self._started_ns, perf_counter_ns(), self._status)
+        span = RunSpan(self.id, f"run {self.id}", self._started_ns, self._now(), self._status)
         self._trace.runs.append(span)

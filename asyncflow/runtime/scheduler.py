@@ -100,6 +100,8 @@ class Scheduler:
         self.ready: deque[tuple[PlanNode, Iteration]] = deque()
         self.done = False
         self.results: list[Any] = [None] * partition.n_fetches
+        self.ended: list[tuple[int, tuple[int, ...]]] = []
+        """Iterations that have ended and of which another partition wants to hear, as (transfer, counters)."""
         self.max_iterations = max_iterations
         self._random = None if seed is None else Random(seed)
         self._frames = 1
@@ -205,6 +207,7 @@ class Scheduler:
     def abort(self) -> None:
         """Drops everything; firings handed out must not be completed any more."""
         self.ready.clear()
+        self.ended.clear()
         frames = [self._root]
         while frames:  # undoes every reference cycle, so that the values are freed now and not by the collector
             frame = frames.pop()
@@ -458,6 +461,8 @@ class Scheduler:
             if oldest.outstanding or oldest.children or frame.pending_enters:
                 return
             following = oldest.next
+            if frame.info.acknowledges:
+                self.ended.append((frame.info.acknowledges, oldest.counters()))
             frame.live -= 1
             self._iterations -= 1
             if frame.parked:

@@ -21,7 +21,8 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.channel import Channel
 from asyncflow.runtime.feeds import as_feeds
 from asyncflow.runtime.fetches import user_value, user_values
-from asyncflow.runtime.options import as_timeout, check_graph, check_integer, check_trace
+from asyncflow.runtime.loop import burst_clock
+from asyncflow.runtime.options import as_timeout, check_graph, check_integer, check_trace, check_transfer_dtype
 from asyncflow.runtime.plans import PlanCache
 from asyncflow.runtime.prepared import Call, Prepared
 from asyncflow.runtime.run import Run
@@ -82,6 +83,10 @@ class Session:
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
         memory_limit: bytes per device; None for no limit.
         threads: BLAS threads a stream. One is best when several runs are in flight.
+        compute_streams: streams for kernels on each device; with more than one, independent branches and the iterations
+            of loops overlap on it.
+        transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits, in half the bytes
+            and with 8 bits of precision. None sends what is there.
         check_numerics: fail on the first NaN or infinity, naming the node.
         max_iterations: most iterations of any one loop; None for no limit.
 
@@ -107,16 +112,21 @@ class Session:
         seed: int | None = None,
         memory_limit: int | None = None,
         threads: int = 1,
+        compute_streams: int = 1,
+        transfer_dtype: str | None = None,
         check_numerics: bool = False,
         max_iterations: int | None = None,
     ) -> None:
         check_graph(graph)
         check_integer(threads, "threads", 1)
+        check_integer(compute_streams, "compute_streams", 1)
+        check_transfer_dtype(transfer_dtype)
         for name, value, least in (("seed", seed, None), ("max_iterations", max_iterations, 1)):
             if value is not None:
                 check_integer(value, name, least)
         self.graph = graph
-        self.devices: tuple[Device, ...] = open_devices(devices, memory_limit)
+        self.devices: tuple[Device, ...] = open_devices(devices, memory_limit, compute_streams)
+        self._device_of = {device.name: device for device in self.devices}
         self.state = StateStore()
         self._optimize = optimize
         self._regions = regions
@@ -125,6 +135,7 @@ class Session:
         self._threads = threads
         self._check_numerics = check_numerics
         self._max_iterations = max_iterations
+        self._transfer_dtype = transfer_dtype
         self._random_seed = secrets.randbits(63)
         self._plans = PlanCache()
         self._calls: dict[Any, Call] = {}
@@ -172,7 +183,7 @@ class Session:
             )
         self._loop = loop
         self._thread_id = threading.get_ident()
-        self._turn = Turn(loop)
+        self._turn = Turn(loop, burst_clock(loop))
         self._blas = acquire_blas_threads(self._threads)
         return loop
 
@@ -223,7 +234,7 @@ class Session:
         if getattr(self, "_closed", "") is None and self._loop is not None:
             warnings.warn(f"{self!r} was dropped without close; use `async with`", ResourceWarning, stacklevel=2)
             for device in self.devices:
-                for stream in (device.compute, device.h2d, device.d2h):
+                for stream in (*device.compute_streams, device.h2d, device.d2h):
                     stream.stop()
             self._release()
 
@@ -368,7 +379,7 @@ class Session:
         run = Run(
             plan,
             number=self._run_count,
-            device=self._device(plan.partitions[0].device),
+            devices=self._device_of,
             loop=loop,
             turn=self._turn,
             seed=self._random_seed if plan.graph.seed is None else plan.graph.seed,
@@ -382,9 +393,6 @@ class Session:
         self._runs.add(run)
         run.start(values, timeout, asked_s)
         return run
-
-    def _device(self, name: str) -> Device:
-        return next(device for device in self.devices if device.name == name)
 
     def _forget(self, run: Run) -> None:
         self._runs.discard(run)
@@ -478,6 +486,8 @@ class Session:
                 debug=self._debug,
                 max_iterations=self._max_iterations,
                 check_numerics=self._check_numerics,
+                transfer_dtype=self._transfer_dtype,
+                costs=self._plans.measured_costs(),
             )
         except RecursionError:
             raise GraphError(

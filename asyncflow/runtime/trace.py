@@ -1,7 +1,7 @@
-"""What a traced run records: firings, run spans and memory samples, in nanoseconds.
+"""What a traced run records: firings, transfers, run spans and memory samples, in nanoseconds.
 
 The runtime only appends to these lists; `asyncflow.profiler` turns them into timelines and tables, and nothing
-here knows of it. Times are `time.perf_counter_ns`.
+here knows of it. Times are `time.perf_counter_ns`, or those of the virtual clock that a run was on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Firing(NamedTuple):
     device: str
     """Such as ``cpu:0``."""
     stream: str
-    """``inline`` (on the event loop), ``compute`` (a stream thread) or ``async`` (a coroutine op)."""
+    """``inline`` (on the event loop), ``compute`` and ``compute:1`` (streams), ``async`` (a coroutine op); on a
+    simulated device also ``host`` (a kernel on the host) and ``h2d``, ``d2h`` and ``peer`` (copies)."""
     scheduled_ns: int
     started_ns: int
     ended_ns: int
@@ -46,6 +47,22 @@ class RunSpan(NamedTuple):
     ended_ns: int
     status: str
     """``ok``, ``error``, ``cancelled`` or ``deadline``."""
+
+
+class Transfer(NamedTuple):
+    """A value that went from one device to another: what a Recv took."""
+
+    run: int
+    node: str
+    """The Recv."""
+    tag: str
+    source: str
+    """Such as ``sim:0``."""
+    target: str
+    sent_ns: int
+    received_ns: int
+    nbytes: int
+    """0 for a control edge, and for values on the host."""
 
 
 class MemorySample(NamedTuple):
@@ -77,6 +94,7 @@ class Trace:
     firings: list[Firing] = field(default_factory=list)
     runs: list[RunSpan] = field(default_factory=list)
     memory: list[MemorySample] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     dropped: int = 0
     _entered: list[Token[Trace | None]] = field(default_factory=list, repr=False, compare=False)
     _inner: list[Trace] = field(default_factory=list, repr=False, compare=False)
@@ -103,6 +121,7 @@ class Trace:
         self.dropped += inner.dropped + len(inner.firings[room:])
         self.runs += inner.runs
         self.memory += inner.memory
+        self.transfers += inner.transfers
 
 
 _current: ContextVar[Trace | None] = ContextVar("asyncflow_trace", default=None)

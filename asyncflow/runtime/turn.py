@@ -14,6 +14,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
+    from collections.abc import Callable
 
 BURST_NS = 1_000_000
 """How long a session's runs may hold the event loop at a time (1 ms)."""
@@ -32,9 +33,11 @@ class Driven(Protocol):
 class Turn:
     """The queue of runs with ready work, and the budget of the current pass of the event loop."""
 
-    __slots__ = ("_burst_end", "_loop", "_queue", "_scheduled", "number")
+    __slots__ = ("_burst_end", "_loop", "_queue", "_scheduled", "now", "number")
 
-    def __init__(self, loop: AbstractEventLoop) -> None:
+    def __init__(self, loop: AbstractEventLoop, now: Callable[[], int] = perf_counter_ns) -> None:
+        """`now` gives nanoseconds."""
+        self.now = now
         self._loop = loop
         self._queue: deque[Driven] = deque()
         self._scheduled = False
@@ -55,10 +58,10 @@ class Turn:
     def has_time(self) -> bool:
         """Whether work may start in the current pass."""
         if self._burst_end == 0:
-            self._burst_end = perf_counter_ns() + BURST_NS
+            self._burst_end = self.now() + BURST_NS
             self._schedule()
             return True
-        return not self._queue and perf_counter_ns() < self._burst_end
+        return not self._queue and self.now() < self._burst_end
 
     def count(self) -> int:
         """The number of the current pass; what is counted in a later pass has a higher one."""
@@ -84,10 +87,10 @@ class Turn:
         queue = self._queue
         if not queue:
             return
-        end = perf_counter_ns() + BURST_NS
+        end = self.now() + BURST_NS
         # In a graph, infinities and NaN are values: no floating-point warnings.
         with np.errstate(all="ignore"):
-            while queue and perf_counter_ns() < end:
+            while queue and self.now() < end:
                 driven = queue.popleft()
                 driven.is_queued = False
                 if driven.drive(end):

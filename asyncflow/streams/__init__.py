@@ -1,9 +1,10 @@
-"""How is work ordered and overlapped? `Stream` and `Event`, and the thread stream of the CPU."""
+"""How is work ordered and overlapped? `Stream` and `Event`, the thread stream of the CPU, and virtual time."""
 
 from __future__ import annotations
 
 from asyncflow.streams.latch import Latch
 from asyncflow.streams.protocol import Deliver, Event, Stream
 from asyncflow.streams.thread import ThreadEvent, ThreadStream
+from asyncflow.streams.virtual import VirtualClockLoop
 
-__all__ = ["Deliver", "Event", "Latch", "Stream", "ThreadEvent", "ThreadStream"]
+__all__ = ["Deliver", "Event", "Latch", "Stream", "ThreadEvent", "ThreadStream", "VirtualClockLoop"]

@@ -10,7 +10,7 @@ from tests.compiler.stages import golden, optimized
 def test_equal_nodes_become_the_first(graph: af.Graph) -> None:
     x = af.placeholder("float64", (), name="x")
     assert optimized(graph, [(x + 1.0) * (x + 1.0)], cse) == golden("""
-        %feed = feed() {spec=float64[]} : float64[]
+        %feed = feed() {index=0, spec=float64[]} : float64[]
         %constant = constant() {value=array(float64[], 1.0)} : float64[]
         %add = add(%feed, %constant) : float64[]
         %multiply = multiply(%add, %add) : float64[]
@@ -30,8 +30,8 @@ def test_bodies_are_joined_each_on_its_own_and_share_captures(graph: af.Graph) -
     one, other = af.square(x), af.square(x)
     y = af.cond(p, lambda: af.exp(one) + af.exp(other), lambda: af.square(one), name="pick")
     assert optimized(graph, [y], cse) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
-        %feed_1 = feed() {spec=float64[]} : float64[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
+        %feed_1 = feed() {index=1, spec=float64[]} : float64[]
         %square = square(%feed_1) : float64[]
         %pick = cond(%feed, %square) : (float64[],) {
           true_branch "pick/true" (%pick/true/capture_square) {

@@ -16,8 +16,8 @@ def test_only_what_a_fetch_needs_is_kept(graph: af.Graph) -> None:
     with af.control_dependencies([needed]):
         last = af.square(x)
     assert extracted(graph, [last]) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
-        %feed_1 = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
+        %feed_1 = feed() {index=1, spec=int64[]} : int64[]
         %multiply = multiply(%feed, %feed) : int64[]
         %square = square(%feed) after(%multiply) : int64[]
         %fetch = fetch(%square) : ()
@@ -47,9 +47,9 @@ def test_unused_results_of_a_branch_are_dropped(graph: af.Graph) -> None:
     )
     first, _ = af.cond(pred, lambda: (x + 1, y * 2), lambda: (x, y), name="pick")
     assert extracted(graph, [first]) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
-        %feed_1 = feed() {spec=int64[]} : int64[]
-        %feed_2 = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
+        %feed_1 = feed() {index=1, spec=int64[]} : int64[]
+        %feed_2 = feed() {index=2, spec=int64[]} : int64[]
         %pick = cond(%feed, %feed_1) : (int64[],) {
           true_branch "pick/true" (%pick/true/capture_x) {
             %pick/true/capture_x = parameter() {spec=int64[]} : int64[]
@@ -70,8 +70,8 @@ def test_unused_variables_of_a_loop_are_dropped(graph: af.Graph) -> None:
     n, x = af.placeholder("int64", (), name="n"), af.placeholder("int64", (), name="x")
     _, total, _ = af.while_loop(lambda i, s, t: i < n, lambda i, s, t: (i + 1, s + i, t * x), (0, x, x), name="loop")
     assert extracted(graph, [total]) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
-        %feed_1 = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
+        %feed_1 = feed() {index=1, spec=int64[]} : int64[]
         %constant = constant() {value=array(int64[], 0)} : int64[]
         %loop = while(%constant, %feed_1, %feed) {n_vars=2} : (int64[], int64[]) {
           cond "loop/cond" (%loop/cond/var, %loop/cond/var_1, %loop/cond/capture_n) {
@@ -106,7 +106,7 @@ def test_effects_inside_branches_are_kept_if_effects_are_ordered(graph: af.Graph
     pred, counter = af.placeholder("bool", (), name="pred"), af.Variable(0, name="counter")
     picked = af.cond(pred, lambda: (1, counter.assign_add(1)), lambda: (2, counter.read()), name="pick")
     assert extracted(graph, [picked[0]]) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
         %pick = cond(%feed) : (int64[],) {
           true_branch "pick/true" () {
             %pick/true/constant = constant() {value=array(int64[], 1)} : int64[]
@@ -143,7 +143,7 @@ def test_a_fetched_variable_is_read_after_all_else(graph: af.Graph) -> None:
     x, counter = af.placeholder("int64", (), name="x"), af.Variable(0, name="counter")
     written = counter.assign(x)
     assert extracted(graph, [counter, written]) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %counter/assign = variable_assign(%feed) {variable=@counter} : int64[]
         %counter/read = variable_read() {variable=@counter} : int64[]
         %fetch = fetch(%counter/read) : ()
@@ -157,7 +157,7 @@ def test_a_loop_written_by_hand_is_copied_with_its_back_edge(graph: af.Graph) ->
     done, again = af.raw.switch(i, af.raw.loop_cond(i < af.raw.enter(x, "loop", constant=True)))
     af.raw.add_back_edge(i, af.raw.next_iteration(af.negative(again)))
     assert extracted(graph, [af.raw.exit(done)]) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %enter = enter(%feed) {constant=false, frame="loop"} : int64[]
         %merge = merge(%enter, %next_iteration) : (int64[], int32[])
         %enter_1 = enter(%feed) {constant=true, frame="loop"} : int64[]
@@ -181,7 +181,7 @@ def test_streamed_tensors_get_an_emit_in_their_body(graph: af.Graph) -> None:
 
     af.while_loop(lambda i: i < x, body, (0,), name="loop")
     assert extracted(graph, [], streamed=inner) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %constant = constant() {value=array(int64[], 0)} : int64[]
         %loop = while(%constant, %feed) {n_vars=1} : (int64[],) {
           cond "loop/cond" (%loop/cond/var, %loop/cond/capture_x) {

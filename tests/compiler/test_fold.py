@@ -15,7 +15,7 @@ def test_a_node_becomes_a_constant_under_its_own_name(graph: af.Graph) -> None:
     x = af.placeholder("float64", (), name="x")
     y = x * (af.constant(2.0) + af.constant(3.0))
     assert optimized(graph, [y], fold, prune) == golden("""
-        %feed = feed() {spec=float64[]} : float64[]
+        %feed = feed() {index=0, spec=float64[]} : float64[]
         %add = constant() {value=array(float64[], 5.0)} : float64[]
         %multiply = multiply(%feed, %add) : float64[]
         %fetch = fetch(%multiply) : ()
@@ -48,7 +48,7 @@ def test_a_branch_known_to_be_taken_takes_the_place_of_the_cond(graph: af.Graph)
     x = af.placeholder("float64", (), name="x")
     y = af.cond(af.constant(1) < 2, lambda: x + 1, lambda: x * 2, name="pick")
     assert optimized(graph, [y], fold, prune) == golden("""
-        %feed = feed() {spec=float64[]} : float64[]
+        %feed = feed() {index=0, spec=float64[]} : float64[]
         %pick/true/constant = constant() {value=array(float64[], 1.0)} : float64[]
         %pick/true/add = add(%feed, %pick/true/constant) : float64[]
         %fetch = fetch(%pick/true/add) : ()
@@ -68,7 +68,7 @@ def test_a_loop_that_never_begins_gives_its_initial_values(graph: af.Graph) -> N
     x = af.placeholder("float64", (), name="x")
     _, y = af.while_loop(lambda i, s: i < 0, lambda i, s: (i + 1, s + x), (0, x))
     assert optimized(graph, [y], fold, prune) == golden("""
-        %feed = feed() {spec=float64[]} : float64[]
+        %feed = feed() {index=0, spec=float64[]} : float64[]
         %fetch = fetch(%feed) : ()
     """)
 
@@ -77,7 +77,7 @@ def test_constants_sink_into_bodies_and_fold_there(graph: af.Graph) -> None:
     x, two = af.placeholder("float64", (), name="x"), af.constant(2.0)
     (y,) = af.while_loop(lambda s: s < x, lambda s: s + two * 3.0, (0.0,), name="loop")
     assert optimized(graph, [y], fold, prune) == golden("""
-        %feed = feed() {spec=float64[]} : float64[]
+        %feed = feed() {index=0, spec=float64[]} : float64[]
         %constant_1 = constant() {value=array(float64[], 0.0)} : float64[]
         %loop = while(%constant_1, %feed) {n_vars=1} : (float64[],) {
           cond "loop/cond" (%loop/cond/var, %loop/cond/capture_x) {

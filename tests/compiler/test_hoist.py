@@ -15,7 +15,7 @@ def test_invariant_nodes_stand_in_front_of_the_loop(graph: af.Graph) -> None:
     x = af.placeholder("float64", (), name="x")
     _, y = af.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + af.tanh(x * 2.0)), (0, x), name="loop")
     assert optimized(graph, [y], hoist, prune) == golden("""
-        %feed = feed() {spec=float64[]} : float64[]
+        %feed = feed() {index=0, spec=float64[]} : float64[]
         %constant = constant() {value=array(int64[], 0)} : int64[]
         %constant_1 = constant() {value=array(float64[], 2.0)} : float64[]
         %loop/body/multiply = multiply(%feed, %constant_1) : float64[]

@@ -18,7 +18,7 @@ def test_invariant_and_equal_variables(graph: af.Graph) -> None:
         name="loop",
     )
     assert optimized(graph, [y], reduce_loop_variables, cse, prune) == golden("""
-        %feed = feed() {spec=float64[]} : float64[]
+        %feed = feed() {index=0, spec=float64[]} : float64[]
         %constant = constant() {value=array(int64[], 0)} : int64[]
         %loop = while(%constant, %feed, %feed) {n_vars=2} : (int64[], float64[]) {
           cond "loop/cond" (%loop/cond/var, %loop/cond/var_3, %loop/cond/var_2) {

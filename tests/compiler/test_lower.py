@@ -10,7 +10,7 @@ from tests.compiler.stages import golden, lowered
 def test_a_graph_without_control_flow_stays_as_it_is(graph: af.Graph) -> None:
     x = af.placeholder("int64", (), name="x")
     assert lowered(graph, [x * 2]) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %constant = constant() {value=array(int64[], 2)} : int64[]
         %multiply = multiply(%feed, %constant) : int64[]
         %fetch = fetch(%multiply) : ()
@@ -25,9 +25,9 @@ def test_a_cond_is_a_switch_per_capture_and_a_merge_per_result(graph: af.Graph) 
     )
     picked = af.cond(pred, lambda: (x * y, x), lambda: (x + y, y), name="pick")
     assert lowered(graph, list(picked)) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
-        %feed_1 = feed() {spec=int64[]} : int64[]
-        %feed_2 = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
+        %feed_1 = feed() {index=1, spec=int64[]} : int64[]
+        %feed_2 = feed() {index=2, spec=int64[]} : int64[]
         %pick/switch = switch(%feed_1, %feed) : (int64[], int64[])
         %pick/switch_1 = switch(%feed_2, %feed) : (int64[], int64[])
         %pick/true/multiply = multiply(%pick/switch:1, %pick/switch_1:1) : int64[]
@@ -44,7 +44,7 @@ def test_what_nothing_else_holds_back_waits_for_its_branch(graph: af.Graph) -> N
     pred, v = af.placeholder("bool", (), name="pred"), af.Variable(0, name="v")
     picked = af.cond(pred, v.read, lambda: af.negative(af.constant(7)), name="pick")
     assert lowered(graph, [picked]) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
         %pick/switch = switch(%feed, %feed) : (bool[], bool[])
         %pick/switch/pivot = identity(%pick/switch:1) : bool[]
         %pick/true/v/read = variable_read() {variable=@v} after(%pick/switch/pivot) : int64[]
@@ -59,7 +59,7 @@ def test_what_nothing_else_holds_back_waits_for_its_branch(graph: af.Graph) -> N
 def test_a_constant_result_becomes_one_of_its_branch(graph: af.Graph) -> None:
     pred = af.placeholder("bool", (), name="pred")
     assert lowered(graph, [af.cond(pred, lambda: 1, lambda: 0, name="pick")]) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
         %pick/switch = switch(%feed, %feed) : (bool[], bool[])
         %pick/true/constant = constant() {value=array(int64[], 1)} : int64[]
         %pick/false/constant = constant() {value=array(int64[], 0)} : int64[]
@@ -80,9 +80,9 @@ def test_a_cond_in_a_branch(graph: af.Graph) -> None:
     )
     picked = af.cond(a, lambda: af.cond(b, lambda: x + x, lambda: x, name="inner"), lambda: -x, name="outer")
     assert lowered(graph, [picked]) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
-        %feed_1 = feed() {spec=bool[]} : bool[]
-        %feed_2 = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
+        %feed_1 = feed() {index=1, spec=bool[]} : bool[]
+        %feed_2 = feed() {index=2, spec=int64[]} : int64[]
         %outer/switch = switch(%feed_1, %feed) : (bool[], bool[])
         %outer/switch_1 = switch(%feed_2, %feed) : (int64[], int64[])
         %outer/true/inner/switch = switch(%outer/switch_1:1, %outer/switch:1) : (int64[], int64[])
@@ -102,7 +102,7 @@ def test_a_loop(graph: af.Graph) -> None:
     n = af.placeholder("int64", (), name="n")
     results = af.while_loop(lambda i, s: i < n, lambda i, s: (i + 1, s + i), (0, n), name="loop", parallel_iterations=7)
     assert lowered(graph, list(results)) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %constant = constant() {value=array(int64[], 0)} : int64[]
         %loop/enter = enter(%constant) {constant=false, frame="loop", parallel_iterations=7} : int64[]
         %loop/merge = merge(%loop/enter, %loop/next_iteration) : (int64[], int32[])
@@ -139,7 +139,7 @@ def test_a_loop_in_a_branch_enters_only_if_the_branch_is_taken(graph: af.Graph) 
         return af.while_loop(lambda i: i < 3, lambda i: i + 1, (0,), name="loop")[0]
 
     assert lowered(graph, [af.cond(pred, loop, lambda: 0, name="pick")]) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
         %pick/switch = switch(%feed, %feed) : (bool[], bool[])
         %pick/true/constant = constant() {value=array(int64[], 0)} : int64[]
         %pick/switch/pivot = identity(%pick/switch:1) : bool[]
@@ -168,7 +168,7 @@ def test_a_loop_in_a_loop(graph: af.Graph) -> None:
         return af.while_loop(lambda j: j < n, lambda j: j + i, (1,), name="inner")[0]
 
     assert lowered(graph, list(af.while_loop(lambda i: i < n, body, (0,), name="outer"))) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %constant = constant() {value=array(int64[], 0)} : int64[]
         %outer/enter = enter(%constant) {constant=false, frame="outer"} : int64[]
         %outer/merge = merge(%outer/enter, %outer/next_iteration) : (int64[], int32[])
@@ -202,8 +202,8 @@ def test_a_control_edge_to_a_cond_holds_back_its_predicate(graph: af.Graph) -> N
     with af.control_dependencies([picked]):
         last = af.negative(x)
     assert lowered(graph, [last]) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
-        %feed_1 = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
+        %feed_1 = feed() {index=1, spec=int64[]} : int64[]
         %square = square(%feed_1) : int64[]
         %pick/pred = identity(%feed) after(%square) : bool[]
         %pick/switch = switch(%pick/pred, %pick/pred) : (bool[], bool[])
@@ -221,7 +221,7 @@ def test_a_control_edge_to_a_loop_holds_back_its_entry(graph: af.Graph) -> None:
     with af.control_dependencies([loop]):
         last = af.negative(x)
     assert lowered(graph, [last]) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %square = square(%feed) : int64[]
         %loop/enter = enter(%feed) {constant=false, frame="loop"} after(%square) : int64[]
         %loop/merge = merge(%loop/enter, %loop/next_iteration) : (int64[], int32[])
@@ -245,7 +245,7 @@ def test_a_control_edge_from_a_loop_variable_waits_for_the_body(graph: af.Graph)
             return v.read()
 
     assert lowered(graph, list(af.while_loop(lambda i: i < 9, body, (x,), name="loop"))) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %loop/enter = enter(%feed) {constant=false, frame="loop"} : int64[]
         %loop/merge = merge(%loop/enter, %loop/next_iteration) : (int64[], int32[])
         %loop/cond/constant = constant() {value=array(int64[], 9)} : int64[]

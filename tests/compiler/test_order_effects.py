@@ -10,7 +10,7 @@ def test_reads_wait_for_the_last_write_and_writes_for_the_reads_since(graph: af.
     x, v = af.placeholder("int64", (), name="x"), af.Variable(0, name="v")
     fetches = [v.read(), v.read(), v.assign(x), v.read(), v.assign_add(x), v.read()]
     assert ordered(graph, fetches) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %v/read = variable_read() {variable=@v} : int64[]
         %v/read_1 = variable_read() {variable=@v} : int64[]
         %v/assign = variable_assign(%feed) {variable=@v} after(%v/read, %v/read_1) : int64[]
@@ -30,7 +30,7 @@ def test_resources_are_ordered_apart(graph: af.Graph) -> None:
     x, v, w = af.placeholder("int64", (), name="x"), af.Variable(0, name="v"), af.Variable(0, name="w")
     fetches = [v.assign(x), w.assign(x), v.read(), w.read()]
     assert ordered(graph, fetches) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %v/assign = variable_assign(%feed) {variable=@v} : int64[]
         %w/assign = variable_assign(%feed) {variable=@w} : int64[]
         %v/read = variable_read() {variable=@v} after(%v/assign) : int64[]
@@ -48,7 +48,7 @@ def test_what_is_not_asked_for_is_not_brought_in(graph: af.Graph) -> None:
     v.assign_add(x)
     last = v.read()
     assert ordered(graph, [first, last]) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %v/assign = variable_assign(%feed) {variable=@v} : int64[]
         %v/read = variable_read() {variable=@v} after(%v/assign) : int64[]
         %fetch = fetch(%v/assign) : ()
@@ -68,7 +68,7 @@ def test_a_branch_with_effects_has_a_result_for_their_end(graph: af.Graph) -> No
     first = v.assign(1)
     picked = af.cond(pred, lambda: (v.assign_add(2), 1)[1], lambda: 0, name="pick")
     assert ordered(graph, [first, picked, v]) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
         %constant = constant() {value=array(int64[], 1)} : int64[]
         %v/assign = variable_assign(%constant) {variable=@v} : int64[]
         %pick = cond(%feed) after(%v/assign) : (int64[], bool[]) {
@@ -98,7 +98,7 @@ def test_a_branch_that_only_reads_has_none(graph: af.Graph) -> None:
     pred, v = af.placeholder("bool", (), name="pred"), af.Variable(0, name="v")
     picked = af.cond(pred, v.read, lambda: af.constant(0), name="pick")
     assert ordered(graph, [picked, v.assign(1)]) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
         %pick = cond(%feed) : (int64[],) {
           true_branch "pick/true" () {
             %pick/true/v/read = variable_read() {variable=@v} : int64[]
@@ -166,8 +166,8 @@ def test_order_edges_do_not_carry_deadness_of_switches_written_by_hand(graph: af
     )
     maybe = v.assign(af.raw.switch(x, pred)[1])
     assert ordered(graph, [maybe, v.assign_add(x)]) == golden("""
-        %feed = feed() {spec=bool[]} : bool[]
-        %feed_1 = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=bool[]} : bool[]
+        %feed_1 = feed() {index=1, spec=int64[]} : int64[]
         %switch = switch(%feed_1, %feed) : (int64[], int64[])
         %v/assign = variable_assign(%switch:1) {variable=@v} : int64[]
         %order = control_trigger() after(%v/assign) : ()
@@ -183,7 +183,7 @@ def test_frames_written_by_hand_are_ordered_within(graph: af.Graph) -> None:
     written = v.assign_add(v.assign(inner))
     outer = v.assign_sub(x)
     assert ordered(graph, [af.raw.exit(written), outer]) == golden("""
-        %feed = feed() {spec=int64[]} : int64[]
+        %feed = feed() {index=0, spec=int64[]} : int64[]
         %enter = enter(%feed) {constant=false, frame="frame"} : int64[]
         %v/assign = variable_assign(%enter) {variable=@v} : int64[]
         %order = control_trigger() after(%v/assign) : ()

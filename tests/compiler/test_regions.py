@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.compiler import regions as regions_module
-from asyncflow.compiler.regions import Region, is_compilable
+from asyncflow.compiler.extract import extract
+from asyncflow.compiler.order_effects import order_effects
+from asyncflow.compiler.regions import Region, is_compilable, make_regions
 from asyncflow.graph.graph import Graph
 from tests.compiler.stages import regions_made
 from tests.conformance.gates import Gate, settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 INT = af.spec("int64", ())
 
@@ -349,3 +356,334 @@ async def test_a_cut_line_gives_the_same(graph: af.Graph) -> None:
     for _ in range(2500):
         a, b = b, (a + b) % 1_000_003
     assert got == [a, b]
+
+
+# -- lanes -----------------------------------------------------------------------------------------------------------
+
+Lane = tuple[str, int]
+FIRST: Lane = ("cpu:0", 0)
+SECOND: Lane = ("cpu:0", 1)
+OTHER: Lane = ("cpu:1", 0)
+ACCELERATOR: Lane = ("sim:0", 0)
+
+
+class Laned:
+    """A graph whose nodes were given lanes, and its regions."""
+
+    def __init__(self, graph: Graph, fetches: Sequence[Any], lane_of: Callable[[af.Node], Lane]) -> None:
+        feeds = [node.outputs[0] for node in graph.nodes if node.op.name == "placeholder"]
+        self.graph = extract(graph, fetches, feeds).graph
+        order_effects(self.graph)
+        given = {node: lane_of(node) for node in self.graph.walk()}
+        for node, (device, _) in given.items():
+            node.device = device
+        streams = {node: stream for node, (_, stream) in given.items() if stream}
+        self.inputs = {node: list(node.inputs) for node in given}
+        self.levels = {level: list(level.nodes) for level in levels(self.graph)}
+        self.streams = make_regions(self.graph, streams, {ACCELERATOR[0]})
+        assert self.streams.items() >= streams.items()
+        af.verify(self.graph)
+
+    def lane(self, node: af.Node) -> Lane:
+        assert node.device is not None
+        return node.device, self.streams.get(node, 0)
+
+    def regions(self) -> list[tuple[str, Lane]]:
+        """Every region: its nodes, and where it runs."""
+        found = (node for node in self.graph.walk() if node.op.name == "region")
+        return [(" ".join(inner.name for inner in region_of(node).nodes), self.lane(node)) for node in found]
+
+
+def levels(graph: Graph) -> Iterator[Graph]:
+    """The graph, and the bodies that are not inside regions."""
+    yield graph
+    for node in graph.nodes:
+        for body in node.subgraphs:
+            yield from levels(body)
+
+
+def by_name(lanes: Mapping[str, Lane], default: Lane = FIRST) -> Callable[[af.Node], Lane]:
+    """Lanes of nodes by the start of their names."""
+    return lambda node: next((lane for name, lane in lanes.items() if node.name.startswith(name)), default)
+
+
+def step(x: Any, name: str) -> af.Tensor:
+    """Two nodes, ``name/multiply`` and ``name/negative``."""
+    with af.name_scope(name):
+        return -(x * 2)
+
+
+def both(name: str) -> str:
+    """The nodes of a `step`, as `Laned.regions` shows them."""
+    return f"{name}/multiply {name}/negative"
+
+
+def test_a_region_keeps_to_one_lane(graph: af.Graph, x: af.Tensor) -> None:
+    """Of one device and one stream; its node says which."""
+    end = step(step(step(x, "a"), "b"), "c")
+    made = Laned(graph, [end], by_name({"a": FIRST, "b": SECOND, "c": OTHER}))
+    assert made.regions() == [(both("a"), FIRST), (both("b"), SECOND), (both("c"), OTHER)]
+    assert all(node in made.streams for node in made.graph.nodes if node.op.name == "region")
+
+
+def test_a_value_is_sent_as_soon_as_it_is_there(graph: af.Graph, x: af.Tensor) -> None:
+    """Neither what its lane does next nor what it does beside it is in the same region."""
+    first = step(x, "first")
+    beside = step(x, "beside")
+    sent, kept = step(first, "sent"), step(first, "kept")
+    made = Laned(graph, [sent, kept, beside], by_name({"sent": SECOND}))
+    assert sorted(made.regions()) == sorted(
+        [(both("first"), FIRST), (f"{both('beside')} {both('kept')}", FIRST), (both("sent"), SECOND)]
+    )
+
+
+def test_what_waits_for_one_value_does_not_wait_for_another(graph: af.Graph, x: af.Tensor) -> None:
+    one, two = step(x, "one"), step(x, "two")
+    ends = [step(one, "behind_one"), step(two, "behind_two"), step(one, "also_behind_one")]
+    made = Laned(graph, ends, by_name({"one": FIRST, "two": SECOND}, OTHER))
+    assert sorted(made.regions()) == sorted(
+        [
+            (both("one"), FIRST),
+            (both("two"), SECOND),
+            (f"{both('behind_one')} {both('also_behind_one')}", OTHER),
+            (both("behind_two"), OTHER),
+        ]
+    )
+
+
+def test_two_regions_never_wait_for_each_other(graph: af.Graph, x: af.Tensor) -> None:
+    """There and back between two lanes, twice."""
+    a, b = step(x, "a0"), step(x, "b0")
+    for number in (1, 2):
+        a, b = step(a + b, f"a{number}"), step(b + a, f"b{number}")
+    made = Laned(graph, [a, b], by_name({"a": FIRST, "b": SECOND}))
+    check_regions(made)
+    assert len(made.regions()) >= 6
+
+
+def test_an_order_crosses_lanes_as_a_value_does(graph: af.Graph, x: af.Tensor) -> None:
+    first, beside = step(x, "first"), step(x, "beside")
+    with af.control_dependencies([first]):
+        last = step(x, "last")
+    made = Laned(graph, [last, beside], by_name({"last": SECOND}))
+    assert (both("first"), FIRST) in made.regions()
+    assert (both("beside"), FIRST) in made.regions()
+    assert [lane for _, lane in made.regions()].count(SECOND) == 1
+
+
+def test_what_is_everywhere_crosses_nothing(graph: af.Graph, x: af.Tensor) -> None:
+    """Feeds and constants, wherever they were placed."""
+    made = Laned(graph, [step(x + af.constant(5), "a")], by_name({"feed": OTHER, "constant": OTHER}, SECOND))
+    assert made.regions() == [(f"add {both('a')}", SECOND)]
+
+
+def test_a_branch_of_one_lane_joins(graph: af.Graph, x: af.Tensor) -> None:
+    """It runs where all in it does, and gets its predicate sent."""
+    picked = af.cond(x > 3, lambda: step(x, "on"), lambda: step(x, "off"), name="pick")
+    made = Laned(graph, [step(picked, "end")], by_name({"pick/": SECOND, "end": SECOND}))
+    assert made.regions() == [(f"pick {both('end')}", SECOND)]
+
+
+def test_a_branch_over_two_lanes_does_not_join(graph: af.Graph, x: af.Tensor) -> None:
+    picked = af.cond(x > 3, lambda: step(x, "on"), lambda: step(x, "off"), name="pick")
+    made = Laned(graph, [step(picked, "end")], by_name({"pick/true": SECOND}))
+    assert sorted(made.regions()) == sorted(
+        [(both("end"), FIRST), (both("pick/true/on"), SECOND), (both("pick/false/off"), FIRST)]
+    )
+
+
+def pipeline(x: af.Tensor, *stages: str) -> af.Tensor:
+    """A loop whose body is a chain of stages, each with a state of its own: ``add`` and ``negative``."""
+
+    def body(i: af.Tensor, *states: af.Tensor) -> Any:
+        value, following = i, []
+        for state, stage in zip(states, stages, strict=True):
+            with af.name_scope(stage):
+                value = -(value + state)
+            following.append(value)
+        return i + 1, *following
+
+    return af.while_loop(lambda i, *_: i < 5, body, (0, *(x for _ in stages)), name="loop")[-1]
+
+
+def test_a_loop_cut_over_lanes_keeps_its_iterations_apart(graph: af.Graph, x: af.Tensor) -> None:
+    """The loop stays primitive, and what each lane does of its body is a region."""
+    made = Laned(graph, [pipeline(x, "a", "b", "c", "d")], by_name({"loop/body/c": SECOND, "loop/body/d": SECOND}))
+    assert [(nodes.replace("loop/body/", ""), lane) for nodes, lane in made.regions()] == [
+        ("a/add a/negative b/add b/negative", FIRST),
+        ("c/add c/negative d/add d/negative", SECOND),
+    ]
+    assert "loop" in [node.name for node in made.graph.nodes]
+
+
+def test_a_loop_on_one_stream_is_one_region_wherever_that_is(graph: af.Graph, x: af.Tensor) -> None:
+    made = Laned(graph, [pipeline(x, "a", "b")], by_name({"loop": SECOND}))
+    assert made.regions() == [("loop", SECOND)]
+
+
+def test_what_comes_from_another_lane_an_iteration_before_is_not_waited_for(graph: af.Graph, x: af.Tensor) -> None:
+    """A region holds the next iteration back only as far as it has to."""
+
+    def body(i: af.Tensor, a: af.Tensor, b: af.Tensor) -> Any:
+        a = step(a, "a")
+        return i + 1, a, step(step(b, "early"), "late")
+
+    ends = af.while_loop(lambda i, *_: i < 5, body, (0, x, x), name="loop")
+    made = Laned(graph, ends[1:], by_name({"loop/body/late": SECOND}))
+    assert sorted(nodes.replace("loop/body/", "") for nodes, _ in made.regions()) == [
+        f"{both('a')} add",
+        both("early"),
+        both("late"),
+    ]
+
+
+def test_devices_that_launch_have_no_regions_and_are_no_barriers(graph: af.Graph, x: af.Tensor) -> None:
+    """Beyond the edges that lead to them and from them."""
+    launched = step(x, "launched")
+    made = Laned(
+        graph,
+        [step(launched, "more_launched"), step(step(x, "a"), "b"), step(launched, "behind")],
+        by_name({"launched": ACCELERATOR, "more_launched": ACCELERATOR}),
+    )
+    assert made.regions() == [(f"{both('a')} {both('b')}", FIRST), (both("behind"), FIRST)]
+
+
+def test_many_launched_nodes_do_not_count(graph: af.Graph, x: af.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions_module, "_MOST_BARRIERS", 2)
+    launched = x
+    for number in range(5):
+        launched = step(launched, f"launched{number}")
+    made = Laned(graph, [launched, step(x, "a")], by_name({"launched": ACCELERATOR}))
+    assert made.regions() == [(both("a"), FIRST)]
+
+
+def test_crossings_that_are_too_many_for_sets_are_counted(
+    graph: af.Graph, x: af.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regions get coarser, and remain."""
+    ends = [step(step(x, f"a{k}"), f"b{k}") for k in range(3)]
+    lanes = by_name({"b": SECOND})
+    assert len(Laned(graph, ends, lanes).regions()) == 6
+    monkeypatch.setattr(regions_module, "_MOST_BITS", 0)
+    made = Laned(graph, ends, lanes)
+    check_regions(made)
+    assert [lane for _, lane in made.regions()] == [FIRST, SECOND]
+
+
+LANES = (FIRST, SECOND, OTHER, ACCELERATOR)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[tuple[str, int, int, int | None]]:
+    """Nodes: kind, two operands as distances back, and a node to wait for in the same way."""
+    kinds = st.sampled_from(["add"] * 8 + ["ask", "cond", "while", "plain"])
+    distance = st.integers(1, 8)
+    return draw(st.lists(st.tuples(kinds, distance, distance, st.none() | distance), min_size=2, max_size=30))
+
+
+def write(program: Iterable[tuple[str, int, int, int | None]], values: list[af.Tensor]) -> list[af.Tensor]:
+    for kind, left, right, before in program:
+        a, b = values[-min(left, len(values))], values[-min(right, len(values))]
+        awaited = [] if before is None else [values[-min(before, len(values))]]
+        with af.control_dependencies([tensor for tensor in awaited if tensor.node.op.name != "parameter"]):
+            values.append(operation(kind, a, b))
+    return values
+
+
+def operation(kind: str, a: af.Tensor, b: af.Tensor) -> af.Tensor:
+    if kind == "cond":
+        return af.cond(a > 3, lambda: -(a * b), lambda: -(a + b))
+    if kind == "while":
+        return af.while_loop(lambda i, *_: i < 2, lambda i, s, t: (i + 1, -(s * b), t + s), (0, a, b))[1]
+    return {"add": lambda: a + b, "ask": lambda: ask(a + b), "plain": lambda: plain(a + b)}[kind]()
+
+
+def check_regions(made: Laned) -> None:
+    """No cycle, one lane a region, every node still there once, and nothing held up."""
+    for level, before in made.levels.items():
+        if level not in levels(made.graph):
+            continue
+        position = {node: index for index, node in enumerate(level.nodes)}
+        for node in level.nodes:
+            assert all(position[source] < position[node] for source in sources_of(node))
+        inside = [inner for node in level.nodes if node.op.name == "region" for inner in region_of(node).nodes]
+        outside = [node for node in level.nodes if node.op.name != "region"]
+        assert sorted(node.name for node in (*inside, *outside)) == sorted(node.name for node in before)
+        for node in level.nodes:
+            if node.op.name == "region":
+                check_region(made, node)
+
+
+def sources_of(node: af.Node) -> list[af.Node]:
+    return [*(tensor.node for tensor in node.inputs), *node.control_inputs]
+
+
+def check_region(made: Laned, node: af.Node) -> None:
+    region, lane = region_of(node), made.lane(node)
+    assert lane[0] != ACCELERATOR[0]
+    for inner in walk(region.nodes):
+        if not inner.subgraphs and inner.op.name not in ("parameter", "constant"):
+            assert made.lane(inner) == lane
+
+
+def walk(nodes: Iterable[af.Node]) -> Iterator[af.Node]:
+    for node in nodes:
+        yield node
+        for body in node.subgraphs:
+            yield from walk(body.nodes)
+
+
+@settings(max_examples=300, deadline=None)
+@given(program=programs(), chance=st.randoms(use_true_random=False), counted=st.booleans(), in_loop=st.booleans())
+def test_any_lanes_give_sound_regions(
+    program: list[tuple[str, int, int, int | None]], chance: Any, counted: bool, in_loop: bool
+) -> None:
+    """Random graphs, with random lanes for all their nodes."""
+    with af.Graph() as graph, pytest.MonkeyPatch.context() as patch:
+        if counted:
+            patch.setattr(regions_module, "_MOST_BITS", 0)
+        x = af.placeholder("int64", (), name="x")
+        if in_loop:
+            fetches = list(
+                af.while_loop(
+                    lambda i, *_: i < 3, lambda i, *states: (i + 1, *write(program, [*states])[-3:]), (0, x, x, x)
+                )
+            )
+        else:
+            fetches = write(program, [x])[1:]
+        made = Laned(graph, fetches, lambda node: chance.choice(LANES))
+    check_regions(made)
+
+
+@settings(max_examples=200, deadline=None)
+@given(program=programs(), chance=st.randoms(use_true_random=False))
+def test_no_value_is_held_up(program: list[tuple[str, int, int, int | None]], chance: Any) -> None:
+    """All of a region is needed for each value that it sends to another lane, and needs each that it gets from one."""
+    with af.Graph() as graph:
+        fetches = write(
+            [("add", left, right, None) for _, left, right, _ in program], [af.placeholder("int64", (), name="x")]
+        )[1:]
+        made = Laned(graph, fetches, lambda node: chance.choice((FIRST, SECOND, OTHER)))
+    nodes = made.levels[made.graph]
+    region_at = {
+        inner: node for node in made.graph.nodes if node.op.name == "region" for inner in region_of(node).nodes
+    }
+    needs: dict[af.Node, set[af.Node]] = {}
+    consumers: dict[tuple[af.Tensor, Lane], set[af.Node]] = {}
+    for node in nodes:
+        needs[node] = {node}.union(*(needs[tensor.node] for tensor in made.inputs[node]))
+        for tensor in made.inputs[node]:
+            if tensor.node.op.name not in ("feed", "constant") and node.op.name != "fetch":
+                consumers.setdefault((tensor, made.lane(node)), set()).add(node)
+    for (tensor, lane), found in consumers.items():
+        if made.lane(tensor.node) != lane:
+            for member in members_beside(tensor.node, region_at):
+                assert member in needs[tensor.node]
+            for consumer in found:
+                for member in members_beside(consumer, region_at):
+                    assert needs[member] & found
+
+
+def members_beside(node: af.Node, region_at: Mapping[af.Node, af.Node]) -> tuple[af.Node, ...]:
+    """The nodes of the region that it is in."""
+    return region_of(region_at[node]).nodes if node in region_at else ()

@@ -14,7 +14,7 @@ def test_nodes_that_change_no_bit_are_left_out(graph: af.Graph) -> None:
     y = af.permute_dims(af.permute_dims(af.reshape(y, (2, 3)), (1, 0)), (1, 0)).mT.mT
     y = af.where(af.greater(x, 0.0), y, y)
     assert optimized(graph, [af.identity(y)], simplify, prune) == golden("""
-        %feed = feed() {spec=float64[2,3]} : float64[2,3]
+        %feed = feed() {index=0, spec=float64[2,3]} : float64[2,3]
         %fetch = fetch(%feed) : ()
     """)
 
@@ -39,7 +39,7 @@ def test_an_identity_that_something_waits_for_stays(graph: af.Graph) -> None:
     with af.control_dependencies([first]):
         y = af.identity(x)
     assert optimized(graph, [y], simplify) == golden("""
-        %feed = feed() {spec=float64[]} : float64[]
+        %feed = feed() {index=0, spec=float64[]} : float64[]
         %identity = identity(%feed) : float64[]
         %identity_1 = identity(%feed) after(%identity) : float64[]
         %fetch = fetch(%identity_1) : ()

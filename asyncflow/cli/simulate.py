@@ -1,0 +1,224 @@
+"""``asyncflow simulate``: runs a program on a machine that is not there, and predicts its times."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncflow.cli.program import run_program
+from asyncflow.cli.target import Target
+from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.presets import MachineSpec, format_machine
+from asyncflow.devices.sim_machine import SimMachine, use_machine
+from asyncflow.profiler import save, summarize
+from asyncflow.profiler.save import check_destination
+from asyncflow.profiler.summary import format_duration
+from asyncflow.runtime import loop as asyncflow_loops
+from asyncflow.runtime.trace import Trace
+from asyncflow.streams.virtual import VirtualClockLoop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOptions:
+    """What ``asyncflow simulate`` was asked for.
+
+    Attributes:
+        machine: cards and links.
+        seed: of the jitter.
+        jitter: how much the times of kernels and copies vary.
+        shapes_only: large arrays carry no data.
+        outputs: files for the timeline, ending in .json, .json.gz or .html; checked before anything runs.
+    """
+
+    machine: MachineSpec
+    seed: int = 0
+    jitter: float = 0.0
+    shapes_only: bool = False
+    outputs: Sequence[Path] = ()
+
+
+def simulate(target: str, options: SimulationOptions, arguments: Sequence[str]) -> int:
+    """Runs `target` on a simulated machine, prints what it would take there, and gives the exit code.
+
+    Event loops that the program starts (`asyncflow.run`, `asyncio.run`, `asyncio.Runner`) run on virtual time, one
+    after the other on one clock; a session that names no devices opens all of the machine's. Loops of other threads
+    stay real.
+
+    Args:
+        target: ``file.py:name`` or ``package.module:name``.
+        options: the machine, and where the timeline goes.
+        arguments: the program's ``sys.argv[1:]``.
+
+    Returns:
+        As `asyncflow.cli.profile.profile`. The timeline is written in every case.
+
+    Raises:
+        TargetError: `target` names nothing that can be called without arguments.
+        TraceFormatError, OSError: an output that cannot be written.
+    """
+    for path in options.outputs:
+        check_destination(path)
+    trace = Trace()
+    called = Target.parse(target)
+    with simulated_loops(options):
+        code = run_program(called, arguments, trace)
+    sys.stdout.flush()
+    print(f"\n{format_report(trace, options.machine)}")
+    for path in options.outputs:
+        save(trace, path)
+        viewer = "in any browser" if path.suffix.lower() == ".html" else "at https://ui.perfetto.dev"
+        print(f"\nwrote {path}: open it {viewer}")
+    return code
+
+
+# -- virtual time for the program's event loops ------------------------------------------------------------------
+
+
+@contextmanager
+def simulated_loops(options: SimulationOptions) -> Iterator[None]:
+    """Inside, whoever makes an event loop on this thread gets one on virtual time, with a machine of its own."""
+    with ExitStack() as cleanup:
+        loops = _Loops(options, cleanup)
+        # Where `asyncio.Runner` looks, where programs look, and where `asyncflow.run` does.
+        places: list[Any] = [asyncio.events, asyncio, asyncflow_loops]
+        if (uvloop := sys.modules.get("uvloop")) is not None:
+            places.append(uvloop)
+        for place in places:
+            real = place.new_event_loop
+            cleanup.callback(setattr, place, "new_event_loop", real)
+            place.new_event_loop = loops.maker(real)
+        yield
+
+
+class _Loops:
+    """The program's event loops, one after the other.
+
+    The next one and its machine are there before they are asked for: a program may open its session first and start
+    its event loop afterwards.
+    """
+
+    def __init__(self, options: SimulationOptions, cleanup: ExitStack) -> None:
+        self._options = options
+        self._cleanup = cleanup
+        self._thread = threading.get_ident()
+        self._now_ns = 0
+        self._next = self._prepare()
+        cleanup.callback(self._end)
+
+    def maker(self, real: Callable[[], asyncio.AbstractEventLoop]) -> Callable[[], asyncio.AbstractEventLoop]:
+        """A function to stand in for `real`."""
+
+        def new_event_loop() -> asyncio.AbstractEventLoop:
+            return self._take() if threading.get_ident() == self._thread else real()
+
+        return new_event_loop
+
+    def _take(self) -> asyncio.AbstractEventLoop:
+        if self._next.is_taken:  # and not closed: the program wants a second one beside it
+            self._next = self._prepare()
+        self._next.is_taken = True
+        return self._next
+
+    def _prepare(self) -> _ProgramLoop:
+        options = self._options
+        loop = _ProgramLoop(self._closed, start_ns=self._now_ns)
+        machine = SimMachine(
+            options.machine, loop, seed=options.seed, jitter=options.jitter, shapes_only=options.shapes_only
+        )
+        self._cleanup.enter_context(use_machine(machine))
+        return loop
+
+    def _closed(self, loop: _ProgramLoop) -> None:
+        self._now_ns = max(self._now_ns, loop.time_ns())
+        if loop is self._next:
+            self._next = self._prepare()
+
+    def _end(self) -> None:
+        if not self._next.is_taken:
+            self._next.on_close = None
+            self._next.close()
+
+
+class _ProgramLoop(VirtualClockLoop):
+    """A virtual loop that tells when it is closed."""
+
+    def __init__(self, on_close: Callable[[_ProgramLoop], None], *, start_ns: int) -> None:
+        super().__init__(start_ns=start_ns)
+        self.is_taken = False
+        self.on_close: Callable[[_ProgramLoop], None] | None = on_close
+
+    def close(self) -> None:
+        super().close()
+        told, self.on_close = self.on_close, None
+        if told is not None:
+            told(self)
+
+
+# -- the report --------------------------------------------------------------------------------------------------
+
+
+def format_report(trace: Trace, machine: MachineSpec) -> str:
+    """Step time, how busy each stream was, and the most memory each device held; ends without a newline."""
+    head = f"machine    {format_machine(machine)}"
+    if not trace.runs and not trace.firings:
+        return f"{head}\nnothing ran on it: the program made no graph run"
+    summary = summarize(trace)
+    lines = [head, f"runs       {summary.runs}", *_step_time(trace), f"makespan   {format_duration(summary.wall_ns)}"]
+    streams = [
+        (lane.device, lane.stream, f"{lane.busy_fraction:.1%}", format_duration(lane.busy_ns), str(lane.firings))
+        for lane in summary.lanes
+    ]
+    parts = ["\n".join(lines)]
+    if streams:
+        parts.append(_table(("device", "stream", "busy %", "busy", "firings"), streams))
+    parts.append(_table(("device", "card", "peak memory", "of", ""), _memory(trace, machine)))
+    if trace.dropped:
+        parts.append(f"{trace.dropped} firings past the trace's capacity are in none of these figures")
+    return "\n\n".join(parts)
+
+
+def _step_time(trace: Trace) -> list[str]:
+    steps = [run.ended_ns - run.started_ns for run in trace.runs if run.status == "ok"]
+    failed = len(trace.runs) - len(steps)
+    lines = []
+    if steps:
+        spread = f" (median; {format_duration(min(steps))} to {format_duration(max(steps))})" if len(steps) > 1 else ""
+        lines.append(f"step time  {format_duration(statistics.median(steps))}{spread}")
+    if failed:
+        lines.append(f"failed     {failed}, which count in no step time")
+    return lines
+
+
+def _memory(trace: Trace, machine: MachineSpec) -> list[tuple[str, ...]]:
+    peaks = {f"sim:{index}": 0 for index in range(len(machine.cards))}
+    for sample in trace.memory:
+        peaks[sample.device] = max(peaks.get(sample.device, 0), sample.nbytes)
+    rows: list[tuple[str, ...]] = []
+    for device, peak in peaks.items():
+        kind, _, index = device.partition(":")
+        card = machine.cards[int(index)] if kind == "sim" else None
+        limit = (
+            (card.name, format_bytes(card.memory_bytes), f"{peak / card.memory_bytes:.1%}") if card else ("", "", "")
+        )
+        rows.append((device, limit[0], format_bytes(peak), *limit[1:]))
+    return rows
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns under a rule; the first two are names and begin at the left."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, tuple("-" * width for width in widths), *rows]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,253 @@
+"""Pass: what the user asked of placement: device requests, colocation, and which kinds of device have kernels.
+
+Before a graph is optimised, nodes that have to be on one device become a *group* (union-find): a node and the one it is
+placed with, all nodes that touch one resource (a variable lives on one device), and all nodes of a graph in which
+control flow was written by hand, with everything inside it: its frames are not cut.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.extract import EMIT, FETCH
+from asyncflow.compiler.frames import has_primitives
+from asyncflow.devices.names import DeviceName, DeviceSpec
+from asyncflow.errors import PlacementError
+from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.resource import Resource
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+    from asyncflow.devices.protocol import Device
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node
+
+_RUNS_EVERYTHING = frozenset({"cpu", "sim"})
+_HOST_ONLY = "OT"
+"""Kinds of dtype whose values only live in host memory: variants and strings."""
+
+
+def runs_on(node: Node, kind: str) -> bool:
+    """Whether devices of this kind have a kernel for the node.
+
+    CPUs and simulated devices have them all. Others have none for strings and variants, for the user's own functions
+    and coroutines, and for state.
+    """
+    op = node.op
+    if kind in _RUNS_EVERYTHING or op in (EMIT, FETCH) or op.name in STRUCTURED:
+        return True
+    if op.is_user or op.is_async or op.effects is not None:
+        return False
+    return not any(tensor.spec.dtype.kind in _HOST_ONLY for tensor in (*node.inputs, *node.outputs))
+
+
+def usable_devices(
+    nodes: Iterable[Node], request: str | None, devices: Sequence[Device]
+) -> tuple[tuple[int, ...], bool]:
+    """Positions of the devices that all `nodes` may share, and whether they are those that `request` names.
+
+    They are not if no device it names can run the nodes: then those that can, whatever was asked for.
+
+    Raises:
+        PlacementError: no device can run all the nodes.
+    """
+    asked = _matching(request, devices)
+    kinds = {device.kind for device in devices} - _RUNS_EVERYTHING
+    if not kinds:
+        return asked, True
+    listed = list(nodes)
+    lacking = {kind for kind in kinds if not all(runs_on(node, kind) for node in listed)}
+    usable = tuple(index for index, device in enumerate(devices) if device.kind not in lacking)
+    if not usable:
+        node = next(node for node in listed if not all(runs_on(node, kind) for kind in kinds))
+        raise PlacementError(
+            f"no device of this session ({_names(devices)}) has a kernel for {node.name} ({node.op.name}): "
+            f"add one that has, Session(devices=[..., 'cpu:0'])\n  built at {node.location}"
+        )
+    chosen = tuple(index for index in asked if index in usable)
+    return (chosen, True) if chosen else (usable, False)
+
+
+def resolve_requests(graph: Graph, source: Graph, devices: Sequence[Device], *, soft: bool = True) -> None:
+    """Checks the constraints, and leaves each node with those of its whole group.
+
+    Afterwards `node.device` is what the group's requests come to (``"sim:1"`` for ``"sim"`` and ``"sim:1"``), or None,
+    and `node.colocated_with` is a label that the members of a group share, or None if there is no other member: later
+    passes may join and drop nodes, and nothing is lost.
+
+    Args:
+        graph: a private copy of the needed part of the user's graph, changed in place.
+        source: the user's graph, in which nodes are looked up that are not needed and yet name a device.
+        devices: those of the session.
+        soft: a request for a kind of device that has no kernel is let pass, and `place` finds another device.
+
+    Raises:
+        PlacementError: no device of the session fits all requests of a group, or one of them names no device; or, not
+            `soft`, no device that fits has the kernels.
+    """
+    nodes = list(graph.walk())
+    if len(devices) == 1 and not any(node.device or node.colocated_with for node in nodes):
+        return  # groups only matter where there is a choice
+    _Groups(graph, nodes, source).resolve(devices, soft=soft)
+
+
+class _Groups:
+    """Union-find over the names of nodes, and over hubs that stand for resources and hand-written graphs."""
+
+    def __init__(self, graph: Graph, nodes: Sequence[Node], source: Graph) -> None:
+        self.nodes = nodes
+        self.present = {node.name for node in nodes}
+        self.parent: dict[Hashable, Hashable] = {}
+        self.links: dict[Hashable, list[tuple[Hashable, str]]] = {}
+        """Who is joined with whom, and why; for messages."""
+        self.askers: dict[str, Node] = {}
+        self.pruned: dict[str, Node] = {}
+        for node in nodes:
+            self._add(node)
+        for part in _graphs(graph):
+            if has_primitives(part.nodes):
+                for node in part.walk():
+                    self._join(node.name, part, f"{node.name} is in a graph with control flow written by hand")
+        waiting = deque(nodes)
+        while waiting:
+            target = waiting.popleft().colocated_with
+            if target is not None and target not in self.present and target not in self.pruned:
+                found = self.pruned[target] = source.node(target)
+                self._add(found)
+                waiting.append(found)
+
+    def _add(self, node: Node) -> None:
+        if node.device is not None:
+            self.askers[node.name] = node
+        if node.colocated_with is not None:
+            target = node.colocated_with
+            self._join(node.name, target, f"{node.name} is colocated with {target}, as written at {node.location}")
+        for value in node.attrs.values():
+            if isinstance(value, Resource):
+                hub = getattr(value, "effect_key", value)
+                self._join(node.name, hub, f"{node.name} uses {value!r}, built at {node.location}")
+
+    def _join(self, name: str, other: Hashable, why: str) -> None:
+        if name == other:
+            return
+        self.links.setdefault(name, []).append((other, why))
+        self.links.setdefault(other, []).append((name, why))
+        self.parent[self._root(name)] = self._root(other)
+
+    def _root(self, key: Hashable) -> Hashable:
+        parent = self.parent
+        root = parent.setdefault(key, key)
+        while parent[root] != root:
+            root = parent[root]
+        while parent[key] != root:
+            parent[key], key = root, parent[key]
+        return root
+
+    def resolve(self, devices: Sequence[Device], *, soft: bool) -> None:
+        askers: dict[Hashable, list[Node]] = {}
+        members: dict[Hashable, list[Node]] = {}
+        for name, node in self.askers.items():
+            askers.setdefault(self._root(name) if name in self.parent else name, []).append(node)
+        for node in self.nodes:
+            members.setdefault(self._root(node.name) if node.name in self.parent else node.name, []).append(node)
+        merged = {group: self._merged(asking, devices) for group, asking in askers.items()}
+        for group, listed in members.items():
+            request = merged.get(group)
+            if not soft and request is not None:
+                _require_kernels(listed, request, devices)
+            asking = [node for node in askers.get(group, ()) if node.name in self.present]
+            label = (asking or listed)[0].name if len(listed) > 1 else None
+            for node in listed:
+                node.device, node.colocated_with = request, label
+
+    def _merged(self, asking: Sequence[Node], devices: Sequence[Device]) -> str:
+        """The one request that the requests of a group come to."""
+        specs: dict[DeviceSpec, Node] = {}
+        for node in asking:
+            spec = _parse(node)
+            if not _matching(str(spec), devices):
+                raise PlacementError(
+                    f"no device fits {node.device!r}: this session has {_names(devices)}; ask for one with "
+                    f"Session(devices=[...])\n  asked for by {_described(node)}"
+                )
+            specs.setdefault(spec, node)
+        if not any(all(spec.matches(device.name) for spec in specs) for device in devices):
+            raise self._conflict(list(specs.values()), devices)
+        return str(max(specs, key=lambda spec: spec.index is not None))
+
+    def _conflict(self, asking: Sequence[Node], devices: Sequence[Device]) -> PlacementError:
+        listed = "\n".join(f"  {node.device!r} asked for by {_described(node)}" for node in asking)
+        first, second = next(
+            (a, b) for a in asking for b in asking if not set(_asked(a, devices)) & set(_asked(b, devices))
+        )
+        reasons = "\n".join(f"  {why}" for why in self._path(first.name, second.name))
+        return PlacementError(
+            f"nodes that have to be on one device ask for different ones; this session has {_names(devices)}"
+            f"\n{listed}\nthey have to be together because\n{reasons}"
+            f"\nask for one device for all of them, or take away what joins them"
+        )
+
+    def _path(self, start: str, end: str) -> list[str]:
+        """Why two nodes are of one group: the links on a shortest way from one to the other."""
+        came_from: dict[Hashable, tuple[Hashable, str]] = {}
+        waiting: deque[Hashable] = deque([start])
+        while end not in came_from:
+            here = waiting.popleft()
+            for there, why in self.links[here]:
+                if there != start and there not in came_from:
+                    came_from[there] = here, why
+                    waiting.append(there)
+        reasons: list[str] = []
+        step: Hashable = end
+        while step != start:
+            step, why = came_from[step]
+            reasons.append(why)
+        return list(dict.fromkeys(reversed(reasons)))
+
+
+def _require_kernels(nodes: Sequence[Node], request: str, devices: Sequence[Device]) -> None:
+    if usable_devices(nodes, request, devices)[1]:
+        return
+    kinds = dict.fromkeys(devices[index].kind for index in _matching(request, devices))
+    node = next(node for node in nodes if not all(runs_on(node, kind) for kind in kinds))
+    raise PlacementError(
+        f"{node.name} ({node.op.name}) is asked to be on {request!r}, and no kernel of it runs there; take the request "
+        f"away, or allow another device with Session(soft_placement=True)\n  built at {node.location}"
+    )
+
+
+def _parse(node: Node) -> DeviceSpec:
+    assert node.device is not None
+    try:
+        return DeviceSpec.parse(node.device)
+    except PlacementError as error:
+        raise PlacementError(f"{error}\n  asked for by {_described(node)}") from None
+
+
+def _asked(node: Node, devices: Sequence[Device]) -> tuple[int, ...]:
+    return _matching(node.device, devices)
+
+
+def _matching(request: str | None, devices: Sequence[Device]) -> tuple[int, ...]:
+    if request is None:
+        return tuple(range(len(devices)))
+    spec = DeviceSpec.parse(request)
+    return tuple(index for index, device in enumerate(devices) if spec.matches(DeviceName.parse(device.name)))
+
+
+def _graphs(graph: Graph) -> Iterator[Graph]:
+    stack = [graph]
+    while stack:
+        here = stack.pop()
+        yield here
+        stack.extend(body for node in here.nodes if node.op.name in STRUCTURED for body in node.subgraphs)
+
+
+def _described(node: Node) -> str:
+    return f"{node.name} ({node.op.name}), built at {node.location}"
+
+
+def _names(devices: Sequence[Device]) -> str:
+    return ", ".join(device.name for device in devices)

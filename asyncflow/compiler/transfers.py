@@ -1,0 +1,48 @@
+"""What carries values between the devices of a plan: Send, Recv, the copy to the host, and the lossy short form.
+
+Made while a graph is lowered. A value is sent to a device once, however many nodes there use it (white paper §3.2.2).
+Send and Recv of one transfer share its number; with the tag it is the key under which they meet in the rendezvous.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from asyncflow.graph.dtypes import float32, uint16
+from asyncflow.graph.op import Kernel, Op
+from asyncflow.graph.spec import Spec
+
+SEND = Op(name="send", infer=lambda *values, transfer, target, is_acknowledged: ())
+"""Hands its input to the Recv of the same `transfer` on the device `target`; without an input, the news that it ran.
+
+With `is_acknowledged` it is done only when the Recv's iteration has ended: that holds the loop's window open."""
+
+RECV = Op(name="recv", infer=lambda *, transfer, source, spec, is_acknowledged: spec)
+"""Gives the value that the Send of the same `transfer` on the device `source` hands over under the same tag."""
+
+TO_HOST = Op(name="to_host", infer=lambda value, *, is_predicate: value)
+"""Copies a value from an asynchronous device to the host, for a predicate, a fetch or a streamed item."""
+
+
+def _truncate(xp: ModuleType) -> Kernel:
+    def truncate(value: Any) -> Any:
+        return (xp.asarray(value).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+    return truncate
+
+
+def _expand(xp: ModuleType) -> Kernel:
+    def expand(value: Any) -> Any:
+        return (xp.asarray(value).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    return expand
+
+
+TRUNCATE = Op(name="truncate", infer=lambda value: Spec(uint16, value.shape), kernel=_truncate)
+"""The upper 16 bits of a float32, which are a bfloat16 (white paper 2015 §5.5): half the bytes, 8 bits of precision."""
+
+EXPAND = Op(name="expand", infer=lambda value: Spec(float32, value.shape), kernel=_expand)
+"""The float32 of its upper 16 bits, the lower ones zero."""

@@ -1,0 +1,266 @@
+"""Which cards and links can be simulated, how fast are they, and where does each figure come from?
+
+Every rate is *datasheet peak × efficiency*, and both are written down. The efficiencies are rounded to 0.05 and are
+what large matrix products, copy kernels and copies commonly reach; they were not fitted to anything. A single number
+cannot be right for every shape: that is what measured costs are for.
+
+- Matrix product, float32 without tensor cores: 0.85. The K40 is held back by its register file, and H100 and H200 by
+  their power limit: 0.75.
+- Memory: 0.85; 0.75 for the first HBM2 (P100) and 0.70 for GDDR5 with error correction, which takes its bits from the
+  same bus (K40).
+- Links: PCIe 0.80 (headers, and payloads of 256 bytes); NVLink 0.90 (`p2pBandwidthLatencyTest` of the CUDA samples
+  shows 18.3 of 20 GB/s on P100 and 47.9 of 50 GB/s on V100 in Dell's comparison of the two); networks 0.90.
+
+Times that no datasheet has, the same for every NVIDIA card:
+
+- ``kernel_s`` 2 µs: NVIDIA's "Getting Started with CUDA Graphs" measures 2.9 µs for a kernel of half a million elements
+  on V100; the smallest are a little shorter.
+- ``dispatch_s`` 5 µs: about 3 µs in the driver, and the array library around it.
+- ``host_op_s`` 1 µs: a node that the executor interprets and does not launch; a trivial loop of five takes about 5 µs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+_TERA = 1e12
+_GIGA = 1e9
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A processor with memory of its own.
+
+    Attributes:
+        name: as `parse_machine` reads it.
+        flops_per_s: float32 operations of a large matrix product, as achieved.
+        bytes_per_s: of its memory, read and written, as achieved.
+        memory_bytes: what it can hold.
+        kernel_s: the shortest time a kernel occupies a stream.
+        dispatch_s: host time to launch a kernel.
+        host_op_s: host time for a node that is not launched.
+        copy_engines: how many copies run at once; with 1, copies in and out take turns.
+        source: where the figures come from.
+    """
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    memory_bytes: int
+    kernel_s: float
+    dispatch_s: float
+    host_op_s: float
+    copy_engines: int
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection between two devices, or a device and its host.
+
+    Attributes:
+        name: as `parse_machine` reads it.
+        bytes_per_s: in each direction, as achieved by a large copy.
+        latency_s: from the start of a copy until its first byte is there.
+        source: where the figures come from.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpec:
+    """Cards and what connects them.
+
+    Attributes:
+        cards: device i is a ``cards[i]``.
+        host_link: from each card to its host.
+        peer_link: between any two cards; None if copies between cards go through the host.
+        message_s: delay of a control message between the executors of two devices; 0 on one host.
+    """
+
+    cards: tuple[Card, ...]
+    host_link: Link
+    peer_link: Link | None = None
+    message_s: float = 0.0
+
+
+def _nvidia(
+    name: str, tflops: float, gigabytes_per_s: float, memory_gib: int, efficiency: tuple[float, float], source: str
+) -> Card:
+    matmul, memory = efficiency
+    return Card(
+        name=name,
+        flops_per_s=tflops * _TERA * matmul,
+        bytes_per_s=gigabytes_per_s * _GIGA * memory,
+        memory_bytes=memory_gib * _GIB,
+        kernel_s=2e-6,
+        dispatch_s=5e-6,
+        host_op_s=1e-6,
+        copy_engines=2,
+        source=f"{source}: {tflops} TFLOPS float32 × {matmul:.2f}, {gigabytes_per_s} GB/s × {memory:.2f}",
+    )
+
+
+def _link(name: str, gigabytes_per_s: float, efficiency: float, latency_s: float, source: str) -> Link:
+    return Link(
+        name=name,
+        bytes_per_s=gigabytes_per_s * _GIGA * efficiency,
+        latency_s=latency_s,
+        source=f"{source}: {gigabytes_per_s} GB/s each way × {efficiency:.2f}",
+    )
+
+
+CARDS: Mapping[str, Card] = {
+    card.name: card
+    for card in (
+        # Base clock (745 MHz), at which the peak is stated.
+        _nvidia("k40", 4.29, 288, 12, (0.75, 0.70), "Tesla K40 board specification (BD-06902-001)"),
+        _nvidia("p100", 10.6, 732, 16, (0.85, 0.75), "Tesla P100 SXM2 datasheet"),
+        _nvidia("v100", 15.7, 900, 16, (0.85, 0.85), "Tesla V100 SXM2 16 GB datasheet"),
+        # Without TF32, which is 156: float32 results stay float32.
+        _nvidia("a100", 19.5, 2039, 80, (0.85, 0.85), "A100 SXM 80 GB datasheet"),
+        _nvidia("h100", 67, 3350, 80, (0.75, 0.85), "H100 SXM 80 GB datasheet"),
+        _nvidia("h200", 67, 4800, 141, (0.75, 0.85), "H200 SXM datasheet"),
+        # The host processor of the DGX A100. Peak: 64 cores × 2.25 GHz (base) × 32 float32 operations a cycle (two
+        # fused multiply-adds of 256 bits). A kernel is a call into NumPy: no driver, and hardly any shortest time.
+        Card(
+            name="cpu",
+            flops_per_s=64 * 2.25e9 * 32 * 0.85,
+            bytes_per_s=204.8 * _GIGA * 0.85,
+            memory_bytes=512 * _GIB,
+            kernel_s=1e-6,
+            dispatch_s=1e-6,
+            host_op_s=1e-6,
+            copy_engines=2,
+            source="one socket, AMD EPYC 7742 datasheet: 64 cores at 2.25 GHz = 4.61 TFLOPS float32 × 0.85, "
+            "204.8 GB/s × 0.85; half the 1 TB of a DGX A100",
+        ),
+    )
+}
+"""Every card that can be simulated, by name."""
+
+LINKS: Mapping[str, Link] = {
+    link.name: link
+    for link in (
+        # 16 lanes of 8, 16 and 32 GT/s, 128 bits in 130. Latency: a small `cudaMemcpyAsync`, start to end.
+        _link("pcie3", 15.75, 0.80, 8e-6, "PCI Express 3.0 x16"),
+        _link("pcie4", 31.5, 0.80, 7e-6, "PCI Express 4.0 x16"),
+        _link("pcie5", 63.0, 0.80, 6e-6, "PCI Express 5.0 x16"),
+        # Between two cards. Before NVSwitch a pair had one link (DGX-1 with P100), or two where it is a neighbour on
+        # the ring through all eight (DGX-1 with V100); behind NVSwitch a pair has all links of a card.
+        _link("nvlink1", 20, 0.90, 2e-6, "NVLink 1, one link of a DGX-1 with P100"),
+        _link("nvlink2", 50, 0.90, 2e-6, "NVLink 2, two links of 25 GB/s of a DGX-1 with V100"),
+        _link("nvlink3", 300, 0.90, 2.5e-6, "NVLink 3 and NVSwitch, twelve links of 25 GB/s of a DGX A100"),
+        _link("nvlink4", 450, 0.90, 2.5e-6, "NVLink 4 and NVSwitch, eighteen links of 25 GB/s of a DGX H100"),
+        # One device a host. Latency: one way, through the socket layer, or InfiniBand verbs with GPUDirect.
+        _link("ethernet10", 1.25, 0.90, 50e-6, "10 Gb/s Ethernet, TCP"),
+        _link("ethernet100", 12.5, 0.90, 20e-6, "100 Gb/s Ethernet, TCP"),
+        _link("infiniband", 12.5, 0.90, 3e-6, "100 Gb/s InfiniBand EDR"),
+    )
+}
+"""Every link that can be simulated, by name."""
+
+_HOST_LINKS = {
+    "k40": "pcie3",
+    "p100": "pcie3",
+    "v100": "pcie3",
+    "a100": "pcie4",
+    "h100": "pcie5",
+    "h200": "pcie5",
+    "cpu": "pcie4",
+}
+_NETWORKS = ("ethernet10", "ethernet100", "infiniband")
+
+_PART = re.compile(r"(?:(\d+)\s*x\s*)?([a-z][a-z0-9]*)", re.IGNORECASE)
+_EXAMPLE = "'8 x v100, nvlink2'"
+
+
+def parse_machine(text: str) -> MachineSpec:
+    """Reads cards, with how many of each, and links, separated by commas: ``"2 x v100, 2 x a100, nvlink2, pcie3"``.
+
+    A ``pcie`` link joins the cards to their host; without one it is the slowest of those the cards were made for. An
+    ``nvlink`` joins the cards to each other; without one, copies between cards go through the host. A network
+    (``ethernet10``, ``ethernet100``, ``infiniband``) puts each card in a host of its own: it joins them, and control
+    messages take its latency.
+
+    Raises:
+        ValueError: a name that is unknown, a count of 0, no card, or two links for one purpose.
+    """
+    cards: list[Card] = []
+    links: dict[str, Link] = {}
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"{part.strip()!r} in {text!r} is neither a card nor a link; write such as {_EXAMPLE}")
+        count, name = match[1], match[2].lower()
+        if name in CARDS:
+            if count is not None and int(count) == 0:
+                raise ValueError(f"{part.strip()!r} in {text!r} is no card at all; a count is at least 1")
+            cards += [CARDS[name]] * int(count or 1)
+        elif name not in LINKS:
+            raise ValueError(f"unknown card or link {match[2]!r} in {text!r}{_suggestion(name)}; {_known()}")
+        elif count is not None:
+            raise ValueError(f"{part.strip()!r} in {text!r} counts a link; a link joins all cards, so name it once")
+        else:
+            _add_link(links, LINKS[name], text)
+    if not cards:
+        raise ValueError(f"{text!r} names no card; write such as {_EXAMPLE}; {_known()}")
+    peer = links.get("peer")
+    return MachineSpec(
+        cards=tuple(cards),
+        host_link=links.get("host") or default_host_link(cards),
+        peer_link=peer,
+        message_s=peer.latency_s if peer is not None and peer.name in _NETWORKS else 0.0,
+    )
+
+
+def format_machine(machine: MachineSpec) -> str:
+    """The text for which `parse_machine` gives this machine, if it is made of presets: ``"8 x v100, nvlink2"``."""
+    groups = [(card, len(list(group))) for card, group in groupby(machine.cards)]
+    parts = [f"{count} x {card.name}" if count > 1 else card.name for card, count in groups]
+    if machine.peer_link is not None:
+        parts.append(machine.peer_link.name)
+    if machine.host_link != default_host_link(machine.cards):
+        parts.append(machine.host_link.name)
+    return ", ".join(parts)
+
+
+def default_host_link(cards: Iterable[Card]) -> Link:
+    """The slowest of the host links that the cards were made for; a card of one's own counts as the latest."""
+    links = [LINKS[_HOST_LINKS.get(card.name, "pcie5")] for card in cards]
+    return min(links, key=lambda link: link.bytes_per_s)
+
+
+def kernel_ns(card: Card, flops: float, nbytes: float, itemsize: int = 4) -> int:
+    """How long a kernel occupies a stream of `card`: by arithmetic or by memory, whichever takes longer.
+
+    Items of 8 bytes halve the arithmetic rate, as on cards for data centres; narrower ones do not raise it.
+    """
+    flops_per_s = card.flops_per_s / 2 if itemsize >= 8 else card.flops_per_s
+    return round(max(card.kernel_s, flops / flops_per_s, nbytes / card.bytes_per_s) * _GIGA)
+
+
+def _add_link(links: dict[str, Link], link: Link, text: str) -> None:
+    purpose = "host" if link.name.startswith("pcie") else "peer"
+    if purpose in links:
+        joins = "the cards to their host" if purpose == "host" else "the cards to each other"
+        raise ValueError(f"{links[purpose].name} and {link.name} in {text!r} both join {joins}; name one")
+    links[purpose] = link
+
+
+def _suggestion(name: str) -> str:
+    close = difflib.get_close_matches(name, [*CARDS, *LINKS], n=2)
+    return f", did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _known() -> str:
+    return f"cards are {', '.join(CARDS)}; links are {', '.join(LINKS)}"

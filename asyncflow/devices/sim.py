@@ -1,0 +1,460 @@
+"""A simulated device: NumPy's results on virtual time.
+
+A kernel is computed at once, when it is launched; *when it would have run* follows from a cost model: what the card
+and its links can do (`asyncflow.devices.presets`), the order of its streams, the events between them, and the
+dispatcher, which takes a while for each launch. Nobody sees a result before its time: only events tell the host of it.
+
+It has the hazards of a CUDA device and finds them (`HazardError`): values are ordered by events alone, and freed memory
+goes back to its stream's pool with no event. So whatever works here without a hazard waits for the right things there.
+
+===================  ===========================================================================================
+kernel               dispatcher, then its compute stream: ``max(kernel_s, flops / rate, bytes / bandwidth)``
+kernel on the host   dispatcher, ``host_op_s``: counters and predicates, views, references that state hands out
+feed                 dispatcher, then ``h2d`` over the card's host link, after all that compute has been given
+fetch                dispatcher, then ``d2h`` over the card's host link, after what wrote the value
+receive              dispatcher, then ``peer`` over the peer link; or ``d2h`` there and ``h2d`` here, with no peer link
+===================  ===========================================================================================
+
+A CPU on virtual time is the same thing with the host's memory: its copies in and out take no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.names import DeviceName
+from asyncflow.devices.options import positive_count
+from asyncflow.devices.presets import CARDS, Card, kernel_ns
+from asyncflow.devices.protocol import Device, KernelInfo, Span
+from asyncflow.devices.sim_launch import Launcher
+from asyncflow.devices.sim_links import Lane, first_common_gap
+from asyncflow.devices.sim_machine import SimMachine, current_machine, use_machine
+from asyncflow.devices.sim_values import (
+    SMALL_BYTES,
+    SimArray,
+    SimMemoryAccount,
+    SimOpaque,
+    Storage,
+    stays_on_host,
+)
+from asyncflow.errors import FetchError
+from asyncflow.streams.sim import SimEvent, SimStream
+
+Deliver: TypeAlias = Callable[[Any, BaseException | None], None]
+
+_NS_PER_S = 1e9
+
+
+class SimDevice:
+    """One simulated device of a session: ``sim:<index>``, card `index` of the machine, or ``cpu:<index>``.
+
+    Its streams, dispatcher and memory are its own, as if no other session used the card; links are shared by all.
+
+    Attributes:
+        machine: what it is part of.
+        card: how fast it is.
+        account: its memory.
+        state_events: the last work of each compute stream that wrote state.
+    """
+
+    def __init__(
+        self,
+        machine: SimMachine,
+        index: int = 0,
+        *,
+        kind: Literal["sim", "cpu"] = "sim",
+        memory_limit: int | None = None,
+        compute_streams: int = 1,
+    ) -> None:
+        """Open the device.
+
+        Raises:
+            ValueError: `memory_limit` or `compute_streams` is no positive int.
+        """
+        self.machine = machine
+        self.card: Card = machine.spec.cards[index] if kind == "sim" else CARDS["cpu"]
+        self._kind = kind
+        self._name = str(DeviceName(kind, index))
+        count = positive_count(compute_streams, "the number of compute streams")
+        roles = ["compute", *(f"compute:{i}" for i in range(1, count)), "h2d", "d2h", "peer"]
+        streams = {role: SimStream(f"{self._name}/{role}", machine.host) for role in roles}
+        self._streams = streams
+        self._roles = {stream: role for role, stream in streams.items()}
+        self._compute = tuple(streams[role] for role in roles[:count])
+        limit = self.card.memory_bytes if memory_limit is None and kind == "sim" else memory_limit
+        self.account = SimMemoryAccount(self._name, limit)
+        self.state_events: dict[SimStream, SimEvent] = {}
+        self._dispatched_ns = 0
+        self._spans: list[Span] = []
+        self._recording = 0
+        into, out = Lane(f"{self._name} in"), Lane(f"{self._name} out")
+        self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
+
+    def __repr__(self) -> str:
+        return f"<SimDevice {self._name}, {self.card.name}>"
+
+    # -- the `Device` protocol -----------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Such as ``sim:0``."""
+        return self._name
+
+    @property
+    def kind(self) -> str:
+        """``sim``, or ``cpu`` for a CPU on virtual time."""
+        return self._kind
+
+    @property
+    def xp(self) -> ModuleType:
+        """The `numpy` module."""
+        return np
+
+    @property
+    def compute(self) -> SimStream:
+        """The first stream of kernels."""
+        return self._compute[0]
+
+    @property
+    def compute_streams(self) -> tuple[SimStream, ...]:
+        """The streams of kernels."""
+        return self._compute
+
+    @property
+    def h2d(self) -> SimStream:
+        """The stream of copies from host memory."""
+        return self._streams["h2d"]
+
+    @property
+    def d2h(self) -> SimStream:
+        """The stream of copies to host memory."""
+        return self._streams["d2h"]
+
+    @property
+    def peer(self) -> SimStream:
+        """The stream of copies from other devices."""
+        return self._streams["peer"]
+
+    @property
+    def memory(self) -> SimMemoryAccount:
+        """The bytes it holds, and their limit: the card's memory if the session set none."""
+        return self.account
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def dispatched_ns(self) -> int:
+        """When the host will have launched all that was given so far."""
+        return max(self._dispatched_ns, self.machine.now_ns())
+
+    def kernel_ns(self, flops: float, nbytes: float) -> float:
+        """The time of a kernel of float32 operations on its stream, without jitter."""
+        return kernel_ns(self.card, flops, nbytes)
+
+    def transfer_ns(self, nbytes: float, target: Device) -> float:
+        """The time of the copies that bring a value to `target`, without jitter and without others in their way."""
+        if target is self:
+            return 0.0
+        peer = self.machine.spec.peer_link
+        if peer is not None and isinstance(target, SimDevice) and self._is_card and target._is_card:
+            return (peer.latency_s + nbytes / peer.bytes_per_s) * _NS_PER_S
+        there = target._host_copy_s(nbytes) if isinstance(target, SimDevice) else 0.0
+        return (self._host_copy_s(nbytes) + there) * _NS_PER_S
+
+    async def aclose(self, grace_s: float) -> bool:
+        """Take no more work and wait up to ``grace_s`` seconds of virtual time for what there is. Idempotent.
+
+        Cancellation: the streams stay closed.
+        """
+        for stream in self._streams.values():
+            stream.stop()
+        return all(await asyncio.gather(*(stream.aclose(grace_s) for stream in self._streams.values())))
+
+    def describe(self) -> str:
+        """One line for people: name, card, memory in use, limit."""
+        now = self.account.statistics()
+        limit = "no limit" if now.limit is None else f"limit {format_bytes(now.limit)}"
+        return f"{self._name}  simulated {self.card.name}  {format_bytes(now.used)} in {now.buffers} buffers, {limit}"
+
+    # -- the `AsynchronousDevice` protocol -----------------------------------------------------------------------
+
+    def bind(self, kernel: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
+        """A function that launches `kernel` on device values and host values; see `Launcher`.
+
+        Scalars of launched kernels are device values too. Arrays that the kernel returns are the device's to overwrite
+        once they are freed, unless ``info.keeps_arrays``.
+        """
+        launcher = Launcher(self, kernel, info)
+        return launcher.call_async if info.is_async else launcher
+
+    def constant(self, value: Any) -> Any:
+        """A device value that has been there from the start; counters, predicates and non-arrays stay host values.
+
+        Raises:
+            MemoryLimitExceeded: it does not fit.
+        """
+        if stays_on_host(value):
+            return value
+        origin = self.compute.origin("constant")
+        storage = self.allocate(self.compute, origin, value.nbytes, None)
+        data = None if self.machine.shapes_only and value.nbytes > SMALL_BYTES else value
+        return SimArray(data, value.dtype, value.shape, storage, origin, "constant")
+
+    def feed(self, value: Any, name: str = "feed") -> Any:
+        """A copy of a host value on the device; counters, predicates and non-arrays stay host values.
+
+        Raises:
+            MemoryLimitExceeded: it does not fit.
+            HazardError: memory was freed too early, since the last call.
+        """
+        self.machine.check()
+        if stays_on_host(value):
+            return value
+        data = value.copy()
+        self.account.check(data.nbytes, name)
+        return self._copied_in(data, data.dtype, data.shape, name, after=None)
+
+    def fetch(self, value: Any, deliver: Deliver) -> bool:
+        """Copy a device value to the host: at the copy's end, ``deliver(array, error)`` is called once.
+
+        In a simulation of shapes, what has no data comes as a read-only array of NaN (0 for integers) that takes no
+        memory.
+
+        Returns:
+            False, without ever calling `deliver`, if `value` is a host value, usable as it is.
+
+        Raises:
+            HazardError: memory was freed too early, since the last call.
+        """
+        self.machine.check()
+        if isinstance(value, SimOpaque):
+            self.order(self.d2h, value.events)
+            self._at(self.d2h.launch(0, self._dispatch(self.card.host_op_s)), deliver, value.value, None)
+            return True
+        if not isinstance(value, SimArray):
+            return False
+        self._at(self._copy_out(value), _deliver_copy, value, deliver)
+        return True
+
+    def receive(self, value: Any, source: Device, deliver: Deliver) -> None:
+        """Take over a value of `source`: ``deliver(value_here, error)`` is called once.
+
+        An array is delivered at once, and has its event; the memory on both sides stays until the copy is done. A host
+        value comes as a message: not before the source's host has made it.
+
+        Raises:
+            HazardError: memory was freed too early, since the last call.
+        """
+        self.machine.check()
+        if not isinstance(value, SimArray):
+            self._deliver_message(value, source, deliver)
+            return
+        try:
+            self.account.check(value.nbytes, value.name)
+            received = self._received(value, source)
+        except Exception as error:  # whoever receives gets it, whichever side was at fault
+            deliver(None, error)
+            return
+        deliver(received, None)
+
+    def require_data(self, value: Any, name: str) -> None:
+        """Raise unless Python can look at `value`, which the node `name` needs.
+
+        Raises:
+            FetchError: it is an array of a simulation of shapes, and has none.
+        """
+        if isinstance(value, SimArray) and value.data is None:
+            raise FetchError(
+                f"{name!r} needs the data of {value.name!r}, which a shapes-only simulation does not have: it was "
+                f"computed from arrays of more than {format_bytes(SMALL_BYTES)}; simulate with data, or let the "
+                "program decide by counters"
+            )
+
+    def when_done(self, done: Callable[[], None]) -> None:
+        """Call ``done()`` once, never before this returns, when all work launched so far has ended.
+
+        Raises:
+            HazardError: memory was freed too early, since the last call.
+        """
+        self.machine.check()
+        ends = [stream.end() for stream in self._streams.values()]
+        last_ns = max(self.dispatched_ns, *(end.time_ns for end in ends))
+
+        def observe() -> None:
+            for end in ends:
+                self.machine.host.observe(end)
+            done()
+
+        self.machine.loop.call_at_ns(last_ns, observe)
+
+    def take_spans(self) -> list[Span]:
+        """The work launched since the last call, with its times; empty unless `record_spans` is on."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def record_spans(self, on: bool) -> None:
+        """Begin (once more) or end recording; it is on while there are more begins than ends."""
+        self._recording += 1 if on else -1
+
+    # -- for launchers -------------------------------------------------------------------------------------------
+
+    def order(self, stream: SimStream, events: Iterable[SimEvent]) -> None:
+        """Let `stream` wait for the events of other streams."""
+        for event in events:
+            if event.stream is not stream:
+                stream.wait(event)
+
+    def launch_kernel(self, stream: SimStream, flops: float, nbytes: int, is_wide: bool, name: str) -> SimEvent:
+        """Launch a kernel of such cost on a compute stream."""
+        card = self.card
+        seconds = kernel_ns(card, flops, nbytes, 8 if is_wide else 4) / _NS_PER_S
+        event = stream.launch(self.machine.duration_ns(seconds), self._dispatch(card.dispatch_s), name)
+        self._record(event, 0)
+        return event
+
+    def run_on_host(self, name: str) -> None:
+        """Let the host spend its time on something that is not launched."""
+        started_ns = self.dispatched_ns
+        self._dispatch(self.card.host_op_s)
+        if self._recording > 0:
+            self._spans.append(Span(name, "host", started_ns, self._dispatched_ns, 0))
+
+    def allocate(self, pool: SimStream, written: SimEvent, nbytes: int, array: np.ndarray[Any, Any] | None) -> Storage:
+        """Memory of the device, from the pool of a compute stream.
+
+        Raises:
+            MemoryLimitExceeded: it does not fit.
+        """
+        return Storage(self.machine, self.account, pool, written, nbytes, device=self._name, array=array)
+
+    def hold(self, event: SimEvent, references: Sequence[object]) -> None:
+        """Keep something referenced until the host has seen the event: the ledger of what is in flight."""
+        self._at(event, _drop, references)
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_card(self) -> bool:
+        return self._kind == "sim"
+
+    def _host_copy_s(self, nbytes: float) -> float:
+        link = self.machine.spec.host_link
+        return link.latency_s + nbytes / link.bytes_per_s if self._is_card else 0.0
+
+    def _copy_out(self, value: SimArray) -> SimEvent:
+        """Copy an array to the host, on ``d2h``."""
+        self.order(self.d2h, (value.written,))
+        lanes = (self._engine_out, self.machine.lane(f"{self._name} to host"))
+        event = self._copy(self.d2h, lanes, self._host_copy_s(value.nbytes), value.nbytes, value.name)
+        self._read(value, event)
+        return event
+
+    def _copied_in(
+        self, data: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str, after: SimEvent | None
+    ) -> SimArray:
+        """An array of the host on the device, copied on ``h2d``."""
+        self._own_memory(self.h2d)
+        if after is not None:
+            self.order(self.h2d, (after,))
+        nbytes = math.prod(shape) * dtype.itemsize
+        lanes = (self._engine_in, self.machine.lane(f"host to {self._name}"))
+        event = self._copy(self.h2d, lanes, self._host_copy_s(nbytes), nbytes, name)
+        return self._filled(data, dtype, shape, event, name)
+
+    def _received(self, value: SimArray, source: Device) -> SimArray:
+        """An array of another device, here."""
+        machine = self.machine
+        assert isinstance(source, SimDevice), "every device of a machine is simulated"
+        data = None if value.data is None else value.data.copy()
+        link = machine.spec.peer_link
+        if link is None or not (self._is_card and source._is_card):
+            out = source._copy_out(value)
+            return self._copied_in(data, value.dtype, value.shape, value.name, after=out)
+        self._own_memory(self.peer)
+        self.order(self.peer, (value.written,))
+        lanes = (self._engine_in, machine.lane(f"{source.name} to {self._name}"))
+        seconds = link.latency_s + value.nbytes / link.bytes_per_s
+        event = self._copy(self.peer, lanes, seconds, value.nbytes, value.name)
+        source._read(value, event)
+        return self._filled(data, value.dtype, value.shape, event, value.name)
+
+    def _own_memory(self, stream: SimStream) -> None:
+        """Let `stream` write to memory allocated now: compute, for which it is allocated, may still be using it."""
+        stream.wait(self.compute.end())
+
+    def _copy(self, stream: SimStream, lanes: Sequence[Lane], seconds: float, nbytes: int, name: str) -> SimEvent:
+        duration_ns = self.machine.duration_ns(seconds)
+        ready_ns = stream.ready_ns(self._dispatch(self.card.dispatch_s))
+        event = stream.launch(duration_ns, first_common_gap(lanes, ready_ns, duration_ns), name)
+        for lane in lanes:
+            lane.occupy(event.started_ns, event.time_ns, self.machine.now_ns())
+        self._record(event, nbytes)
+        return event
+
+    def _read(self, value: SimArray, event: SimEvent) -> None:
+        """Note that a copy reads the array, and keep that until the copy is done."""
+        self.machine.check_read(event.stream, value, event.label)
+        value.storage.readers[event.stream] = event
+        self.hold(event, (value.storage, value))
+
+    def _filled(self, data: Any, dtype: np.dtype[Any], shape: tuple[int, ...], event: SimEvent, name: str) -> SimArray:
+        """New memory on the device that a copy fills, and that stays until the copy is done."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        storage = self.allocate(self.compute, event, nbytes, data if isinstance(data, np.ndarray) else None)
+        self.hold(event, (storage,))
+        if self.machine.shapes_only and nbytes > SMALL_BYTES:
+            data = storage.array = None
+        return SimArray(data, dtype, shape, storage, event, name)
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, seconds: float) -> int:
+        """Let the host launch something; when it has."""
+        self._dispatched_ns = self.dispatched_ns + round(seconds * _NS_PER_S)
+        return self._dispatched_ns
+
+    def _deliver_message(self, value: Any, source: Device, deliver: Deliver) -> None:
+        machine, now_ns = self.machine, self.machine.now_ns()
+        due_ns = source.dispatched_ns if isinstance(source, SimDevice) else now_ns
+        if isinstance(value, SimOpaque):
+            due_ns = max(due_ns, *(event.time_ns for event in value.events))
+            value = value.value
+        due_ns += round(machine.spec.message_s * _NS_PER_S)
+        if due_ns <= now_ns:
+            deliver(value, None)
+        else:
+            machine.loop.call_at_ns(due_ns, deliver, value, None)
+
+    def _at(self, event: SimEvent, call: Callable[..., object], *args: Any) -> None:
+        """Let the host see the event when it is done, and call a function then."""
+        self.machine.loop.call_at_ns(event.time_ns, _observe, event, call, args)
+
+    def _record(self, event: SimEvent, nbytes: int) -> None:
+        if self._recording > 0:
+            self._spans.append(Span(event.label, self._roles[event.stream], event.started_ns, event.time_ns, nbytes))
+
+
+def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+    event.stream.host.observe(event)
+    call(*args)
+
+
+def _deliver_copy(value: SimArray, deliver: Deliver) -> None:
+    deliver(value.stand_in() if value.data is None else value.data.copy(), None)
+
+
+def _drop(_references: object) -> None:
+    """Called with what was held; afterwards nobody holds it."""
+
+
+__all__ = ["SimArray", "SimDevice", "SimMachine", "SimOpaque", "current_machine", "use_machine"]

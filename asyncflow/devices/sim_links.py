@@ -1,0 +1,49 @@
+"""What copies share: links between devices and copy engines, each used by one copy at a time."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+
+
+class Lane:
+    """Something that one copy at a time can use.
+
+    Copies are given in the order in which the host launches them, which runs ahead of virtual time and is not the order
+    in which they can begin. So a lane is no queue: a copy takes the first gap that is long enough.
+    """
+
+    __slots__ = ("_busy", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._busy: list[tuple[int, int]] = []
+
+    def __repr__(self) -> str:
+        return f"<Lane {self.name} {self._busy}>"
+
+    def first_gap(self, earliest_ns: int, duration_ns: int) -> int:
+        """When a copy could begin that begins no earlier."""
+        start = earliest_ns
+        for busy_from, busy_until in self._busy:
+            if start + duration_ns <= busy_from:
+                break
+            start = max(start, busy_until)
+        return start
+
+    def occupy(self, started_ns: int, ended_ns: int, now_ns: int) -> None:
+        """Take the lane for a copy; what ended before `now_ns` is forgotten."""
+        self._busy = [busy for busy in self._busy if busy[1] > now_ns]
+        if ended_ns > started_ns:
+            insort(self._busy, (started_ns, ended_ns))
+
+
+def first_common_gap(lanes: Sequence[Lane], earliest_ns: int, duration_ns: int) -> int:
+    """When a copy could begin that needs all `lanes` together."""
+    start = earliest_ns
+    while (later := max((lane.first_gap(start, duration_ns) for lane in lanes), default=start)) > start:
+        start = later
+    return start
+
+
+__all__ = ["Lane", "first_common_gap"]

@@ -1,0 +1,243 @@
+"""Where values enter and leave a partition: Send, Recv, the copy to the host, and streamed items.
+
+Between devices, values meet in the run's rendezvous; see there. A Send is done when its value is handed over, but for
+the one that brings a loop's predicate to another device: that one is done when the iteration has ended there, so the
+window of `parallel_iterations` where the predicate is made holds for the loop as a whole, and partitions are at most so
+far apart. On an asynchronous device an iteration has ended when what it launched has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from asyncflow.compiler.plan import Crossing
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Mapping, Sequence
+    from contextvars import Context
+
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.runtime.frame import Iteration
+    from asyncflow.runtime.recorder import Recorder
+    from asyncflow.runtime.rendezvous import Rendezvous
+    from asyncflow.runtime.scheduler import Scheduler
+    from asyncflow.runtime.trace import Trace
+    from asyncflow.runtime.turn import Turn
+
+
+class Emitter(Protocol):
+    """Takes the values a streamed loop hands out."""
+
+    def offer(self, values: tuple[Any, ...], taken: Callable[[], None]) -> None:
+        """Keeps `values` for the consumer and calls ``taken()`` once it has them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the executors of one run share.
+
+    Attributes:
+        devices: those of the session, by name.
+        loop: the event loop.
+        turn: the session's share of it.
+        context: the caller's context variables.
+        rendezvous: where the run's partitions meet.
+        run_id: unique in the process.
+        run_number: counts the session's runs.
+        seed: of random ops.
+        shuffle_seed: picks among ready firings; None for in order.
+        max_iterations: most iterations of a loop.
+        trace: what to record into.
+        now: nanoseconds of the clock that a trace shows.
+        emitter: takes streamed values.
+        guard: log kernels that hold the event loop.
+    """
+
+    devices: Mapping[str, Device]
+    loop: asyncio.AbstractEventLoop
+    turn: Turn
+    context: Context
+    rendezvous: Rendezvous
+    run_id: int
+    run_number: int
+    seed: int
+    shuffle_seed: int | None = None
+    max_iterations: int | None = None
+    trace: Trace | None = None
+    now: Callable[[], int] = perf_counter_ns
+    emitter: Emitter | None = None
+    guard: bool = False
+
+
+class Partitioned(Protocol):
+    """An executor, as its ports see it."""
+
+    in_flight: int
+    is_queued: bool
+    stopped: bool
+    scheduler: Scheduler
+    recorder: Recorder | None
+
+    def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], result: Any) -> None:
+        """Takes the result of a firing."""
+        ...
+
+    def kernel_failed(self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+        """Ends the run because a firing failed."""
+        ...
+
+    def go_on(self) -> None:
+        """After something in flight has ended."""
+        ...
+
+    def drive(self, deadline_ns: int) -> bool:
+        """Executes ready firings."""
+        ...
+
+
+class Ports:
+    """The ports of one executor.
+
+    Attributes:
+        untaken: streamed items that the consumer has not taken.
+    """
+
+    __slots__ = ("_asynchronous", "_executor", "_with", "untaken")
+
+    def __init__(self, executor: Partitioned, device: Device, surroundings: Surroundings) -> None:
+        self.untaken = 0
+        self._executor = executor
+        self._with = surroundings
+        self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
+
+    def cross(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+        """Does a firing of a node that takes a value into or out of the partition."""
+        if node.crossing == Crossing.SEND:
+            self._send(node, iteration, inputs[0] if inputs else np.True_)
+        elif node.crossing == Crossing.RECV:
+            self._with.rendezvous.receive(self, node, iteration)
+        elif node.crossing == Crossing.TO_HOST:
+            self._to_host(node, iteration, inputs[0])
+        else:
+            self._emit(node, iteration, tuple(inputs))
+
+    # -- between devices -----------------------------------------------------------------------------------------
+
+    def _send(self, node: PlanNode, iteration: Iteration, value: Any) -> None:
+        rendezvous, recorder = self._with.rendezvous, self._executor.recorder
+        if node.is_acknowledged:
+            rendezvous.await_acknowledgement(self, node, iteration)
+        rendezvous.send(node, iteration, value, 0 if recorder is None else recorder.now())
+        if not (node.is_acknowledged or self._executor.stopped):
+            self._executor.scheduler.complete(node, iteration, ())
+
+    def acknowledged(self, node: PlanNode, iteration: Iteration) -> None:
+        """The iteration that a Send brought its predicate to has ended."""
+        if not self._executor.stopped:
+            self._executor.scheduler.complete(node, iteration, ())
+            self._with.turn.enqueue(self._executor)
+
+    def acknowledge_ended(self) -> None:
+        """Says that iterations have ended here, once what they launched has."""
+        scheduler = self._executor.scheduler
+        ended, scheduler.ended = scheduler.ended, []
+        if self._asynchronous is None:
+            self._pass_on(ended)
+            return
+
+        def done() -> None:
+            self._executor.in_flight -= 1
+            if not self._executor.stopped:
+                self._pass_on(ended)
+            self._executor.go_on()
+
+        self._executor.in_flight += 1
+        self._asynchronous.when_done(done)
+
+    def _pass_on(self, ended: list[tuple[int, tuple[int, ...]]]) -> None:
+        for transfer, counters in ended:
+            self._with.rendezvous.acknowledge(transfer, counters)
+
+    def arrived(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+        """The value that a Recv waits for is on its way: copies it here if need be."""
+        executor, source = self._executor, self._with.devices[node.peer]
+        if executor.stopped:
+            return
+        if self._asynchronous is None and not source.is_asynchronous:
+            self._received(node, iteration, value, sent_ns)
+            return
+
+        def deliver(copied: Any, error: BaseException | None) -> None:
+            executor.in_flight -= 1
+            if error is not None:
+                executor.kernel_failed(error, node, iteration, ())
+            elif not executor.stopped:
+                self._received(node, iteration, copied, sent_ns)
+            if executor.stopped:
+                executor.go_on()
+
+        executor.in_flight += 1
+        if self._asynchronous is not None:
+            self._asynchronous.receive(value, source, deliver)
+        elif not cast("AsynchronousDevice", source).fetch(value, deliver):
+            deliver(value, None)
+
+    def _received(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+        if self._executor.recorder is not None:
+            self._executor.recorder.transfer(node, iteration, value, sent_ns)
+            self._record_spans(node, iteration, value)
+        self._executor.complete(node, iteration, (), value)
+        # Not driven at once: the sender is being driven, and its turn has to end.
+        self._with.turn.enqueue(self._executor)
+
+    # -- to the host ---------------------------------------------------------------------------------------------
+
+    def _to_host(self, node: PlanNode, iteration: Iteration, value: Any) -> None:
+        """A predicate, a fetch or a streamed item, which leaves an asynchronous device."""
+        executor, device = self._executor, self._asynchronous
+        assert device is not None
+        try:
+            if node.source.attrs["is_predicate"]:
+                device.require_data(value, node.name)
+        except BaseException as error:
+            executor.kernel_failed(error, node, iteration, (value,))
+            return
+
+        def deliver(result: Any, error: BaseException | None) -> None:
+            executor.in_flight -= 1
+            if error is not None:
+                executor.kernel_failed(error, node, iteration, (value,))
+            elif not executor.stopped:
+                executor.complete(node, iteration, (value,), result)
+            executor.go_on()
+
+        executor.in_flight += 1
+        if device.fetch(value, deliver):
+            self._record_spans(node, iteration, value)
+        else:
+            executor.in_flight -= 1
+            executor.complete(node, iteration, (value,), value)
+
+    def _emit(self, node: PlanNode, iteration: Iteration, values: tuple[Any, ...]) -> None:
+        emitter, executor = self._with.emitter, self._executor
+        assert emitter is not None
+        self.untaken += 1
+
+        def taken() -> None:
+            self.untaken -= 1
+            if not executor.stopped:
+                executor.scheduler.complete(node, iteration, ())
+                self._with.turn.drive_now(executor)
+
+        emitter.offer(values, taken)
+
+    def _record_spans(self, node: PlanNode, iteration: Iteration, result: Any) -> None:
+        if self._executor.recorder is not None and self._asynchronous is not None:
+            self._executor.recorder.spans(self._asynchronous.take_spans(), node, iteration, result)

@@ -1,0 +1,122 @@
+"""Writes what one executor does into a trace; there is none unless the run is traced."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.runtime.provenance import describe
+from asyncflow.runtime.trace import Firing, MemorySample, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.devices.protocol import Device, Span
+    from asyncflow.runtime.frame import Iteration
+    from asyncflow.runtime.trace import Trace
+
+
+class Recorder:
+    """Records the firings of one partition in one run."""
+
+    def __init__(self, trace: Trace, run_id: int, device: Device, now: Callable[[], int]) -> None:
+        self.now = now
+        self.ready = _TimedQueue(now)
+        """The scheduler's ready queue, which remembers when each firing became ready."""
+        self._trace = trace
+        self._run_id = run_id
+        self._device = device
+
+    def firing(
+        self, node: PlanNode, iteration: Iteration, stream: str, started: int, ended: int, result: Any, status: str
+    ) -> None:
+        """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
+        scheduled = self.ready.taken.pop((node, iteration), started)
+        values = () if status != "ok" else (result,) if node.single else result
+        outputs = ", ".join(map(describe, values))
+        self._add(node, iteration, node.source.op.name, stream, scheduled, started, ended, outputs, status)
+
+    def spans(self, spans: Iterable[Span], node: PlanNode, iteration: Iteration, result: Any) -> None:
+        """What an asynchronous device does for one firing: the kernel, and copies."""
+        for span in spans:
+            scheduled = self.ready.taken.pop((node, iteration), span.started_ns)
+            op = node.source.op.name if not span.nbytes else "copy"
+            self._add(
+                node,
+                iteration,
+                op,
+                span.stream,
+                scheduled,
+                span.started_ns,
+                span.ended_ns,
+                _outputs(node, result),
+                "ok",
+            )
+
+    def transfer(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+        """A value that has come from another device."""
+        self._trace.transfers.append(
+            Transfer(
+                run=self._run_id,
+                node=node.name,
+                tag=iteration.tag(),
+                source=node.peer,
+                target=self._device.name,
+                sent_ns=sent_ns,
+                received_ns=self.now(),
+                nbytes=int(getattr(value, "nbytes", 0)),
+            )
+        )
+
+    def _add(
+        self,
+        node: PlanNode,
+        iteration: Iteration,
+        op: str,
+        stream: str,
+        scheduled: int,
+        started: int,
+        ended: int,
+        outputs: str,
+        status: str,
+    ) -> None:
+        trace = self._trace
+        if len(trace.firings) >= trace.capacity:
+            trace.dropped += 1
+            return
+        trace.firings.append(
+            Firing(
+                run=self._run_id,
+                node=node.name,
+                op=op,
+                tag=iteration.tag(),
+                device=self._device.name,
+                stream=stream,
+                scheduled_ns=min(scheduled, started),
+                started_ns=started,
+                ended_ns=ended,
+                outputs=outputs,
+                status=status,
+                location=str(node.source.location),
+            )
+        )
+        trace.memory.append(MemorySample(self._device.name, ended, self._device.memory.used))
+
+
+def _outputs(node: PlanNode, result: Any) -> str:
+    values = (result,) if node.single else result if isinstance(result, tuple) else ()
+    return ", ".join(map(describe, values))
+
+
+class _TimedQueue(deque[Any]):
+    """A ready queue that remembers when each firing became ready."""
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        super().__init__()
+        self.taken: dict[Any, int] = {}
+        self._now = now
+
+    def append(self, item: Any) -> None:
+        self.taken[item] = self._now()
+        super().append(item)

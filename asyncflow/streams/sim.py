@@ -1,0 +1,388 @@
+"""Streams and events on virtual time, with the vector clocks that find a missing event.
+
+Nothing here computes. A `SimStream` says *when* work would begin and end; whoever gives it work computes the result at
+once, and must not show it to anyone before the event of the work.
+
+**Vector clocks.** Each stream counts its work. It also knows, of every other stream, up to which count that stream's
+work comes before its own next work: it learns that by waiting for an event, which carries what *its* stream knew. The
+host knows the same of every stream, from events it has awaited or seen done, and passes it on with everything that it
+launches. Work A comes before work B exactly when B's stream has seen A's count; that a virtual clock happens to show
+A's end first proves nothing, because on a real device the times are others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+from asyncflow.errors import SessionClosedError
+from asyncflow.streams.protocol import Deliver, Event
+from asyncflow.streams.virtual import VirtualClockLoop
+
+_log = logging.getLogger("asyncflow.streams")
+
+_Seen: TypeAlias = "Mapping[SimStream, int]"
+"""Up to which count of each other stream work comes before. Never changed, only replaced: events share it."""
+
+
+class HostClock:
+    """What the host knows of every stream, and what time it is.
+
+    Attributes:
+        loop: the event loop on virtual time.
+        seen: the host's vector clock.
+        version: goes up when `seen` changes, so that streams need not compare.
+    """
+
+    __slots__ = ("loop", "seen", "version")
+
+    def __init__(self, loop: VirtualClockLoop) -> None:
+        self.loop = loop
+        self.seen: _Seen = {}
+        self.version = 0
+
+    def now_ns(self) -> int:
+        """The virtual time."""
+        return self.loop.time_ns()
+
+    def observe(self, event: SimEvent) -> None:
+        """Learn that an event is done: whatever the host launches from here on comes after it."""
+        if not self.has_seen(event):
+            self.seen = _merged(self.seen, event.known())
+            self.version += 1
+
+    def has_seen(self, event: SimEvent) -> bool:
+        """Whether the host knows that the event is done."""
+        return self.seen.get(event.stream, 0) >= event.count
+
+
+class SimEvent:
+    """A point in a `SimStream`'s order, and the work that ends there.
+
+    Attributes:
+        stream: whose point it is.
+        count: the stream's count there; with the stream it names the work.
+        seen: what the stream knew of the others.
+        started_ns: when the work began.
+        time_ns: when it ends, and the event is done.
+        label: what the work is.
+    """
+
+    __slots__ = ("_jobs", "count", "label", "seen", "started_ns", "stream", "time_ns")
+
+    def __init__(
+        self, stream: SimStream, count: int, seen: _Seen, started_ns: int, time_ns: int, jobs: int, label: str
+    ) -> None:
+        self.stream = stream
+        self.count = count
+        self.seen = seen
+        self.started_ns = started_ns
+        self.time_ns = time_ns
+        self.label = label
+        self._jobs = jobs
+
+    def __repr__(self) -> str:
+        return f"<SimEvent {self.stream.name} #{self.count} {self.label} done at {self.time_ns} ns>"
+
+    def done(self) -> bool:
+        """Whether all work before this point is done; the host knows it once it has seen this true."""
+        host = self.stream.host
+        if host.now_ns() < self.time_ns:
+            return False
+        host.observe(self)
+        return True
+
+    async def wait(self) -> None:
+        """Return when the work before this point is done.
+
+        Raises:
+            BaseException: what enqueued work before this point failed with, as a group if there were several.
+
+        Cancellation: leaves the event and the stream as they were.
+        """
+        await self.passed()
+        self.stream.raise_failures(self._jobs)
+
+    async def passed(self) -> None:
+        """Return when the work before this point is done, whether or not it failed.
+
+        Cancellation: leaves the event and the stream as they were.
+        """
+        host = self.stream.host
+        if host.now_ns() < self.time_ns:
+            done = host.loop.create_future()
+            timer = host.loop.call_at_ns(self.time_ns, _resolve, done)
+            try:
+                await done
+            finally:
+                timer.cancel()
+        host.observe(self)
+
+    def known(self) -> Iterable[tuple[SimStream, int]]:
+        """What one who waits for the event learns: up to which count the work of which stream comes before."""
+        return (*self.seen.items(), (self.stream, self.count))
+
+
+class SimStream:
+    """A FIFO queue of work on virtual time.
+
+    Work is given in one of two ways: `launch` occupies the stream for a known time, and `enqueue` and `submit` call a
+    function when the stream gets there, which takes no virtual time.
+
+    Attributes:
+        host: the clock that all streams of a machine share.
+        free_at_ns: when all work given so far has ended.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_count",
+        "_ends",
+        "_failures",
+        "_host_version",
+        "_jobs",
+        "_jobs_given",
+        "_name",
+        "_seen",
+        "_stopped",
+        "_waits_ns",
+        "free_at_ns",
+        "host",
+    )
+
+    def __init__(self, name: str, host: HostClock) -> None:
+        self._name = name
+        self.host = host
+        self.free_at_ns = 0
+        self._waits_ns = 0
+        self._count = 0
+        self._seen: _Seen = {}
+        self._host_version = 0
+        self._ends: deque[int] = deque()
+        self._jobs: deque[_Job] = deque()
+        self._jobs_given = 0
+        self._failures: list[tuple[int, BaseException]] = []
+        self._stopped = False
+
+    def __repr__(self) -> str:
+        return f"<SimStream {self._name} free at {self.free_at_ns} ns>"
+
+    # -- on virtual time -----------------------------------------------------------------------------------------
+
+    def ready_ns(self, earliest_ns: int = 0) -> int:
+        """When work given now could begin."""
+        return max(self.host.now_ns(), self.free_at_ns, self._waits_ns, earliest_ns)
+
+    def launch(self, duration_ns: int, earliest_ns: int = 0, label: str = "") -> SimEvent:
+        """Occupy the stream for `duration_ns`, after all earlier work and all events waited for.
+
+        Args:
+            duration_ns: how long the work takes.
+            earliest_ns: it does not begin before.
+            label: what it is, for messages.
+
+        Returns:
+            The event of its end, which also says when it began.
+
+        Raises:
+            SessionClosedError: the stream is closed.
+        """
+        self._refuse_if_stopped()
+        started_ns = self.ready_ns(earliest_ns)
+        self.free_at_ns = started_ns + duration_ns
+        self._count += 1
+        self._end_at(self.free_at_ns)
+        return self._event(started_ns, self.free_at_ns, label)
+
+    def origin(self, label: str = "") -> SimEvent:
+        """An event before all work: everyone has seen it."""
+        return SimEvent(self, 0, {}, 0, 0, 0, label)
+
+    def has_seen(self, event: SimEvent) -> bool:
+        """Whether the work before `event` comes before whatever is given to this stream from here on."""
+        return (
+            event.stream is self
+            or self._seen.get(event.stream, 0) >= event.count
+            or self.host.seen.get(event.stream, 0) >= event.count
+        )
+
+    # -- the `Stream` protocol -----------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Such as ``sim:0/compute``."""
+        return self._name
+
+    @property
+    def pending(self) -> int:
+        """How many items were given to the stream and are not done yet."""
+        self._settle()
+        return len(self._ends)
+
+    def enqueue(self, work: Callable[..., object], *args: object) -> None:
+        """Call ``work(*args)`` after all earlier work; its failure is kept for the next event that is awaited.
+
+        Raises:
+            SessionClosedError: the stream is closed.
+        """
+        self._give(work, args, None)
+
+    def submit(
+        self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Call ``work(*args)`` after all earlier work, then ``deliver(result, error, started_ns, ended_ns)`` once.
+
+        Raises:
+            SessionClosedError: the stream is closed.
+            ValueError: `loop` is not the one whose time this is.
+        """
+        if loop is not self.host.loop:
+            raise ValueError(f"stream {self._name} runs on a virtual clock and delivers on that clock's loop only")
+        self._give(work, args, deliver)
+
+    def record(self) -> SimEvent:
+        """An event that completes when all work given so far is done.
+
+        Raises:
+            SessionClosedError: the stream is closed.
+        """
+        self._refuse_if_stopped()
+        return self.end()
+
+    def end(self) -> SimEvent:
+        """`record`, also on a stream that is closed."""
+        time_ns = max(self.free_at_ns, self._waits_ns)
+        return self._event(time_ns, time_ns, "event")
+
+    def wait(self, event: Event) -> None:
+        """Make work given from here on wait for ``event``; the host does not wait.
+
+        Raises:
+            TypeError: the event is not one of a simulated stream.
+            SessionClosedError: the stream is closed.
+        """
+        if not isinstance(event, SimEvent):
+            raise TypeError(f"stream {self._name} can wait for a SimEvent, not for {type(event).__name__}")
+        self._refuse_if_stopped()
+        # Who has seen an event has waited for it, or for one after it: its time counts already.
+        if not self.has_seen(event):
+            self._seen = _merged(self._seen, event.known(), self)
+            self._waits_ns = max(self._waits_ns, event.time_ns)
+            self._count += 1  # two events of one count must not differ in what they have seen
+
+    def stop(self) -> None:
+        """Take no more work; what was given is still done. Idempotent."""
+        self._stopped = True
+
+    async def aclose(self, grace_s: float) -> bool:
+        """`stop`, then wait up to ``grace_s`` seconds of virtual time for the work to end; True if it did. Idempotent.
+
+        Cancellation: the stream stays stopped, and the work it has still ends.
+        """
+        self.stop()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.end().passed()
+        except TimeoutError:
+            return False
+        self._settle()
+        for _, failure in self._failures:
+            _log.error("work on stream %s failed and no event was awaited", self._name, exc_info=failure)
+        self._failures.clear()
+        return True
+
+    def raise_failures(self, jobs: int) -> None:
+        """Raise what the first `jobs` functions failed with and nobody was told; used by events."""
+        self._settle()
+        failures = [failure for number, failure in self._failures if number <= jobs]
+        if not failures:
+            return
+        self._failures = [kept for kept in self._failures if kept[0] > jobs]
+        if len(failures) == 1:
+            raise failures[0]
+        raise BaseExceptionGroup(f"{len(failures)} failures on stream {self._name}", failures)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _event(self, started_ns: int, time_ns: int, label: str) -> SimEvent:
+        host = self.host
+        if self._host_version != host.version:
+            self._host_version = host.version
+            if any(self._seen.get(stream, 0) < count for stream, count in host.seen.items() if stream is not self):
+                self._seen = _merged(self._seen, host.seen.items(), self)
+        return SimEvent(self, self._count, self._seen, started_ns, time_ns, self._jobs_given, label)
+
+    def _give(self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver | None) -> None:
+        event = self.launch(0)
+        self._jobs_given += 1
+        self._jobs.append(_Job(event.time_ns, self._jobs_given, work, args, deliver))
+        self.host.loop.call_at_ns(event.time_ns, self._settle)
+
+    def _end_at(self, end_ns: int) -> None:
+        ends, now = self._ends, self.host.now_ns()
+        while ends and ends[0] <= now:
+            ends.popleft()
+        ends.append(end_ns)
+
+    def _settle(self) -> None:
+        """Do what is due: timers and whoever looks at the stream come here."""
+        now, jobs = self.host.now_ns(), self._jobs
+        while jobs and jobs[0].due_ns <= now:
+            job = jobs.popleft()
+            failure = job.run()
+            if failure is not None:
+                self._failures.append((job.number, failure))
+        while self._ends and self._ends[0] <= now:
+            self._ends.popleft()
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopped:
+            raise SessionClosedError(f"stream {self._name} is closed and takes no more work; open a new session")
+
+
+class _Job:
+    """A function that a stream calls."""
+
+    __slots__ = ("args", "deliver", "due_ns", "number", "work")
+
+    def __init__(
+        self, due_ns: int, number: int, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver | None
+    ) -> None:
+        self.due_ns = due_ns
+        self.number = number
+        self.work = work
+        self.args = args
+        self.deliver = deliver
+
+    def run(self) -> BaseException | None:
+        """Call it, and deliver its outcome or, if nobody takes it, return its failure."""
+        result: object = None
+        error: BaseException | None = None
+        try:
+            result = self.work(*self.args)
+        except BaseException as exc:
+            error = exc.with_traceback(exc.__traceback__.tb_next if exc.__traceback__ else None)
+        if self.deliver is None:
+            return error
+        self.deliver(result, error, self.due_ns, self.due_ns)
+        return None
+
+
+def _merged(seen: _Seen, counts: Iterable[tuple[SimStream, int]], own: SimStream | None = None) -> _Seen:
+    """`seen` and `counts` together, without what a stream would say of itself."""
+    merged = dict(seen)
+    for stream, count in counts:
+        if stream is not own and merged.get(stream, 0) < count:
+            merged[stream] = count
+    return merged
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():  # its task may have been cancelled meanwhile
+        future.set_result(None)
+
+
+__all__ = ["HostClock", "SimEvent", "SimStream"]

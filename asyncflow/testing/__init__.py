@@ -1,0 +1,17 @@
+"""Run and test graphs on simulated devices: `virtual_clock`.
+
+>>> import asyncflow as af
+>>> from asyncflow.testing import virtual_clock
+>>> async def main():
+...     async with af.Session(devices=["sim:0", "sim:1"]) as session:
+...         return [device.name for device in session.devices]
+>>> with virtual_clock("2 x v100, nvlink2") as clock:
+...     clock.run(main())
+['sim:0', 'sim:1']
+"""
+
+from __future__ import annotations
+
+from asyncflow.testing.clock import VirtualClock, virtual_clock
+
+__all__ = ["VirtualClock", "virtual_clock"]

@@ -1,0 +1,154 @@
+"""`virtual_clock`: a simulated machine, and an event loop on its time, for the length of a ``with`` block."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+from asyncflow.devices.presets import MachineSpec, parse_machine
+from asyncflow.devices.sim_machine import SimMachine, current_machine, use_machine
+from asyncflow.streams.virtual import VirtualClockLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+_Result = TypeVar("_Result")
+
+
+def virtual_clock(
+    machine: str | MachineSpec = "v100", *, seed: int = 0, jitter: float = 0.0, shapes_only: bool = False
+) -> VirtualClock:
+    """A simulated machine and an event loop on its time, to be used in a ``with`` statement.
+
+    Inside, ``Session(devices=["sim:0", ...])`` opens simulated devices, and ``Session()`` all of them. Time is virtual:
+    kernels and copies take as long as they would on that machine, sleeping takes no time at all, and the same program
+    does the same each time.
+
+    Args:
+        machine: cards and links, such as ``"8 x v100, nvlink2"``; `asyncflow.devices.presets` knows them.
+        seed: of the jitter.
+        jitter: how much the times of kernels and copies vary; 0.1 for about a tenth.
+        shapes_only: large arrays carry no data, so that a paper-sized experiment takes seconds and little memory.
+
+    Raises:
+        ValueError: a card or link that is unknown.
+
+    >>> import asyncio
+    >>> with virtual_clock() as clock:
+    ...     clock.run(asyncio.sleep(60))
+    ...     clock.now_s
+    60.0
+    """
+    spec = parse_machine(machine) if isinstance(machine, str) else machine
+    return VirtualClock(spec, seed=seed, jitter=jitter, shapes_only=shapes_only)
+
+
+class VirtualClock:
+    """What `virtual_clock` gives. Like `asyncio.Runner`, it has one loop, on which `run` may be called again and again.
+
+    Use it once, in a plain function: it starts an event loop, so it cannot be inside a coroutine.
+    """
+
+    def __init__(self, spec: MachineSpec, *, seed: int = 0, jitter: float = 0.0, shapes_only: bool = False) -> None:
+        self._spec = spec
+        self._seed = seed
+        self._jitter = jitter
+        self._shapes_only = shapes_only
+        self._resources = ExitStack()
+        self._runner: asyncio.Runner | None = None
+        self._loop: VirtualClockLoop | None = None
+        self._machine: SimMachine | None = None
+        self._ended = False
+
+    def __enter__(self) -> Self:
+        if self._ended:
+            raise RuntimeError("this virtual clock has ended, and its machine with it; call virtual_clock() again")
+        if self._runner is not None or current_machine() is not None:
+            raise RuntimeError("a virtual clock runs here already; virtual clocks do not nest: use that one")
+        if _is_in_loop():
+            raise RuntimeError(
+                "a virtual clock has its own event loop and one is running in this thread already; use it in a plain "
+                "function (def, not async def) and pass the coroutine to clock.run()"
+            )
+        with ExitStack() as resources:
+            runner = resources.enter_context(asyncio.Runner(loop_factory=VirtualClockLoop))
+            loop = runner.get_loop()
+            assert isinstance(loop, VirtualClockLoop)
+            machine = SimMachine(self._spec, loop, seed=self._seed, jitter=self._jitter, shapes_only=self._shapes_only)
+            resources.enter_context(use_machine(machine))
+            self._resources = resources.pop_all()
+        self._runner, self._loop, self._machine = runner, loop, machine
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._runner, self._ended = None, True
+        self._resources.close()
+
+    async def __aenter__(self) -> NoReturn:
+        raise TypeError("a virtual clock has its own event loop: use `with`, not `async with`, in a plain function")
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Never called; without it, Python would not call `__aenter__` to say what is wrong."""
+
+    def run(self, main: Coroutine[Any, Any, _Result]) -> _Result:
+        """Runs `main` to its end, and gives its result; virtual time goes on from where it was.
+
+        The coroutine sees the caller's context variables, such as the trace of a ``with af.Trace()`` block.
+
+        Raises:
+            TypeError: `main` is not a coroutine.
+            RuntimeError: outside the ``with`` block; or every task waits and no timer is pending, so that nothing can
+                ever happen again.
+        """
+        _check_coroutine(main)
+        if self._runner is None or _is_in_loop():
+            main.close()  # or Python would warn that it was never awaited
+            if self._runner is None:
+                raise RuntimeError(self._not_entered())
+            raise RuntimeError("clock.run cannot be called by what it runs: await the coroutine instead")
+        return self._runner.run(main, context=copy_context())
+
+    @property
+    def loop(self) -> VirtualClockLoop:
+        """The event loop; it can be looked at after the block, too."""
+        if self._loop is None:
+            raise RuntimeError(self._not_entered())
+        return self._loop
+
+    @property
+    def machine(self) -> SimMachine:
+        """The simulated machine; it can be looked at after the block, too."""
+        if self._machine is None:
+            raise RuntimeError(self._not_entered())
+        return self._machine
+
+    @property
+    def now_s(self) -> float:
+        """The virtual time in seconds, which begins at 0.0."""
+        return self.loop.time()
+
+    @property
+    def now_ns(self) -> int:
+        """The virtual time in nanoseconds, exactly."""
+        return self.loop.time_ns()
+
+    def _not_entered(self) -> str:
+        if self._ended:
+            return "this virtual clock has ended, and its event loop is closed; call virtual_clock() again"
+        return "this virtual clock has not begun; use it in a with statement: with virtual_clock() as clock: ..."
+
+
+def _check_coroutine(main: object) -> None:
+    if not asyncio.iscoroutine(main):
+        hint = f"; call it: clock.run({getattr(main, '__name__', 'main')}())" if callable(main) else ""
+        raise TypeError(f"clock.run takes a coroutine; got {type(main).__name__} {main!r}{hint}")
+
+
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,298 @@
+"""What was asked of placement: requests, colocation, kernels, and what is said when it cannot be had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow import raw
+from asyncflow.compiler.constraints import runs_on
+from asyncflow.compiler.place import resolve_requests
+from tests.compiler.placing import devices, extracted, placed, work
+
+
+def x4() -> af.Tensor:
+    return af.placeholder("float32", (4,))
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("on", "request_", "expected"),
+    [
+        (["sim:0"], None, "sim:0"),
+        (["sim:0", "sim:1"], "sim:1", "sim:1"),
+        (["sim:0", "cpu:0"], "cpu", "cpu:0"),
+        (["cpu:0", "sim:2", "sim:3"], "sim", "sim:2"),
+        (["cpu:3"], "cpu:3", "cpu:3"),
+    ],
+)
+def test_a_request_may_be_partial(on: list[str], request_: str | None, expected: str) -> None:
+    with af.Graph() as graph, af.device(request_):
+        y = work(x4())
+    assert placed(graph, [y], devices(*on))[y] == expected
+
+
+def test_no_device_fits_a_request() -> None:
+    with af.Graph() as graph, af.device("cuda"):
+        y = work(x4(), name="y")
+    expected = (
+        r"no device fits 'cuda': this session has cpu:0, cpu:1; ask for one with Session\(devices=\[\.\.\.\]\)"
+        r"\n  asked for by y \(work\), built at .*test_place_constraints\.py:\d+"
+    )
+    with pytest.raises(af.PlacementError, match=expected):
+        placed(graph, [y], devices("cpu:0", "cpu:1"))
+
+
+def test_one_device_is_no_excuse() -> None:
+    with af.Graph() as graph, af.device("cpu:1"):
+        y = work(x4())
+    with pytest.raises(af.PlacementError, match="no device fits 'cpu:1': this session has cpu:0;"):
+        placed(graph, [y], devices("cpu:0"))
+
+
+def test_a_request_that_is_no_device() -> None:
+    with af.Graph() as graph, af.device("gpu:0"):
+        y = work(x4(), name="y")
+    with pytest.raises(af.PlacementError, match=r"did you mean 'cuda'[^$]*asked for by y .*constraints\.py:\d+"):
+        placed(graph, [y], devices("cpu:0", "cpu:1"))
+
+
+# -- colocation ------------------------------------------------------------------------------------------------------
+
+
+def test_colocation_is_transitive() -> None:
+    with af.Graph() as graph:
+        with af.device("sim:2"):
+            a = work(x4())
+        with af.colocate_with(a):
+            b = work(x4())
+        with af.colocate_with(b):
+            c = work(x4())
+    on = devices("sim:0", "sim:1", "sim:2")
+    found = placed(graph, [a, b, c], on)
+    assert [found[node] for node in (a, b, c)] == ["sim:2"] * 3
+    assert found.why(c) == f"colocated with {a.node.name}"
+
+
+def test_requests_of_a_group_are_intersected() -> None:
+    with af.Graph() as graph:
+        with af.device("sim"):
+            a = work(x4())
+        with af.colocate_with(a), af.device("sim:1"):
+            b = work(x4())
+    copied = extracted(graph, [a, b])
+    resolve_requests(copied, graph, devices("cpu:0", "sim:0", "sim:1"))
+    nodes = [copied.node(tensor.node.name) for tensor in (a, b)]
+    assert [node.device for node in nodes] == ["sim:1", "sim:1"]
+    assert [node.colocated_with for node in nodes] == [a.node.name] * 2
+
+
+def test_a_node_without_company_has_no_label() -> None:
+    with af.Graph() as graph, af.device("sim:1"):
+        a = work(x4())
+    copied = extracted(graph, [a])
+    resolve_requests(copied, graph, devices("sim:0", "sim:1"))
+    node = copied.node(a.node.name)
+    assert (node.device, node.colocated_with) == ("sim:1", None)
+
+
+def test_a_pruned_node_still_says_where() -> None:
+    with af.Graph() as graph:
+        with af.device("sim:1"):
+            unused = work(x4())
+        with af.colocate_with(unused):
+            between = work(x4())
+        with af.colocate_with(between):
+            used = work(x4())
+    found = placed(graph, [used], devices("sim:0", "sim:1"))
+    assert unused.node.name not in {node.name for node in found.graph.walk()}
+    assert found[used] == "sim:1"
+
+
+def test_a_pruned_node_joins_those_that_were_placed_with_it() -> None:
+    with af.Graph() as graph:
+        pruned = work(x4())
+        with af.colocate_with(pruned):
+            a, b = work(x4(), ms=5), work(x4(), ms=5)
+    apart = placed(graph, [work(x4(), ms=5), a], devices("sim:0", "sim:1"))
+    together = placed(graph, [a, b], devices("sim:0", "sim:1"))
+    assert len(set(apart.placement.devices.values())) == 2, "they would go apart"
+    assert together[a] == together[b]
+
+
+def test_conflict_names_requests_places_and_reasons() -> None:
+    with af.Graph() as graph:
+        with af.device("sim:0"):
+            a = work(x4(), name="a")
+        with af.colocate_with(a):
+            b = work(x4(), name="b")
+        with af.colocate_with(b), af.device("sim:1"):
+            c = work(x4(), name="c")
+    with pytest.raises(af.PlacementError) as caught:
+        placed(graph, [a, b, c], devices("sim:0", "sim:1"))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == ("nodes that have to be on one device ask for different ones; this session has sim:0, sim:1")
+    here = "test_place_constraints.py:"
+    assert lines[1].startswith("  'sim:0' asked for by a (work), built at ") and here in lines[1]
+    assert lines[2].startswith("  'sim:1' asked for by c (work), built at ") and here in lines[2]
+    assert lines[3] == "they have to be together because"
+    assert {line.split(", ")[0] for line in lines[4:6]} == {"  b is colocated with a", "  c is colocated with b"}
+    assert lines[6] == "ask for one device for all of them, or take away what joins them"
+
+
+def test_conflict_of_kinds_with_a_pruned_node() -> None:
+    with af.Graph() as graph:
+        with af.device("cpu"):
+            pruned = work(x4(), name="pruned")
+        with af.colocate_with(pruned), af.device("sim"):
+            used = work(x4(), name="used")
+    with pytest.raises(af.PlacementError, match=r"'sim' asked for by used[^$]*'cpu' asked for by pruned"):
+        placed(graph, [used], devices("cpu:0", "sim:0"))
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_variable_lives_on_one_device() -> None:
+    v = af.Variable(np.zeros(4, "float32"), name="v")
+    with af.Graph() as graph:
+        with af.device("sim:1"):
+            first = v.read()
+        second = v.assign_add(work(first, ms=3))
+        last = work(v.read())
+    found = placed(graph, [second, last], devices("sim:0", "sim:1"))
+    state = {node.name for node in found.graph.walk() if node.op.effects is not None}
+    assert len(state) == 3
+    assert {found[name] for name in state} == {"sim:1"}
+
+
+def test_variables_that_share_a_value_are_one() -> None:
+    v, w = (af.Variable(0.0, name="shared", container="placement") for _ in range(2))
+    with af.Graph() as graph:
+        with af.device("sim:1"):
+            a = v.read()
+        b = w.assign_add(1.0)
+    assert placed(graph, [a, b], devices("sim:0", "sim:1"))[b] == "sim:1"
+
+
+def test_conflict_over_a_variable_names_it() -> None:
+    v = af.Variable(0.0, name="v")
+    with af.Graph() as graph:
+        with af.device("sim:0"):
+            a = v.read()
+        with af.device("sim:1"):
+            b = v.assign_add(1.0)
+    with pytest.raises(af.PlacementError, match=r"v/read uses Variable\('v'\)[^$]*v/assign_add uses Variable\('v'\)"):
+        placed(graph, [a, b], devices("sim:0", "sim:1"))
+
+
+def test_a_variable_used_in_a_loop_is_where_it_is_used_outside() -> None:
+    v = af.Variable(np.zeros(4, "float32"), name="v")
+    with af.Graph() as graph:
+        last = af.while_loop(
+            lambda i: i < 3, lambda i: i + af.astype(af.sum(v.assign_add(work(v.read(), ms=5))), "int64") * 0 + 1, 0
+        )
+        with af.device("sim:1"):
+            after = v.read()
+    found = placed(graph, [last, after], devices("sim:0", "sim:1"))
+    state = [node for node in found.graph.walk() if "variable" in node.op.name]
+    assert len(state) == 3
+    assert {node.device for node in state} == {"sim:1"}
+
+
+# -- hand-written control flow ---------------------------------------------------------------------------------------
+
+
+def by_hand(*, spec: str | None) -> tuple[af.Graph, Any, Any]:
+    with af.Graph() as graph:
+        i = af.placeholder("int32", (), name="i")
+        apart = work(x4(), ms=20)
+        entered = raw.enter(i, frame="loop")
+        merged = raw.merge([entered, entered])[0]
+        pred = raw.loop_cond(merged < 3)
+        done, again = raw.switch(merged, pred)
+        with af.device(spec):
+            following = raw.next_iteration(again + 1)
+        merged.node.inputs[1] = following
+        left = raw.exit(done)
+    return graph, left, work(apart, ms=20)
+
+
+def test_a_graph_with_primitives_stays_together() -> None:
+    graph, left, apart = by_hand(spec="sim:1")
+    found = placed(graph, [left, apart], devices("sim:0", "sim:1"))
+    assert set(found.placement.devices.values()) == {"sim:1"}
+
+
+def test_primitives_say_why_they_stay_together() -> None:
+    graph, left, _ = by_hand(spec="sim:1")
+    with graph, af.device("sim:0"):
+        other = work(x4(), name="other")
+    with pytest.raises(af.PlacementError, match="other is in a graph with control flow written by hand"):
+        placed(graph, [left, other], devices("sim:0", "sim:1"))
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@af.op(af.spec("float32", ()))
+def user_function(value: Any) -> Any:
+    return value
+
+
+def test_what_runs_where() -> None:
+    v = af.Variable(0.0, name="v")
+    with af.Graph():
+        nodes = {
+            "plain": work(x4()).node,
+            "user": user_function(af.constant(1.0, "float32")).node,
+            "state": v.read().node,
+            "string": af.constant("text").node,
+            "variant": af.TensorArray("float32", 3).write(0, 1.0).read(0).node,
+        }
+    assert {name for name, node in nodes.items() if runs_on(node, "cuda")} == {"plain"}
+    assert all(runs_on(node, kind) for node in nodes.values() for kind in ("cpu", "sim"))
+
+
+def test_soft_placement_finds_a_device_with_the_kernel() -> None:
+    with af.Graph() as graph, af.device("cuda"):
+        y = user_function(af.sum(x4()))
+    found = placed(graph, [y], devices("cuda:0", "cpu:0"))
+    assert found[y] == "cpu:0"
+    assert found.why(y).startswith("asked for 'cuda' at ")
+    assert "where no kernel of it runs" in found.why(y)
+    assert found[y.node.inputs[0]] == "cuda:0", "what can be there is"
+
+
+def test_strict_placement_refuses() -> None:
+    with af.Graph() as graph, af.device("cuda"):
+        y = user_function(x4()[0], name="y")
+    expected = r"y \(.*user_function\) is asked to be on 'cuda', and no kernel of it runs there[^$]*soft_placement"
+    with pytest.raises(af.PlacementError, match=expected):
+        placed(graph, [y], devices("cuda:0", "cpu:0"), soft=False)
+
+
+def test_soft_placement_does_not_make_up_devices() -> None:
+    with af.Graph() as graph, af.device("cuda:1"):
+        y = user_function(x4()[0])
+    with pytest.raises(af.PlacementError, match="no device fits 'cuda:1'"):
+        placed(graph, [y], devices("cuda:0", "cpu:0"))
+
+
+def test_what_has_no_kernel_goes_elsewhere_unasked() -> None:
+    with af.Graph() as graph:
+        y = user_function(x4()[0])
+    assert placed(graph, [y], devices("cuda:0", "cpu:0"))[y] == "cpu:0"
+
+
+def test_no_device_has_the_kernel() -> None:
+    with af.Graph() as graph:
+        y = user_function(x4()[0], name="y")
+    for on in (devices("cuda:0"), devices("cuda:0", "cuda:1")):
+        with pytest.raises(af.PlacementError, match=r"no device of this session \(cuda:0.*\) has a kernel for y"):
+            placed(graph, [y], on)

@@ -1,0 +1,89 @@
+"""Simulated machines with round figures, and kernels for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncflow.devices.presets import Card, Link, MachineSpec
+from asyncflow.devices.protocol import ArraySpec, KernelInfo
+from asyncflow.devices.sim import SimDevice, SimMachine
+from asyncflow.streams.virtual import VirtualClockLoop
+
+US = 1_000
+KERNEL_NS, DISPATCH_NS, HOST_OP_NS = 2 * US, 1 * US, 500
+LATENCY_NS = 3 * US
+
+CARD = Card(
+    name="round",
+    flops_per_s=1e12,
+    bytes_per_s=1e11,
+    memory_bytes=1 << 30,
+    kernel_s=2e-6,
+    dispatch_s=1e-6,
+    host_op_s=5e-7,
+    copy_engines=2,
+)
+HOST_LINK = Link(name="host", bytes_per_s=1e10, latency_s=3e-6)
+PEER_LINK = Link(name="peer", bytes_per_s=4e10, latency_s=1e-6)
+
+
+def machine_of(
+    loop: VirtualClockLoop,
+    cards: int = 2,
+    *,
+    card: Card = CARD,
+    peer: Link | None = PEER_LINK,
+    message_s: float = 0.0,
+    **options: Any,
+) -> SimMachine:
+    return SimMachine(MachineSpec((card,) * cards, HOST_LINK, peer, message_s), loop, **options)
+
+
+def size_of(shape: Sequence[int]) -> int:
+    return int(np.prod(shape))
+
+
+def bind(
+    device: SimDevice,
+    kernel: Callable[..., Any],
+    name: str = "kernel",
+    *,
+    flops: float | None = None,
+    infer: Callable[[Sequence[ArraySpec]], Sequence[ArraySpec] | None] | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """A kernel of one operation an output element, or of `flops` operations; its output is like its first input."""
+
+    def count(inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> float:
+        return float(sum(map(size_of, outputs))) if flops is None else flops
+
+    info = KernelInfo(name=name, flops=count, infer=infer or (lambda specs: [specs[0]] if specs else None), **options)
+    return device.bind(kernel, info)
+
+
+async def fetched(device: SimDevice, value: Any) -> Any:
+    """What a fetch delivers, once it does."""
+    future = device.machine.loop.create_future()
+    assert device.fetch(value, lambda array, error: future.set_result((array, error)))
+    array, error = await future
+    assert error is None
+    return array
+
+
+def received(device: SimDevice, value: Any, source: SimDevice) -> Any:
+    """What is received at once."""
+    got: list[Any] = []
+    device.receive(value, source, lambda array, error: got.append((array, error)))
+    ((array, error),) = got
+    assert error is None, error
+    return array
+
+
+async def idle(device: SimDevice) -> None:
+    """Until all work is done."""
+    future = device.machine.loop.create_future()
+    device.when_done(lambda: future.set_result(None))
+    await future
