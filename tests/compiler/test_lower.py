@@ -60,14 +60,14 @@ def test_a_constant_result_becomes_one_of_its_branch(graph: af.Graph) -> None:
     pred = af.placeholder("bool", (), name="pred")
     assert lowered(graph, [af.cond(pred, lambda: 1, lambda: 0, name="pick")]) == golden("""
         %feed = feed() {index=0, spec=bool[]} : bool[]
-        %pick/switch = switch(%feed, %feed) : (bool[], bool[])
         %pick/true/constant = constant() {value=array(int64[], 1)} : int64[]
         %pick/false/constant = constant() {value=array(int64[], 0)} : int64[]
-        %pick/switch/pivot = identity(%pick/switch:1) : bool[]
-        %pick/result = identity(%pick/true/constant) after(%pick/switch/pivot) : int64[]
-        %pick/switch/pivot_1 = identity(%pick/switch) : bool[]
-        %pick/result_1 = identity(%pick/false/constant) after(%pick/switch/pivot_1) : int64[]
-        %pick/merge = merge(%pick/result_1, %pick/result) : (int64[], int32[])
+        %pick/switch = switch(%feed, %feed) : (bool[], bool[])
+        %pick/switch/pivot = identity(%pick/switch) : bool[]
+        %pick/result = identity(%pick/false/constant) after(%pick/switch/pivot) : int64[]
+        %pick/switch/pivot_1 = identity(%pick/switch:1) : bool[]
+        %pick/result_1 = identity(%pick/true/constant) after(%pick/switch/pivot_1) : int64[]
+        %pick/merge = merge(%pick/result, %pick/result_1) : (int64[], int32[])
         %fetch = fetch(%pick/merge) : ()
     """)
 
@@ -140,8 +140,8 @@ def test_a_loop_in_a_branch_enters_only_if_the_branch_is_taken(graph: af.Graph) 
 
     assert lowered(graph, [af.cond(pred, loop, lambda: 0, name="pick")]) == golden("""
         %feed = feed() {index=0, spec=bool[]} : bool[]
-        %pick/switch = switch(%feed, %feed) : (bool[], bool[])
         %pick/true/constant = constant() {value=array(int64[], 0)} : int64[]
+        %pick/switch = switch(%feed, %feed) : (bool[], bool[])
         %pick/switch/pivot = identity(%pick/switch:1) : bool[]
         %pick/true/loop/enter = enter(%pick/true/constant) {constant=false, frame="pick/true/loop"} after(%pick/switch/pivot) : int64[]
         %pick/true/loop/merge = merge(%pick/true/loop/enter, %pick/true/loop/next_iteration) : (int64[], int32[])
@@ -181,10 +181,10 @@ def test_a_loop_in_a_loop(graph: af.Graph) -> None:
         %outer/body/inner/enter = enter(%outer/body/constant) {constant=false, frame="outer/body/inner"} after(%outer/switch/pivot) : int64[]
         %outer/body/inner/merge = merge(%outer/body/inner/enter, %outer/body/inner/next_iteration) : (int64[], int32[])
         %outer/body/inner/enter_1 = enter(%outer/enter_1) {constant=true, frame="outer/body/inner"} after(%outer/switch/pivot) : int64[]
-        %outer/body/inner/enter_2 = enter(%outer/switch:1) {constant=true, frame="outer/body/inner"} : int64[]
         %outer/body/inner/cond/less = less(%outer/body/inner/merge, %outer/body/inner/enter_1) : bool[]
         %outer/body/inner/loop_cond = loop_cond(%outer/body/inner/cond/less) : bool[]
         %outer/body/inner/switch = switch(%outer/body/inner/merge, %outer/body/inner/loop_cond) : (int64[], int64[])
+        %outer/body/inner/enter_2 = enter(%outer/switch:1) {constant=true, frame="outer/body/inner"} : int64[]
         %outer/body/inner/body/add = add(%outer/body/inner/switch:1, %outer/body/inner/enter_2) : int64[]
         %outer/body/inner/next_iteration = next_iteration(%outer/body/inner/body/add) : int64[]
         %outer/body/inner/exit = exit(%outer/body/inner/switch) : int64[]

@@ -39,10 +39,10 @@ def test_a_request_may_be_partial(on: list[str], request_: str | None, expected:
 
 def test_no_device_fits_a_request() -> None:
     with af.Graph() as graph, af.device("cuda"):
-        y = work(x4(), name="y")
+        y = af.negative(x4(), name="y")
     expected = (
         r"no device fits 'cuda': this session has cpu:0, cpu:1; ask for one with Session\(devices=\[\.\.\.\]\)"
-        r"\n  asked for by y \(work\), built at .*test_place_constraints\.py:\d+"
+        r"\n  asked for by y \(negative\), built at .*test_place_constraints\.py:\d+"
     )
     with pytest.raises(af.PlacementError, match=expected):
         placed(graph, [y], devices("cpu:0", "cpu:1"))
@@ -57,7 +57,7 @@ def test_one_device_is_no_excuse() -> None:
 
 def test_a_request_that_is_no_device() -> None:
     with af.Graph() as graph, af.device("gpu:0"):
-        y = work(x4(), name="y")
+        y = af.negative(x4(), name="y")
     with pytest.raises(af.PlacementError, match=r"did you mean 'cuda'[^$]*asked for by y .*constraints\.py:\d+"):
         placed(graph, [y], devices("cpu:0", "cpu:1"))
 
@@ -128,18 +128,18 @@ def test_a_pruned_node_joins_those_that_were_placed_with_it() -> None:
 def test_conflict_names_requests_places_and_reasons() -> None:
     with af.Graph() as graph:
         with af.device("sim:0"):
-            a = work(x4(), name="a")
+            a = af.negative(x4(), name="a")
         with af.colocate_with(a):
-            b = work(x4(), name="b")
+            b = af.negative(x4(), name="b")
         with af.colocate_with(b), af.device("sim:1"):
-            c = work(x4(), name="c")
+            c = af.negative(x4(), name="c")
     with pytest.raises(af.PlacementError) as caught:
         placed(graph, [a, b, c], devices("sim:0", "sim:1"))
     lines = str(caught.value).splitlines()
     assert lines[0] == ("nodes that have to be on one device ask for different ones; this session has sim:0, sim:1")
     here = "test_place_constraints.py:"
-    assert lines[1].startswith("  'sim:0' asked for by a (work), built at ") and here in lines[1]
-    assert lines[2].startswith("  'sim:1' asked for by c (work), built at ") and here in lines[2]
+    assert lines[1].startswith("  'sim:0' asked for by a (negative), built at ") and here in lines[1]
+    assert lines[2].startswith("  'sim:1' asked for by c (negative), built at ") and here in lines[2]
     assert lines[3] == "they have to be together because"
     assert {line.split(", ")[0] for line in lines[4:6]} == {"  b is colocated with a", "  c is colocated with b"}
     assert lines[6] == "ask for one device for all of them, or take away what joins them"
@@ -210,15 +210,14 @@ def test_a_variable_used_in_a_loop_is_where_it_is_used_outside() -> None:
 
 def by_hand(*, spec: str | None) -> tuple[af.Graph, Any, Any]:
     with af.Graph() as graph:
-        i = af.placeholder("int32", (), name="i")
+        i = af.placeholder("int64", (), name="i")
         apart = work(x4(), ms=20)
-        entered = raw.enter(i, frame="loop")
-        merged = raw.merge([entered, entered])[0]
-        pred = raw.loop_cond(merged < 3)
+        merged, _ = raw.merge(raw.enter(i, "loop"))
+        pred = raw.loop_cond(merged < raw.enter(3, "loop"))
         done, again = raw.switch(merged, pred)
         with af.device(spec):
-            following = raw.next_iteration(again + 1)
-        merged.node.inputs[1] = following
+            following = raw.next_iteration(again + raw.enter(1, "loop"))
+        raw.add_back_edge(merged, following)
         left = raw.exit(done)
     return graph, left, work(apart, ms=20)
 
@@ -240,7 +239,7 @@ def test_primitives_say_why_they_stay_together() -> None:
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@af.op(af.spec("float32", ()))
+@af.op(outputs=af.spec("float32", ()))
 def user_function(value: Any) -> Any:
     return value
 
@@ -271,8 +270,8 @@ def test_soft_placement_finds_a_device_with_the_kernel() -> None:
 
 def test_strict_placement_refuses() -> None:
     with af.Graph() as graph, af.device("cuda"):
-        y = user_function(x4()[0], name="y")
-    expected = r"y \(.*user_function\) is asked to be on 'cuda', and no kernel of it runs there[^$]*soft_placement"
+        y = user_function(x4()[0])
+    expected = r"user_function \(user_function\) is asked to be on 'cuda', and no kernel of it runs there[^$]*soft_placement"
     with pytest.raises(af.PlacementError, match=expected):
         placed(graph, [y], devices("cuda:0", "cpu:0"), soft=False)
 
@@ -292,7 +291,7 @@ def test_what_has_no_kernel_goes_elsewhere_unasked() -> None:
 
 def test_no_device_has_the_kernel() -> None:
     with af.Graph() as graph:
-        y = user_function(x4()[0], name="y")
+        y = user_function(x4()[0])
     for on in (devices("cuda:0"), devices("cuda:0", "cuda:1")):
-        with pytest.raises(af.PlacementError, match=r"no device of this session \(cuda:0.*\) has a kernel for y"):
+        with pytest.raises(af.PlacementError, match=r"no device of this session \(cuda:0.*\) has a kernel for user_function"):
             placed(graph, [y], on)

@@ -194,7 +194,8 @@ def test_cancelled_timers_never_run_and_cost_no_tick(loop: VirtualClockLoop) -> 
 
 def test_cancelled_timers_do_not_pile_up(loop: VirtualClockLoop) -> None:
     async def main() -> None:
-        kept = [loop.call_later(100 + i, int) for i in range(10)]
+        # Those that are kept are due first, so that no cancelled one comes to the top.
+        kept = [loop.call_later(1 + i, int) for i in range(10)]
         for _ in range(10_000):
             async with asyncio.timeout(60):
                 await asyncio.sleep(0)
@@ -208,18 +209,26 @@ def test_cancelled_timers_do_not_pile_up(loop: VirtualClockLoop) -> None:
     assert loop.time() == 1.0
 
 
-def test_cancelled_twice_or_after_running_counts_once(loop: VirtualClockLoop) -> None:
+def test_cancelled_timers_are_counted_once_while_they_wait(loop: VirtualClockLoop) -> None:
+    def check() -> None:
+        assert loop._cancelled == sum(timer.cancelled() for _, _, timer in loop._timers)
+
     async def main() -> None:
-        old = [loop.call_later(1, int) for _ in range(200)]
+        old = [loop.call_later(1, int) for _ in range(50)]
         await asyncio.sleep(1)
         for timer in old:
             timer.cancel()
-        ran: list[int] = []
-        for i in range(150):
-            loop.call_later(1, ran.append, i)
-        loop.call_later(0.5, int).cancel()
+        check()
+        waiting = [loop.call_later(1, int) for _ in range(50)]
+        for timer in waiting[:20]:
+            timer.cancel()
+            timer.cancel()
+        check()
+        await asyncio.sleep(0.5)
+        check()
         await asyncio.sleep(1)
-        assert ran == list(range(150))
+        check()
+        assert loop._cancelled == 0
 
     loop.run_until_complete(main())
 
@@ -324,9 +333,13 @@ def test_on_tick_sees_every_tick_before_what_is_due() -> None:
             await asyncio.sleep(1)
             events.append(("task", clock().time_ns()))
 
-    run(main(), on_tick=lambda now_ns: events.append(("tick", now_ns)))
+    def on_tick(now_ns: int) -> None:
+        events.append(("tick", now_ns))
+        clock().call_soon(events.append, ("first", now_ns))
+
+    run(main(), on_tick=on_tick)
     seconds = [1_000_000_000, 2_000_000_000, 3_000_000_000]
-    assert events == [(name, moment) for moment in seconds for name in ("tick", "task")]
+    assert events == [(name, moment) for moment in seconds for name in ("tick", "first", "task")]
 
 
 def test_on_tick_may_cancel(loop: VirtualClockLoop) -> None:
@@ -444,13 +457,26 @@ def test_leaving_waits_for_threads_of_the_default_executor() -> None:
 # -- sockets and signals -----------------------------------------------------------------------------------------
 
 
-def test_sockets_are_waited_for() -> None:
+def start_when_waiting(loop: VirtualClockLoop, thread: threading.Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start `thread` once the loop has found nothing left to do but to wait for the world outside."""
+    decide = loop._move_on
+
+    def decide_and_start(files: int) -> bool:
+        moved = decide(files)
+        assert not moved
+        thread.start()
+        return moved
+
+    monkeypatch.setattr(loop, "_move_on", decide_and_start)
+
+
+def test_sockets_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> bytes:
         mine, theirs = socket.socketpair()
         mine.setblocking(False)
         with mine, theirs:
             sender = threading.Thread(target=theirs.sendall, args=(b"hello",))
-            clock().call_soon(sender.start)
+            start_when_waiting(clock(), sender, monkeypatch)
             received = await clock().sock_recv(mine, 5)
             sender.join()
             return received
@@ -458,12 +484,12 @@ def test_sockets_are_waited_for() -> None:
     assert run(main()) == b"hello"
 
 
-def test_signal_handlers_are_waited_for() -> None:
+def test_signal_handlers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> float:
         loop, received = clock(), asyncio.Event()
         loop.add_signal_handler(signal.SIGUSR1, received.set)
         sender = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGUSR1))
-        loop.call_soon(sender.start)
+        start_when_waiting(loop, sender, monkeypatch)
         await received.wait()
         sender.join()
         assert loop.remove_signal_handler(signal.SIGUSR1)
@@ -471,6 +497,16 @@ def test_signal_handlers_are_waited_for() -> None:
         return loop.time()
 
     assert run(main()) == 0.0
+
+
+def test_silence_is_a_deadlock_again_without_signal_handlers() -> None:
+    async def main() -> None:
+        clock().add_signal_handler(signal.SIGUSR1, int)
+        clock().remove_signal_handler(signal.SIGUSR1)
+        await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="every task waits"):
+        run(main())
 
 
 def test_interrupt_while_time_jumps() -> None:
@@ -490,12 +526,12 @@ def test_interrupt_while_time_jumps() -> None:
     assert 1.0 <= cleaned[0] <= 1.5
 
 
-def test_interrupt_while_a_thread_works() -> None:
+def test_interrupt_while_a_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
     async def main() -> None:
         killer = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
-        clock().call_soon(killer.start)
+        start_when_waiting(clock(), killer, monkeypatch)
         try:
             await asyncio.to_thread(gate.wait, 10)
         finally:
