@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-import inspect
 import sys
-import traceback
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from asyncflow.cli.target import Target, TargetError
+from asyncflow.cli.program import run_program
+from asyncflow.cli.target import Target
 from asyncflow.profiler import format_table, save, summarize
 from asyncflow.profiler.save import check_destination
-from asyncflow.runtime.loop import run
 from asyncflow.runtime.trace import Trace
-
-FAILED = 1
-INTERRUPTED = 130
-
-_HERE = str(Path(__file__).resolve().parent)
-_IMPORT_SYSTEM = ("<frozen importlib", importlib.__file__)
 
 
 def profile(target: str, outputs: Sequence[Path], arguments: Sequence[str], *, top: int) -> int:
@@ -44,7 +33,7 @@ def profile(target: str, outputs: Sequence[Path], arguments: Sequence[str], *, t
     for path in outputs:
         check_destination(path)
     trace = Trace()
-    code = _run(Target.parse(target), arguments, trace)
+    code = run_program(Target.parse(target), arguments, trace)
     sys.stdout.flush()
     print(f"\n{format_table(summarize(trace), top=top)}")
     for path in outputs:
@@ -52,64 +41,3 @@ def profile(target: str, outputs: Sequence[Path], arguments: Sequence[str], *, t
         viewer = "in any browser" if path.suffix.lower() == ".html" else "at https://ui.perfetto.dev"
         print(f"\nwrote {path}: open it {viewer}")
     return code
-
-
-def _run(target: Target, arguments: Sequence[str], trace: Trace) -> int:
-    """Loads and calls the target as a program of its own, and gives its exit code."""
-    with _as_program(target, arguments):
-        try:
-            call = target.load()
-            with trace:
-                result = call()
-                if inspect.isawaitable(result):
-                    run(_awaited(result))
-        except TargetError:
-            raise
-        except SystemExit as error:
-            return _exit_code(error)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return INTERRUPTED
-        except (Exception, asyncio.CancelledError) as error:
-            _print_traceback(error)
-            return FAILED
-    return 0
-
-
-async def _awaited(result: Awaitable[object]) -> object:
-    return await result
-
-
-@contextmanager
-def _as_program(target: Target, arguments: Sequence[str]) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as the program would find them if it were run alone."""
-    argv, path = sys.argv, sys.path
-    sys.argv, sys.path = [target.program, *arguments], [target.search_path, *path]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path = argv, path
-
-
-def _exit_code(error: SystemExit) -> int:
-    """What Python would make of it: a number is the code, any other object is printed and means failure."""
-    if error.code is None:
-        return 0
-    if isinstance(error.code, int):
-        return error.code
-    print(error.code, file=sys.stderr)
-    return FAILED
-
-
-def _print_traceback(error: BaseException) -> None:
-    """The traceback from the program's first line on; the frames before it are ours and the import system's."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    ours = [index for index, (frame, _) in enumerate(frames) if frame.f_code.co_filename.startswith(_HERE)]
-    first = ours[-1] + 1 if ours else 0
-    while first < len(frames) and frames[first][0].f_code.co_filename.startswith(_IMPORT_SYSTEM):
-        first += 1
-    shown = error.__traceback__
-    for _ in range(first):
-        assert shown is not None
-        shown = shown.tb_next
-    traceback.print_exception(error.with_traceback(shown))

@@ -8,9 +8,8 @@ another stream is handed over, which costs time. So:
 - A loop whose iterations overlap runs as fast as its busiest stream. Its dependency graph, values that go from one
   iteration to the next included, is condensed into strongly connected components, which overlap with nothing of
   themselves. They are cut, in topological order, into as many consecutive groups as there are streams, so that the
-  heaviest group is as light as can be: a pipeline. Independent chains are dealt out whole if that is as good. Where one
-  component has nearly all the work, there is nothing to overlap but independent nodes of one iteration, and those are
-  list scheduled.
+  heaviest group is as light as can be: a pipeline. Where list scheduling one iteration promises more, as it does for
+  independent chains that cannot be cut evenly, or where one component has nearly all the work, that is done instead.
 - A loop or branch inside either is one node that costs what its body does, for an assumed number of iterations, and
   stays whole on one stream, where it compiles to one function; unless there is little else to be done at the same time,
   in which case its own body is divided in the same way.
@@ -465,50 +464,11 @@ class _Pipeline:
 
     def divide(self) -> tuple[list[int], float]:
         """The stream of each component, and the load of the busiest stream."""
-        chains = self.deal_out(self.chains())
-        pipeline = dict(zip(self.heavy, cut_evenly([self.loads[i] for i in self.heavy], self.count), strict=True))
-        # Chains cost no handing over.
-        chosen = chains if self.heaviest(chains) * _WORTHWHILE <= self.heaviest(pipeline) else pipeline
-        return self.with_light(chosen), self.heaviest(chosen)
-
-    def heaviest(self, groups: Mapping[int, int]) -> float:
+        cut = cut_evenly([self.loads[index] for index in self.heavy], self.count)
         totals = [0.0] * self.count
-        for index, group in groups.items():
+        for index, group in zip(self.heavy, cut, strict=True):
             totals[group] += self.loads[index]
-        return max(totals)
-
-    def chains(self) -> list[list[int]]:
-        """The heavy components, those together that depend on one another."""
-        parent = list(range(len(self.loads)))
-
-        def find(index: int) -> int:
-            while parent[index] != index:
-                parent[index] = index = parent[parent[index]]
-            return index
-
-        heavy, is_fed = set(self.heavy), set(self.heavy)
-        for index, sources in enumerate(self.sources):
-            fed_by = [source for source in sources if source in is_fed]
-            if fed_by:
-                is_fed.add(index)
-                # A light node, such as the sum of two losses, does not make one chain of those that it uses.
-                for source in fed_by if index in heavy else fed_by[:1]:
-                    parent[find(index)] = find(source)
-        chains: dict[int, list[int]] = {}
-        for index in self.heavy:
-            chains.setdefault(find(index), []).append(index)
-        return list(chains.values())
-
-    def deal_out(self, chains: Sequence[Sequence[int]]) -> dict[int, int]:
-        """Each chain whole to the stream that has least, the heaviest first."""
-        totals = [0.0] * self.count
-        groups: dict[int, int] = {}
-        weights = [sum(self.loads[index] for index in chain) for chain in chains]
-        for place in sorted(range(len(chains)), key=lambda place: -weights[place]):
-            group = totals.index(min(totals))
-            totals[group] += weights[place]
-            groups.update(dict.fromkeys(chains[place], group))
-        return groups
+        return self.with_light(dict(zip(self.heavy, cut, strict=True))), max(totals)
 
     def with_light(self, heavy: Mapping[int, int]) -> list[int]:
         """Light components go with the last they use, or else with the first that uses them."""

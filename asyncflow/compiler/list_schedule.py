@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 GAIN = 0.9
 """Tasks are only spread if that takes at most this part of the time they take together."""
 
+_AS_GOOD = 1.03
+"""Of placements that take so little longer than the best, the one with the fewest transfers is taken."""
+
+_WORTH_A_MOVE = 1.005
+
 _MOST_TRIALS = 60_000
 """A search by moving groups may simulate so many tasks in all."""
 
@@ -108,6 +113,8 @@ class Problem:
     """Tasks in an order in which they can run, and the devices.
 
     Attributes:
+        first_part: how many tasks come before those that are repeated; the iterations of a loop, such as 2 of 4.
+        repeats: how often what the other tasks add to the time is counted beyond once.
         limits: bytes each device may hold; None is no limit.
         transfer: ns to send so many bytes from one device to another.
     """
@@ -117,6 +124,8 @@ class Problem:
     groups: list[Group]
     limits: Sequence[float | None]
     transfer: Callable[[float, int, int], float]
+    first_part: int = 0
+    repeats: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,8 +134,9 @@ class Solution:
 
     Attributes:
         devices: by group; `SPREAD` for spread tasks.
-        span: ns of a simulated run.
+        span: ns of a simulated run, with what is repeated.
         overflow: bytes by which devices exceed their limits in it.
+        crossings: how often a value goes to another device.
         finishes: by group, when it would end on each device, as seen when it was put on one; None if it had no choice.
         full: by group, the devices that had no room for it then.
         is_gathered: everything that has the choice is on one device.
@@ -135,6 +145,7 @@ class Solution:
     devices: list[int]
     span: float
     overflow: float
+    crossings: int
     finishes: list[dict[int, float] | None]
     full: list[tuple[int, ...]]
     is_gathered: bool = False
@@ -152,19 +163,43 @@ def search(problem: Problem) -> Solution:
         return _evaluated(problem, devices)
     greedy = _Greedy(problem).run()
     gathered = _gathered(problem, greedy)
-    best = min(greedy, gathered, *_pipelines(problem, greedy), key=lambda solution: solution.cost)
-    best = _improved(problem, best)
+    found = [greedy, gathered, *_pipelines(problem, greedy)]
+    overflow, span = min(solution.cost for solution in found)
+    as_good = [solution for solution in found if solution.overflow <= overflow and solution.span <= _AS_GOOD * span]
+    best = _improved(problem, min(as_good, key=lambda solution: solution.crossings))
     if gathered.overflow <= best.overflow and best.span > GAIN * gathered.span:
         return gathered
     return best
 
 
 def _evaluated(problem: Problem, devices: list[int], like: Solution | None = None) -> Solution:
-    span, overflow = simulate(problem, devices)
-    if like is not None:
-        return Solution(devices=devices, span=span, overflow=overflow, finishes=like.finishes, full=like.full)
+    span, overflow, crossings = simulate(problem, devices)
+    if problem.repeats:
+        span += problem.repeats * _added(problem, devices)
     n_groups = len(problem.groups)
-    return Solution(devices=devices, span=span, overflow=overflow, finishes=[None] * n_groups, full=[()] * n_groups)
+    return Solution(
+        devices=devices,
+        span=span,
+        overflow=overflow,
+        crossings=crossings,
+        finishes=[None] * n_groups if like is None else like.finishes,
+        full=[()] * n_groups if like is None else like.full,
+    )
+
+
+def _added(problem: Problem, devices: Sequence[int]) -> float:
+    """What the later part of the tasks adds to the time in the long run, when pipelines are full.
+
+    That is the most work it gives to a device, or the way its tasks have to go one after the other.
+    """
+    loads = [0.0] * len(problem.limits)
+    for task in problem.tasks[problem.first_part :]:
+        if task.spread is None:
+            loads[devices[task.group]] += task.times[devices[task.group]]
+        else:
+            loads = [load + more for load, more in zip(loads, task.spread.loads, strict=True)]
+    first, both = (simulate(problem, devices, n, contend=False)[0] for n in (problem.first_part, None))
+    return max(*loads, both - first)
 
 
 def _gathered(problem: Problem, greedy: Solution) -> Solution:
@@ -227,7 +262,7 @@ def _improved(problem: Problem, start: Solution) -> Solution:
                 devices[index] = device
                 budget -= 1
                 tried = _evaluated(problem, devices, start)
-                if (tried.overflow, tried.span * (1 + 1e-9)) < best.cost:
+                if (tried.overflow, _WORTH_A_MOVE * tried.span) < best.cost:
                     best, improves = tried, True
         improves = improves and moves <= budget
     return best
@@ -303,12 +338,18 @@ class _Memory:
                     self.used[holder] -= values[index].nbytes
 
 
-def simulate(problem: Problem, devices: Sequence[int]) -> tuple[float, float]:
-    """When the last task ends, in ns, and by how many bytes a device exceeds its limit."""
-    tasks, values = problem.tasks, problem.values
+def simulate(
+    problem: Problem, devices: Sequence[int], n_tasks: int | None = None, *, contend: bool = True
+) -> tuple[float, float, int]:
+    """When the last of the first `n_tasks` tasks ends, in ns.
+
+    Also by how many bytes a device exceeds its limit, and how often a value goes to another device. Unless they
+    `contend`, a device runs any number of tasks at a time.
+    """
+    tasks, values = problem.tasks[:n_tasks], problem.values
     places = _Places(problem, devices)
     memory = _Memory(problem) if any(limit is not None for limit in problem.limits) else None
-    followers, missing, ready = _edges(problem), [0] * len(tasks), [0.0] * len(tasks)
+    followers, missing, ready = _edges(tasks), [0] * len(tasks), [0.0] * len(tasks)
     arrived: dict[tuple[int, int], float] = {}
     for index, task in enumerate(tasks):
         missing[index] = sum(values[i].maker is not None for i in task.inputs) + len(task.waits)
@@ -319,13 +360,14 @@ def simulate(problem: Problem, devices: Sequence[int]) -> tuple[float, float]:
                 ready[index] = max(ready[index], places.transfer(values[i], places.of(values[i]), needed))
     queue = [(ready[index], index) for index in range(len(tasks)) if missing[index] == 0]
     heapq.heapify(queue)
-    free = [0.0] * len(problem.limits)
+    idle = [0.0] * len(problem.limits)
+    free = idle.copy()
     span = 0.0
     while queue:
         start, index = heapq.heappop(queue)
         task = tasks[index]
         device = devices[task.group]
-        finish = _occupy(task, device, start, free)
+        finish = _occupy(task, device, start, free if contend else idle.copy())
         if memory is not None and task.spread is None:
             memory.run(task, device)
         span = max(span, finish)
@@ -333,6 +375,8 @@ def simulate(problem: Problem, devices: Sequence[int]) -> tuple[float, float]:
             value = values[output]
             source = places.of(value)
             for user in value.users:
+                if user >= len(tasks):
+                    continue
                 other = tasks[user]
                 needed = other.spread.inputs[output] if other.spread else devices[other.group]
                 there = finish
@@ -344,12 +388,13 @@ def simulate(problem: Problem, devices: Sequence[int]) -> tuple[float, float]:
                 _arrive(user, there, ready, missing, queue)
         for user in followers[index]:
             _arrive(user, finish, ready, missing, queue)
-    return span, max(0.0, memory.overflow) if memory is not None else 0.0
+    return span, max(0.0, memory.overflow) if memory is not None else 0.0, len(arrived)
 
 
-def _edges(problem: Problem) -> list[list[int]]:
-    followers: list[list[int]] = [[] for _ in problem.tasks]
-    for index, task in enumerate(problem.tasks):
+def _edges(tasks: Sequence[Task]) -> list[list[int]]:
+    """The tasks that wait for each without taking a value."""
+    followers: list[list[int]] = [[] for _ in tasks]
+    for index, task in enumerate(tasks):
         for before in task.waits:
             followers[before].append(index)
     return followers
@@ -408,13 +453,14 @@ class _Greedy:
             if self.memory is not None and device is not None:
                 self.memory.run(task, device)
         devices = [SPREAD if device is None else device for device in self.devices]
-        span, overflow = simulate(self.problem, devices)
-        return Solution(devices=devices, span=span, overflow=overflow, finishes=self.finishes, full=self.full)
+        solution = _evaluated(self.problem, devices)
+        solution.finishes, solution.full = self.finishes, self.full
+        return solution
 
     def _order(self) -> list[int]:
         """By the longest way to the end, which no task has a shorter one of than those that wait for it."""
         tasks, values = self.problem.tasks, self.problem.values
-        followers = _edges(self.problem)
+        followers = _edges(tasks)
         ranks = [0.0] * len(tasks)
         far = len(self.problem.limits) - 1
         for index in range(len(tasks) - 1, -1, -1):

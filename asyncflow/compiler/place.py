@@ -43,6 +43,9 @@ _ITERATIONS = 10
 _OVERLAPPING, _MOST_UNROLLED = 4, 4_000
 """So many iterations that may overlap are simulated, unless that makes too many nodes."""
 
+_MANY = 128.0
+"""What overlapping iterations add to the time is counted for so many: filling a pipeline then matters little."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -179,6 +182,8 @@ class _Placer:
             level.gate = level.task(condition.results[0])
             level.add_graph(body)
             results = [level.index[result] for result in body.results]
+            if iteration < n_iterations // 2:
+                level.problem.first_part = len(level.problem.tasks)
             if iteration == 0:
                 for variable, result in zip(values, results, strict=False):
                     level.problem.values[variable].share = 1.0
@@ -190,13 +195,17 @@ class _Placer:
                 ]
             for inner_cond, inner_body, result in zip(condition.inputs, body.inputs, results, strict=False):
                 level.index[inner_cond] = level.index[inner_body] = result
+        counted = float(n_iterations)
+        if n_iterations > 1:
+            level.problem.repeats = (_MANY - n_iterations) / (n_iterations - n_iterations // 2)
+            counted = _MANY
         solution = search(level.problem)
         where, why = self.outcome(level, solution)
         outputs = [level.device_of(variable, solution) for variable in variables]
         needed = [*outputs, *(level.needed_on(value, solution) for value in values[n_vars:])]
-        scale = _ITERATIONS / n_iterations
-        loads = [scale * load for load in _loads(level, solution)]
-        return Split(where=where, why=why, loads=loads, span=scale * solution.span, inputs=needed, outputs=outputs)
+        loads = [_ITERATIONS / n_iterations * load for load in _loads(level, solution)]
+        span = _ITERATIONS / counted * solution.span
+        return Split(where=where, why=why, loads=loads, span=span, inputs=needed, outputs=outputs)
 
     def split_cond(self, node: Node, home: Callable[[Tensor], int | None]) -> Split:
         where: dict[Node, int] = {}

@@ -219,6 +219,7 @@ class Launcher:
         if not is_array(output):
             depends = (event,) if event is not None else _latest(events)
             return output if isinstance(output, _PLAIN) or not depends else SimOpaque(output, depends)
+        home = home or homes.find(output)  # an output before may share its memory
         if home is None:
             home = self._new_home(output, event or self._join(events), homes)
         storage, written = home

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 
 
@@ -24,8 +24,9 @@ class Lane:
 
     def first_gap(self, earliest_ns: int, duration_ns: int) -> int:
         """When a copy could begin that begins no earlier."""
-        start = earliest_ns
-        for busy_from, busy_until in self._busy:
+        start, busy = earliest_ns, self._busy
+        for index in range(bisect_right(busy, earliest_ns, key=_until), len(busy)):
+            busy_from, busy_until = busy[index]
             if start + duration_ns <= busy_from:
                 break
             start = max(start, busy_until)
@@ -33,9 +34,13 @@ class Lane:
 
     def occupy(self, started_ns: int, ended_ns: int, now_ns: int) -> None:
         """Take the lane for a copy; what ended before `now_ns` is forgotten."""
-        self._busy = [busy for busy in self._busy if busy[1] > now_ns]
+        del self._busy[: bisect_right(self._busy, now_ns, key=_until)]
         if ended_ns > started_ns:
             insort(self._busy, (started_ns, ended_ns))
+
+
+def _until(busy: tuple[int, int]) -> int:
+    return busy[1]
 
 
 def first_common_gap(lanes: Sequence[Lane], earliest_ns: int, duration_ns: int) -> int:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.protocol import AsynchronousDevice
     from asyncflow.runtime.frame import Iteration
-    from asyncflow.runtime.ports import Surroundings
+    from asyncflow.runtime.ports import Emitter, Surroundings
 
 _log = logging.getLogger("asyncflow.runtime")
 
@@ -78,7 +78,9 @@ class Executor:
         "stopped",
     )
 
-    def __init__(self, partition: Partition, surroundings: Surroundings, owner: Owner) -> None:
+    def __init__(
+        self, partition: Partition, surroundings: Surroundings, owner: Owner, emitter: Emitter | None = None
+    ) -> None:
         self.scheduler = Scheduler(
             partition, seed=surroundings.shuffle_seed, max_iterations=surroundings.max_iterations
         )
@@ -96,7 +98,7 @@ class Executor:
         if surroundings.trace is not None:
             self.recorder = Recorder(surroundings.trace, surroundings.run_id, device, surroundings.now)
             self.scheduler.ready = self.recorder.ready
-        self._ports = Ports(self, device, surroundings)
+        self._ports = Ports(self, device, surroundings, emitter)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -179,6 +181,7 @@ class Executor:
     def close(self) -> None:
         """Lets go of the run, which has ended: no cycle may hold its values."""
         self._owner = None
+        self._ports.close()
 
     # -- launching -----------------------------------------------------------------------------------------------
 

@@ -39,13 +39,19 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     """
     if not asyncio.iscoroutine(main):
         raise TypeError(_not_a_coroutine(main))
+    if _is_running_here():
+        main.close()  # or Python would warn that it was never awaited
+        raise RuntimeError("af.run starts an event loop, and one is running in this thread already: await it instead")
+    with asyncio.Runner(debug=debug, loop_factory=new_event_loop) as runner:
+        return runner.run(main)
+
+
+def _is_running_here() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with asyncio.Runner(debug=debug, loop_factory=new_event_loop) as runner:
-            return runner.run(main)
-    main.close()  # or Python would warn that it was never awaited
-    raise RuntimeError("af.run starts an event loop, and one is running in this thread already: await it instead")
+        return False
+    return True
 
 
 def _not_a_coroutine(main: object) -> str:

@@ -56,7 +56,6 @@ class Surroundings:
         max_iterations: most iterations of a loop.
         trace: what to record into.
         now: nanoseconds of the clock that a trace shows.
-        emitter: takes streamed values.
         guard: log kernels that hold the event loop.
     """
 
@@ -72,7 +71,6 @@ class Surroundings:
     max_iterations: int | None = None
     trace: Trace | None = None
     now: Callable[[], int] = perf_counter_ns
-    emitter: Emitter | None = None
     guard: bool = False
 
 
@@ -109,11 +107,14 @@ class Ports:
         untaken: streamed items that the consumer has not taken.
     """
 
-    __slots__ = ("_asynchronous", "_executor", "_with", "untaken")
+    __slots__ = ("_asynchronous", "_emitter", "_executor", "_with", "untaken")
 
-    def __init__(self, executor: Partitioned, device: Device, surroundings: Surroundings) -> None:
+    def __init__(
+        self, executor: Partitioned, device: Device, surroundings: Surroundings, emitter: Emitter | None
+    ) -> None:
         self.untaken = 0
-        self._executor = executor
+        self._executor: Partitioned = executor
+        self._emitter = emitter
         self._with = surroundings
         self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
 
@@ -127,6 +128,10 @@ class Ports:
             self._to_host(node, iteration, inputs[0])
         else:
             self._emit(node, iteration, tuple(inputs))
+
+    def close(self) -> None:
+        """Lets go of the run, which has ended: no cycle may hold its values."""
+        del self._executor, self._with, self._emitter
 
     # -- between devices -----------------------------------------------------------------------------------------
 
@@ -226,7 +231,7 @@ class Ports:
             executor.complete(node, iteration, (value,), value)
 
     def _emit(self, node: PlanNode, iteration: Iteration, values: tuple[Any, ...]) -> None:
-        emitter, executor = self._with.emitter, self._executor
+        emitter, executor = self._emitter, self._executor
         assert emitter is not None
         self.untaken += 1
 

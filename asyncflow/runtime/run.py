@@ -85,11 +85,10 @@ class Run:
             max_iterations=max_iterations,
             trace=trace,
             now=self._now,
-            emitter=channel,
             guard=guard,
         )
         self._partitions = plan.partitions
-        self.executors = [Executor(partition, surroundings, self) for partition in plan.partitions]
+        self.executors = [Executor(partition, surroundings, self, channel) for partition in plan.partitions]
         # Devices whose work must have ended before the run has.
         self._undrained = [
             cast("AsynchronousDevice", devices[partition.device])

@@ -39,10 +39,10 @@ def test_a_request_may_be_partial(on: list[str], request_: str | None, expected:
 
 def test_no_device_fits_a_request() -> None:
     with af.Graph() as graph, af.device("cuda"):
-        y = af.negative(x4(), name="y")
+        y = af.identity(x4(), name="y")
     expected = (
         r"no device fits 'cuda': this session has cpu:0, cpu:1; ask for one with Session\(devices=\[\.\.\.\]\)"
-        r"\n  asked for by y \(negative\), built at .*test_place_constraints\.py:\d+"
+        r"\n  asked for by y \(identity\), built at .*test_place_constraints\.py:\d+"
     )
     with pytest.raises(af.PlacementError, match=expected):
         placed(graph, [y], devices("cpu:0", "cpu:1"))
@@ -57,7 +57,7 @@ def test_one_device_is_no_excuse() -> None:
 
 def test_a_request_that_is_no_device() -> None:
     with af.Graph() as graph, af.device("gpu:0"):
-        y = af.negative(x4(), name="y")
+        y = af.identity(x4(), name="y")
     with pytest.raises(af.PlacementError, match=r"did you mean 'cuda'[^$]*asked for by y .*constraints\.py:\d+"):
         placed(graph, [y], devices("cpu:0", "cpu:1"))
 
@@ -119,27 +119,26 @@ def test_a_pruned_node_joins_those_that_were_placed_with_it() -> None:
         pruned = work(x4())
         with af.colocate_with(pruned):
             a, b = work(x4(), ms=5), work(x4(), ms=5)
-    apart = placed(graph, [work(x4(), ms=5), a], devices("sim:0", "sim:1"))
-    together = placed(graph, [a, b], devices("sim:0", "sim:1"))
-    assert len(set(apart.placement.devices.values())) == 2, "they would go apart"
-    assert together[a] == together[b]
+        c = work(x4(), ms=8)
+    found = placed(graph, [a, b, c], devices("sim:0", "sim:1"))
+    assert found[a] == found[b] != found[c]
 
 
 def test_conflict_names_requests_places_and_reasons() -> None:
     with af.Graph() as graph:
         with af.device("sim:0"):
-            a = af.negative(x4(), name="a")
+            a = af.identity(x4(), name="a")
         with af.colocate_with(a):
-            b = af.negative(x4(), name="b")
+            b = af.identity(x4(), name="b")
         with af.colocate_with(b), af.device("sim:1"):
-            c = af.negative(x4(), name="c")
+            c = af.identity(x4(), name="c")
     with pytest.raises(af.PlacementError) as caught:
         placed(graph, [a, b, c], devices("sim:0", "sim:1"))
     lines = str(caught.value).splitlines()
     assert lines[0] == ("nodes that have to be on one device ask for different ones; this session has sim:0, sim:1")
     here = "test_place_constraints.py:"
-    assert lines[1].startswith("  'sim:0' asked for by a (negative), built at ") and here in lines[1]
-    assert lines[2].startswith("  'sim:1' asked for by c (negative), built at ") and here in lines[2]
+    assert lines[1].startswith("  'sim:0' asked for by a (identity), built at ") and here in lines[1]
+    assert lines[2].startswith("  'sim:1' asked for by c (identity), built at ") and here in lines[2]
     assert lines[3] == "they have to be together because"
     assert {line.split(", ")[0] for line in lines[4:6]} == {"  b is colocated with a", "  c is colocated with b"}
     assert lines[6] == "ask for one device for all of them, or take away what joins them"
@@ -271,7 +270,7 @@ def test_soft_placement_finds_a_device_with_the_kernel() -> None:
 def test_strict_placement_refuses() -> None:
     with af.Graph() as graph, af.device("cuda"):
         y = user_function(x4()[0])
-    expected = r"user_function \(user_function\) is asked to be on 'cuda', and no kernel of it runs there[^$]*soft_placement"
+    expected = r"user_function \(user_function\) is asked to be on 'cuda', and no kernel of it[^$]*soft_placement"
     with pytest.raises(af.PlacementError, match=expected):
         placed(graph, [y], devices("cuda:0", "cpu:0"), soft=False)
 
@@ -293,5 +292,5 @@ def test_no_device_has_the_kernel() -> None:
     with af.Graph() as graph:
         y = user_function(x4()[0])
     for on in (devices("cuda:0"), devices("cuda:0", "cuda:1")):
-        with pytest.raises(af.PlacementError, match=r"no device of this session \(cuda:0.*\) has a kernel for user_function"):
+        with pytest.raises(af.PlacementError, match=r"no device of this session \(cuda:0.*\) has a kernel for user_"):
             placed(graph, [y], on)

@@ -69,7 +69,7 @@ def test_a_copy_without_a_wait_is_found(machine: SimMachine, read: str) -> None:
     one, other = SimDevice(machine, 0), SimDevice(machine, 1)
     x = array(one)
     if read == "fetch":
-        with pytest.raises(HazardError, match="reads 'make' on stream sim:0/d2h .* on stream sim:0/compute;"):
+        with pytest.raises(HazardError, match=r"reads 'make' on stream sim:0/d2h .* on stream sim:0/compute;"):
             one.fetch(x, lambda *_: None)
     else:
         outcome: list[Any] = []
@@ -99,7 +99,7 @@ def test_the_host_cannot_look_at_a_value(machine: SimMachine) -> None:
     x = array(SimDevice(machine))
     for look in (np.asarray, bool, list):
         with pytest.raises(HazardError, match=r"reads 'make' on sim:0 .* fetch the value first"):
-            look(x)  # type: ignore[operator]
+            look(x)
 
 
 def test_a_value_of_another_device_has_to_be_sent(machine: SimMachine) -> None:

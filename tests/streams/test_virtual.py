@@ -325,21 +325,31 @@ def test_two_runs_are_the_same() -> None:
     assert all(run(main()) == first for _ in range(3))
 
 
-def test_on_tick_sees_every_tick_before_what_is_due() -> None:
+def test_on_tick_sees_every_tick_before_what_is_due(loop: VirtualClockLoop) -> None:
     events: list[tuple[str, int]] = []
 
-    async def main() -> None:
-        for _ in range(3):
-            await asyncio.sleep(1)
-            events.append(("task", clock().time_ns()))
+    def note(name: str) -> None:
+        events.append((name, loop.time_ns()))
 
     def on_tick(now_ns: int) -> None:
-        events.append(("tick", now_ns))
-        clock().call_soon(events.append, ("first", now_ns))
+        assert now_ns == loop.time_ns()
+        note("tick")
+        loop.call_soon(note, "from the tick")
 
-    run(main(), on_tick=on_tick)
-    seconds = [1_000_000_000, 2_000_000_000, 3_000_000_000]
-    assert events == [(name, moment) for moment in seconds for name in ("tick", "first", "task")]
+    loop.on_tick = on_tick
+    for when_ns in (10, 20, 20):
+        loop.call_at_ns(when_ns, note, "due")
+    loop.call_at_ns(20, loop.stop)
+    loop.run_forever()
+    assert events == [
+        ("tick", 10),
+        ("from the tick", 10),
+        ("due", 10),
+        ("tick", 20),
+        ("from the tick", 20),
+        ("due", 20),
+        ("due", 20),
+    ]
 
 
 def test_on_tick_may_cancel(loop: VirtualClockLoop) -> None:
@@ -462,6 +472,7 @@ def start_when_waiting(loop: VirtualClockLoop, thread: threading.Thread, monkeyp
     decide = loop._move_on
 
     def decide_and_start(files: int) -> bool:
+        monkeypatch.setattr(loop, "_move_on", decide)
         moved = decide(files)
         assert not moved
         thread.start()
