@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.estimate import ASSUMED_EXTENT, kernel_ns
+from asyncflow.compiler.estimate import assumed, kernel_ns
 from asyncflow.compiler.extract import FEED
 from asyncflow.compiler.frames import has_primitives
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node
-    from asyncflow.graph.shapes import Shape
 
 ASSUMED_TRIPS = 16
 """Iterations of a loop, for what it costs as a whole."""
@@ -283,14 +282,8 @@ class _Assignment:
             return max(bodies) if node.op.name == "cond" else ASSUMED_TRIPS * sum(bodies)
         if node.op.kernel is None or node.op in (CONSTANT, IDENTITY, NO_OP):
             return 0.0
-        inputs, outputs = ([_assumed(tensor.shape) for tensor in tensors] for tensors in (node.inputs, node.outputs))
+        inputs, outputs = ([assumed(tensor.shape) for tensor in tensors] for tensors in (node.inputs, node.outputs))
         return kernel_ns(node, inputs, outputs)
-
-
-def _assumed(shape: Shape) -> Shape:
-    if shape is None:
-        return (ASSUMED_EXTENT, ASSUMED_EXTENT)
-    return tuple(ASSUMED_EXTENT if dim is None else dim for dim in shape)
 
 
 def _handover_ns(device: str | None) -> float:

@@ -33,11 +33,12 @@ def kernel_ns(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence
 
 def may_be_long(node: Node, limit_ns: float) -> bool:
     """Whether one firing may well take longer than `limit_ns`; extents that are not known count as `ASSUMED_EXTENT`."""
-    inputs, outputs = ([_assumed(tensor.shape) for tensor in tensors] for tensors in (node.inputs, node.outputs))
+    inputs, outputs = ([assumed(tensor.shape) for tensor in tensors] for tensors in (node.inputs, node.outputs))
     return kernel_ns(node, inputs, outputs) > limit_ns
 
 
-def _assumed(shape: Shape) -> Shape:
+def assumed(shape: Shape) -> tuple[int, ...]:
+    """A shape without unknown extents."""
     if shape is None:
         return (ASSUMED_EXTENT, ASSUMED_EXTENT)
     return tuple(ASSUMED_EXTENT if dim is None else dim for dim in shape)

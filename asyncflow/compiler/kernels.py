@@ -89,7 +89,8 @@ def bind_launch(node: Node, kernel: Kernel, device: AsynchronousDevice, stream: 
         needs_context=op.needs_context,
         is_async=op.is_async,
         may_run_on_host=all(is_host_spec(tensor.spec) for tensor in node.outputs),
-        keeps_arrays=op.effects is not None
+        keeps_arrays=op.is_user
+        or op.effects is not None
         or any(tensor.spec.dtype == VARIANT for tensor in (*node.inputs, *node.outputs)),
         flops=flops,
         infer=infer,

@@ -82,19 +82,14 @@ class _Layout:
         # A LoopCond without control inputs only gives a name to its input.
         self.aliases: dict[Tensor, Tensor] = {}
         self.indexed_merges = {
-            tensor.node
-            for node in sources
-            for tensor in node.inputs
-            if tensor.node.op is MERGE and tensor.index == 1
+            tensor.node for node in sources for tensor in node.inputs if tensor.node.op is MERGE and tensor.index == 1
         }
         controls = {control for node in sources for control in node.control_inputs}
         for node in sources:
             if node.op is LOOP_COND and not node.control_inputs and node not in controls:
                 self.aliases[node.outputs[0]] = node.inputs[0]
 
-    def build(
-        self, device: str, feeds: Mapping[Node, int], fetches: Mapping[Node, int], n_fetches: int
-    ) -> Partition:
+    def build(self, device: str, feeds: Mapping[Node, int], fetches: Mapping[Node, int], n_fetches: int) -> Partition:
         for node in self.sources:
             if not is_everywhere(node):
                 self.place(node)

@@ -1,4 +1,4 @@
-"""One level of a structured graph, the root's nodes or those of a body, as a problem of `list_schedule`.
+"""One level of a structured graph, the root's nodes or those of a body, as a problem for `list_schedule`.
 
 A loop's level holds its predicate and its body, several iterations of them if they may overlap: what may run at once
 then does so in the simulated execution as well, and stages of a pipeline pay.
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
-from asyncflow.compiler.list_schedule import Group, Problem, Spread, Task, Value
 from asyncflow.compiler.node_costs import tensor_nbytes
+from asyncflow.compiler.simulated_execution import Group, Problem, Spread, Task, Value, loads
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import STRUCTURED
 
@@ -144,6 +144,10 @@ class Level:
             if device is not None:
                 return device
         return None
+
+    def loads(self, solution: Solution) -> list[float]:
+        """The ns of work on each device in a solution, of all iterations that were added."""
+        return loads(self.problem, solution.devices)
 
     def _group(self, node: Node) -> int:
         if node in self.counters:

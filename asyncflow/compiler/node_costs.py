@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.estimate import ASSUMED_EXTENT
+from asyncflow.compiler.estimate import assumed
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.graph import STRUCTURED
@@ -90,13 +90,6 @@ def spec_nbytes(spec: Spec) -> float:
     if kind == "O":
         return _VARIANT_NBYTES
     return float(_elements(spec.shape) * (_STRING_NBYTES if kind == "T" else spec.dtype.itemsize))
-
-
-def assumed(shape: Shape) -> tuple[int, ...]:
-    """`shape`, with a guess for what is not known of it."""
-    if shape is None:
-        return (ASSUMED_EXTENT, ASSUMED_EXTENT)
-    return tuple([ASSUMED_EXTENT if dim is None else dim for dim in shape])
 
 
 def _elements(shape: Shape) -> int:

@@ -54,6 +54,8 @@ def compile_plan(
     max_iterations: int | None = None,
     transfer_dtype: str | None = None,
     costs: Mapping[str, float] | None = None,
+    soft_placement: bool = True,
+    placement_seed: int | None = None,
 ) -> Plan:
     """Compiles what one kind of run needs.
 
@@ -72,6 +74,8 @@ def compile_plan(
         max_iterations: most iterations of a loop, for those inside regions.
         transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits.
         costs: mean nanoseconds that nodes took in earlier runs, by name.
+        soft_placement: a node that has no kernel where it is asked to be goes elsewhere.
+        placement_seed: places nodes at random where they may be; None where they finish first.
 
     Raises:
         FeedError: a needed placeholder is not fed.
@@ -81,7 +85,7 @@ def compile_plan(
     extracted = extract(graph, fetches, feeds, streamed=streamed, all_effects=all_effects)
     working = extracted.graph
     check = verify if debug else _do_not_verify
-    resolve_requests(working, graph, devices)
+    resolve_requests(working, graph, devices, soft=soft_placement)
     check(working)
     if optimize:
         run_optimizations(
@@ -93,7 +97,7 @@ def compile_plan(
         )
     order_effects(working)
     check(working)
-    placement = place(working, devices, costs)
+    placement = place(working, devices, costs, seed=placement_seed)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
     streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
     if regions:

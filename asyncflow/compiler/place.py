@@ -15,14 +15,17 @@ value is made, a capture to where its value is, a `cond` or `while` to its predi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.choices import Choices
 from asyncflow.compiler.constraints import resolve_requests, usable_devices
+from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.followers import place_followers
 from asyncflow.compiler.level import Level, Split, Whole
-from asyncflow.compiler.list_schedule import GAIN, SPREAD, Value, search
+from asyncflow.compiler.list_schedule import GAIN, search
 from asyncflow.compiler.node_costs import NodeCosts, tensor_nbytes
+from asyncflow.compiler.simulated_execution import Value
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import STRUCTURED
 
@@ -64,13 +67,17 @@ class Placement:
         return "\n".join(lines)
 
 
-def place(graph: Graph, devices: Sequence[Device], costs: Mapping[str, float] | None = None) -> Placement:
+def place(
+    graph: Graph, devices: Sequence[Device], costs: Mapping[str, float] | None = None, *, seed: int | None = None
+) -> Placement:
     """Gives every node of `graph`, bodies included, the full name of one device in `node.device`.
 
     Args:
         graph: structured, from `resolve_requests` and the optimisations; changed in place.
         devices: those of the session, the preferred one first.
         costs: mean ns of a firing by node name, from earlier runs; what is missing is estimated.
+        seed: puts nodes at random where they may be, to show that results do not depend on it. None: where they finish
+            first.
 
     Raises:
         PlacementError: no device can run a node.
@@ -83,11 +90,26 @@ def place(graph: Graph, devices: Sequence[Device], costs: Mapping[str, float] | 
             node.device = devices[0].name
         return Placement(dict.fromkeys(names, devices[0].name), dict.fromkeys(names, "the only device of the session"))
     choices = Choices(graph, devices)
-    where, why = _Placer(graph, choices, NodeCosts(devices, costs or {})).run()
+    if seed is not None:
+        where, why = _at_random(nodes, choices, Random(seed))
+    else:
+        where, why = _Placer(graph, choices, NodeCosts(devices, costs or {})).run()
     place_followers(graph, choices, where, why)
     for node in nodes:
         node.device = devices[where[node]].name
     return Placement({node.name: devices[where[node]].name for node in nodes}, {node.name: why[node] for node in nodes})
+
+
+def _at_random(nodes: Sequence[Node], choices: Choices, random: Random) -> tuple[dict[Node, int], dict[Node, str]]:
+    """A device for every node that does work, one for each group."""
+    where: dict[Node, int] = {}
+    groups: dict[str, int] = {}
+    for node in nodes:
+        if node.op in (PARAMETER, CONSTANT, FEED, FETCH, EMIT) or node.op.name in STRUCTURED:
+            continue
+        device = random.choice(choices.allowed(node))
+        where[node] = device if node.colocated_with is None else groups.setdefault(node.colocated_with, device)
+    return where, {node: choices.asked_reason(node) or "at random, as placement_seed= asks" for node in where}
 
 
 @dataclass(slots=True)
@@ -203,7 +225,7 @@ class _Placer:
         where, why = self.outcome(level, solution)
         outputs = [level.device_of(variable, solution) for variable in variables]
         needed = [*outputs, *(level.needed_on(value, solution) for value in values[n_vars:])]
-        loads = [_ITERATIONS / n_iterations * load for load in _loads(level, solution)]
+        loads = [_ITERATIONS / n_iterations * load for load in level.loads(solution)]
         span = _ITERATIONS / counted * solution.span
         return Split(where=where, why=why, loads=loads, span=span, inputs=needed, outputs=outputs)
 
@@ -226,7 +248,7 @@ class _Placer:
             where.update(placed)
             why.update(reasons)
             span = max(span, solution.span)
-            loads = [max(pair) for pair in zip(loads, _loads(level, solution), strict=True)]
+            loads = [max(pair) for pair in zip(loads, level.loads(solution), strict=True)]
             for position, value in enumerate(values, start=1):
                 device = level.needed_on(value, solution)
                 needed[position] = needed[position] if device is None else device
@@ -325,19 +347,6 @@ class _Placer:
             return prefix + (together if solution.is_gathered else "all work is done sooner that way")
         others = ", ".join(f"{_duration(end)} on {names[d]}" for d, end in finishes.items() if d != device)
         return f"{prefix}finishes first there: {_duration(finishes[device])}" + (f", {others}" if others else "")
-
-
-def _loads(level: Level, solution: Solution) -> list[float]:
-    """The ns of all tasks on each device."""
-    loads = [0.0] * len(level.problem.limits)
-    for task in level.problem.tasks:
-        if task.spread is not None:
-            loads = [load + more for load, more in zip(loads, task.spread.loads, strict=True)]
-        else:
-            device = solution.devices[task.group]
-            assert device != SPREAD
-            loads[device] += task.times[device]
-    return loads
 
 
 def _counters(condition: Subgraph, body: Subgraph) -> frozenset[Node]:

@@ -28,7 +28,6 @@ from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import IDENTITY
 
 if TYPE_CHECKING:
-
     from asyncflow.compiler.estimate import RegionEstimate
     from asyncflow.compiler.place import Placement
     from asyncflow.compiler.regions import Region

@@ -169,7 +169,7 @@ class AsynchronousDevice(Device, Protocol):
         ...
 
     def require_data(self, value: Any, name: str) -> None:
-        """Raise unless Python can look at `value`, which the node `name` needs: a simulation may know its shape alone."""
+        """Raise unless Python can look at `value`, as the node `name` has to: a simulation may know its shape alone."""
         ...
 
     def when_done(self, done: Callable[[], None]) -> None:

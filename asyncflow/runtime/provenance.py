@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from asyncflow.compiler.codegen import TooManyIterations
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.errors import AsyncflowError, KernelError, OutOfMemoryError
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 def describe(value: object) -> str:
     """dtype and shape of a run-time value: ``float32[64,64]``."""
-    if isinstance(value, np.ndarray | np.generic):
+    if hasattr(value, "dtype") and hasattr(value, "shape"):  # of whichever device
         return f"{dtype_name(value.dtype)}{format_shape(value.shape)}"
     return type(value).__name__
 

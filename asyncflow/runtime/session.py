@@ -87,6 +87,10 @@ class Session:
             of loops overlap on it.
         transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits, in half the bytes
             and with 8 bits of precision. None sends what is there.
+        soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
+            error.
+        placement_seed: puts nodes on devices at random, as far as requests allow, to show that results do not depend on
+            it. None: where they finish first.
         check_numerics: fail on the first NaN or infinity, naming the node.
         max_iterations: most iterations of any one loop; None for no limit.
 
@@ -114,6 +118,8 @@ class Session:
         threads: int = 1,
         compute_streams: int = 1,
         transfer_dtype: str | None = None,
+        soft_placement: bool = True,
+        placement_seed: int | None = None,
         check_numerics: bool = False,
         max_iterations: int | None = None,
     ) -> None:
@@ -121,7 +127,11 @@ class Session:
         check_integer(threads, "threads", 1)
         check_integer(compute_streams, "compute_streams", 1)
         check_transfer_dtype(transfer_dtype)
-        for name, value, least in (("seed", seed, None), ("max_iterations", max_iterations, 1)):
+        for name, value, least in (
+            ("seed", seed, None),
+            ("placement_seed", placement_seed, None),
+            ("max_iterations", max_iterations, 1),
+        ):
             if value is not None:
                 check_integer(value, name, least)
         self.graph = graph
@@ -136,6 +146,8 @@ class Session:
         self._check_numerics = check_numerics
         self._max_iterations = max_iterations
         self._transfer_dtype = transfer_dtype
+        self._soft_placement = soft_placement
+        self._placement_seed = placement_seed
         self._random_seed = secrets.randbits(63)
         self._plans = PlanCache()
         self._calls: dict[Any, Call] = {}
@@ -488,6 +500,8 @@ class Session:
                 check_numerics=self._check_numerics,
                 transfer_dtype=self._transfer_dtype,
                 costs=self._plans.measured_costs(),
+                soft_placement=self._soft_placement,
+                placement_seed=self._placement_seed,
             )
         except RecursionError:
             raise GraphError(

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.spec import Spec
 
 MS = 1e6
 """ns."""
@@ -61,7 +63,11 @@ def _flops(inputs: object, outputs: object, *, flops: float, spec: object) -> fl
     return flops
 
 
-WORK = Op(name="work", infer=lambda *_, flops, spec: spec, kernel=lambda xp, *, flops, spec: None, flops=_flops)
+def _kernel(xp: Any, *, flops: float, spec: Spec) -> Kernel:
+    return lambda *_: xp.zeros(spec.shape, spec.dtype)
+
+
+WORK = Op(name="work", infer=lambda *_, flops, spec: spec, kernel=_kernel, flops=_flops)
 """Takes as long, and makes a value as large, as its attributes say."""
 
 

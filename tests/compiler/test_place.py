@@ -421,7 +421,7 @@ def test_reasons() -> None:
     assert found.why(asked).startswith("asked for 'sim:1' at ")
     assert "test_place.py:" in found.why(asked)
     reasons = [found.why(y) for y in free]
-    assert "finishes first there: 4 ms, 13 ms on sim:0" in reasons
+    assert "finishes first there: 8 ms, 13 ms on sim:0" in reasons
     assert set(found.placement.explain().splitlines()) >= {f"  {free[1].node.name}: {reasons[1]}"}
 
 

@@ -360,6 +360,13 @@ def test_a_view_needs_no_room(machine: SimMachine) -> None:
     assert bind(device, lambda x: x.reshape(2, -1), flops=0.0)(x).storage is x.storage
 
 
+def test_no_copy_is_begun_that_has_no_room(loop: VirtualClockLoop) -> None:
+    machine = machine_of(loop, peer=None)
+    one, other = SimDevice(machine, 0), SimDevice(machine, 1, memory_limit=MIB)
+    other.receive(zeros(one, 2 * MIB), one, lambda *_: None)
+    assert one.d2h.free_at_ns == 0
+
+
 def test_copies_and_constants_need_room(machine: SimMachine) -> None:
     one, other = SimDevice(machine, 0), SimDevice(machine, 1, memory_limit=MIB)
     x, outcome = zeros(one, 2 * MIB), []

@@ -336,8 +336,9 @@ def test_writes_of_state_on_two_streams_are_ordered(machine: SimMachine) -> None
     def add(x: np.ndarray) -> np.ndarray:
         return cell.set(cell.get() + x)
 
-    first = bind(device, add, "add", keeps_arrays=True)(array(device, 1.0, 50))
-    second = bind(device, add, "add", keeps_arrays=True, stream=1)(array(device, 2.0, 50))
+    x, y = array(device, 1.0, 50), array(device, 2.0, 50)
+    first = bind(device, add, "add", keeps_arrays=True, flops=1e9)(x)
+    second = bind(device, add, "add", keeps_arrays=True, stream=1)(y)
     assert second.written.started_ns >= first.written.time_ns
     got = bind(device, cell.get, "get", keeps_arrays=True)()
     assert got.written is second.written
@@ -359,6 +360,28 @@ def test_an_opaque_state_carries_what_it_depends_on(machine: SimMachine) -> None
     assert machine.loop.run_until_complete(fetched(device, stacked)).tolist() == [[1.0] * 8, [2.0] * 8]
     assert len(machine.loop.run_until_complete(fetched(device, items)).arrays) == 2
     assert machine.hazards == []
+
+
+def test_memory_that_no_kernel_fills_is_ordered_with_its_stream(machine: SimMachine) -> None:
+    device = SimDevice(machine, compute_streams=2)
+    append = bind(device, lambda items, x: Items((x.copy(),)), "append", keeps_arrays=True, flops=0.0)
+    x = array(device)
+    read = bind(device, lambda items: items.arrays[0], "read", keeps_arrays=True, flops=0.0, stream=1)
+    y = read(append(Items(()), x))
+    assert y.written is x.written and y.storage.pool is device.compute_streams[1]
+    assert device.compute_streams[1].has_seen(x.written)
+    del y
+    machine.check()
+
+
+def test_what_is_dropped_with_its_loop_is_no_hazard(machine: SimMachine) -> None:
+    device = SimDevice(machine, compute_streams=2)
+    x = array(device)
+    bind(device, np.negative, stream=1)(x)
+    del x
+    machine.loop.close()
+    gc.collect()
+    assert device.memory.used == 0 and machine.hazards == []
 
 
 class Items:

@@ -1,0 +1,273 @@
+"""A model of a run: tasks on devices, values that go from one to another, memory; and how long it all takes.
+
+Each device runs its tasks one by one, in the order in which they become ready, and a value goes once to each device
+that needs it, as soon as it is there: that is what the runtime does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SPREAD = -1
+"""The device of a task that runs on several."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Value:
+    """What one task makes, or what is there from the start.
+
+    Attributes:
+        nbytes: its size.
+        maker: the task that makes it; None if it is there from the start, on `home`.
+        home: a device; None: everywhere.
+        like: a value; this one is there from the start on the device that makes that one (it is what that one was an
+            iteration ago).
+        slot: which output of its maker it is.
+        share: which part of the cost of sending it counts; what a loop uses is sent once for all its iterations.
+        is_kept: it stays live after its last use, as constants do.
+        users: tasks.
+    """
+
+    nbytes: float
+    maker: int | None = None
+    home: int | None = None
+    like: int | None = None
+    slot: int = 0
+    share: float = 1.0
+    is_kept: bool = False
+    users: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Spread:
+    """How a task that runs on several devices uses them.
+
+    Attributes:
+        loads: ns on each device.
+        span: ns from its start to its end, with all devices free.
+        inputs: by value, the device that needs it; None if none does.
+        outputs: the device of each output; None: everywhere.
+    """
+
+    loads: Sequence[float]
+    span: float
+    inputs: dict[int, int | None]
+    outputs: Sequence[int | None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Task:
+    """Work that runs on one device, that of its group; or, with `spread`, on several that are settled.
+
+    Attributes:
+        group: tasks of one group share a device.
+        times: ns on each device.
+        inputs: values, each once.
+        waits: tasks that it runs after, without taking a value.
+        outputs: values.
+        workspace: bytes held only while it runs.
+        spread: None for a task on one device.
+    """
+
+    group: int
+    times: Sequence[float]
+    inputs: list[int]
+    waits: list[int]
+    outputs: list[int]
+    workspace: float = 0.0
+    spread: Spread | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """Tasks that share a device: one of `allowed` (none for a spread task), which holds `held` bytes for them."""
+
+    allowed: Sequence[int]
+    held: float = 0.0
+    tasks: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Problem:
+    """Tasks in an order in which they can run, and the devices.
+
+    Attributes:
+        first_part: how many tasks come before those that are repeated; the iterations of a loop, such as 2 of 4.
+        repeats: how often what the other tasks add to the time is counted beyond once.
+        limits: bytes each device may hold; None is no limit.
+        transfer: ns to send so many bytes from one device to another.
+    """
+
+    tasks: list[Task]
+    values: list[Value]
+    groups: list[Group]
+    limits: Sequence[float | None]
+    transfer: Callable[[float, int, int], float]
+    first_part: int = 0
+    repeats: float = 0.0
+
+
+class Places:
+    """Where values are, given where groups are (a group that is not placed yet is nowhere: None)."""
+
+    def __init__(self, problem: Problem, devices: Sequence[int | None]) -> None:
+        self.problem = problem
+        self.devices = devices
+
+    def of(self, value: Value) -> int | None:
+        """The device that makes the value, or where it is from the start; None for everywhere."""
+        if value.maker is None:
+            if value.like is None:
+                return value.home
+            value = self.problem.values[value.like]
+            assert value.maker is not None
+        task = self.problem.tasks[value.maker]
+        if task.spread is None:
+            return self.devices[task.group]
+        return task.spread.outputs[value.slot]
+
+    def transfer(self, value: Value, source: int | None, target: int | None) -> float:
+        """The ns until the value is there."""
+        if source is None or target is None or source == target:
+            return 0.0
+        return value.share * self.problem.transfer(value.nbytes, source, target)
+
+
+class Memory:
+    """Bytes live on each device. A value is live from when it is made, or sent there, to its last use."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.used = [0.0] * len(problem.limits)
+        self.overflow = 0.0
+        self.held: set[int] = set()
+        self.holders: dict[int, set[int]] = {}
+        self.uses = [len(value.users) + value.is_kept for value in problem.values]
+
+    def needs(self, task: Task, device: int) -> float:
+        """What the device would have to hold more while the task runs."""
+        values = self.problem.values
+        more = task.workspace + sum(values[output].nbytes for output in task.outputs)
+        more += sum(values[i].nbytes for i in task.inputs if device not in self.holders.get(i, ()))
+        return more if task.group in self.held else more + self.problem.groups[task.group].held
+
+    def room(self, device: int) -> float:
+        """Bytes the device may hold more."""
+        limit = self.problem.limits[device]
+        return float("inf") if limit is None else limit - self.used[device]
+
+    def run(self, task: Task, device: int) -> None:
+        """The task runs: its outputs are made, and its inputs used."""
+        self.overflow = max(self.overflow, self.needs(task, device) - self.room(device))
+        values = self.problem.values
+        if task.group not in self.held:
+            self.held.add(task.group)
+            self.used[device] += self.problem.groups[task.group].held
+        for index in (*task.outputs, *task.inputs):
+            holders = self.holders.setdefault(index, set())
+            if device not in holders:
+                holders.add(device)
+                self.used[device] += values[index].nbytes
+        for index in task.inputs:
+            self.uses[index] -= 1
+            if self.uses[index] == 0:
+                for holder in self.holders.pop(index):
+                    self.used[holder] -= values[index].nbytes
+
+
+def simulate(
+    problem: Problem, devices: Sequence[int], n_tasks: int | None = None, *, contend: bool = True
+) -> tuple[float, float, int]:
+    """When the last of the first `n_tasks` tasks ends, in ns.
+
+    Also by how many bytes a device exceeds its limit, and how often a value goes to another device. Unless they
+    `contend`, a device runs any number of tasks at a time.
+    """
+    tasks, values = problem.tasks[:n_tasks], problem.values
+    places = Places(problem, devices)
+    memory = Memory(problem) if any(limit is not None for limit in problem.limits) else None
+    followers, missing, ready = edges(tasks), [0] * len(tasks), [0.0] * len(tasks)
+    arrived: dict[tuple[int, int], float] = {}
+    for index, task in enumerate(tasks):
+        missing[index] = sum(values[i].maker is not None for i in task.inputs) + len(task.waits)
+        device = devices[task.group]
+        for i in task.inputs:
+            if values[i].maker is None:
+                needed = task.spread.inputs[i] if task.spread else device
+                ready[index] = max(ready[index], places.transfer(values[i], places.of(values[i]), needed))
+    queue = [(ready[index], index) for index in range(len(tasks)) if missing[index] == 0]
+    heapq.heapify(queue)
+    idle = [0.0] * len(problem.limits)
+    free = idle.copy()
+    span = 0.0
+    while queue:
+        start, index = heapq.heappop(queue)
+        task = tasks[index]
+        device = devices[task.group]
+        finish = occupy(task, device, start, free if contend else idle.copy())
+        if memory is not None and task.spread is None:
+            memory.run(task, device)
+        span = max(span, finish)
+        for output in task.outputs:
+            value = values[output]
+            source = places.of(value)
+            for user in value.users:
+                if user >= len(tasks):
+                    continue
+                other = tasks[user]
+                needed = other.spread.inputs[output] if other.spread else devices[other.group]
+                there = finish
+                if needed is not None and source is not None and needed != source:
+                    key = (output, needed)
+                    if key not in arrived:
+                        arrived[key] = finish + places.transfer(value, source, needed)
+                    there = arrived[key]
+                _arrive(user, there, ready, missing, queue)
+        for user in followers[index]:
+            _arrive(user, finish, ready, missing, queue)
+    return span, max(0.0, memory.overflow) if memory is not None else 0.0, len(arrived)
+
+
+def loads(problem: Problem, devices: Sequence[int], first: int = 0) -> list[float]:
+    """The ns of work on each device, of all tasks from the `first` one on."""
+    total = [0.0] * len(problem.limits)
+    for task in problem.tasks[first:]:
+        if task.spread is None:
+            total[devices[task.group]] += task.times[devices[task.group]]
+        else:
+            total = [load + more for load, more in zip(total, task.spread.loads, strict=True)]
+    return total
+
+
+def edges(tasks: Sequence[Task]) -> list[list[int]]:
+    """The tasks that wait for each without taking a value."""
+    followers: list[list[int]] = [[] for _ in tasks]
+    for index, task in enumerate(tasks):
+        for before in task.waits:
+            followers[before].append(index)
+    return followers
+
+
+def _arrive(user: int, time: float, ready: list[float], missing: list[int], queue: list[tuple[float, int]]) -> None:
+    ready[user] = max(ready[user], time)
+    missing[user] -= 1
+    if missing[user] == 0:
+        heapq.heappush(queue, (ready[user], user))
+
+
+def occupy(task: Task, device: int, start: float, free: list[float]) -> float:
+    """Runs the task when it and its devices are ready; returns when it ends."""
+    if task.spread is None:
+        free[device] = finish = max(start, free[device]) + task.times[device]
+        return finish
+    finish = start + task.spread.span
+    for used, load in enumerate(task.spread.loads):
+        if load > 0.0:
+            free[used] = max(free[used], start) + load
+            finish = max(finish, free[used])
+    return finish
