@@ -7,6 +7,7 @@ An iteration copies the tables and is ready to receive tokens.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -297,17 +298,37 @@ class Plan:
     straight: Straight | None = None
 
     def explain(self, *, source: bool = False) -> str:
-        """What will run: the frames, and every node with its frame, kind and inputs; with `source`, regions' code."""
-        lines = []
+        """What will run: per device the frames, and every node with its inputs; with `source`, regions' code.
+
+        With several devices, also why each node is where it is, and how many values go from device to device.
+        """
+        lines = self._explain_transfers()
         for partition in self.partitions:
             lines.append(f"partition on {partition.device}: {len(partition.nodes)} nodes")
             for path, frame in partition.frames.items():
                 name = f"frame {'/'.join(path)!r}, up to {frame.parallel_iterations} iterations" if path else "root"
                 lines.append(f"  {name}")
-                lines.extend(f"    {_explain(node)}" for node in frame.nodes)
+                lines.extend(f"    {_explain(node)}{self._why(node)}" for node in frame.nodes)
             if source:
                 lines.extend(f"\n# {n.name}\n{n.region.source}" for n in partition.nodes if n.region is not None)
         return "\n".join(lines)
+
+    def _explain_transfers(self) -> list[str]:
+        pairs = Counter(
+            (partition.device, node.peer)
+            for partition in self.partitions
+            for node in partition.nodes
+            if node.crossing == Crossing.SEND
+        )
+        return [f"{source} sends {count} values to {target}" for (source, target), count in pairs.items()]
+
+    def _why(self, node: PlanNode) -> str:
+        """Why a node is where it is, if it could have been elsewhere; a region's reason is that of its first node."""
+        if len(self.partitions) == 1:
+            return ""
+        inside = node.source.attrs["region"].nodes[0].name if node.source.op is REGION else node.name
+        reason = self.placement.reasons.get(inside)
+        return f"  # {reason}" if reason else ""
 
 
 def _explain(node: PlanNode) -> str:
