@@ -1,24 +1,104 @@
-"""Fixtures for every test: both event loops, sessions, and guards against leaks."""
+"""Fixtures for every test: event loops, sessions on one device and on three, and guards against leaks.
+
+A conformance test runs in every cell of {asyncio, uvloop, virtual time} x {one device with regions, one device
+interpreted, three devices with every node placed at random}; on virtual time the devices are simulated cards. Tests
+elsewhere run on real time and one device, but for those rooms whose programs control flow is made of.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import threading
-from typing import TYPE_CHECKING, Any
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from zlib import crc32
 
 import pytest
 import uvloop
 
 import asyncflow as af
+from asyncflow.devices.presets import parse_machine
+from asyncflow.devices.sim_machine import SimMachine, use_machine
+from asyncflow.runtime import session as session_module
+from asyncflow.runtime.run import Run
+from asyncflow.runtime.scheduler import Statistics
+from asyncflow.streams.virtual import VirtualClockLoop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+    from contextlib import AbstractAsyncContextManager
+
+    OpenSession: TypeAlias = Callable[..., AbstractAsyncContextManager[af.Session]]
+
+SEEDS = int(os.environ.get("ASYNCFLOW_SEEDS", "1"))
+"""In how many random places every conformance test puts its nodes."""
+
+MACHINE = "3 x v100, nvlink2"
+"""The simulated machine of tests on virtual time."""
+
+JITTER = 0.3
+"""How much its kernels and copies vary, so that work that nothing orders comes in any order."""
+
+DISTRIBUTED_ROOMS = ("conformance", "control", "state")
+"""Folders whose tests also run on three devices, and on virtual time."""
+
+REAL_TIME_ONLY: Mapping[str, str] = {
+    "test_84_cancel_in_a_kernel_and_in_a_loop": "blocks a stream's thread; simulated streams have none",
+    "test_86_two_sessions_in_one_loop": "blocks a stream's thread",
+    "test_87_other_coroutines_keep_their_latency": "measures real time",
+    "test_87_a_loop_without_kernels": "measures real time",
+    "test_87_the_guard_names_a_kernel_that_holds_the_loop": "measures real time",
+    "test_87_the_guard_says_nothing_of_threads": "measures real time",
+    "test_89_asyncio_debug_mode": "looks for calls from threads",
+}
+"""Tests of the distributed rooms that do not run on virtual time, and why."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a test's sessions run.
+
+    Attributes:
+        name: for people.
+        regions: whether sessions compile regions.
+        draw: which of the random placements on three devices; None for one device.
+    """
+
+    name: str
+    regions: bool
+    draw: int | None = None
+
+
+ONE_DEVICE = (Layout("regions", True), Layout("interpreted", False))
+THREE_DEVICES = tuple(Layout(f"three-{k}" if k else "three", True, k) for k in range(SEEDS))
 
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    real: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+        "asyncio": asyncio.new_event_loop,
+        "uvloop": uvloop.new_event_loop,
+    }
+    if _is_distributed(item) and item.name.partition("[")[0] not in REAL_TIME_ONLY:
+        return {**real, "virtual": VirtualClockLoop}
+    return real
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layout" in metafunc.fixturenames:
+        layouts = ONE_DEVICE + THREE_DEVICES if _is_distributed(metafunc.definition) else ONE_DEVICE
+        metafunc.parametrize("layout", layouts, ids=lambda layout: layout.name, indirect=True)
+
+
+def _is_distributed(item: pytest.Item) -> bool:
+    return item.path.parent.name in DISTRIBUTED_ROOMS
+
+
+# -- what tests use --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -28,18 +108,60 @@ def graph() -> Iterator[af.Graph]:
         yield built
 
 
-@pytest.fixture(params=[True, False], ids=["regions", "interpreted"])
-def regions(request: pytest.FixtureRequest) -> bool:
-    """Whether sessions compile regions: what a program does must not depend on it."""
-    return bool(request.param)
+@pytest.fixture
+def layout(request: pytest.FixtureRequest) -> Layout:
+    """On how many devices sessions run, and how: what a program does must not depend on it."""
+    chosen = request.param
+    assert isinstance(chosen, Layout)
+    return chosen
 
 
 @pytest.fixture
-async def session(regions: bool) -> AsyncIterator[af.Session]:
-    """A session in debug mode, with regions and without; afterwards nothing of its runs may be left."""
-    async with af.Session(debug=True, regions=regions) as opened:
+def regions(layout: Layout) -> bool:
+    """Whether sessions compile regions."""
+    return layout.regions
+
+
+@pytest.fixture
+async def machine(request: pytest.FixtureRequest) -> AsyncIterator[SimMachine | None]:
+    """On virtual time, the simulated machine that sessions find; on it, nothing may have been read or freed early."""
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, VirtualClockLoop):
+        yield None
+        return
+    made = SimMachine(parse_machine(MACHINE), loop, seed=_seed(request), jitter=JITTER)
+    with use_machine(made):
+        yield made
+    assert made.hazards == []
+
+
+@pytest.fixture
+def open_session(layout: Layout, machine: SimMachine | None, request: pytest.FixtureRequest) -> OpenSession:
+    """Opens sessions as `af.Session` does, where the layout says; afterwards nothing of their runs may be left."""
+    kind = "cpu" if machine is None else "sim"
+    count = 1 if layout.draw is None else 3
+    chosen: dict[str, Any] = {
+        "debug": True,
+        "regions": layout.regions,
+        "devices": [f"{kind}:{index}" for index in range(count)],
+        "placement_seed": None if layout.draw is None else _seed(request),
+    }
+
+    @asynccontextmanager
+    async def opened(graph: af.Graph | None = None, **options: Any) -> AsyncIterator[af.Session]:
+        async with af.Session(graph, **{**chosen, **options}) as session:
+            yield session
+            assert_baseline(session)
+        assert_freed(session)
+
+    return opened
+
+
+@pytest.fixture
+async def session(open_session: OpenSession) -> AsyncIterator[af.Session]:
+    """A session in debug mode, where the layout says."""
+    async with open_session() as opened:
         yield opened
-        assert_baseline(opened)
 
 
 @pytest.fixture
@@ -48,11 +170,62 @@ def run(session: af.Session) -> Callable[..., Awaitable[Any]]:
     return session.run
 
 
+def _seed(request: pytest.FixtureRequest) -> int:
+    """Of the random placement and of the machine: from the test's name, so that a failure names what repeats it."""
+    return crc32(request.node.nodeid.encode())
+
+
+# -- what must hold after every test ---------------------------------------------------------------------------------
+
+
 def assert_baseline(session: af.Session) -> None:
     """After a run, however it ended: no run in flight, and no task but the test's own."""
     assert session.statistics().runs == 0
     others = asyncio.all_tasks() - {asyncio.current_task()}
     assert not [task for task in others if not task.done()], others
+
+
+def assert_freed(session: af.Session) -> None:
+    """After a session has closed, its simulated devices hold nothing; on real ones the test may hold results."""
+    if asyncio.get_running_loop().__class__ is VirtualClockLoop and any(session.statistics().used_bytes.values()):
+        gc.collect()  # the traceback of an expected error may have been in a cycle
+        held = {device.name: device.memory.top() for device in session.devices if device.memory.used}
+        assert held == {}
+
+
+class AuditedRun(Run):
+    """A run that, when it has ended, notes what is left of it."""
+
+    leftovers: ClassVar[list[str]] = []
+
+    def on_quiet(self) -> None:
+        """The last thing that happens to a run."""
+        was_finished = self.is_finished
+        super().on_quiet()
+        if self.is_finished and not was_finished:
+            self.leftovers.extend(left_of(self))
+
+
+def left_of(run: Run) -> list[str]:
+    """The frames, tokens, rendezvous entries and work in flight of a run that has ended; none, it is to be hoped."""
+    found = [f"{run.rendezvous.statistics()}"] if any(run.rendezvous.statistics()) else []
+    for executor in run.executors:
+        held = executor.scheduler.statistics()
+        if held != NOTHING_LEFT or executor.in_flight:
+            found.append(f"{held}, {executor.in_flight} in flight")
+    return found
+
+
+NOTHING_LEFT = Statistics(ready=0, running=0, frames=0, iterations=0, parked=0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_of_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every run of every test ends with zero frames, tokens, rendezvous entries and work in flight."""
+    monkeypatch.setattr(session_module, "Run", AuditedRun)
+    AuditedRun.leftovers.clear()
+    yield
+    assert AuditedRun.leftovers == []
 
 
 @pytest.fixture(autouse=True)

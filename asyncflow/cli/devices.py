@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from asyncflow.devices.presets import CARDS, LINKS
 from asyncflow.devices.registry import available_devices
 
 
 def list_devices() -> str:
-    """One line a device; for a kind that is not there, why."""
-    devices = available_devices()
-    width = max(len(device.name) for device in devices)
-    return "\n".join(f"{device.name:<{width}}  {device.detail}" for device in devices)
+    """One line a device; for a kind that is not there, why; and what can be simulated."""
+    lines = [(device.name, device.detail) for device in available_devices()]
+    lines += [
+        ("sim", "off outside asyncflow.testing.virtual_clock() and asyncflow simulate"),
+        ("", f"cards {', '.join(CARDS)}"),
+        ("", f"links {', '.join(LINKS)}"),
+    ]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {detail}" for name, detail in lines)

@@ -18,7 +18,7 @@ def profile(target: str, outputs: Sequence[Path], arguments: Sequence[str], *, t
 
     Args:
         target: ``file.py:name`` or ``package.module:name``.
-        outputs: files ending in .json, .json.gz or .html; checked before anything runs.
+        outputs: files ending in .json, .json.gz, .html, .png or .svg; checked before anything runs.
         arguments: the program's ``sys.argv[1:]``.
         top: how many nodes the summary lists.
 
@@ -38,6 +38,12 @@ def profile(target: str, outputs: Sequence[Path], arguments: Sequence[str], *, t
     print(f"\n{format_table(summarize(trace), top=top)}")
     for path in outputs:
         save(trace, path)
-        viewer = "in any browser" if path.suffix.lower() == ".html" else "at https://ui.perfetto.dev"
-        print(f"\nwrote {path}: open it {viewer}")
+        print(f"\nwrote {path}{_how_to_open(path)}")
     return code
+
+
+def _how_to_open(path: Path) -> str:
+    suffix = path.suffix.lower()
+    if suffix in (".png", ".svg"):
+        return ""
+    return ": open it in any browser" if suffix == ".html" else ": open it at https://ui.perfetto.dev"

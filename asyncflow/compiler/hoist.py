@@ -1,7 +1,8 @@
 """Pass: what every iteration of a loop would compute anew moves out, in front of the loop.
 
-Moved are nodes that depend on captures and constants alone. A loop may have no iterations at all, so only what cannot
-fail is moved; and as the value is kept for as long as the loop runs, only what is no larger than what it is made of.
+Moved are nodes that depend on captures and constants alone. A loop may have no iterations at all, so out of its body
+only what cannot fail is moved; its predicate is evaluated at least once, so out of that whatever is pure. As the value
+is kept for as long as the loop runs, it must be no larger than what it is made of.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class _Hoist:
                 if _is_constant_node(node):
                     available.update(node.outputs)
                 continue
-            if node.op is not IDENTITY and cannot_fail(node) and _is_worthwhile(node):
+            runs_anyway = body is self.loop.attrs["cond"] and _is_repeatable(node)
+            if node.op is not IDENTITY and (runs_anyway or cannot_fail(node)) and _is_worthwhile(node):
                 available.update(node.outputs)
                 chosen.append(node)
         return chosen
@@ -112,6 +114,11 @@ class _Hoist:
 
 def _is_constant_node(node: Node) -> bool:
     return bool(node.outputs) and is_constant(node.outputs[0])
+
+
+def _is_repeatable(node: Node) -> bool:
+    """Whether running the node once gives what running it in every iteration would."""
+    return node.op.is_pure and all(nbytes(output.spec) is not None for output in node.outputs)
 
 
 def _is_worthwhile(node: Node) -> bool:

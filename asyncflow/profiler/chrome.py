@@ -1,41 +1,59 @@
 """A trace as Chrome Trace Events, for Perfetto and chrome://tracing.
 
-One process per device with a thread per lane, firings as complete events (``X``), memory as counters (``C``), and runs
-as async spans (``b``/``e``) of a process "requests". Times are float microseconds from the first event.
+One process per device with a thread per lane, firings as complete events (``X``), transfers as flow arrows between
+them (``s``/``f``), memory as counters (``C``), and runs as async spans (``b``/``e``) of a process "requests". Times are
+float microseconds from the first event.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
+from asyncflow.profiler.arrows import Arrow, find_arrows
 from asyncflow.profiler.lanes import Lane, devices, firing_lanes, time_bounds
 from asyncflow.runtime.trace import Firing, Trace
 
 Event: TypeAlias = dict[str, object]
 
 REQUESTS_PID = 1
+MARK_NS = 1_000
+"""Length of the slice that stands for the end of a transfer where no firing does: to be seen, a flow needs one."""
 
 
 def chrome_events(trace: Trace) -> Iterator[Event]:
-    """The trace as Chrome trace events: metadata first, then firings lane by lane, runs, and memory."""
+    """The trace as Chrome trace events: metadata first, then firings lane by lane, transfers, runs, and memory."""
     origin, _ = time_bounds(trace)
     pids = {device: pid for pid, device in enumerate(devices(trace), start=REQUESTS_PID + 1)}
+    lanes = firing_lanes(trace)
+    arrows = find_arrows(trace, lanes)
     # Perfetto takes tid 0 for the process's main thread and merges a lane whose tid equals a pid into it, dropping the
     # slices that then overlap: lanes are numbered from above every pid.
-    lanes = list(enumerate(firing_lanes(trace), start=REQUESTS_PID + len(pids) + 1))
-    requests_tid = REQUESTS_PID + len(pids) + len(lanes) + 1
+    first_tid = REQUESTS_PID + len(pids) + 1
+    marked = sorted({end.device for arrow in arrows for end in (arrow.start, arrow.end) if end.lane is None})
+    mark_tids = {device: tid for tid, device in enumerate(marked, start=first_tid + len(lanes))}
+    requests_tid = first_tid + len(lanes) + len(marked)
     if trace.runs:
         yield from _name_process(REQUESTS_PID, "requests")
         yield from _name_thread(REQUESTS_PID, requests_tid, "runs")
     for device, pid in pids.items():
         yield from _name_process(pid, device)
-    for tid, lane in lanes:
+    for tid, lane in enumerate(lanes, start=first_tid):
         yield from _name_thread(pids[lane.device], tid, lane.label)
-    for tid, lane in lanes:
+    for device, tid in mark_tids.items():
+        yield from _name_thread(pids[device], tid, "transfers")
+    for tid, lane in enumerate(lanes, start=first_tid):
         yield from _lane_events(lane, pids[lane.device], tid, origin)
+    for device, tid in mark_tids.items():
+        yield from _mark_events(arrows, device, pids[device], tid, origin)
+    # After the slices: of events at one moment, viewers take the first in the file first.
+    for flow_id, arrow in enumerate(arrows, start=1):
+        for phase, end in (("s", arrow.start), ("f", arrow.end)):
+            tid = mark_tids[end.device] if end.lane is None else first_tid + end.lane
+            yield _flow_event(arrow, phase, flow_id, pids[end.device], tid, end.time_ns - origin)
     yield from _run_events(trace, requests_tid, origin)
     for sample in sorted(trace.memory, key=lambda sample: sample.time_ns):
         yield {
@@ -95,6 +113,48 @@ def _firing_args(firing: Firing) -> Event:
         "queued_us": _microseconds(firing.started_ns - firing.scheduled_ns),
         "status": firing.status,
     }
+
+
+def _mark_events(arrows: Iterable[Arrow], device: str, pid: int, tid: int, origin: int) -> Iterator[Event]:
+    """Short slices for the ends of transfers at which no firing is; ends of one moment share theirs."""
+    ends: list[tuple[int, str]] = []
+    for arrow in arrows:
+        for verb, end in (("send", arrow.start), ("recv", arrow.end)):
+            if end.lane is None and end.device == device:
+                ends.append((end.time_ns, f"{verb} {arrow.tensor}"))
+    marks: defaultdict[int, list[str]] = defaultdict(list)
+    started = -MARK_NS
+    for time_ns, name in sorted(ends):
+        if time_ns >= started + MARK_NS:
+            started = time_ns
+        marks[started].append(name)
+    for time_ns, names in marks.items():
+        yield {
+            "ph": "X",
+            "name": names[0] if len(names) == 1 else f"{len(names)} transfers",
+            "cat": "transfer",
+            "pid": pid,
+            "tid": tid,
+            "ts": _microseconds(time_ns - origin),
+            "dur": _microseconds(MARK_NS),
+            "args": {"transfers": names},
+        }
+
+
+def _flow_event(arrow: Arrow, phase: str, flow_id: int, pid: int, tid: int, time_ns: int) -> Event:
+    transfer = arrow.transfer
+    event: Event = {
+        "ph": phase,
+        "name": arrow.tensor,
+        "cat": "transfer",
+        "id": flow_id,
+        "pid": pid,
+        "tid": tid,
+        "ts": _microseconds(time_ns),
+        "args": {"tag": transfer.tag, "run": transfer.run, "bytes": transfer.nbytes},
+    }
+    # Without "e" the arrow would end at the next slice of the lane, not at the one it is in.
+    return event | {"bp": "e"} if phase == "f" else event
 
 
 def _run_events(trace: Trace, tid: int, origin: int) -> Iterator[Event]:

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator
 from importlib.resources import files
 from typing import Generic, TypeAlias, TypeVar
 
+from asyncflow.profiler.arrows import End, find_arrows
 from asyncflow.profiler.lanes import Lane, devices, firing_lanes, lane_label, run_rows, time_bounds
 from asyncflow.runtime.trace import RunSpan, Trace
 
@@ -37,7 +38,8 @@ def render_html(trace: Trace) -> Iterator[str]:
 def timeline_data(trace: Trace) -> Json:
     """What the page draws: a column of integers per property and lane, with the strings in tables beside them.
 
-    Times are integer nanoseconds from the first event. ``sites`` holds ``[node, op, location]``.
+    Times are integer nanoseconds from the first event. ``sites`` holds ``[node, op, location]``. A transfer's ends name
+    their group, and their lane among those of all groups; it is -1 where no firing is.
     """
     first, last = time_bounds(trace)
     tables = _Tables()
@@ -54,11 +56,13 @@ def timeline_data(trace: Trace) -> Json:
         "wall": last - first,
         "dropped": trace.dropped,
         "groups": groups,
+        "transfers": _transfer_columns(trace, lanes, tables, first),
         "runs": [_run_columns(row, index, first) for index, row in enumerate(run_rows(trace))],
         "sites": tables.sites.values(),
         "tags": tables.tags.values(),
         "outputs": tables.outputs.values(),
         "statuses": tables.statuses.values(),
+        "tensors": tables.tensors.values(),
     }
 
 
@@ -80,13 +84,14 @@ class _Table(Generic[_K]):
 class _Tables:
     """The strings of a trace: each is written once, however many firings share it."""
 
-    __slots__ = ("outputs", "sites", "statuses", "tags")
+    __slots__ = ("outputs", "sites", "statuses", "tags", "tensors")
 
     def __init__(self) -> None:
         self.sites: _Table[tuple[str, str, str]] = _Table()
         self.tags: _Table[str] = _Table()
         self.outputs: _Table[str] = _Table()
         self.statuses: _Table[str] = _Table()
+        self.tensors: _Table[str] = _Table()
 
 
 def _lane_columns(lane: Lane, tables: _Tables, origin: int) -> Json:
@@ -101,6 +106,28 @@ def _lane_columns(lane: Lane, tables: _Tables, origin: int) -> Json:
         "output": [tables.outputs.number(f.outputs) for f in firings],
         "run": [f.run for f in firings],
         "status": [tables.statuses.number(f.status) for f in firings],
+    }
+
+
+def _transfer_columns(trace: Trace, lanes: list[Lane], tables: _Tables, origin: int) -> Json:
+    arrows = sorted(find_arrows(trace, lanes), key=lambda arrow: arrow.start.time_ns)
+    groups = {device: number for number, device in enumerate(devices(trace))}
+    return {
+        "tensor": [tables.tensors.number(arrow.tensor) for arrow in arrows],
+        "tag": [tables.tags.number(arrow.transfer.tag) for arrow in arrows],
+        "run": [arrow.transfer.run for arrow in arrows],
+        "nbytes": [arrow.transfer.nbytes for arrow in arrows],
+        "source": _end_columns([arrow.start for arrow in arrows], groups, origin),
+        "target": _end_columns([arrow.end for arrow in arrows], groups, origin),
+    }
+
+
+def _end_columns(ends: list[End], groups: dict[str, int], origin: int) -> Json:
+    return {
+        "group": [groups[end.device] for end in ends],
+        "lane": [-1 if end.lane is None else end.lane for end in ends],
+        "index": [-1 if end.position is None else end.position for end in ends],
+        "time": [end.time_ns - origin for end in ends],
     }
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from asyncflow.runtime.trace import Firing, RunSpan, Trace
 
 _T = TypeVar("_T")
-_STREAM_ORDER = ("inline", "compute", "h2d", "d2h", "peer", "async")
+_STREAM_ORDER = ("inline", "host", "compute", "h2d", "d2h", "peer", "async")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,8 @@ def colour_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
 def devices(trace: Trace) -> list[str]:
     """Every device the trace names, ``cpu:2`` before ``cpu:10``."""
     names = {firing.device for firing in trace.firings} | {sample.device for sample in trace.memory}
+    for transfer in trace.transfers:
+        names |= {transfer.source, transfer.target}
     return sorted(names, key=device_order)
 
 
@@ -102,10 +104,14 @@ def device_order(device: str) -> tuple[str, int, str]:
     return kind, int(number) if number.isdecimal() else -1, device
 
 
-def stream_order(stream: str) -> tuple[int, str]:
-    """Sort key of a stream name: the event loop's own work first, coroutine ops last but for unknown streams."""
-    known = stream in _STREAM_ORDER
-    return _STREAM_ORDER.index(stream) if known else len(_STREAM_ORDER), stream
+def stream_order(stream: str) -> tuple[int, int, str]:
+    """Sort key of a stream name: the host's own work first, coroutine ops last but for unknown streams.
+
+    ``compute:2`` comes before ``compute:10``.
+    """
+    kind, _, number = stream.partition(":")
+    place = _STREAM_ORDER.index(kind) if kind in _STREAM_ORDER else len(_STREAM_ORDER)
+    return place, int(number) if number.isdecimal() else 0, stream
 
 
 def time_bounds(trace: Trace) -> tuple[int, int]:
@@ -123,6 +129,9 @@ def _moments(trace: Trace) -> Iterable[int]:
         yield max(run.started_ns, run.ended_ns)
     for sample in trace.memory:
         yield sample.time_ns
+    for transfer in trace.transfers:
+        yield transfer.sent_ns
+        yield max(transfer.sent_ns, transfer.received_ns)
 
 
 def _in_order(firing: Firing) -> Firing:

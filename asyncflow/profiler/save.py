@@ -6,23 +6,26 @@ import errno
 import gzip
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from asyncflow.errors import AsyncflowError
 from asyncflow.profiler.chrome import render_chrome
 from asyncflow.profiler.html import render_html
+from asyncflow.profiler.picture import ColorBy, can_plot, render_picture
 from asyncflow.runtime.trace import Trace
+
+FORMATS = (".json", ".json.gz", ".html", ".png", ".svg")
 
 
 class TraceFormatError(AsyncflowError, ValueError):
-    """A trace file whose suffix names no known format."""
+    """A trace file whose suffix names no known format, or one that needs a package which is not installed."""
 
 
-def save(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write ``trace`` to ``path``: the suffix chooses a Chrome/Perfetto trace or an HTML timeline.
+def save(trace: Trace, path: str | os.PathLike[str], *, color_by: ColorBy = "auto") -> None:
+    """Write ``trace`` to ``path``: the suffix chooses a Chrome/Perfetto trace, an HTML timeline or a picture.
 
     The file appears whole or not at all: a temporary file beside it is moved into place once everything is written,
     and an older file of that name survives any failure. Blocks for about 1 s per 100,000 firings; from a running event
@@ -30,30 +33,34 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
 
     Args:
         trace: what the runs recorded.
-        path: ends in ``.json`` or ``.json.gz`` (Perfetto, chrome://tracing), or ``.html`` (any browser, offline).
+        path: ends in ``.json`` or ``.json.gz`` (Perfetto, chrome://tracing), ``.html`` (any browser, offline), or
+            ``.png`` or ``.svg`` (a picture, for which matplotlib has to be installed).
+        color_by: what the colours of a picture stand for: ``"op"``, ``"node"``, ``"iteration"``, or ``"auto"`` for the
+            iteration if there is a loop and the op otherwise. The other formats leave that to their viewer.
 
     Raises:
-        TraceFormatError: any other suffix; nothing is written.
+        TraceFormatError: any other suffix, or a picture without matplotlib; nothing is written.
+        ValueError: another `color_by`.
         OSError: the file cannot be written: no such directory, no permission, disk full.
     """
     target = Path(path)
-    render, compressed = _format_of(target)
+    suffix = _format_of(target)
     with _replacing(target) as raw:
-        if compressed:
+        if suffix in (".png", ".svg"):
+            raw.write(render_picture(trace, "png" if suffix == ".png" else "svg", color_by=color_by))
+        elif suffix == ".json.gz":
             # No name and no time in the header: equal traces make equal files.
             with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as packed:
-                for text in render(trace):
-                    packed.write(text.encode())
+                _write_text(render_chrome(trace), packed)
         else:
-            for text in render(trace):
-                raw.write(text.encode())
+            _write_text(render_html(trace) if suffix == ".html" else render_chrome(trace), raw)
 
 
 def check_destination(path: str | os.PathLike[str]) -> None:
     """Raise now what `save` would raise later about this path: before a long run, not after it.
 
     Raises:
-        TraceFormatError: the suffix names no known format.
+        TraceFormatError: the suffix names no known format, or a picture without matplotlib.
         FileNotFoundError: no such directory.
     """
     target = Path(path)
@@ -66,20 +73,28 @@ def _check_directory(path: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, "cannot save the trace: its directory does not exist", str(path))
 
 
-def _format_of(path: Path) -> tuple[Callable[[Trace], Iterator[str]], bool]:
-    """How to render the file, and whether to compress it."""
+def _format_of(path: Path) -> str:
+    """The suffix that names the format, such as ``.json.gz``."""
     name = path.name.lower()
-    if name.endswith(".json"):
-        return render_chrome, False
-    if name.endswith(".json.gz"):
-        return render_chrome, True
-    if name.endswith(".html"):
-        return render_html, False
-    ending = repr(path.suffix) if path.suffix else "no suffix"
-    raise TraceFormatError(
-        f"a trace is saved as .json, .json.gz or .html, and {os.fspath(path)!r} ends in {ending}: "
-        "name it .json or .json.gz to open it in Perfetto, .html to open it in a browser"
-    )
+    suffix = next((suffix for suffix in FORMATS if name.endswith(suffix)), None)
+    if suffix is None:
+        ending = repr(path.suffix) if path.suffix else "no suffix"
+        raise TraceFormatError(
+            f"a trace is saved as {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, and {os.fspath(path)!r} ends in "
+            f"{ending}: name it .json or .json.gz to open it in Perfetto, .html to open it in a browser, and .png or "
+            ".svg for a picture"
+        )
+    if suffix in (".png", ".svg") and not can_plot():
+        raise TraceFormatError(
+            f"{os.fspath(path)!r} is a picture, which matplotlib draws, and that is not installed: "
+            "pip install 'asyncflow[plot]'; a .html timeline needs nothing"
+        )
+    return suffix
+
+
+def _write_text(pieces: Iterable[str], file: IO[bytes] | gzip.GzipFile) -> None:
+    for text in pieces:
+        file.write(text.encode())
 
 
 @contextmanager

@@ -6,9 +6,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeAlias
 
-from asyncflow.profiler.lanes import Lane, firing_lanes, time_bounds
+from asyncflow.profiler.lanes import Lane, device_order, devices, firing_lanes, time_bounds
 from asyncflow.runtime.trace import Firing, Trace
+
+COPY_STREAMS = ("h2d", "d2h", "peer")
+
+Span: TypeAlias = tuple[int, int]
+"""Start and end in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,37 @@ class NodeSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSummary:
+    """What one device did over all its streams."""
+
+    device: str
+    compute_ns: int
+    """Time with at least one kernel under way, on whichever compute stream."""
+    copy_ns: int
+    """Time with at least one copy under way."""
+    hidden_copy_ns: int
+    """Time with both: copies that cost nothing."""
+    peak_nbytes: int
+    """Most bytes it was seen to hold."""
+
+    @property
+    def overlap_fraction(self) -> float:
+        """How much of the copying was hidden behind kernels, 0 to 1."""
+        return self.hidden_copy_ns / self.copy_ns if self.copy_ns else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSummary:
+    """All that went from one device to another."""
+
+    source: str
+    target: str
+    count: int
+    nbytes: int
+    max_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """What a trace amounts to."""
 
@@ -47,9 +84,11 @@ class Summary:
     runs: int
     firings: int
     inline: int
-    """Firings on the event loop."""
+    """Firings on the event loop, or on the host of simulated devices."""
     offloaded: int
     """Firings on stream threads and devices."""
+    copies: int
+    """Copies from, to and between devices."""
     awaited: int
     """Firings of coroutine ops."""
     errors: int
@@ -58,6 +97,9 @@ class Summary:
     """Firings that did not fit the trace's capacity and are in no other figure."""
     lanes: tuple[LaneSummary, ...]
     """By device, then stream."""
+    devices: tuple[DeviceSummary, ...]
+    transfers: tuple[TransferSummary, ...]
+    """By source, then target."""
     nodes: tuple[NodeSummary, ...]
     """Longest total time first."""
 
@@ -69,17 +111,22 @@ def summarize(trace: Trace) -> Summary:
     firings = [firing for lane in lanes for firing in lane.firings]
     streams = Counter(firing.stream for firing in firings)
     statuses = Counter(firing.status for firing in firings)
+    inline = streams["inline"] + streams["host"]
+    copies = sum(streams[stream] for stream in COPY_STREAMS)
     return Summary(
         wall_ns=last - first,
         runs=len(trace.runs),
         firings=len(firings),
-        inline=streams["inline"],
-        offloaded=len(firings) - streams["inline"] - streams["async"],
+        inline=inline,
+        offloaded=len(firings) - inline - copies - streams["async"],
+        copies=copies,
         awaited=streams["async"],
         errors=statuses["error"],
         cancelled=statuses["cancelled"],
         dropped=trace.dropped,
         lanes=tuple(_summarize_streams(lanes, last - first)),
+        devices=_summarize_devices(trace, lanes),
+        transfers=_summarize_transfers(trace),
         nodes=_summarize_nodes(firings),
     )
 
@@ -91,6 +138,10 @@ def format_table(summary: Summary, *, top: int = 20) -> str:
     parts = [_totals(summary)]
     if summary.lanes:
         parts.append(_lane_table(summary))
+    if len(summary.devices) > 1 or any(device.copy_ns or device.peak_nbytes for device in summary.devices):
+        parts.append(_device_table(summary))
+    if summary.transfers:
+        parts.append(_transfer_table(summary))
     if summary.nodes:
         parts.append(_node_table(summary, top))
     return "\n\n".join(parts)
@@ -107,6 +158,16 @@ def format_duration(ns: float) -> str:
     return f"{ns / 1e9:.2f} s"
 
 
+def format_bytes(nbytes: float) -> str:
+    """Bytes with three or four significant digits and a unit: ``4.00 MiB``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if round(value, 2) < 1_024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1_024
+    return f"{value:.2f} TiB"
+
+
 def _summarize_streams(lanes: Iterable[Lane], wall_ns: int) -> Iterable[LaneSummary]:
     for (device, stream), group in groupby(lanes, key=lambda lane: (lane.device, lane.stream)):
         rows = list(group)
@@ -121,7 +182,42 @@ def _summarize_streams(lanes: Iterable[Lane], wall_ns: int) -> Iterable[LaneSumm
         )
 
 
-def _union_ns(spans: list[tuple[int, int]]) -> int:
+def _summarize_devices(trace: Trace, lanes: Sequence[Lane]) -> tuple[DeviceSummary, ...]:
+    peaks: Counter[str] = Counter()
+    for sample in trace.memory:
+        peaks[sample.device] = max(peaks[sample.device], sample.nbytes)
+    kernels: defaultdict[str, list[Span]] = defaultdict(list)
+    copies: defaultdict[str, list[Span]] = defaultdict(list)
+    for lane in lanes:
+        spans = copies if lane.stream in COPY_STREAMS else kernels
+        if lane.stream in COPY_STREAMS or lane.stream.partition(":")[0] == "compute":
+            spans[lane.device] += [(f.started_ns, f.ended_ns) for f in lane.firings]
+    summaries = []
+    for device in devices(trace):
+        compute, copy = _union_ns(kernels[device]), _union_ns(copies[device])
+        summaries.append(
+            DeviceSummary(
+                device=device,
+                compute_ns=compute,
+                copy_ns=copy,
+                hidden_copy_ns=compute + copy - _union_ns(kernels[device] + copies[device]),
+                peak_nbytes=peaks[device],
+            )
+        )
+    return tuple(summaries)
+
+
+def _summarize_transfers(trace: Trace) -> tuple[TransferSummary, ...]:
+    sizes: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for transfer in trace.transfers:
+        sizes[transfer.source, transfer.target].append(transfer.nbytes)
+    return tuple(
+        TransferSummary(source=source, target=target, count=len(each), nbytes=sum(each), max_nbytes=max(each))
+        for (source, target), each in sorted(sizes.items(), key=lambda item: [device_order(end) for end in item[0]])
+    )
+
+
+def _union_ns(spans: Iterable[Span]) -> int:
     """Length of the union of the spans."""
     total, reached = 0, 0
     for start, end in sorted(spans):
@@ -147,6 +243,8 @@ def _summarize_nodes(firings: Iterable[Firing]) -> tuple[NodeSummary, ...]:
 
 def _totals(summary: Summary) -> str:
     how = f"{summary.inline} inline, {summary.offloaded} offloaded, {summary.awaited} awaited"
+    if summary.copies:
+        how += f", {summary.copies} copies"
     lines = [
         f"wall time  {format_duration(summary.wall_ns)}",
         f"runs       {summary.runs}",
@@ -172,6 +270,28 @@ def _lane_table(summary: Summary) -> str:
         for lane in summary.lanes
     ]
     return _align(("device", "stream", "busy %", "busy", "firings", "at once"), rows, left=2)
+
+
+def _device_table(summary: Summary) -> str:
+    rows = [
+        (
+            device.device,
+            format_duration(device.compute_ns),
+            format_duration(device.copy_ns) if device.copy_ns else "-",
+            f"{device.overlap_fraction:.1%}" if device.copy_ns else "-",
+            format_bytes(device.peak_nbytes),
+        )
+        for device in summary.devices
+    ]
+    return _align(("device", "computing", "copying", "copies hidden", "peak memory"), rows, left=1)
+
+
+def _transfer_table(summary: Summary) -> str:
+    rows = [
+        (each.source, each.target, str(each.count), format_bytes(each.nbytes), format_bytes(each.max_nbytes))
+        for each in summary.transfers
+    ]
+    return _align(("from", "to", "transfers", "bytes", "largest"), rows, left=2)
 
 
 def _node_table(summary: Summary, top: int) -> str:

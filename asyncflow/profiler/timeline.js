@@ -52,6 +52,7 @@
   }
 
   const groups = [];
+  const deviceGroups = [];
   const firingLanes = [];
   const runNames = new Map();
   if (data.runs.length) {
@@ -76,7 +77,23 @@
         peak: nbytes.reduce((a, b) => Math.max(a, b), 0),
       });
     }
-    groups.push({ name: group.device, closed: false, rows });
+    deviceGroups.push({ name: group.device, closed: false, rows });
+  }
+  groups.push(...deviceGroups);
+
+  // Transfers are lines between rows. As one row of their own, which is never laid out, they can be pointed at like slices.
+  const transfers = (() => {
+    const raw = data.transfers, start = times(raw.source.time), end = times(raw.target.time), n = start.length;
+    return { kind: "transfer", n, start, end, span: end.map((time, i) => time - start[i]), ...raw, shown: true };
+  })();
+  for (const [side, list] of [["source", "sent"], ["target", "received"]]) {
+    const { lane, index } = transfers[side];
+    for (let k = 0; k < transfers.n; k++) {
+      if (lane[k] < 0) continue;
+      const row = firingLanes[lane[k]];
+      row[list] ??= new Map();
+      row[list].set(index[k], [...(row[list].get(index[k]) || []), k]);
+    }
   }
 
   // A stack of many lanes of one kind must not push the next ones off the screen: its lanes get thinner.
@@ -151,6 +168,16 @@
   }
   const siteColour = data.sites.map(([, op]) => families.get(family(op)));
 
+  /** The iteration of the outermost loop: 3 of "outer/3/inner/7". */
+  function iterationOf(tag) {
+    const part = tag.split("/").slice(1).find((text) => /^\d+$/.test(text));
+    return part === undefined ? null : Number(part);
+  }
+
+  const iterations = data.tags.map(iterationOf);
+  const tagColour = iterations.map((k) => (k === null ? CONTROL_COLOUR : PALETTE[k % PALETTE.length]));
+  let colouring = "op";
+
   let theme = {};
   function readTheme() {
     const style = getComputedStyle(document.documentElement);
@@ -159,13 +186,15 @@
     }
   }
 
-  const statusOf = (row, i) => (row.kind === "runs" ? row.state[i] : data.statuses[row.state[i]]);
-  const nameOf = (row, i) => (row.kind === "runs" ? row.name[i] : nodeOf(row.site[i]));
+  const statusOf = (row, i) => (row.kind === "transfer" ? "ok" : row.kind === "runs" ? row.state[i] : data.statuses[row.state[i]]);
+  const nameOf = (row, i) => (row.kind === "transfer" ? data.tensors[row.tensor[i]] : row.kind === "runs" ? row.name[i] : nodeOf(row.site[i]));
 
   function fillOf(row, i) {
     const status = statusOf(row, i);
     if (status === "error" || status === "deadline") return theme.error;
-    return row.kind === "runs" ? theme.run : siteColour[row.site[i]];
+    if (row.kind === "transfer") return theme.accent;
+    if (row.kind === "runs") return theme.run;
+    return colouring === "iteration" ? tagColour[row.tag[i]] : siteColour[row.site[i]];
   }
 
   function inkOf(row, i) {
@@ -214,6 +243,7 @@
     let y = 0;
     for (const group of groups) {
       layout.rows.push({ kind: "group", group, y, height: GROUP });
+      group.y = y;
       y += GROUP;
       if (group.closed) continue;
       for (const row of group.rows) {
@@ -376,6 +406,7 @@
       if (y > height || y + row.height < AXIS) continue;
       if (row.kind === "group") drawGroup(row, y); else drawRow(row, y);
     }
+    drawTransfers();
     drawMarked();
     pen.restore();
     drawAxis(marks);
@@ -421,6 +452,94 @@
     pen.textAlign = "left";
     pen.fillStyle = theme.grid;
     if (!thin) pen.fillRect(0, y + row.height - 1, view.width, 1);
+  }
+
+  /** Where a transfer's end is on the canvas: at its firing, or at its device's name where it has none to be seen. */
+  function endOf(side, k) {
+    const { lane, group, time } = transfers[side], device = deviceGroups[group[k]];
+    const row = device.closed || lane[k] < 0 ? null : firingLanes[lane[k]];
+    return [xOf(time[k]), AXIS - view.scroll + (row ? row.y + row.height / 2 : device.y + GROUP / 2)];
+  }
+
+  /** Calls `visit` for each transfer in the window; of those that would be one line, for the first. */
+  function visibleTransfers(visit) {
+    if (!transfers.shown) return;
+    const drawn = new Set(), wide = Math.ceil(view.width) + 4, rows = firingLanes.length + deviceGroups.length + 1;
+    const pixel = (x) => Math.min(wide - 1, Math.max(0, Math.round(x) + 1));
+    const place = (side, k) => (transfers[side].lane[k] < 0 ? firingLanes.length + transfers[side].group[k] : transfers[side].lane[k]);
+    for (let k = 0; k < transfers.n; k++) {
+      if (transfers.start[k] > view.to) break;
+      if (transfers.end[k] < view.from) continue;
+      const from = pixel(xOf(transfers.start[k])), to = pixel(xOf(transfers.end[k]));
+      const line = ((place("source", k) * rows + place("target", k)) * wide + from) * wide + to;
+      if (drawn.has(line)) continue;
+      drawn.add(line);
+      visit(k);
+    }
+  }
+
+  function drawTransfers() {
+    pen.save();
+    pen.beginPath();
+    pen.rect(GUTTER, AXIS, view.width - GUTTER, view.height);
+    pen.clip();
+    // A thicket of lines says nothing: the more there are, the fainter.
+    let visible = 0;
+    visibleTransfers(() => { visible += 1; });
+    const strength = Math.max(0.12, Math.min(0.75, 60 / Math.max(visible, 1)));
+    pen.strokeStyle = pen.fillStyle = theme.text;
+    visibleTransfers((k) => {
+      const tied = transfers.source.lane[k] >= 0 && transfers.target.lane[k] >= 0;
+      pen.globalAlpha = tied ? strength : strength / 2;
+      drawTransfer(k, 1);
+    });
+    pen.globalAlpha = 1;
+    pen.strokeStyle = pen.fillStyle = theme.accent;
+    for (const mark of [hovered, selected]) if (mark) for (const k of transfersOf(mark)) drawTransfer(k, 2);
+    pen.restore();
+  }
+
+  function transfersOf({ row, i }) {
+    if (row.kind === "transfer") return [i];
+    return [...(row.sent?.get(i) || []), ...(row.received?.get(i) || [])];
+  }
+
+  function drawTransfer(k, weight) {
+    const [x0, y0] = endOf("source", k), [x1, y1] = endOf("target", k);
+    const angle = Math.atan2(y1 - y0, x1 - x0), size = 4 + weight;
+    pen.lineWidth = weight;
+    pen.beginPath();
+    pen.moveTo(x0, y0);
+    pen.lineTo(x1, y1);
+    pen.stroke();
+    pen.beginPath();
+    pen.moveTo(x1, y1);
+    for (const side of [-0.4, 0.4]) pen.lineTo(x1 - size * Math.cos(angle + side), y1 - size * Math.sin(angle + side));
+    pen.fill();
+  }
+
+  /** The transfer whose line is under the cursor; with `ends`, only near where it starts or ends. */
+  function transferAt(x, y, ends) {
+    let best = null, nearest = 4;
+    visibleTransfers((k) => {
+      const [x0, y0] = endOf("source", k), [x1, y1] = endOf("target", k);
+      const dx = x1 - x0, dy = y1 - y0, length = dx * dx + dy * dy;
+      const along = length ? Math.min(1, Math.max(0, ((x - x0) * dx + (y - y0) * dy) / length)) : 0;
+      const distance = ends
+        ? Math.min(Math.hypot(x - x0, y - y0), Math.hypot(x - x1, y - y1))
+        : Math.hypot(x - x0 - along * dx, y - y0 - along * dy);
+      if (distance < nearest) { nearest = distance; best = { row: transfers, i: k }; }
+    });
+    return best;
+  }
+
+  /** What is under the cursor: a slice, or a transfer; within a slice, a transfer only at its very end. */
+  function markAt(x, y) {
+    if (x < GUTTER || y < AXIS) return null;
+    const slice = sliceAt(x, y);
+    if (!slice) return transferAt(x, y, false);
+    const width = (slice.row.span[slice.i] / (view.to - view.from)) * plotWidth();
+    return (width > 16 && transferAt(x, y, true)) || slice;
   }
 
   /** Outlines of the slices under the cursor and selected, and how long the selected one queued. */
@@ -646,9 +765,23 @@
 
   // ---- Details, tooltip, legend, table ------------------------------------------------------------------------------
 
+  /** When the value of a transfer was there: when its copy had ended, where there is one. */
+  function arrivalOf(k) {
+    const { lane, index } = transfers.target;
+    return lane[k] < 0 ? transfers.end[k] : firingLanes[lane[k]].end[index[k]];
+  }
+
   function facts({ row, i }) {
     const status = statusOf(row, i);
     const list = [];
+    if (row.kind === "transfer") {
+      const tag = data.tags[row.tag[i]], device = (side) => deviceGroups[row[side].group[i]].name;
+      list.push(["Transfer", `${device("source")} → ${device("target")}`]);
+      if (tag) list.push(["Tag", tag, "mono"]);
+      list.push(["Bytes", row.nbytes[i] ? bytes(row.nbytes[i]) : "0 (control edge)"], ["On its way", duration(arrivalOf(i) - row.start[i])]);
+      list.push(["Run", runNames.get(row.run[i]) || String(row.run[i])]);
+      return list;
+    }
     if (row.kind === "runs") {
       list.push(["Status", status, status === "ok" ? "" : "status-error"], ["Started", duration(row.start[i])], ["Duration", duration(row.span[i])]);
       return list;
@@ -657,6 +790,12 @@
     if (data.tags[row.tag[i]]) list.push(["Tag", data.tags[row.tag[i]], "mono"]);
     list.push(["Duration", duration(row.span[i])], ["Queued", duration(row.queued[i])]);
     if (data.outputs[row.output[i]]) list.push(["Outputs", data.outputs[row.output[i]], "mono"]);
+    for (const [which, side, verb] of [["received", "source", "Received from"], ["sent", "target", "Sent to"]]) {
+      for (const k of row[which]?.get(i) || []) {
+        const device = deviceGroups[transfers[side].group[k]].name;
+        list.push([verb, `${device}, ${bytes(transfers.nbytes[k])}`]);
+      }
+    }
     list.push(["Run", runNames.get(row.run[i]) || String(row.run[i])]);
     if (status !== "ok") list.push(["Status", status, "status-error"]);
     if (data.sites[row.site[i]][2]) list.push(["Source", data.sites[row.site[i]][2], "mono"]);
@@ -701,7 +840,7 @@
         button("Highlight node", () => highlight(exactly(stats.node))),
         button("Previous firing", () => stepNode(-1)), button("Next firing", () => stepNode(1)),
       );
-    } else {
+    } else if (mark.row.kind === "runs") {
       const run = mark.row.run[mark.i];
       const fired = firingLanes.reduce((sum, lane) => sum + lane.run.filter((other) => other === run).length, 0);
       list.push(["Firings", count(fired)]);
@@ -719,7 +858,57 @@
     tip.style.top = `${y + 18 + box.height > innerHeight ? Math.max(4, y - box.height - 12) : y + 18}px`;
   }
 
+  function legendKey(look, text) {
+    const key = make("span", "", "key"), swatch = make("span", "", "swatch");
+    swatch.style.background = look;
+    key.append(swatch, text);
+    $("legend").append(key);
+  }
+
   function fillLegend() {
+    $("legend").replaceChildren();
+    if (colouring === "iteration") fillIterations(); else fillOps();
+    const used = new Set(firingLanes.flatMap((lane) => [...new Set(lane.state)]).map((state) => data.statuses[state]));
+    for (const [status, look] of [["error", "var(--error)"], ["cancelled", "repeating-linear-gradient(135deg, var(--muted) 0 2px, transparent 2px 4px)"]]) {
+      if (used.has(status)) legendKey(look, status);
+    }
+    if (!transfers.n) return;
+    const swatch = make("span", "", "swatch line"), entry = button("", toggleTransfers);
+    swatch.style.background = "var(--text)";
+    entry.setAttribute("aria-pressed", String(transfers.shown));
+    entry.title = "Show or hide transfers (t)";
+    entry.append(swatch, `${count(transfers.n)} transfers`);
+    $("legend").append(entry);
+  }
+
+  function fillIterations() {
+    const last = iterations.reduce((most, k) => Math.max(most, k ?? 0), 0), colours = PALETTE.length;
+    for (let k = 0; k <= Math.min(last, colours - 1); k++) {
+      legendKey(PALETTE[k], `${k}${k + colours <= last ? `, ${k + colours}${k + 2 * colours <= last ? ", …" : ""}` : ""}`);
+    }
+    legendKey(CONTROL_COLOUR, "outside loops");
+  }
+
+  function toggleTransfers() {
+    transfers.shown = !transfers.shown;
+    fillLegend();
+    redraw();
+  }
+
+  function toggleColouring() {
+    if (!iterations.some((k) => k !== null)) return;
+    colouring = colouring === "op" ? "iteration" : "op";
+    fillColouring();
+  }
+
+  function fillColouring() {
+    $("colouring").hidden = !iterations.some((k) => k !== null);
+    $("colouring").textContent = `Colour: ${colouring}`;
+    fillLegend();
+    redraw();
+  }
+
+  function fillOps() {
     for (const [name, colour] of families) {
       const swatch = make("span", "", "swatch");
       swatch.style.background = colour;
@@ -728,14 +917,6 @@
       const entry = button("", () => highlight($("search").value === pattern ? "" : pattern));
       entry.append(swatch, name);
       $("legend").append(entry);
-    }
-    const used = new Set(firingLanes.flatMap((lane) => [...new Set(lane.state)]).map((state) => data.statuses[state]));
-    for (const [status, look] of [["error", "var(--error)"], ["cancelled", "repeating-linear-gradient(135deg, var(--muted) 0 2px, transparent 2px 4px)"]]) {
-      if (!used.has(status)) continue;
-      const key = make("span", "", "key"), swatch = make("span", "", "swatch");
-      swatch.style.background = look;
-      key.append(swatch, status);
-      $("legend").append(key);
     }
   }
 
@@ -765,11 +946,13 @@
 
   function fillStats() {
     const status = new Map();
-    let inline = 0, awaited = 0;
+    let inline = 0, awaited = 0, copies = 0;
     for (const group of data.groups) {
       for (const lane of group.lanes) {
-        if (lane.label === "inline") inline += lane.start.length;
-        if (/^async( \d+)?$/.test(lane.label)) awaited += lane.start.length;
+        const stream = lane.label.replace(/ \d+$/, "");
+        if (stream === "inline" || stream === "host") inline += lane.start.length;
+        if (stream === "async") awaited += lane.start.length;
+        if (["h2d", "d2h", "peer"].includes(stream)) copies += lane.start.length;
         for (const state of lane.status) status.set(data.statuses[state], (status.get(data.statuses[state]) || 0) + 1);
       }
     }
@@ -784,8 +967,10 @@
     if (status.get("error")) add(count(status.get("error")), "failed", true);
     if (status.get("cancelled")) add(count(status.get("cancelled")), "cancelled");
     add(count(inline), "inline");
-    add(count(firingCount - inline - awaited), "offloaded");
-    add(count(awaited), "awaited");
+    add(count(firingCount - inline - awaited - copies), "offloaded");
+    if (awaited) add(count(awaited), "awaited");
+    if (copies) add(count(copies), "copies");
+    if (transfers.n) add(bytes(transfers.nbytes.reduce((sum, each) => sum + each, 0)), "sent");
   }
 
   // ---- Input --------------------------------------------------------------------------------------------------------
@@ -824,7 +1009,7 @@
     canvas.addEventListener("pointerup", release);
     canvas.addEventListener("pointercancel", release);
     canvas.addEventListener("pointerleave", () => { hovered = null; tooltip(null); redraw(); });
-    canvas.addEventListener("dblclick", (event) => { const mark = sliceAt(...at(event)); if (mark) focusOn(mark); });
+    canvas.addEventListener("dblclick", (event) => { const mark = markAt(...at(event)); if (mark) focusOn(mark); });
     canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
       const unit = event.deltaMode === 1 ? 16 : 1, dx = event.deltaX * unit, dy = event.deltaY * unit;
@@ -836,15 +1021,15 @@
   }
 
   function hover(event, x, y) {
-    const mark = sliceAt(x, y);
+    const mark = markAt(x, y);
     canvas.classList.toggle("over", Boolean(mark) || rowAt(y)?.kind === "group");
     if (mark?.row !== hovered?.row || mark?.i !== hovered?.i) { hovered = mark; redraw(); }
     tooltip(mark, event.clientX, event.clientY);
   }
 
   function click(x, y) {
-    const row = rowAt(y);
-    if (row?.kind === "group") { row.group.closed = !row.group.closed; arrange(); } else select(sliceAt(x, y));
+    const row = rowAt(y), mark = markAt(x, y);
+    if (row?.kind === "group" && !mark) { row.group.closed = !row.group.closed; arrange(); } else select(mark);
   }
 
   function listenOverview() {
@@ -863,6 +1048,7 @@
     "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1 / 0.7), _: () => zoom(1 / 0.7), 0: fit,
     "/": () => { $("search").focus(); $("search").select(); },
     f: () => { if (selected) focusOn(selected); },
+    c: toggleColouring, t: toggleTransfers,
     n: () => stepNode(1), p: () => stepNode(-1), "?": () => $("help").showModal(),
     Escape: () => { highlight(""); select(null); },
   };
@@ -882,6 +1068,7 @@
     $("zoom-in").addEventListener("click", () => zoom(0.7));
     $("zoom-out").addEventListener("click", () => zoom(1 / 0.7));
     $("fit").addEventListener("click", fit);
+    $("colouring").addEventListener("click", toggleColouring);
     $("help-open").addEventListener("click", () => $("help").showModal());
     document.querySelectorAll("th").forEach((th) => th.addEventListener("click", () => {
       const key = th.dataset.key;
@@ -928,7 +1115,7 @@
   }
   retheme();
   fillStats();
-  fillLegend();
+  fillColouring();
   fillTable();
   select(null);
   listenTimeline();

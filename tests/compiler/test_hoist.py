@@ -56,6 +56,14 @@ def test_out_of_nested_loops_all_the_way(graph: af.Graph) -> None:
     assert not any("= exp(" in part for part in rest)
 
 
+def test_a_predicate_runs_at_least_once_so_what_may_fail_moves_out_of_it(graph: af.Graph) -> None:
+    rows = af.placeholder("float64", (None, 2), name="rows")
+    n = af.while_loop(lambda i: i < af.shape(rows)[0], lambda i: i + af.shape(rows)[0] // 2, 0, name="loop")
+    before, inside = optimized(graph, [n], hoist, prune).split("%loop = while(")
+    assert "getitem(%loop/cond/shape)" in before, "the predicate's"
+    assert "floor_divide" in inside and "getitem" in inside, "the body's may fail, and need not run"
+
+
 @pytest.mark.parametrize("optimize", [True, False])
 async def test_a_loop_without_iterations_fails_on_nothing(graph: af.Graph, optimize: bool) -> None:
     v, n = af.placeholder("float64", (3,), name="v"), af.placeholder("int64", (), name="n")

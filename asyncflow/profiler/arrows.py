@@ -1,0 +1,108 @@
+"""From which firing to which did each transfer go?
+
+A transfer is recorded where its Recv took the value, in the host's time. On a simulated device the host is far ahead of
+the streams, so an arrow between those moments would miss the kernel and the copy it is about: an arrow goes from the
+firing that made the value to the copy that brought it, and where one of them is not among the firings (a primitive such
+as LoopCond, a value on the host), from or to the host's moment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from asyncflow.profiler.lanes import Lane
+from asyncflow.runtime.trace import Firing, Trace, Transfer
+
+_RECV = re.compile(r"/recv(_\d+)?$")
+
+_Key: TypeAlias = tuple[int, str, str, str]
+_Place: TypeAlias = tuple[int, int]
+
+
+class End(NamedTuple):
+    """Where an arrow starts or ends."""
+
+    device: str
+    time_ns: int
+    lane: int | None
+    """Index of the lane whose firing this is; None where there is no such firing."""
+    position: int | None
+    """Of the firing in its lane; `time_ns` lies in it."""
+
+
+class Arrow(NamedTuple):
+    """One transfer as a timeline draws it; it never points back in time."""
+
+    transfer: Transfer
+    tensor: str
+    """The node whose output was sent; for a control edge, the node that ran."""
+    start: End
+    end: End
+
+
+def find_arrows(trace: Trace, lanes: Sequence[Lane]) -> list[Arrow]:
+    """An arrow for each transfer, in the order recorded; `lanes` are those of the trace."""
+    made = {_produced(transfer) for transfer in trace.transfers}
+    brought = {_arrival(transfer) for transfer in trace.transfers}
+    makers: dict[_Key, _Place] = {}
+    bringers: dict[_Key, _Place] = {}
+    for key, place, firing in _long_firings(lanes) if trace.transfers else ():
+        if key in made and (key not in makers or firing.ended_ns > _at(lanes, makers[key]).ended_ns):
+            makers[key] = place
+        if key in brought and (key not in bringers or firing.started_ns < _at(lanes, bringers[key]).started_ns):
+            bringers[key] = place
+    return [
+        _arrow(transfer, lanes, makers.get(_produced(transfer)), bringers.get(_arrival(transfer)))
+        for transfer in trace.transfers
+    ]
+
+
+def sent_tensor(transfer: Transfer) -> str:
+    """The node whose output a transfer brings, which its Recv is named after."""
+    return _RECV.sub("", transfer.node)
+
+
+def _produced(transfer: Transfer) -> _Key:
+    return transfer.run, sent_tensor(transfer), transfer.tag, transfer.source
+
+
+def _arrival(transfer: Transfer) -> _Key:
+    return transfer.run, transfer.node, transfer.tag, transfer.target
+
+
+def _long_firings(lanes: Iterable[Lane]) -> Iterable[tuple[_Key, _Place, Firing]]:
+    """The firings that an arrow can be tied to: an instant has no inside."""
+    for number, lane in enumerate(lanes):
+        for index, firing in enumerate(lane.firings):
+            if firing.ended_ns > firing.started_ns:
+                yield (firing.run, firing.node, firing.tag, firing.device), (number, index), firing
+
+
+def _at(lanes: Sequence[Lane], place: _Place) -> Firing:
+    lane, index = place
+    return lanes[lane].firings[index]
+
+
+def _arrow(transfer: Transfer, lanes: Sequence[Lane], maker: _Place | None, bringer: _Place | None) -> Arrow:
+    sent_ns, received_ns = transfer.sent_ns, max(transfer.sent_ns, transfer.received_ns)
+    if bringer is not None:
+        received_ns = _at(lanes, bringer).started_ns
+    if maker is not None and _at(lanes, maker).started_ns > received_ns:
+        # The host passed the value on before the stream had made it.
+        maker = None
+    if maker is not None:
+        made = _at(lanes, maker)
+        sent_ns = made.ended_ns - 1
+    return Arrow(
+        transfer=transfer,
+        tensor=sent_tensor(transfer),
+        start=_end(transfer.source, min(sent_ns, received_ns), maker),
+        end=_end(transfer.target, received_ns, bringer),
+    )
+
+
+def _end(device: str, time_ns: int, place: _Place | None) -> End:
+    lane, position = (None, None) if place is None else place
+    return End(device, time_ns, lane, position)

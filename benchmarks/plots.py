@@ -1,0 +1,222 @@
+"""Pictures of what was measured: curves, bars, and timelines with a lane per device, as PNG.
+
+They need the extra `plot` (matplotlib), which is imported where a picture is drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import asyncflow as af
+    from asyncflow.runtime.trace import Firing
+    from benchmarks.simulation import Curve
+
+_PALETTE: Final = "tab10"
+_KERNELS: Final = "compute"
+_COPIES: Final = ("h2d", "d2h", "peer")
+_NS_PER_MS: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One chart of curves.
+
+    Attributes:
+        title: above it.
+        x, y: what the axes show, with units.
+        curves: ours, by name.
+        paper: the paper's values, by name; drawn dashed and hollow.
+        is_log: both axes are logarithmic; else only x is, to the base 2.
+    """
+
+    title: str
+    x: str
+    y: str
+    curves: Mapping[str, Curve]
+    paper: Mapping[str, Curve] = field(default_factory=dict)
+    is_log: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One timeline: a lane per device, kernels coloured by iteration, or by run, and copies thin below them.
+
+    Attributes:
+        title: above it.
+        trace: what happened.
+        window_ms: from where to where; None for all of it.
+        colours: what a colour stands for: ``"iteration"`` or ``"run"``.
+    """
+
+    title: str
+    trace: af.Trace
+    window_ms: tuple[float, float] | None = None
+    colours: str = "iteration"
+
+
+def draw_charts(path: Path, charts: Sequence[Chart], *, note: str = "") -> Path:
+    """Writes the charts side by side; gives `path`."""
+    pyplot = _pyplot()
+    columns = min(2, len(charts))
+    rows = -(-len(charts) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(6.4 * columns, 4.4 * rows), squeeze=False)
+    for axis, chart in zip(axes.flat, charts, strict=False):
+        _draw_chart(axis, chart)
+    for axis in axes.flat[len(charts) :]:
+        axis.set_visible(False)
+    return _write(figure, path, note)
+
+
+def draw_timelines(path: Path, timelines: Sequence[Timeline], *, note: str = "") -> Path:
+    """Writes the timelines below each other; gives `path`."""
+    pyplot = _pyplot()
+    lanes = [len(_devices(timeline)) for timeline in timelines]
+    figure, axes = pyplot.subplots(
+        len(timelines),
+        1,
+        figsize=(11, sum(0.34 * n + 0.9 for n in lanes) + 0.3),
+        height_ratios=[0.34 * n + 0.9 for n in lanes],
+        squeeze=False,
+    )
+    for axis, timeline in zip(axes.flat, timelines, strict=True):
+        _draw_timeline(axis, timeline)
+    axes.flat[-1].set_xlabel("virtual time, ms")
+    return _write(figure, path, note)
+
+
+def draw_bars(
+    path: Path, title: str, y: str, bars: Mapping[str, tuple[float, float, float]], *, goal: float | None = None
+) -> Path:
+    """Writes one bar a system, each ``(median, worst, best)`` with a whisker from worst to best; gives `path`."""
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(1.5 * len(bars) + 2.2, 4.2))
+    for index, (name, (median, *ends)) in enumerate(bars.items()):
+        colour = "C0" if name.startswith("asyncflow") else "0.6"
+        axis.bar(index, median, color=colour, width=0.65)
+        axis.errorbar(index, median, [[median - min(ends)], [max(ends) - median]], color="0.2", capsize=4, lw=1)
+        axis.annotate(f"{median:,.3g}" if median < 1000 else f"{median:,.0f}", (index, 0), (0, 4),
+                      textcoords="offset points", ha="center", va="bottom", color="white", weight="bold")  # fmt: skip
+    if goal is not None:
+        axis.axhline(goal, color="C3", ls="--", lw=1)
+        axis.annotate("goal", (len(bars) - 0.5, goal), (-2, 2), textcoords="offset points", color="C3", ha="right")
+    axis.set_xticks(range(len(bars)), [name.replace(", ", ",\n") for name in bars])
+    axis.set_ylabel(y)
+    axis.set_title(title, fontsize=11)
+    axis.spines[["top", "right"]].set_visible(False)
+    return _write(figure, path, "")
+
+
+# -- charts ------------------------------------------------------------------------------------------------------
+
+
+def _draw_chart(axis: Any, chart: Chart) -> None:
+    for index, (name, curve) in enumerate(chart.curves.items()):
+        axis.plot(list(curve), list(curve.values()), "o-", color=f"C{index}", ms=5, label=name)
+    for name, curve in chart.paper.items():
+        # The same colour as the curve of ours that shows the same.
+        index = list(chart.curves).index(name) if name in chart.curves else len(chart.curves)
+        label = f"{name}, in the paper"
+        axis.plot(list(curve), list(curve.values()), "s--", color=f"C{index}", mfc="white", ms=6, lw=1, label=label)
+    axis.set_xscale("log", base=2)
+    ticks = sorted({x for curve in (*chart.curves.values(), *chart.paper.values()) for x in curve})
+    axis.set_xticks(ticks, [str(x) for x in ticks])
+    axis.minorticks_off()
+    if chart.is_log:
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 or value == 0 else f"{value:g}")
+    axis.set_xlabel(chart.x)
+    axis.set_ylabel(chart.y)
+    axis.set_title(chart.title, fontsize=11)
+    axis.grid(axis="y", alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    if len(chart.curves) + len(chart.paper) > 1:
+        axis.legend(frameon=False, fontsize=9)
+
+
+# -- timelines ---------------------------------------------------------------------------------------------------
+
+
+def _draw_timeline(axis: Any, timeline: Timeline) -> None:
+    names = _devices(timeline)
+    palette = _colours()
+    origin = min(firing.started_ns for firing in timeline.trace.firings)
+    first, last = timeline.window_ms or (0.0, float("inf"))
+    labelled: dict[tuple[str, int], tuple[float, float]] = {}
+    for firing in timeline.trace.firings:
+        start, end = ((time - origin) / _NS_PER_MS for time in (firing.started_ns, firing.ended_ns))
+        if end <= first or start >= last or not _is_drawn(firing):
+            continue
+        number, lane = _number(firing, timeline), names.index(firing.device)
+        colour = palette[number % len(palette)]
+        if firing.stream in _COPIES:
+            axis.broken_barh([(start, end - start)], (lane + 0.28, 0.2), facecolors=colour, alpha=0.55)
+        else:
+            axis.broken_barh([(start, end - start)], (lane - 0.38, 0.62), facecolors=colour)
+            begin, finish = labelled.get((firing.device, number), (start, end))
+            labelled[firing.device, number] = min(start, begin), max(end, finish)
+    final = max((end for _, end in labelled.values()), default=first + 1)
+    axis.set_xlim(first, min(last, final))
+    for (device, number), (start, end) in labelled.items():
+        # Only where the number has room.
+        if end - start > (min(last, final) - first) / 70 and first <= (start + end) / 2 <= last:
+            axis.text((start + end) / 2, names.index(device) - 0.07, str(number), ha="center", va="center",
+                      fontsize=7, color="white", clip_on=True)  # fmt: skip
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.45, -0.55)
+    axis.set_title(timeline.title, fontsize=10, loc="left")
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _devices(timeline: Timeline) -> list[str]:
+    names = {firing.device for firing in timeline.trace.firings if _is_drawn(firing)}
+    return sorted(names, key=lambda name: (name.partition(":")[0], int(name.partition(":")[2])))
+
+
+def _is_drawn(firing: Firing) -> bool:
+    return firing.stream in _COPIES or firing.stream.startswith(_KERNELS)
+
+
+def _number(firing: Firing, timeline: Timeline) -> int:
+    """Of the iteration, or of the run, which are counted from 0."""
+    if timeline.colours == "run":
+        return firing.run - min(span.run for span in timeline.trace.runs)
+    return int(firing.tag.split("/")[1]) if firing.tag else 0
+
+
+# -- matplotlib --------------------------------------------------------------------------------------------------
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install -e '.[plot]', or leave --plots out") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _colours() -> Any:
+    import matplotlib
+
+    return matplotlib.colormaps[_PALETTE].colors
+
+
+def _write(figure: Any, path: Path, note: str) -> Path:
+    if note:
+        figure.supxlabel(note, fontsize=8, color="0.35")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    # Without the version in it, equal results make equal files.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    _pyplot().close(figure)
+    return path

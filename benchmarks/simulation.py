@@ -1,0 +1,105 @@
+"""Experiments on simulated machines: virtual time, so one repeat says everything, and the same on any machine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import asyncflow as af
+from asyncflow.testing import virtual_clock
+from benchmarks.harness import ASYNCFLOW, Figure, Result
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+STEPS_RATE: Final = Figure("rate, virtual time", "steps/s", higher_is_better=True)
+ITERATION_RATE: Final = Figure("rate, virtual time", "iterations/s", higher_is_better=True)
+PAPER: Final = "the paper"
+"""EuroSys '18, on its own machines: something to look at, and nothing to divide by."""
+
+Curve = dict[int, float]
+"""By the number of devices, or whatever is varied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a simulated run gave: its virtual time, and what was recorded of it."""
+
+    seconds: float
+    trace: af.Trace
+
+
+def simulate(
+    machine: str,
+    work: Callable[[af.Session], Awaitable[object]],
+    *,
+    warm_up: Callable[[af.Session], Awaitable[object]] | None = None,
+    jitter: float = 0.0,
+    traced: bool = False,
+) -> Outcome:
+    """The virtual time that `work` takes on a simulated machine, whose large arrays carry no data.
+
+    Args:
+        machine: such as ``"8 x v100, nvlink2"``.
+        work: what is timed, given a session on all devices.
+        warm_up: what runs before it; None for `work` itself. It makes variables, and takes the first run's copies.
+        jitter: how much the times of kernels and copies vary.
+        traced: record `work`.
+    """
+
+    async def main() -> Outcome:
+        async with af.Session() as session:
+            await (warm_up or work)(session)
+            loop, trace = asyncio.get_running_loop(), af.Trace()
+            started = loop.time()
+            if traced:
+                with trace:
+                    await work(session)
+            else:
+                await work(session)
+            return Outcome(loop.time() - started, trace)
+
+    with virtual_clock(machine, jitter=jitter, shapes_only=True) as clock:
+        return clock.run(main())
+
+
+async def in_thread(simulation: Callable[..., Any], *args: Any) -> Any:
+    """The result of `simulation`, which starts an event loop of its own and so needs a thread without one."""
+    return await asyncio.to_thread(simulation, *args)
+
+
+def as_results(
+    workload: str, curves: Mapping[str, Curve], figure: Figure, case: str, *, system: str = ASYNCFLOW
+) -> list[Result]:
+    """The curves as rows of a table.
+
+    Args:
+        workload: the program's name.
+        curves: by what they show.
+        figure: of their values.
+        case: of a row, with ``{curve}`` and ``{x}`` in it.
+        system: whose they are.
+    """
+    return [
+        Result(
+            workload=workload,
+            case=case.format(curve=curve, x=x),
+            figure=figure,
+            system=system,
+            values=(value,),
+            ratio=None,
+        )
+        for curve, points in curves.items()
+        for x, value in points.items()
+    ]
+
+
+def devices(count: int) -> list[str]:
+    """Names of the first `count` simulated devices."""
+    return [f"sim:{index}" for index in range(count)]
+
+
+def spread(n_layers: int, names: Sequence[str]) -> list[str]:
+    """The device of each layer: neighbouring layers together, as many on each device as on any other."""
+    return [names[layer * len(names) // n_layers] for layer in range(n_layers)]
