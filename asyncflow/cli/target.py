@@ -1,13 +1,14 @@
-"""Which callable does ``file.py:name`` or ``package.module:name`` mean, and how is it loaded?"""
+"""What does ``file.py``, ``file.py:name`` or ``package.module:name`` mean, and how is it loaded?"""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Self
@@ -26,25 +27,25 @@ class Target:
     file: Path | None
     """None for a module found on ``sys.path``."""
     attribute: str
-    """Name inside the module, dotted for a member."""
+    """Name inside the module, dotted for a member; empty for a file that runs as a whole."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads ``file.py:name`` or ``package.module:name``; the file has to exist."""
+        """Reads ``file.py``, ``file.py:name`` or ``package.module:name``; the file has to exist."""
         place, colon, attribute = text.rpartition(":")
+        if text.endswith(".py"):
+            return cls("__main__", _existing(text), "")
         if not colon or not place or not all(part.isidentifier() for part in attribute.split(".")):
             raise TargetError(
-                f"{text!r} does not say what to call; write file.py:name or package.module:name, such as "
+                f"{text!r} does not say what to call; write file.py, file.py:name or package.module:name, such as "
                 f"{place or text or 'train.py'}:main"
             )
         if not place.endswith(".py"):
             if not all(part.isidentifier() for part in place.split(".")):
                 raise TargetError(f"{place!r} is neither a file ending in .py nor a dotted module name")
             return cls(place, None, attribute)
-        file = Path(place)
-        if not file.is_file():
-            raise TargetError(f"there is no file {place!r} in {Path.cwd()}")
-        return cls(file.stem, file.resolve(), attribute)
+        file = _existing(place)
+        return cls(file.stem, file, attribute)
 
     @property
     def search_path(self) -> str:
@@ -57,12 +58,14 @@ class Target:
         return str(self.file) if self.file is not None else self.module
 
     def load(self) -> Callable[[], object]:
-        """Imports the module and gives the callable.
+        """Imports the module and gives the callable; for a whole file, one that runs it as ``python file.py`` would.
 
         Raises:
             TargetError: no such module, no such name in it, not callable, or it needs arguments.
             Exception: whatever the module raises while it is imported.
         """
+        if not self.attribute:
+            return partial(runpy.run_path, str(self.file), run_name=self.module)
         module = _import_module(self.module) if self.file is None else _import_file(self.module, self.file)
         try:
             found = reduce(getattr, self.attribute.split("."), module)
@@ -72,6 +75,13 @@ class Target:
             raise TargetError(f"{self.attribute} of {self.program} is a {type(found).__name__}; name a function")
         _check_no_arguments(self.attribute, found)
         return found
+
+
+def _existing(place: str) -> Path:
+    file = Path(place)
+    if not file.is_file():
+        raise TargetError(f"there is no file {place!r} in {Path.cwd()}")
+    return file.resolve()
 
 
 def _import_module(name: str) -> ModuleType:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
+from asyncflow.compiler.frames import has_primitives
 from asyncflow.compiler.transfers import EXPAND, RECV, SEND, TO_HOST, TRUNCATE
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
@@ -41,7 +42,7 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.op import Op
@@ -77,16 +78,28 @@ class _Loop:
     before: list[Node]
 
 
-def lower(graph: Graph, *, asynchronous: Collection[str] = (), truncate: bool = False) -> Graph:
+def lower(
+    graph: Graph,
+    *,
+    asynchronous: Collection[str] = (),
+    truncate: bool = False,
+    delay: Callable[[Graph, Mapping[Node, object]], object] | None = None,
+) -> Graph:
     """`graph` without structured nodes; `graph` itself is used up.
 
     Args:
         graph: structured, each node with its device.
         asynchronous: devices whose values must be copied to the host before Python may look at them.
         truncate: send float32 values as their upper 16 bits.
+        delay: adds control inputs to Recvs, given the result and the places of its nodes; see `delay_recvs`. Not called
+            where control flow is written by hand: then places are not known.
     """
+    if delay is not None and has_primitives(graph.walk()):
+        delay = None
     lowering = _Lowering(graph, asynchronous, truncate)
     lowering.put_nodes(graph, lowering.outside)
+    if delay is not None:
+        delay(lowering.flat, lowering.places)
     return lowering.finish()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from asyncflow.compiler.assign_streams import assign_streams
 from asyncflow.compiler.codegen import generate
 from asyncflow.compiler.constraints import resolve_requests
+from asyncflow.compiler.delay_recvs import delay_recvs
 from asyncflow.compiler.extract import FEED, extract
 from asyncflow.compiler.frames import assign_frames
 from asyncflow.compiler.kernels import bind_kernel, bind_launch
@@ -103,7 +104,12 @@ def compile_plan(
     if regions:
         streams = make_regions(working, streams, asynchronous)
         check(working)
-    lowered = lower(working, asynchronous=asynchronous, truncate=transfer_dtype is not None)
+    lowered = lower(
+        working,
+        asynchronous=asynchronous,
+        truncate=transfer_dtype is not None,
+        delay=partial(delay_recvs, devices=devices, costs=costs),
+    )
     check(lowered)
     binding = _Binding(resolve, streams, debug, check_numerics, max_iterations)
     used = {node.device for node in lowered.nodes if not is_everywhere(node)}

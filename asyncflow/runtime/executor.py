@@ -331,6 +331,9 @@ class Executor:
             status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
             self._record(node, iteration, stream_name(node), firing.started_ns, ended, result, status)
             if error is None and not self.stopped:
+                if node.cost is None:
+                    node.cost = MeasuredCost()
+                node.cost.observe(1, ended - firing.started_ns)
                 self.complete(node, iteration, firing.inputs, result)
             elif error is not None and not isinstance(error, Stopped):
                 self.kernel_failed(error, node, iteration, firing.inputs)

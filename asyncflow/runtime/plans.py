@@ -10,11 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from asyncflow.compiler.estimate import assumed, kernel_ns
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.graph.ir import Tensor
 
 if TYPE_CHECKING:
-    from asyncflow.compiler.plan import Plan
+    from asyncflow.compiler.plan import Plan, PlanNode
     from asyncflow.graph.graph import Graph
     from asyncflow.runtime.fetches import Fetch
 
@@ -48,14 +49,14 @@ class PlanCache:
 
     def measured_costs(self) -> dict[str, float]:
         """Mean nanoseconds of the kernels that were measured while their plans ran, by node name."""
-        return {
-            node.name: node.cost.mean_ns
-            for _, plans in self._plans.values()
-            for plan in plans.values()
-            for partition in plan.partitions
-            for node in partition.nodes
-            if node.cost is not None and node.cost.is_measured
-        }
+        costs: dict[str, float] = {}
+        for _, plans in self._plans.values():
+            for plan in plans.values():
+                for partition in plan.partitions:
+                    for node in partition.nodes:
+                        if node.cost is not None and node.cost.is_measured:
+                            costs.update(_shared_out(node))
+        return costs
 
     def clear(self) -> None:
         """Forgets all plans."""
@@ -110,6 +111,24 @@ class PlanCache:
 
 
 _SWITCH_S = 0.000_5
+
+
+def _shared_out(node: PlanNode) -> dict[str, float]:
+    """What was measured of a node; of a region, shared out to its nodes as they were expected to take."""
+    measured: float = node.cost.mean_ns
+    if node.region is None:
+        return {node.name: measured}
+    expected = {
+        inner.name: kernel_ns(
+            inner,
+            [assumed(tensor.shape) for tensor in inner.inputs],
+            [assumed(tensor.shape) for tensor in inner.outputs],
+        )
+        for inner in node.source.attrs["region"].nodes
+        if inner.op.kernel is not None
+    }
+    in_all = sum(expected.values())
+    return {name: measured * share / in_all for name, share in expected.items()}
 
 
 class _Background:

@@ -112,9 +112,6 @@ class Run:
             self._timer = self._loop.call_at(asked_s + timeout, self._expire, timeout)
         for device in self._recorded:
             device.record_spans(True)
-        if len(self.executors) == 1 and len(feeds) == len(self._partitions[0].feeds):
-            self.executors[0].start(feeds)
-            return
         self._is_starting = True
         for executor, partition in zip(self.executors, self._partitions, strict=True):
             if not self._stopped:
