@@ -12,6 +12,8 @@ from threadpoolctl import threadpool_limits
 import asyncflow as af
 from benchmarks import (
     concurrent_runs,
+    dependency_patterns,
+    distributed_loop,
     dynamic_lstm,
     graph_size,
     import_time,
@@ -19,13 +21,17 @@ from benchmarks import (
     loop_overhead,
     memory,
     nested_loop,
+    parallel_iterations,
     run_latency,
+    stacked_lstm,
+    two_device_loop,
+    white_paper_pipelines,
 )
 from benchmarks.harness import describe_machine, format_table, write_json
 from benchmarks.peers import NO_PEERS, Peers, load_peers
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from benchmarks.harness import Result
 
@@ -48,7 +54,23 @@ WORKLOADS: dict[str, Workload] = {
     "import_time": import_time.measure,
     "memory": memory.measure,
     "graph_size": graph_size.measure,
+    "two_device_loop": two_device_loop.measure,
+    "stacked_lstm": stacked_lstm.measure,
+    "dependency_patterns": dependency_patterns.measure,
+    "distributed_loop": distributed_loop.measure,
+    "parallel_iterations": parallel_iterations.measure,
+    "white_paper_pipelines": white_paper_pipelines.measure,
 }
+
+PICTURES: dict[str, Callable[[Sequence[Result], Path], list[Path]]] = {
+    "two_device_loop": two_device_loop.draw,
+    "stacked_lstm": stacked_lstm.draw,
+    "dependency_patterns": dependency_patterns.draw,
+    "distributed_loop": distributed_loop.draw,
+    "parallel_iterations": parallel_iterations.draw,
+    "white_paper_pipelines": white_paper_pipelines.draw,
+}
+"""What draws the workload's results, and its timelines, into a folder."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, help="trials of each system; default: each workload's own number")
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out even where they are installed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured value to FILE")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw workloads over several devices into FOLDER")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.workloads if name not in WORKLOADS]:
         parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
@@ -77,6 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{format_table(results)}")
     if options.json is not None:
         write_json(options.json, machine, results)
+    if options.plots is not None:
+        for name in options.workloads or WORKLOADS:
+            if name in PICTURES:
+                for path in PICTURES[name](results, options.plots):
+                    print(f"wrote {path}")
     return 0
 
 

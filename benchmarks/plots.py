@@ -30,7 +30,7 @@ class Chart:
         title: above it.
         x, y: what the axes show, with units.
         curves: ours, by name.
-        paper: the paper's values, by name; drawn dashed and hollow.
+        paper: the paper's values, by name; hollow marks.
         is_log: both axes are logarithmic; else only x is, to the base 2.
     """
 
@@ -62,9 +62,11 @@ class Timeline:
 def draw_charts(path: Path, charts: Sequence[Chart], *, note: str = "") -> Path:
     """Writes the charts side by side; gives `path`."""
     pyplot = _pyplot()
-    columns = min(2, len(charts))
+    columns = min(3, len(charts))
     rows = -(-len(charts) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(6.4 * columns, 4.4 * rows), squeeze=False)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=((6.4 if columns == 1 else 5.0) * columns, 4.4 * rows), squeeze=False
+    )
     for axis, chart in zip(axes.flat, charts, strict=False):
         _draw_chart(axis, chart)
     for axis in axes.flat[len(charts) :]:
@@ -121,7 +123,8 @@ def _draw_chart(axis: Any, chart: Chart) -> None:
         # The same colour as the curve of ours that shows the same.
         index = list(chart.curves).index(name) if name in chart.curves else len(chart.curves)
         label = f"{name}, in the paper"
-        axis.plot(list(curve), list(curve.values()), "s--", color=f"C{index}", mfc="white", ms=6, lw=1, label=label)
+        # No line: what lies between its points is not known here.
+        axis.plot(list(curve), list(curve.values()), "s", color=f"C{index}", mfc="white", ms=7, label=label)
     axis.set_xscale("log", base=2)
     ticks = sorted({x for curve in (*chart.curves.values(), *chart.paper.values()) for x in curve})
     axis.set_xticks(ticks, [str(x) for x in ticks])
@@ -148,7 +151,9 @@ def _draw_timeline(axis: Any, timeline: Timeline) -> None:
     palette = _colours()
     origin = min(firing.started_ns for firing in timeline.trace.firings)
     first, last = timeline.window_ms or (0.0, float("inf"))
-    labelled: dict[tuple[str, int], tuple[float, float]] = {}
+    # By device and number: where its longest kernel is.
+    longest: dict[tuple[str, int], tuple[float, float]] = {}
+    final = first
     for firing in timeline.trace.firings:
         start, end = ((time - origin) / _NS_PER_MS for time in (firing.started_ns, firing.ended_ns))
         if end <= first or start >= last or not _is_drawn(firing):
@@ -159,13 +164,15 @@ def _draw_timeline(axis: Any, timeline: Timeline) -> None:
             axis.broken_barh([(start, end - start)], (lane + 0.28, 0.2), facecolors=colour, alpha=0.55)
         else:
             axis.broken_barh([(start, end - start)], (lane - 0.38, 0.62), facecolors=colour)
-            begin, finish = labelled.get((firing.device, number), (start, end))
-            labelled[firing.device, number] = min(start, begin), max(end, finish)
-    final = max((end for _, end in labelled.values()), default=first + 1)
-    axis.set_xlim(first, min(last, final))
-    for (device, number), (start, end) in labelled.items():
+            known = longest.setdefault((firing.device, number), (start, end))
+            if end - start > known[1] - known[0]:
+                longest[firing.device, number] = start, end
+        final = max(final, end)
+    last = min(last, final)
+    axis.set_xlim(first, last)
+    for (device, number), (start, end) in longest.items():
         # Only where the number has room.
-        if end - start > (min(last, final) - first) / 70 and first <= (start + end) / 2 <= last:
+        if end - start > (last - first) / 70 and first <= (start + end) / 2 <= last:
             axis.text((start + end) / 2, names.index(device) - 0.07, str(number), ha="center", va="center",
                       fontsize=7, color="white", clip_on=True)  # fmt: skip
     axis.set_yticks(range(len(names)), names)
@@ -213,7 +220,7 @@ def _colours() -> Any:
 
 def _write(figure: Any, path: Path, note: str) -> Path:
     if note:
-        figure.supxlabel(note, fontsize=8, color="0.35")
+        figure.supxlabel(note, fontsize=9, color="0.35")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     # Without the version in it, equal results make equal files.

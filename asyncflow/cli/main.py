@@ -23,7 +23,7 @@ USAGE_ERROR = 2
 
 # `argparse` would go on looking for our options among the program's.
 _WITH_VALUE = {
-    "profile": ("-o", "--output", "--top"),
+    "profile": ("-o", "--output", "--top", "--color-by"),
     "simulate": ("-o", "--output", "--devices", "--seed", "--jitter"),
 }
 _FLAGS = {"profile": ("-h", "--help"), "simulate": ("-h", "--help", "--shapes-only")}
@@ -35,7 +35,7 @@ examples:
   asyncflow profile train.py:main -o trace.json.gz --epochs 3        arguments for the program come last
   asyncflow profile train.py:main -o trace.json -- -o model.bin      or after two dashes
 
-Open .json and .json.gz at https://ui.perfetto.dev, .html in any browser, offline.
+Open .json and .json.gz at https://ui.perfetto.dev, .html in any browser, offline; .png and .svg need matplotlib.
 """
 
 _SIMULATE_EXAMPLES = f"""\
@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "simulate":
             return simulate(options.target, _simulation(options), program_arguments)
-        return profile(options.target, options.output, program_arguments, top=options.top)
+        return profile(
+            options.target, options.output, program_arguments, top=options.top, color_by=options.color_by
+        )
     except (TargetError, TraceFormatError, OSError) as error:
         print(f"asyncflow {options.command}: error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -118,7 +120,7 @@ def _add_profile(commands: _Commands) -> None:
         "profile",
         help="run a program and show where its time went",
         description="Runs a program, records every graph run in it, and shows where the time went.",
-        usage="asyncflow profile [-h] target [-o FILE]... [--top N] [arguments of the program ...]",
+        usage="asyncflow profile [-h] target [-o FILE]... [--top N] [--color-by X] [arguments of the program ...]",
         epilog=_PROFILE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -126,6 +128,12 @@ def _add_profile(commands: _Commands) -> None:
     _add_target_and_output(profiled)
     profiled.add_argument(
         "--top", metavar="N", type=_count, default=20, help="how many nodes to list (default: %(default)s)"
+    )
+    profiled.add_argument(
+        "--color-by",
+        choices=("auto", "op", "node", "iteration"),
+        default="auto",
+        help="what the colours of a .png or .svg stand for (default: the iteration if there is a loop, else the op)",
     )
 
 
@@ -168,7 +176,7 @@ def _add_simulate(commands: _Commands) -> None:
 def _add_target_and_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
-        help="what to call, without arguments: file.py:name or package.module:name; "
+        help="what to run: file.py, or what to call, without arguments: file.py:name or package.module:name; "
         "a function, a coroutine function or an @af.function",
     )
     parser.add_argument(
@@ -178,7 +186,7 @@ def _add_target_and_output(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         default=[],
-        help="write the timeline to FILE, which ends in .json, .json.gz or .html; may be given several times",
+        help="write the timeline to FILE, which ends in .json, .json.gz, .html, .png or .svg; may be given several times",
     )
 
 

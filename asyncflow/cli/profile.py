@@ -9,11 +9,14 @@ from pathlib import Path
 from asyncflow.cli.program import run_program
 from asyncflow.cli.target import Target
 from asyncflow.profiler import format_table, save, summarize
+from asyncflow.profiler.picture import ColorBy
 from asyncflow.profiler.save import check_destination
 from asyncflow.runtime.trace import Trace
 
 
-def profile(target: str, outputs: Sequence[Path], arguments: Sequence[str], *, top: int) -> int:
+def profile(
+    target: str, outputs: Sequence[Path], arguments: Sequence[str], *, top: int, color_by: ColorBy = "auto"
+) -> int:
     """Runs `target`, prints a summary, writes the timeline to every one of `outputs`, and gives the exit code.
 
     Args:
@@ -21,6 +24,7 @@ def profile(target: str, outputs: Sequence[Path], arguments: Sequence[str], *, t
         outputs: files ending in .json, .json.gz, .html, .png or .svg; checked before anything runs.
         arguments: the program's ``sys.argv[1:]``.
         top: how many nodes the summary lists.
+        color_by: what the colours of a .png or .svg stand for.
 
     Returns:
         0; 1 if the program raised, after printing its traceback; its own code if it raised `SystemExit`; 130 if it was
@@ -37,12 +41,13 @@ def profile(target: str, outputs: Sequence[Path], arguments: Sequence[str], *, t
     sys.stdout.flush()
     print(f"\n{format_table(summarize(trace), top=top)}")
     for path in outputs:
-        save(trace, path)
-        print(f"\nwrote {path}{_how_to_open(path)}")
+        save(trace, path, color_by=color_by)
+        print(f"\nwrote {path}{how_to_open(path)}")
     return code
 
 
-def _how_to_open(path: Path) -> str:
+def how_to_open(path: Path) -> str:
+    """What to add to "wrote FILE": where such a timeline can be looked at, unless any program shows it."""
     suffix = path.suffix.lower()
     if suffix in (".png", ".svg"):
         return ""

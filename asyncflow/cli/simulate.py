@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncflow.cli.profile import how_to_open
 from asyncflow.cli.program import run_program
 from asyncflow.cli.target import Target
 from asyncflow.devices.memory import format_bytes
@@ -73,8 +74,7 @@ def simulate(target: str, options: SimulationOptions, arguments: Sequence[str]) 
     print(f"\n{format_report(trace, options.machine)}")
     for path in options.outputs:
         save(trace, path)
-        viewer = "in any browser" if path.suffix.lower() == ".html" else "at https://ui.perfetto.dev"
-        print(f"\nwrote {path}: open it {viewer}")
+        print(f"\nwrote {path}{how_to_open(path)}")
     return code
 
 

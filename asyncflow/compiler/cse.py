@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.compiler.captures import body_offset, drop_inputs, first_capture
 from asyncflow.compiler.purity import has_variants
 from asyncflow.compiler.replacements import Replacements
+from asyncflow.graph.captures import body_offset, drop_inputs, first_capture
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.spec import Spec

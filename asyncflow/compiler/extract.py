@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.compiler.captures import body_offset, first_capture
 from asyncflow.errors import FeedError
 from asyncflow.graph.build import SupportsTensor
 from asyncflow.graph.builtin import PLACEHOLDER
+from asyncflow.graph.captures import body_offset, first_capture
 from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Op

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.captures import body_offset
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.captures import body_offset
 from asyncflow.graph.graph import STRUCTURED
 
 if TYPE_CHECKING:

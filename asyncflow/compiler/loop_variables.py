@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.captures import drop_inputs
 from asyncflow.compiler.cse import Unhashable, attrs_key
 from asyncflow.compiler.purity import has_variants
 from asyncflow.compiler.replacements import Replacements
+from asyncflow.graph.captures import drop_inputs
 from asyncflow.graph.graph import STRUCTURED
 
 if TYPE_CHECKING:

@@ -132,6 +132,14 @@ class _Lowering:
             self.awaited.update(node.control_inputs)
             self.used.update(node.inputs)
             self.used.update(result for body in node.subgraphs for result in body.results)
+        # Where values of such nodes are used, so that news of them can come with the value.
+        self.used_on = {
+            (tensor, node.device)
+            for node in source.walk()
+            if not node.subgraphs
+            for tensor in node.inputs
+            if tensor.node in self.awaited
+        }
 
     def finish(self) -> Graph:
         self.flat.renumber()
@@ -316,8 +324,9 @@ class _Lowering:
     def arrived_from(self, node: Node, device: _Device) -> Node:
         if (node, device) not in self.news:
             # The same transfer brings a value and the news that it was made.
-            received = (self.here.get((tensor, device)) for tensor in node.outputs if tensor not in self.value_places)
-            arrival = next((tensor.node for tensor in received if tensor is not None), None)
+            brought = (tensor for tensor in node.outputs if tensor not in self.value_places)
+            there = (t for t in brought if (t, device) in self.used_on or (t, device) in self.here)
+            arrival = next((self.local(tensor, device).node for tensor in there), None)
             if arrival is None:
                 (told,) = self.transfer(node, (), _NEWS, self.places[node], device)
                 arrival = told.node

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.captures import body_offset, drop_inputs, first_capture
 from asyncflow.compiler.purity import cannot_fail
 from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.captures import body_offset, drop_inputs, first_capture
 from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph
 
 if TYPE_CHECKING:

@@ -29,7 +29,10 @@ TO_HOST = Op(name="to_host", infer=lambda value, *, is_predicate: value)
 
 def _truncate(xp: ModuleType) -> Kernel:
     def truncate(value: Any) -> Any:
-        return (xp.asarray(value).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        bits = xp.asarray(value).view(np.uint32)
+        # Without its lower bits, a NaN that has no others would be an infinity.
+        is_nan = (bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
+        return ((bits >> np.uint32(16)) | (is_nan.astype(np.uint32) << np.uint32(6))).astype(np.uint16)
 
     return truncate
 

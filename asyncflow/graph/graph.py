@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -11,7 +13,7 @@ from asyncflow.graph.ir import Node, NodeId, Tensor
 from asyncflow.graph.op import Access, Effects, find_op
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from contextvars import Token
 
     from asyncflow.errors import SourceLocation
@@ -67,6 +69,8 @@ class Graph:
         self.name_scope = ""
         self.controls: tuple[Node, ...] = ()
         self.frames: dict[Node, FramePath] = {}
+        self.shapes: dict[Tensor, Tensor] = {}
+        self.kept_for_gradients: dict[Node, Any] = {}
         self._by_name: dict[str, Node] = {}
         self._taken: dict[str, int] = {}
         self._entered: list[Token[Graph | None]] = []
@@ -168,6 +172,10 @@ class Graph:
             return node
         raise GraphError(_leak(node.outputs[0] if node.outputs else node, self))
 
+    def can_use(self, graph: Graph) -> bool:
+        """Whether values of `graph` can be imported here."""
+        return graph is self
+
     # -- looking up ----------------------------------------------------------------------------------------------
 
     def node(self, name: str) -> Node:
@@ -244,6 +252,11 @@ class Subgraph(Graph):
     def __repr__(self) -> str:
         return f"<Subgraph {self.label} of {len(self.nodes)} nodes>"
 
+    def can_use(self, graph: Graph) -> bool:
+        """See `Graph.can_use`: those of enclosing graphs too."""
+        assert self.parent is not None
+        return graph is self or self.parent.can_use(graph)
+
     def add_input(self, spec: Spec, name: str) -> Tensor:
         """A new inner tensor that stands for an input of the structured node."""
         saved, self.controls = self.controls, ()
@@ -256,7 +269,7 @@ class Subgraph(Graph):
         """See `Graph.import_tensor`; tensors of enclosing graphs become captures."""
         if tensor.node.graph is self:
             return tensor
-        if not encloses(tensor.node.graph, self):
+        if not self.can_use(tensor.node.graph):
             raise GraphError(_leak(tensor, self))
         assert self.parent is not None
         outer = self.parent.import_tensor(tensor)
@@ -285,6 +298,23 @@ def encloses(outer: Graph, inner: Graph) -> bool:
             return True
         graph = graph.parent
     return False
+
+
+@contextmanager
+def reopened(graph: Graph) -> Iterator[Graph]:
+    """Makes `graph` current, be it a finished body: for what is added to a program later, such as gradients.
+
+    What is added belongs to no scope: neither its names nor its devices and control edges come from where `graph` was
+    built.
+    """
+    saved = graph.closed, graph.name_scope, graph.controls
+    graph.closed, graph.controls = False, ()
+    graph.name_scope = f"{graph.label}/" if isinstance(graph, Subgraph) else ""
+    try:
+        with graph:
+            yield graph
+    finally:
+        graph.closed, graph.name_scope, graph.controls = saved
 
 
 def node_effects(node: Node) -> Effects:

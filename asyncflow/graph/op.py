@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from asyncflow.errors import GraphError
 
 if TYPE_CHECKING:
-    from asyncflow.graph.ir import Node
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
 
 Kernel: TypeAlias = Callable[..., Any]
@@ -112,3 +114,48 @@ def find_op(name: str) -> Op:
     if name not in _ops:
         raise GraphError(f"no op is named {name!r}; is the module that registers it imported?")
     return _ops[name]
+
+
+# -- derivatives -----------------------------------------------------------------------------------------------------
+
+Derivative: TypeAlias = "Callable[..., Sequence[Tensor | None]]"
+"""``derivative(node, *grads)``: what reaches each input of `node`, given what reaches each of its outputs.
+
+A gradient is None where nothing reaches an output, but not for all of them; the result has one entry per input, None
+where nothing flows. The rule adds nodes to the current graph and may use `node.inputs` and `node.outputs`, whose values
+are then kept for it; of what it needs only the shape it asks `asyncflow.ops.derivatives.shapes`.
+"""
+
+_derivatives: dict[Op, Derivative] = {}
+_not_differentiable: dict[Op, str] = {}
+
+
+def derivative(*ops: Op) -> Callable[[Derivative], Derivative]:
+    """Makes the decorated function the derivative of `ops`."""
+
+    def install(rule: Derivative) -> Derivative:
+        for op in ops:
+            _derivatives[op] = rule
+        return rule
+
+    return install
+
+
+def not_differentiable(*ops: Op, because: str) -> None:
+    """Marks `ops`: nothing flows back through them, as their outputs are integers, constant almost everywhere, …"""
+    _not_differentiable.update(dict.fromkeys(ops, because))
+
+
+def derivative_of(op: Op) -> Derivative | None:
+    """The derivative of `op`; None if it has none."""
+    return _derivatives.get(op)
+
+
+def why_not_differentiable(op: Op) -> str | None:
+    """The reason given with `not_differentiable`; None if the op was not marked."""
+    return _not_differentiable.get(op)
+
+
+def registered_ops() -> tuple[Op, ...]:
+    """Every registered op."""
+    return tuple(_ops.values())

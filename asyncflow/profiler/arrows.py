@@ -17,6 +17,9 @@ from asyncflow.runtime.trace import Firing, Trace, Transfer
 
 _RECV = re.compile(r"/recv(_\d+)?$")
 
+ARRIVALS = ("h2d", "peer")
+"""Streams whose copies bring something to their device."""
+
 _Key: TypeAlias = tuple[int, str, str, str]
 _Place: TypeAlias = tuple[int, int]
 
@@ -51,7 +54,11 @@ def find_arrows(trace: Trace, lanes: Sequence[Lane]) -> list[Arrow]:
     for key, place, firing in _long_firings(lanes) if trace.transfers else ():
         if key in made and (key not in makers or firing.ended_ns > _at(lanes, makers[key]).ended_ns):
             makers[key] = place
-        if key in brought and (key not in bringers or firing.started_ns < _at(lanes, bringers[key]).started_ns):
+        if (
+            key in brought
+            and lanes[place[0]].stream in ARRIVALS
+            and (key not in bringers or firing.started_ns < _at(lanes, bringers[key]).started_ns)
+        ):
             bringers[key] = place
     return [
         _arrow(transfer, lanes, makers.get(_produced(transfer)), bringers.get(_arrival(transfer)))

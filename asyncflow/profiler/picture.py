@@ -9,6 +9,7 @@ What is drawn is worked out in plain Python and tested so; only `render_picture`
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ PALETTE = (
     *("#4c8bd6", "#e08a3c", "#5bb26b", "#9a77cc", "#d9b341", "#2aa5ad", "#d982b5", "#8a9a45", "#7f86d9", "#a97c5a"),
 )
 """No reds: red means failed."""
+MOST_SINGLE = 5 * len(PALETTE)
+"""With more iterations than this, a colour stands for a block of them: one by one they would be confetti."""
 GREY = "#b4bcc8"
 FAILED = "#dc3d43"
 OTHERS = "other"
@@ -78,8 +81,9 @@ def lay_out(trace: Trace, *, color_by: ColorBy = "auto") -> Picture:
 
     Args:
         trace: what the runs recorded.
-        color_by: ``"op"``, ``"node"`` or ``"iteration"`` (of the outermost loop, the colours going round after ten);
-            ``"auto"`` takes the iteration if there is a loop and the op otherwise.
+        color_by: ``"op"``, ``"node"`` or ``"iteration"`` of the outermost loop, where the colours go round after ten,
+            or stand for a tenth of the iterations each if there are many; ``"auto"`` takes the iteration if there is a
+            loop and the op otherwise.
 
     Raises:
         ValueError: another `color_by`.
@@ -88,7 +92,7 @@ def lay_out(trace: Trace, *, color_by: ColorBy = "auto") -> Picture:
     first, last = time_bounds(trace)
     wall = last - first
     keys = _Keys(color_by, trace.firings)
-    column = max(1, wall // COLUMNS)
+    column = max(1, -(-wall // COLUMNS))
     rows = tuple(
         Row(
             device=lane.device,
@@ -125,8 +129,10 @@ class _Keys:
         self.by_iteration = color_by == "iteration"
         if self.by_iteration:
             last = max((outermost_iteration(firing.tag) or 0 for firing in firings), default=0)
-            names = [str(number) for number in range(min(last + 1, len(PALETTE)))]
-            self.title = "iteration" if last < len(PALETTE) else f"iteration mod {len(PALETTE)}"
+            self._block = 1 if last < MOST_SINGLE else math.ceil((last + 1) / len(PALETTE))
+            self._last = last
+            names = [self._iterations(number) for number in range(0, last + 1, self._block)]
+            self.title = "iteration" if last < len(PALETTE) or self._block > 1 else f"iteration mod {len(PALETTE)}"
             self.colors = dict(zip(names, PALETTE, strict=False)) | {OUTSIDE: GREY}
         else:
             self._name: Callable[[Firing], str] = _op if color_by == "op" else _node
@@ -144,9 +150,17 @@ class _Keys:
             return ERRORS
         if self.by_iteration:
             number = outermost_iteration(firing.tag)
-            return OUTSIDE if number is None else str(number % len(PALETTE))
+            return OUTSIDE if number is None else self._iterations(number)
         name = self._name(firing)
         return name if name in self.colors else OTHERS
+
+    def _iterations(self, number: int) -> str:
+        """The iterations that share the colour of this one."""
+        if self._block == 1:
+            return str(number % len(PALETTE))
+        first = number // self._block * self._block
+        last = min(first + self._block - 1, self._last)
+        return f"{first} to {last}" if last > first else str(first)
 
     def label(self, firing: Firing) -> str:
         """What is written into the firing's bar: what its colour does not say."""
@@ -214,7 +228,13 @@ def render_picture(trace: Trace, file_format: Literal["png", "svg"], *, color_by
     tops = _tops(picture.rows)
     depth = tops[-1] + _ROW if tops else _ROW
     height = min(_MAX_INCHES, max(1.8, depth + 1.25, 0.9 + 0.19 * len(picture.legend)))
-    style: dict[Any, Any] = {"svg.hashsalt": "asyncflow", "svg.fonttype": "none", "font.size": 8.5, "text.color": _INK}
+    style: dict[Any, Any] = {
+        "svg.hashsalt": "asyncflow",
+        "svg.fonttype": "none",
+        "text.parse_math": False,
+        "font.size": 8.5,
+        "text.color": _INK,
+    }
     with mpl.rc_context(style):
         # Not pyplot: it keeps figures alive and wants a display.
         figure = Figure(figsize=(_INCHES, height), dpi=160, facecolor="white")

@@ -11,7 +11,7 @@
   };
 
   const GUTTER = 168, AXIS = 26, GROUP = 24, LANE = 23, MEMORY = 44, RIGHT = 12;
-  const STACK = 8 * LANE, THIN = 8, READABLE = 17;
+  const STACK = 8 * LANE, THIN = 8, READABLE = 17, MOST_LINES = 300;
   const INK = "#141922";
   const CONTROL_FLOW = new Set(["Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond"].map((op) => op.toLowerCase()));
   const CONTROL_COLOUR = "#9aa5b5";
@@ -208,7 +208,7 @@
   const pen = canvas.getContext("2d"), overviewPen = overview.getContext("2d");
   const view = { from: 0, to: 1, scroll: 0, width: 0, height: 0 };
   const layout = { rows: [], height: 0 };
-  let selected = null, hovered = null, range = null, pattern = null, queuedFrame = 0, searching = false;
+  let selected = null, hovered = null, range = null, pattern = null, queuedFrame = 0, searching = false, crowded = false;
 
   const plotWidth = () => Math.max(1, view.width - GUTTER - RIGHT);
   const xOf = (time) => GUTTER + ((time - view.from) / (view.to - view.from)) * plotWidth();
@@ -479,16 +479,19 @@
   }
 
   function drawTransfers() {
+    if (!transfers.n) return;
     pen.save();
     pen.beginPath();
     pen.rect(GUTTER, AXIS, view.width - GUTTER, view.height);
     pen.clip();
-    // A thicket of lines says nothing: the more there are, the fainter.
     let visible = 0;
     visibleTransfers(() => { visible += 1; });
-    const strength = Math.max(0.12, Math.min(0.75, 60 / Math.max(visible, 1)));
+    // A thicket of lines hides the slices and says nothing.
+    crowded = visible > MOST_LINES;
+    $("crowded").hidden = !crowded;
+    const strength = Math.max(0.25, Math.min(0.75, 60 / Math.max(visible, 1)));
     pen.strokeStyle = pen.fillStyle = theme.text;
-    visibleTransfers((k) => {
+    if (!crowded) visibleTransfers((k) => {
       const tied = transfers.source.lane[k] >= 0 && transfers.target.lane[k] >= 0;
       pen.globalAlpha = tied ? strength : strength / 2;
       drawTransfer(k, 1);
@@ -521,7 +524,7 @@
   /** The transfer whose line is under the cursor; with `ends`, only near where it starts or ends. */
   function transferAt(x, y, ends) {
     let best = null, nearest = 4;
-    visibleTransfers((k) => {
+    if (!crowded) visibleTransfers((k) => {
       const [x0, y0] = endOf("source", k), [x1, y1] = endOf("target", k);
       const dx = x1 - x0, dy = y1 - y0, length = dx * dx + dy * dy;
       const along = length ? Math.min(1, Math.max(0, ((x - x0) * dx + (y - y0) * dy) / length)) : 0;
@@ -878,7 +881,10 @@
     entry.setAttribute("aria-pressed", String(transfers.shown));
     entry.title = "Show or hide transfers (t)";
     entry.append(swatch, `${count(transfers.n)} transfers`);
-    $("legend").append(entry);
+    const note = make("span", "zoom in to see them, or point at a slice", "key");
+    note.id = "crowded";
+    note.hidden = !crowded;
+    $("legend").append(entry, note);
   }
 
   function fillIterations() {

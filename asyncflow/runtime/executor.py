@@ -15,6 +15,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from asyncflow.compiler.estimate import NS_PER_CALL, NS_PER_ELEMENT, kernel_ns
+from asyncflow.compiler.kernels import is_host_spec
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.errors import KernelError
@@ -105,7 +106,8 @@ class Executor:
     def start(self, feeds: Sequence[Any]) -> None:
         """Delivers the feeds and drives as far as the current turn allows."""
         if self._asynchronous is not None:
-            feeds = [self._fed(value) for value in feeds]
+            nodes = self.scheduler.partition.feeds
+            feeds = [self._fed(value, node) for value, node in zip(feeds, nodes, strict=True)]
         try:
             self.scheduler.start(feeds)
         except SchedulingError as error:
@@ -114,11 +116,16 @@ class Executor:
         else:
             self._with.turn.drive_now(self)
 
-    def _fed(self, value: Any) -> Any:
+    def _fed(self, value: Any, node: PlanNode) -> Any:
         """A fed value on the device; counters and the like stay on the host."""
-        assert self._asynchronous is not None
-        is_counter = getattr(value, "shape", None) == () and value.dtype.kind in "biu"
-        return value if is_counter else self._asynchronous.feed(value)
+        device = self._asynchronous
+        assert device is not None
+        if is_host_spec(node.source.outputs[0].spec):
+            return value
+        copied = device.feed(value)
+        if self.recorder is not None:
+            self.recorder.spans(device, node, None, copied)
+        return copied
 
     def drive(self, deadline_ns: int) -> bool:
         """Executes ready firings until none is left (False) or the deadline has passed (True)."""
@@ -242,7 +249,7 @@ class Executor:
             self.kernel_failed(error, node, iteration, inputs)
             return
         if self.recorder is not None:
-            self.recorder.spans(device.take_spans(), node, iteration, result)
+            self.recorder.spans(device, node, iteration, result)
         self.complete(node, iteration, inputs, result)
 
     def _launch_on_stream(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], size: int) -> None:

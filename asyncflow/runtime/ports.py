@@ -191,13 +191,15 @@ class Ports:
         executor.in_flight += 1
         if self._asynchronous is not None:
             self._asynchronous.receive(value, source, deliver)
+            self._record_spans(self._asynchronous, node, iteration, value)
+            if source.is_asynchronous:  # a copy through the host has a part there
+                self._record_spans(cast("AsynchronousDevice", source), node, iteration, value)
         elif not cast("AsynchronousDevice", source).fetch(value, deliver):
             deliver(value, None)
 
     def _received(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
         if self._executor.recorder is not None:
             self._executor.recorder.transfer(node, iteration, value, sent_ns)
-            self._record_spans(node, iteration, value)
         self._executor.complete(node, iteration, (), value)
         # Not driven at once: the sender is being driven, and its turn has to end.
         self._with.turn.enqueue(self._executor)
@@ -225,7 +227,7 @@ class Ports:
 
         executor.in_flight += 1
         if device.fetch(value, deliver):
-            self._record_spans(node, iteration, value)
+            self._record_spans(device, node, iteration, value)
         else:
             executor.in_flight -= 1
             executor.complete(node, iteration, (value,), value)
@@ -243,6 +245,6 @@ class Ports:
 
         emitter.offer(values, taken)
 
-    def _record_spans(self, node: PlanNode, iteration: Iteration, result: Any) -> None:
-        if self._executor.recorder is not None and self._asynchronous is not None:
-            self._executor.recorder.spans(self._asynchronous.take_spans(), node, iteration, result)
+    def _record_spans(self, device: AsynchronousDevice, node: PlanNode, iteration: Iteration, result: Any) -> None:
+        if self._executor.recorder is not None:
+            self._executor.recorder.spans(device, node, iteration, result)

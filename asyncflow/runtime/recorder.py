@@ -9,10 +9,10 @@ from asyncflow.runtime.provenance import describe
 from asyncflow.runtime.trace import Firing, MemorySample, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import Device, Span
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.trace import Trace
 
@@ -35,23 +35,18 @@ class Recorder:
         scheduled = self.ready.taken.pop((node, iteration), started)
         values = () if status != "ok" else (result,) if node.single else result
         outputs = ", ".join(map(describe, values))
-        self._add(node, iteration, node.source.op.name, stream, scheduled, started, ended, outputs, status)
+        op, device = node.source.op.name, self._device.name
+        self._add(node, iteration.tag(), op, stream, scheduled, started, ended, outputs, status, device)
 
-    def spans(self, spans: Iterable[Span], node: PlanNode, iteration: Iteration, result: Any) -> None:
-        """What an asynchronous device does for one firing: the kernel, and copies."""
-        for span in spans:
+    def spans(self, device: AsynchronousDevice, node: PlanNode, iteration: Iteration | None, result: Any) -> None:
+        """What asynchronous devices did for one firing (None: before any): the kernel, and copies."""
+        tag = "" if iteration is None else iteration.tag()
+        for span in device.take_spans():
             scheduled = self.ready.taken.pop((node, iteration), span.started_ns)
             op = node.source.op.name if not span.nbytes else "copy"
+            outputs = _outputs(node, result)
             self._add(
-                node,
-                iteration,
-                op,
-                span.stream,
-                scheduled,
-                span.started_ns,
-                span.ended_ns,
-                _outputs(node, result),
-                "ok",
+                node, tag, op, span.stream, scheduled, span.started_ns, span.ended_ns, outputs, "ok", device.name
             )
 
     def transfer(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
@@ -72,7 +67,7 @@ class Recorder:
     def _add(
         self,
         node: PlanNode,
-        iteration: Iteration,
+        tag: str,
         op: str,
         stream: str,
         scheduled: int,
@@ -80,6 +75,7 @@ class Recorder:
         ended: int,
         outputs: str,
         status: str,
+        device: str,
     ) -> None:
         trace = self._trace
         if len(trace.firings) >= trace.capacity:
@@ -90,8 +86,8 @@ class Recorder:
                 run=self._run_id,
                 node=node.name,
                 op=op,
-                tag=iteration.tag(),
-                device=self._device.name,
+                tag=tag,
+                device=device,
                 stream=stream,
                 scheduled_ns=min(scheduled, started),
                 started_ns=started,

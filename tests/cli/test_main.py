@@ -13,6 +13,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.cli.main import main
+from asyncflow.devices.presets import parse_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -254,12 +255,31 @@ def test_module_whose_import_fails(program: Path, output: Output) -> None:
     assert "importlib" not in err
 
 
+@pytest.mark.parametrize("command", [["profile"], ["simulate", "--devices", "2 x v100"]])
+def test_a_whole_file_runs_as_python_would_run_it(program: Path, output: Output, command: list[str]) -> None:
+    (program / "whole.py").write_text(
+        "import asyncio, sys\nimport asyncflow as af\nimport neighbour\n"
+        "with af.Graph() as graph:\n    y = af.constant(20.0) + neighbour.SCALE\n"
+        "async def main():\n    async with af.Session(graph) as session:\n        print(await session.run(y), sys.argv[1:])\n"
+        "if __name__ == '__main__':\n    asyncio.run(main())\n",
+        encoding="utf-8",
+    )
+    assert main([*command, "whole.py", "--epochs", "3"]) == 0
+    printed, _ = output()
+    assert printed.startswith("22.0 ['--epochs', '3']\n")
+    assert "1 run" in printed or "runs       1" in printed
+
+
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
         ("missing.py:main", "there is no file 'missing.py' in "),
         ("missing.module:main", "there is no module 'missing.module' in "),
-        ("program.py", "'program.py' does not say what to call; write file.py:name or package.module:name, such as "),
+        (
+            "program",
+            "'program' does not say what to call; write file.py, file.py:name or package.module:name, such as ",
+        ),
+        ("missing.py", "there is no file 'missing.py' in "),
         ("program.py:", "does not say what to call"),
         (":main", "does not say what to call"),
         ("a-b:main", "'a-b' is neither a file ending in .py nor a dotted module name"),
@@ -279,7 +299,10 @@ def test_bad_targets_say_what_to_do(program: Path, output: Output, target: str, 
 
 @pytest.mark.parametrize(
     ("path", "reason"),
-    [("trace.txt", "a trace is saved as .json, .json.gz or .html"), ("nowhere/trace.json", "directory does not exist")],
+    [
+        ("trace.txt", "a trace is saved as .json, .json.gz, .html, .png or .svg"),
+        ("nowhere/trace.json", "directory does not exist"),
+    ],
 )
 def test_bad_outputs_are_refused_before_the_program_runs(program: Path, output: Output, path: str, reason: str) -> None:
     assert main(["profile", "program.py:coroutine", "-o", "good.json", "-o", path]) == 2
@@ -323,12 +346,23 @@ def test_version(output: Output) -> None:
     assert output()[0] == f"asyncflow {af.__version__}\n"
 
 
-def test_devices_lists_the_cpu_and_says_why_there_is_no_gpu(output: Output) -> None:
+def test_devices_lists_the_cpu_why_there_is_no_gpu_and_what_can_be_simulated(output: Output) -> None:
     assert main(["devices"]) == 0
-    cpu, cuda = output()[0].splitlines()
+    cpu, cuda, sim, cards, links = output()[0].splitlines()
     assert cpu.startswith("cpu:0")
     assert "cores" in cpu
     assert cuda.startswith("cuda   off: ")
+    assert sim.startswith("sim    off outside asyncflow.testing.virtual_clock()")
+    assert cards.startswith("       cards ")
+    assert links.startswith("       links ")
+    machine = f"2 x {cards.split(', ')[-1]}, {links.split(', ')[-1]}"
+    assert len(parse_machine(machine).cards) == 2
+
+
+def test_a_profile_is_drawn_as_a_picture(program: Path, output: Output) -> None:
+    assert main(["profile", "program.py:coroutine", "-o", "timeline.svg", "x"]) == 0
+    assert output()[0].endswith("\nwrote timeline.svg\n")
+    assert (program / "timeline.svg").read_text(encoding="utf-8").startswith("<?xml")
 
 
 def test_as_a_command(program: Path) -> None:

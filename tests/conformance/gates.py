@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import asyncflow as af
+from asyncflow.streams.virtual import VirtualClockLoop
 
 if TYPE_CHECKING:
     from asyncflow.graph.build import TensorLike
@@ -38,6 +39,8 @@ class Gate:
 
 
 async def settle() -> None:
-    """Lets the event loop turn often enough for all that can happen to have happened."""
+    """Lets the event loop turn often enough for all that can happen to have happened; on virtual time, waits for it."""
     for _ in range(100):
         await asyncio.sleep(0)
+    if isinstance(asyncio.get_running_loop(), VirtualClockLoop):
+        await asyncio.sleep(1)

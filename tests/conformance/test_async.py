@@ -15,7 +15,8 @@ import uvloop
 
 import asyncflow as af
 from asyncflow.runtime import executor
-from tests.conftest import assert_baseline
+from asyncflow.streams.virtual import VirtualClockLoop
+from tests.conftest import OpenSession, assert_baseline
 from tests.faults.kernels import INT, SLOW, CoroutineGate, ThreadGate, in_flight, until
 
 Run = Callable[..., Awaitable[Any]]
@@ -49,7 +50,7 @@ async def test_84_cancel_in_a_kernel_and_in_a_loop(session: af.Session, graph: a
     assert_baseline(session)
     coroutine.opened.set()
     assert await session.run(fetches) == [1, 9]
-    assert session.statistics().used_bytes == {"cpu:0": 0}
+    assert not any(session.statistics().used_bytes.values())
 
 
 # -- 86: ways to await -----------------------------------------------------------------------------------------------
@@ -110,13 +111,13 @@ async def test_86_double_await_of_one_handle(session: af.Session, graph: af.Grap
         await coroutine
 
 
-async def test_86_two_sessions_in_one_loop(graph: af.Graph) -> None:
+async def test_86_two_sessions_in_one_loop(open_session: OpenSession, graph: af.Graph) -> None:
     """CONFORMANCE 86: each with its own variables and threads; closing one leaves the other."""
     count = af.Variable(0, name="count")
     add, gate = count.assign_add(1), ThreadGate()
     gate.opened.set()
-    async with af.Session(graph, debug=True) as one:
-        async with af.Session(graph, debug=True) as other:
+    async with open_session(graph) as one:
+        async with open_session(graph) as other:
             for _ in range(3):
                 await asyncio.gather(one.run([add, gate.op(1)]), other.run([add, gate.op(2)]))
             await one.run(add)
@@ -217,25 +218,31 @@ async def heartbeat() -> AsyncIterator[list[float]]:
 
 
 async def test_87_the_guard_names_a_kernel_that_holds_the_loop(
-    graph: af.Graph, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    open_session: OpenSession,
+    graph: af.Graph,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """CONFORMANCE 87: in debug mode, in the log, so that a busy machine breaks nobody's run; without debug, never."""
     monkeypatch.setattr(executor, "BLOCKED_NS", 0)
     slow = af.op(outputs=INT, name="slow_one")(lambda x: x)
     fetch = slow(1)
     for debug, expected in [(False, []), (True, ["slow_one (slow_one) held the event loop"])]:
-        async with af.Session(graph, debug=debug) as session:
+        async with open_session(graph, debug=debug) as session:
             with caplog.at_level(logging.WARNING, logger="asyncflow.runtime"):
                 assert await session.run(fetch) == 1
         assert [record.getMessage().partition(" for ")[0] for record in caplog.records] == expected
 
 
 async def test_87_the_guard_says_nothing_of_threads(
-    graph: af.Graph, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    open_session: OpenSession,
+    graph: af.Graph,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """CONFORMANCE 87: what runs on a stream does not hold the loop."""
     monkeypatch.setattr(executor, "BLOCKED_NS", 0)
-    async with af.Session(graph, debug=True) as session:
+    async with open_session(graph) as session:
         assert await session.run(af.op(outputs=INT, cost=SLOW, name="on_thread")(lambda x: x)(1)) == 1
     assert caplog.records == []
 
@@ -244,9 +251,10 @@ async def test_87_the_guard_says_nothing_of_threads(
 
 
 async def test_89_every_test_runs_on_both_loops(request: pytest.FixtureRequest) -> None:
-    """CONFORMANCE 89: the test's parameter is the loop it runs on."""
-    on_uvloop = isinstance(asyncio.get_running_loop(), uvloop.Loop)
-    assert on_uvloop == ("uvloop" in request.node.name)
+    """CONFORMANCE 89: the test's parameter is the loop it runs on; the third one is on virtual time."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, uvloop.Loop) == ("uvloop" in request.node.name)
+    assert isinstance(loop, VirtualClockLoop) == ("virtual" in request.node.name)
 
 
 async def test_89_asyncio_debug_mode(session: af.Session, graph: af.Graph) -> None:

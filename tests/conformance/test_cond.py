@@ -10,6 +10,7 @@ import pytest
 
 import asyncflow as af
 from tests.conformance.journal import Journal
+from tests.conftest import OpenSession
 from tests.runtime.by_hand import ByHand, step
 
 if TYPE_CHECKING:
@@ -376,7 +377,7 @@ async def test_conds_nest_in_both_branches(x: af.Tensor, run: Run, a: bool, b: b
     assert await run([picked, picked + 1], {first: a, second: b, x: 100}) == [100 + 10 * a + b, 101 + 10 * a + b]
 
 
-async def test_a_cond_inside_a_function(graph: af.Graph) -> None:
+async def test_a_cond_inside_a_function(open_session: OpenSession, graph: af.Graph) -> None:
     """CONFORMANCE 21: awaited on its own, and built into a graph."""
 
     @af.function
@@ -384,12 +385,12 @@ async def test_a_cond_inside_a_function(graph: af.Graph) -> None:
         result: af.Tensor = af.cond(x < 0, lambda: -x, lambda: x)
         return result
 
-    async with af.Session() as session:
+    async with open_session() as session:
         y = af.placeholder("float64", ())
         assert await session.run(magnitude(y) + 1, {y: -2.0}) == 3.0
 
 
-async def test_a_function_with_a_cond_is_awaited() -> None:
+async def test_a_function_with_a_cond_is_awaited(open_session: OpenSession) -> None:
     """CONFORMANCE 21."""
 
     @af.function
@@ -397,7 +398,7 @@ async def test_a_function_with_a_cond_is_awaited() -> None:
         result: af.Tensor = af.cond(x < 0, lambda: -x, lambda: x)
         return result
 
-    async with af.Session():
+    async with open_session():
         assert [await magnitude(np.float64(v)) for v in (-2.0, 5.0)] == [2.0, 5.0]
 
 

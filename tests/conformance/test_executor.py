@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.conftest import OpenSession
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -116,14 +117,14 @@ def firings(trace: af.Trace) -> Counter[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
-async def test_73_each_node_fires_once(graph: af.Graph, seed: int | None) -> None:
+async def test_73_each_node_fires_once(open_session: OpenSession, graph: af.Graph, seed: int | None) -> None:
     """CONFORMANCE 73: exactly once without control flow, though it has many users; a region is one node."""
     x = af.placeholder("int64", ())
     shared = total = x * 3
     for k in range(20):
         total = total + (shared + k)
     trace = af.Trace()
-    async with af.Session(graph, debug=True, seed=seed, regions=False, optimize=False) as session:
+    async with open_session(graph, seed=seed, regions=False, optimize=False) as session:
         assert await session.run(total, {x: 1}, trace=trace) == 253
     counts = firings(trace)
     assert set(counts.values()) == {1}
@@ -131,7 +132,7 @@ async def test_73_each_node_fires_once(graph: af.Graph, seed: int | None) -> Non
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
-async def test_73_at_most_once_per_tag(graph: af.Graph, seed: int | None) -> None:
+async def test_73_at_most_once_per_tag(open_session: OpenSession, graph: af.Graph, seed: int | None) -> None:
     """CONFORMANCE 73: in nested loops and branches, once per path of frames and iterations."""
 
     def outer(i: Any, total: Any) -> Any:
@@ -140,7 +141,7 @@ async def test_73_at_most_once_per_tag(graph: af.Graph, seed: int | None) -> Non
 
     _, total = af.while_loop(lambda i, _: i < 4, outer, (0, 0), name="outer")
     trace = af.Trace()
-    async with af.Session(graph, debug=True, seed=seed, regions=False) as session:
+    async with open_session(graph, seed=seed, regions=False) as session:
         assert await session.run(total, trace=trace) == 14
     assert set(firings(trace).values()) == {1}
     tags = {firing.tag for firing in trace.firings}

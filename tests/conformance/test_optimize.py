@@ -9,9 +9,10 @@ import numpy as np
 import asyncflow as af
 from asyncflow.compiler.cse import eliminate_common_subexpressions as cse
 from tests.compiler.stages import optimized
+from tests.conftest import OpenSession
 
 
-async def test_77_what_is_never_joined(graph: af.Graph) -> None:
+async def test_77_what_is_never_joined(open_session: OpenSession, graph: af.Graph) -> None:
     """CONFORMANCE 77: CSE never merges stateful, random or differently placed nodes, and never across frames."""
     calls: list[Any] = []
 
@@ -36,7 +37,7 @@ async def test_77_what_is_never_joined(graph: af.Graph) -> None:
     text = optimized(graph, fetches, cse)
     counted = ("variable_assign_add", "random_normal", "mine", "exp", "tensor_array_write", "sin")
     assert {op: text.count(f"= {op}(") for op in counted} == dict(zip(counted, (2, 2, 2, 3, 2, 2), strict=True))
-    async with af.Session(graph, debug=True) as session:
+    async with open_session(graph) as session:
         first, second, a, b, *rest = await session.run(fetches, {x: 1.0})
     assert (first, second) == (1.0, 2.0)
     assert not np.array_equal(a, b)

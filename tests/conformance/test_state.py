@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.conftest import OpenSession
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -47,45 +48,45 @@ async def test_70_read_add_write_one_after_another(session: af.Session, graph: a
     assert await session.run(count.read()) == 21
 
 
-async def test_70_two_assign_concats() -> None:
+async def test_70_two_assign_concats(open_session: OpenSession) -> None:
     """CONFORMANCE 70: two atomic appends in either order, and nothing else; both orders occur over the seeds."""
     results = set()
     with af.Graph(effects="unordered") as graph:
         text = af.Variable(np.zeros(0, np.int64), name="text", shape=(None,))
         appends = [text.update(lambda old, new: af.concat([old, new]), np.array([k])) for k in (1, 2)]
     for seed in range(20):
-        async with af.Session(graph, debug=True, seed=seed, regions=False) as session:
+        async with open_session(graph, seed=seed, regions=False) as session:
             await session.run(appends)
             results.add(tuple((await session.run(text)).tolist()))
     assert results == {(1, 2), (2, 1)}
 
 
 @pytest.mark.parametrize("seed", [None, *range(5)])
-async def test_71_a_read_after_a_write(seed: int | None) -> None:
+async def test_71_a_read_after_a_write(open_session: OpenSession, seed: int | None) -> None:
     """CONFORMANCE 71: with a control edge the read gives B, in any ready order."""
     with af.Graph(effects="unordered") as graph:
         variable = af.Variable("A", name="letter")
         with af.control_dependencies([variable.assign("B")]):
             after = variable.read()
-    async with af.Session(graph, debug=True, seed=seed, regions=seed is None) as session:
+    async with open_session(graph, seed=seed, regions=seed is None) as session:
         assert await session.run(after) == "B"
 
 
-async def test_71_without_an_edge_either(graph: af.Graph) -> None:
+async def test_71_without_an_edge_either(open_session: OpenSession, graph: af.Graph) -> None:
     """CONFORMANCE 71: unordered, A or B, and both occur; in a graph with ordered effects, what was written."""
     seen = set()
     with af.Graph(effects="unordered") as unordered:
         variable = af.Variable("A", name="letter")
         write, read = variable.assign("B"), variable.read()
     for seed in range(20):
-        async with af.Session(unordered, debug=True, seed=seed, regions=False) as session:
+        async with open_session(unordered, seed=seed, regions=False) as session:
             seen.add(str((await session.run([write, read]))[1]))
     assert seen == {"A", "B"}
     with graph:
         ordered = af.Variable("A", name="ordered")
         first, _, second = ordered.read(), ordered.assign("B"), ordered.read()
         fetches = [first, ordered.assign("C"), second]
-    async with af.Session(graph, debug=True, seed=1, regions=False) as session:
+    async with open_session(graph, seed=1, regions=False) as session:
         assert [str(x) for x in await session.run(fetches)] == ["A", "C", "A"]
 
 

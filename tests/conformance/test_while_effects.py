@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +10,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.conformance.gates import settle
 from tests.conformance.journal import Journal
+from tests.conftest import OpenSession
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -35,11 +36,11 @@ async def test_33_an_outer_control_dependency_gates_the_entry(run: Run, graph: a
 
 async def test_33_a_gate_in_an_unordered_graph(run: Run, journal: Journal) -> None:
     """CONFORMANCE 33: the edge itself brings the gate in and holds the loop back, not the order of effects."""
-    release = threading.Event()
+    release = asyncio.Event()
 
-    @af.op(outputs=(), cost=1e12)  # long enough for the stream thread
-    def gate() -> None:
-        assert release.wait(5)
+    @af.op(outputs=())
+    async def gate() -> None:
+        await release.wait()
         journal.entries.append("gate")
 
     @af.op(outputs=af.spec("int64", ()))
@@ -51,8 +52,7 @@ async def test_33_a_gate_in_an_unordered_graph(run: Run, journal: Journal) -> No
         with af.control_dependencies([gate()]):
             (result,) = af.while_loop(lambda i: i < 2, step, (0,))
     pending = asyncio.ensure_future(run(result))
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await settle()
     assert journal.entries == []
     release.set()
     assert await pending == 2
@@ -200,7 +200,9 @@ async def test_36_program_order(run: Run, journal: Journal, effects: Any, expect
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_36_program_order_does_not_depend_on_the_schedule(journal: Journal, seed: int) -> None:
+async def test_36_program_order_does_not_depend_on_the_schedule(
+    open_session: OpenSession, journal: Journal, seed: int
+) -> None:
     """CONFORMANCE 36: nor on which of the ready nodes fires first; inner loops and branches included."""
     with af.Graph() as graph:
 
@@ -215,7 +217,7 @@ async def test_36_program_order_does_not_depend_on_the_schedule(journal: Journal
 
         result = af.while_loop(lambda i: i < 3, body, (0,))
         after = journal.note("after")
-    async with af.Session(graph, debug=True, seed=seed, regions=False) as session:
+    async with open_session(graph, seed=seed, regions=False) as session:
         await session.run([result, after])
     assert journal.entries == [
         ("first", 0),
@@ -300,10 +302,10 @@ async def test_38_an_infinite_loop_meets_its_deadline(session: af.Session, graph
     assert await session.run(result, {limit: 5}, timeout=30) == 5
 
 
-async def test_38_a_loop_may_be_limited_by_the_session(graph: af.Graph) -> None:
+async def test_38_a_loop_may_be_limited_by_the_session(open_session: OpenSession, graph: af.Graph) -> None:
     """CONFORMANCE 38: `max_iterations` ends runaway loops by count."""
     (result,) = af.while_loop(lambda i: i >= 0, lambda i: i + 1, (0,), name="runaway")
-    async with af.Session(graph, debug=True, max_iterations=50) as session:
+    async with open_session(graph, max_iterations=50) as session:
         with pytest.raises(af.KernelError, match="loop runaway reached max_iterations=50"):
             await session.run(result)
 
@@ -370,8 +372,9 @@ async def test_39_siblings_are_cancelled_and_later_assigns_do_not_happen(session
         return i + 1
 
     def body(i: Any) -> Any:
-        v.assign(i)
-        with af.control_dependencies([fails_in_a_task(i)]):
+        with af.control_dependencies([v.assign(i)]):
+            failing = fails_in_a_task(i)
+        with af.control_dependencies([failing]):
             return i + 1
 
     with pytest.raises(af.KernelError, match="two"):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.profiler.chrome import chrome_events, render_chrome
-from asyncflow.runtime.trace import Firing, RunSpan, Trace
+from asyncflow.runtime.trace import Firing, RunSpan, Trace, Transfer
 
 Event = dict[str, Any]
 
@@ -122,6 +122,57 @@ def test_two_sessions_may_number_their_runs_alike() -> None:
 def test_memory_is_a_counter_in_time_order(trace: Trace) -> None:
     counters = of_phase(parse(trace)["traceEvents"], "C")
     assert [(e["ts"], e["args"]) for e in counters] == [(4.0, {"bytes": 8_192}), (9.0, {"bytes": 16_384})]
+
+
+def flow_trace() -> Trace:
+    """A tied transfer, two from and to moments without a firing 400 ns apart, and one a while later."""
+
+    def firing(node: str, device: str, stream: str, start: int, end: int) -> Firing:
+        return Firing(1, node, "op", "", device, stream, start, start, end, "", "ok", "")
+
+    def transfer(node: str, sent: int, received: int, nbytes: int = 0) -> Transfer:
+        return Transfer(1, node, "", "sim:0", "sim:1", sent, received, nbytes)
+
+    return Trace(
+        firings=[firing("mul", "sim:0", "compute", 1_000, 5_000), firing("mul/recv", "sim:1", "peer", 6_000, 7_000)],
+        transfers=[
+            transfer("mul/recv", 0, 100, 4_096),
+            transfer("a/recv", 2_000, 3_000),
+            transfer("b/recv", 2_400, 3_400),
+            transfer("c/recv", 9_000, 9_000),
+        ],
+    )
+
+
+def test_a_transfer_is_a_flow_from_the_slice_that_made_it_to_the_copy_that_brought_it() -> None:
+    events = parse(flow_trace())["traceEvents"]
+    slices = {e["name"]: e for e in of_phase(events, "X")}
+    (start, *_), (end, *_) = of_phase(events, "s"), of_phase(events, "f")
+    assert (start["pid"], start["tid"], start["ts"]) == (slices["mul"]["pid"], slices["mul"]["tid"], 4.999)
+    assert (end["pid"], end["tid"], end["ts"]) == (slices["mul/recv"]["pid"], slices["mul/recv"]["tid"], 6.0)
+    assert (start["id"], start["name"], start["cat"]) == (end["id"], end["name"], end["cat"]) == (1, "mul", "transfer")
+    assert start["args"] == {"tag": "", "run": 1, "bytes": 4_096}
+    assert "bp" not in start
+    assert end["bp"] == "e"
+
+
+def test_ends_without_a_firing_get_short_slices_on_a_lane_of_their_own() -> None:
+    events = parse(flow_trace())["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    marks = [e for e in of_phase(events, "X") if threads[e["tid"]] == "transfers"]
+    assert [(e["ts"], e["dur"], e["name"], e["args"]["transfers"]) for e in marks] == [
+        (2.0, 1.0, "2 transfers", ["send a", "send b"]),
+        (9.0, 1.0, "send c", ["send c"]),
+        (3.0, 1.0, "2 transfers", ["recv a", "recv b"]),
+        (9.0, 1.0, "recv c", ["recv c"]),
+    ]
+    assert len({e["pid"] for e in marks}) == 2
+    assert_no_overlap(events)
+
+
+def test_slices_come_before_the_flows_tied_to_them() -> None:
+    phases = "".join(e["ph"] for e in parse(flow_trace())["traceEvents"])
+    assert phases.rindex("X") < phases.index("s")
 
 
 def test_dropped_firings_are_reported(trace: Trace) -> None:

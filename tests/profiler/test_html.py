@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncflow.profiler.html import render_html, timeline_data
-from asyncflow.runtime.trace import Firing, Trace
+from asyncflow.runtime.trace import Firing, Trace, Transfer
 
 
 class Page(HTMLParser):
@@ -85,6 +85,21 @@ def test_runs_and_memory_reach_the_page(trace: Trace) -> None:
     assert data["groups"][1]["memory"] == {"time": [4_000, 9_000], "nbytes": [8_192, 16_384]}
 
 
+def test_transfers_reach_the_page_by_start_with_the_lanes_of_their_ends(trace: Trace) -> None:
+    start = trace.firings[0].scheduled_ns
+    trace.transfers += [
+        Transfer(0, "loop/matmul/recv", "loop/0", "cpu:1", "cpu:0", start + 9_100, start + 9_200, 16_384),
+        Transfer(0, "loop/loop_cond/recv", "loop/0", "cpu:0", "cpu:1", start + 3_100, start + 3_200, 1),
+    ]
+    data = embedded(trace)
+    moved = data["transfers"]
+    assert [data["tensors"][k] for k in moved["tensor"]] == ["loop/loop_cond", "loop/matmul"]
+    assert [data["tags"][k] for k in moved["tag"]] == ["loop/0", "loop/0"]
+    assert (moved["run"], moved["nbytes"]) == ([0, 0], [1, 16_384])
+    assert moved["source"] == {"group": [0, 1], "lane": [-1, 3], "index": [-1, 0], "time": [3_100, 8_999]}
+    assert moved["target"] == {"group": [1, 0], "lane": [-1, -1], "index": [-1, -1], "time": [3_200, 9_200]}
+
+
 def test_strings_are_written_once() -> None:
     one = Firing(0, "node", "op", "", "cpu:0", "inline", 0, 1, 2, "", "ok", "")
     data = timeline_data(Trace(firings=[one._replace(started_ns=k, ended_ns=k + 1) for k in range(100)]))
@@ -129,9 +144,18 @@ def test_an_empty_trace_makes_a_page_that_says_so() -> None:
         "wall": 0,
         "dropped": 0,
         "groups": [],
+        "transfers": {
+            "tensor": [],
+            "tag": [],
+            "run": [],
+            "nbytes": [],
+            "source": {"group": [], "lane": [], "index": [], "time": []},
+            "target": {"group": [], "lane": [], "index": [], "time": []},
+        },
         "runs": [],
         "sites": [],
         "tags": [],
         "outputs": [],
         "statuses": [],
+        "tensors": [],
     }

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.profiler.lanes import colour_spans, devices, firing_lanes, run_rows, time_bounds
-from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace
+from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace, Transfer
 
 
 def firing(start: int, end: int, *, device: str = "cpu:0", stream: str = "async", node: str = "n") -> Firing:
@@ -54,17 +54,36 @@ def test_lanes_are_ordered_by_device_number_then_stream() -> None:
         firings=[
             firing(0, 1, device=device, stream=stream)
             for device in ("cpu:10", "cpu:2")
-            for stream in ("zeta", "async", "compute", "inline")
+            for stream in (
+                "zeta",
+                "async",
+                "peer",
+                "compute:10",
+                "compute:2",
+                "compute",
+                "d2h",
+                "h2d",
+                "host",
+                "inline",
+            )
         ]
     )
     assert [(lane.device, lane.stream) for lane in firing_lanes(trace)] == [
-        (device, stream) for device in ("cpu:2", "cpu:10") for stream in ("inline", "compute", "async", "zeta")
+        (device, stream)
+        for device in ("cpu:2", "cpu:10")
+        for stream in ("inline", "host", "compute", "compute:2", "compute:10", "h2d", "d2h", "peer", "async", "zeta")
     ]
 
 
 def test_a_device_that_only_holds_memory_is_listed() -> None:
     trace = Trace(firings=[firing(0, 1)], memory=[MemorySample("cpu:1", 5, 64)])
     assert devices(trace) == ["cpu:0", "cpu:1"]
+
+
+def test_a_device_that_only_receives_is_listed_and_what_it_got_is_on_the_timeline() -> None:
+    trace = Trace(firings=[firing(3, 4)], transfers=[Transfer(0, "n/recv", "", "cpu:0", "cpu:1", 2, 9, 8)])
+    assert devices(trace) == ["cpu:0", "cpu:1"]
+    assert time_bounds(trace) == (2, 9)
 
 
 def test_a_firing_cancelled_before_it_started_is_an_instant_where_it_was_scheduled() -> None:

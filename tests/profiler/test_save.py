@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from asyncflow.errors import AsyncflowError
 from asyncflow.profiler import TraceFormatError, save
 from asyncflow.profiler.chrome import render_chrome
 from asyncflow.profiler.html import render_html
+from asyncflow.profiler.save import check_destination
 from asyncflow.runtime.trace import Firing, Trace
 
 
@@ -48,9 +50,34 @@ def test_html_is_the_timeline(trace: Trace, tmp_path: Path) -> None:
     assert (tmp_path / "trace.html").read_text(encoding="utf-8") == "".join(render_html(trace))
 
 
+@pytest.mark.parametrize(("name", "magic"), [("a.png", b"\x89PNG\r\n"), ("b.PNG", b"\x89PNG\r\n"), ("c.svg", b"<?xml")])
+def test_a_picture_is_in_the_format_its_suffix_names(trace: Trace, tmp_path: Path, name: str, magic: bytes) -> None:
+    save(trace, tmp_path / name, color_by="op")
+    assert (tmp_path / name).read_bytes().startswith(magic)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["trace.png", "trace.svg"])
+def test_without_matplotlib_a_picture_is_refused_before_a_long_run(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for refuse in (lambda: check_destination(tmp_path / name), lambda: save(trace, tmp_path / name)):
+        with pytest.raises(TraceFormatError, match=r"asyncflow\[plot\]"):
+            refuse()
+    assert not list(tmp_path.iterdir())
+    save(trace, tmp_path / "trace.html")
+
+
+def test_an_unknown_colouring_is_refused_and_leaves_no_file(trace: Trace, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'auto', 'op', 'node' or 'iteration'; got 'colour'"):
+        save(trace, tmp_path / "trace.svg", color_by="colour")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["trace.txt", "trace", "trace.gz", ".json.bak"])
 def test_another_suffix_is_refused_before_anything_is_written(trace: Trace, tmp_path: Path, name: str) -> None:
-    with pytest.raises(TraceFormatError, match=r"\.json, \.json\.gz or \.html.*" + name) as caught:
+    with pytest.raises(TraceFormatError, match=r"\.json, \.json\.gz, \.html, \.png or \.svg.*" + name) as caught:
         save(trace, tmp_path / name)
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, AsyncflowError)

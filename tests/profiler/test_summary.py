@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from asyncflow.profiler import LaneSummary, NodeSummary, format_table, summarize
-from asyncflow.profiler.summary import format_duration
-from asyncflow.runtime.trace import RunSpan, Trace
+from asyncflow.profiler import DeviceSummary, LaneSummary, NodeSummary, TransferSummary, format_table, summarize
+from asyncflow.profiler.summary import format_bytes, format_duration
+from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace, Transfer
 
 
 def test_totals(trace: Trace) -> None:
@@ -46,12 +46,95 @@ def test_table(trace: Trace) -> None:
         "cpu:0   async     60.0%  6.00 µs        3        2\n"
         "cpu:1   compute   50.0%  5.00 µs        1        1\n"
         "\n"
+        "device  computing  copying  copies hidden  peak memory\n"
+        "------  ---------  -------  -------------  -----------\n"
+        "cpu:0        0 ns        -              -          0 B\n"
+        "cpu:1     5.00 µs        -              -    16.00 KiB\n"
+        "\n"
         "node         op        count    total     mean      max\n"
         "-----------  --------  -----  -------  -------  -------\n"
         "loop/get     http_get      3  9.50 µs  3.17 µs  4.50 µs\n"
         "loop/matmul  matmul        1  5.00 µs  5.00 µs  5.00 µs\n"
         "... and 1 more nodes"
     )
+
+
+def span(device: str, stream: str, start: int, end: int) -> Firing:
+    return Firing(0, "n", "op", "", device, stream, start, start, end, "", "ok", "")
+
+
+def two_cards() -> Trace:
+    """Copies on two streams of sim:0, of whose 60 ns 30 lie under kernels of two others."""
+    return Trace(
+        firings=[
+            span("sim:0", "host", 0, 5),
+            span("sim:0", "compute", 0, 40),
+            span("sim:0", "compute:1", 30, 60),
+            span("sim:0", "h2d", 20, 45),
+            span("sim:0", "peer", 40, 50),
+            span("sim:0", "d2h", 70, 100),
+            span("sim:2", "async", 0, 100),
+        ],
+        memory=[MemorySample("sim:2", 10, 700), MemorySample("sim:2", 20, 3_000), MemorySample("sim:2", 30, 0)],
+        transfers=[
+            Transfer(0, "n/recv", "", "sim:10", "sim:2", 0, 1, 0),
+            Transfer(0, "n/recv", "", "sim:2", "sim:0", 0, 1, 512),
+            Transfer(0, "n/recv", "", "sim:2", "sim:0", 0, 1, 1_024),
+        ],
+    )
+
+
+def test_copies_hidden_behind_kernels_are_counted_once_over_all_streams() -> None:
+    first, second, third = summarize(two_cards()).devices
+    assert first == DeviceSummary(device="sim:0", compute_ns=60, copy_ns=60, hidden_copy_ns=30, peak_nbytes=0)
+    assert first.overlap_fraction == 0.5
+    assert second == DeviceSummary(device="sim:2", compute_ns=0, copy_ns=0, hidden_copy_ns=0, peak_nbytes=3_000)
+    assert second.overlap_fraction == 0.0
+    assert third.device == "sim:10"
+
+
+def test_copies_are_neither_inline_nor_offloaded_and_the_simulated_host_is_inline() -> None:
+    summary = summarize(two_cards())
+    assert (summary.inline, summary.offloaded, summary.copies, summary.awaited) == (1, 2, 3, 1)
+
+
+def test_transfers_are_added_up_by_pair_of_devices() -> None:
+    assert summarize(two_cards()).transfers == (
+        TransferSummary(source="sim:2", target="sim:0", count=2, nbytes=1_536, max_nbytes=1_024),
+        TransferSummary(source="sim:10", target="sim:2", count=1, nbytes=0, max_nbytes=0),
+    )
+
+
+def test_tables_of_devices_and_transfers() -> None:
+    table = format_table(summarize(two_cards()))
+    assert "firings    7 (1 inline, 2 offloaded, 1 awaited, 3 copies)\n" in table
+    assert (
+        "device  computing  copying  copies hidden  peak memory\n"
+        "------  ---------  -------  -------------  -----------\n"
+        "sim:0       60 ns    60 ns          50.0%          0 B\n"
+        "sim:2        0 ns        -              -     2.93 KiB\n"
+        "sim:10       0 ns        -              -          0 B\n"
+        "\n"
+        "from    to     transfers     bytes   largest\n"
+        "------  -----  ---------  --------  --------\n"
+        "sim:2   sim:0          2  1.50 KiB  1.00 KiB\n"
+        "sim:10  sim:2          1       0 B       0 B\n"
+    ) in table
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1_023, "1023 B"),
+        (1_024, "1.00 KiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (3 * 2**30, "3.00 GiB"),
+        (2**51, "2048.00 TiB"),
+    ],
+)
+def test_bytes_change_unit_at_1024(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
 
 
 def test_an_empty_trace() -> None:

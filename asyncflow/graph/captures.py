@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.builtin import PARAMETER
+from asyncflow.graph.ir import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.ir import Node
+    from asyncflow.graph.spec import Spec
 
 
 def first_capture(node: Node) -> int:
@@ -37,6 +39,33 @@ def add_capture(node: Node, outer: Tensor) -> list[Tensor]:
         body.inputs.append(parameter.outputs[0])
         added.append(parameter.outputs[0])
     return added
+
+
+def add_variable(node: Node, initial: Tensor) -> tuple[Tensor, Tensor]:
+    """Gives a `while` one more loop variable; returns it as its body sees it, and what the loop leaves in it.
+
+    The caller appends the body's result for it.
+    """
+    position: int = node.attrs["n_vars"]
+    node.inputs.insert(position, initial)
+    inner: Tensor | None = None
+    for body in node.subgraphs:
+        attrs = {"spec": initial.spec}
+        parameter = body.add_node(PARAMETER, (), attrs, initial.spec, name="var", location=node.location)
+        parameter.control_inputs = []
+        body.nodes.insert(0, body.nodes.pop())  # nodes stand behind what they use
+        body.inputs.insert(position, parameter.outputs[0])
+        inner = parameter.outputs[0]
+    assert inner is not None
+    node.attrs["n_vars"] = position + 1
+    return inner, add_output(node, initial.spec)
+
+
+def add_output(node: Node, spec: Spec) -> Tensor:
+    """Gives a branch or loop node one more output; the caller adds the results."""
+    output = Tensor(node, len(node.outputs), spec)
+    node.outputs = (*node.outputs, output)
+    return output
 
 
 def drop_inputs(node: Node, positions: Collection[int]) -> None:

@@ -1,0 +1,1 @@
+"""How is a graph differentiated, loops and branches included?"""

@@ -1,0 +1,128 @@
+"""The gradient of `cond`: a `cond` on the same predicate, whose branches differentiate those of the forward one.
+
+Values of a forward branch that its gradient needs become results of the forward `cond`; on the other side they are
+empty, and nobody looks at them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from asyncflow.autodiff.gradient_body import GradientBody
+from asyncflow.autodiff.saved_values import new_store
+from asyncflow.autodiff.sweep import StructuredRule, Sweep, carries_gradient
+from asyncflow.control.body import join_captures
+from asyncflow.control.cond import add_cond
+from asyncflow.graph.build import constant
+from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.captures import add_output, body_offset
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import current_graph, reopened
+from asyncflow.graph.shapes import is_subshape, relax
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.creation import zeros
+from asyncflow.ops.derivatives.shapes import ensure_shape, zeros_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.graph import Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+
+
+def differentiate_cond(
+    node: Node, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
+) -> Sequence[Tensor | None]:
+    """What reaches each input of a `cond`, in the current graph."""
+    graph = current_graph()
+    assert graph is not None
+    offset = body_offset(node)
+    wanted = [
+        place
+        for place, tensor in enumerate(node.inputs[offset:])
+        if tensor in sweep.connected and carries_gradient(tensor.spec)
+    ]
+    serials = tuple(sweep.variables)
+    label = graph.unique_name("cond")
+    predicate = graph.import_tensor(node.inputs[0])
+    n_results = len(grads)
+    branches = []
+    sweeps = []
+    for side, forward in zip(("true", "false"), node.subgraphs, strict=True):
+        branch = GradientBody(graph, f"{label}/{side}", forward, partial(_restore, node))
+        with branch:
+            inner = Sweep(forward, [forward.inputs[place] for place in wanted], serials, (), structured)
+            for result, grad in zip(forward.results[:n_results], grads, strict=True):
+                if grad is not None:
+                    inner.give(result, branch.import_tensor(grad))
+            inner.run({})
+        branches.append(branch)
+        sweeps.append(inner)
+    reached = [p for p in wanted if any(s.gradient(b.inputs[p]) is not None for s, b in _pairs(sweeps, node))]
+    read = [serial for serial in serials if any(s.gradient_of_variable(serial) is not None for s in sweeps)]
+    specs = [node.inputs[offset + place].spec for place in reached]
+    for branch, inner, forward in zip(branches, sweeps, node.subgraphs, strict=True):
+        other = sweeps[1 - sweeps.index(inner)]
+        with branch:
+            for place in reached:
+                found = inner.gradient(forward.inputs[place])
+                branch.results.append(found if found is not None else _nothing(forward.inputs[place]))
+            for serial in read:
+                of_variable = inner.gradient_of_variable(serial)
+                branch.results.append(
+                    of_variable if of_variable is not None else _zeros_of_variable(sweep, serial, other)
+                )
+    outputs = add_cond(predicate, branches, label).outputs
+    for serial, output in zip(read, outputs[len(reached) :], strict=True):
+        sweep.give_variable(serial, output)
+    result: list[Tensor | None] = [None] * len(node.inputs)
+    for place, spec, output in zip(reached, specs, outputs, strict=False):
+        result[offset + place] = ensure_shape(output, spec.shape)
+    return result
+
+
+def _pairs(sweeps: Sequence[Sweep], node: Node) -> zip[tuple[Sweep, Subgraph]]:
+    return zip(sweeps, node.subgraphs, strict=True)
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    return new_store() if tensor.dtype == VARIANT else zeros_of(tensor)
+
+
+def _zeros_of_variable(sweep: Sweep, serial: int, other: Sweep) -> Tensor:
+    variable = sweep.variable(serial)
+    return zeros_of(variable.read())
+
+
+def _restore(node: Node, body: GradientBody, tensor: Tensor) -> Tensor:
+    """A value of a forward branch."""
+    if tensor.node.op is CONSTANT and not tensor.node.control_inputs:
+        with body:
+            return constant(tensor.node.attrs["value"])
+    if tensor in body.forward.inputs:
+        return body.import_tensor(node.inputs[body.forward.inputs.index(tensor) + body_offset(node)])
+    restored = body.import_tensor(_exported(node, body.forward, tensor))
+    if is_subshape(restored.shape, tensor.shape):
+        return restored
+    with body:
+        return ensure_shape(restored, tensor.shape)
+
+
+def _exported(node: Node, forward: Subgraph, tensor: Tensor) -> Tensor:
+    """The output of the forward `cond` that shows a value of one of its branches."""
+    exported: dict[Tensor, Tensor] = node.graph.root.kept_for_gradients.setdefault(node, {})
+    if tensor not in exported:
+        (other,) = (branch for branch in node.subgraphs if branch is not forward)
+        with reopened(other):
+            if tensor.dtype == VARIANT:
+                absent = new_store()
+            else:
+                absent = zeros((0,) * (tensor.ndim or 0), dtype=tensor.dtype)
+        forward.results.append(tensor)
+        other.results.append(absent)
+        exported[tensor] = add_output(node, Spec(tensor.dtype, relax(tensor.shape, absent.shape)))
+    return exported[tensor]
+
+
+__all__ = ["differentiate_cond", "join_captures"]

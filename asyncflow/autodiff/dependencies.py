@@ -1,0 +1,123 @@
+"""Which values of a graph depend on which of its sources, through branches and loops.
+
+A dependency is a path of data edges. `stop_gradient` cuts it; an op that has no derivative, such as `argmax`, does not:
+what is connected only through such ops has a gradient of zeros, and what is not connected has none.
+
+Sets of sources are the bits of an int.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.captures import body_offset
+from asyncflow.graph.graph import STRUCTURED
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+
+CUT = frozenset({"stop_gradient"})
+"""Ops that nothing depends through."""
+
+
+class Dependencies:
+    """What the values of graphs depend on, and for that what the outputs of their branches and loops do.
+
+    Args:
+        variables: the bit of each variable that is a source wherever it is read, by its serial number.
+    """
+
+    def __init__(self, variables: Mapping[int, int]) -> None:
+        self.variables = variables
+        self._outputs: dict[Node, tuple[list[int], list[int]]] = {}
+
+    def of(self, graph: Graph, sources: Mapping[Tensor, int], cut: Collection[Tensor] = ()) -> dict[Tensor, int]:
+        """The sources that each value of `graph` depends on; those without any are left out, and so are those `cut`."""
+        found: dict[Tensor, int] = dict(sources)
+        for node in graph.nodes:
+            if node.op.name in CUT:
+                continue
+            given = [found.get(tensor, 0) for tensor in node.inputs]
+            if node.op.name in STRUCTURED:
+                outputs = self._of_structured(node, given)
+            else:
+                mask = self._read(node)
+                for each in given:
+                    mask |= each
+                outputs = [mask] * len(node.outputs)
+            for tensor, mask in zip(node.outputs, outputs, strict=True):
+                if mask and tensor not in cut:
+                    found[tensor] = found.get(tensor, 0) | mask
+        return found
+
+    def inputs_of(self, node: Node) -> list[int]:
+        """For each output of a branch or loop, the set of the node's inputs it depends on."""
+        return self._summary(node)[0]
+
+    def variables_of(self, node: Node) -> list[int]:
+        """For each output of a branch or loop, the variables it depends on by reads inside."""
+        return self._summary(node)[1]
+
+    def _read(self, node: Node) -> int:
+        if node.op.name != "variable_read":
+            return 0
+        return self.variables.get(node.attrs["variable"].serial, 0)
+
+    def _of_structured(self, node: Node, given: Sequence[int]) -> list[int]:
+        inputs, variables = self._summary(node)
+        return [_union(given, mask) | inside for mask, inside in zip(inputs, variables, strict=True)]
+
+    def _summary(self, node: Node) -> tuple[list[int], list[int]]:
+        # A body may grow while gradients are taken; what is added to it carries no gradient.
+        if node not in self._outputs:
+            self._outputs[node] = self._of_while(node) if node.op.name == "while" else self._of_cond(node)
+        inputs, variables = self._outputs[node]
+        missing = [0] * (len(node.outputs) - len(inputs))
+        return inputs + missing, variables + missing
+
+    def _of_results(self, node: Node, body: Graph, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[int]:
+        """The node's inputs, and above them the variables, that each result of a body depends on."""
+        offset = body_offset(node)
+        sources = {tensor: 1 << place for place, tensor in enumerate(inputs, start=offset)}
+        shift = len(node.inputs)
+        inside = Dependencies({serial: mask << shift for serial, mask in self.variables.items()})
+        found = inside.of(body, sources)
+        return [found.get(result, 0) for result in results]
+
+    def _of_cond(self, node: Node) -> tuple[list[int], list[int]]:
+        sides = [self._of_results(node, body, body.results, body.inputs) for body in node.subgraphs]
+        return _split([a | b for a, b in zip(*sides, strict=True)], len(node.inputs))
+
+    def _of_while(self, node: Node) -> tuple[list[int], list[int]]:
+        body = node.attrs["body"]
+        n_vars = node.attrs["n_vars"]
+        step = self._of_results(node, body, body.results, body.inputs)
+        closed = [1 << place for place in range(n_vars)]
+        while True:
+            wider = [mask | _substitute(each, closed, n_vars) for mask, each in zip(closed, step, strict=True)]
+            if wider == closed:
+                return _split(closed, len(node.inputs))
+            closed = wider
+
+
+def _substitute(mask: int, variables: Sequence[int], n_vars: int) -> int:
+    """`mask` with each loop variable in it replaced by what that depends on."""
+    return mask >> n_vars << n_vars | _union(variables, mask & ((1 << n_vars) - 1))
+
+
+def _union(masks: Sequence[int], chosen: int) -> int:
+    union, place = 0, 0
+    while chosen:
+        if chosen & 1:
+            union |= masks[place]
+        chosen >>= 1
+        place += 1
+    return union
+
+
+def _split(masks: Sequence[int], n_inputs: int) -> tuple[list[int], list[int]]:
+    low = (1 << n_inputs) - 1
+    return [mask & low for mask in masks], [mask >> n_inputs for mask in masks]

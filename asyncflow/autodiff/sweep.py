@@ -1,0 +1,135 @@
+"""One reverse sweep over the nodes of a graph or body: what reaches each value, from the last node to the first.
+
+New nodes join the current graph, which for the body of a loop or branch is a `GradientBody`: there a forward value is
+imported like any other, and is found where it is kept.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import TYPE_CHECKING, Protocol
+
+from asyncflow.autodiff.dependencies import Dependencies
+from asyncflow.errors import GraphError
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import STRUCTURED, current_graph
+from asyncflow.graph.op import derivative_of, why_not_differentiable
+from asyncflow.ops.elementwise import add
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.spec import Spec
+
+
+def carries_gradient(spec: Spec) -> bool:
+    """Whether anything flows back through values of this spec: floats, and the stores and arrays that hold them."""
+    return spec.dtype.kind in "fc" or spec.dtype == VARIANT or spec.dtype.name == "bfloat16"
+
+
+class StructuredRule(Protocol):
+    """The derivative of branches and loops; see `asyncflow.autodiff.structured`."""
+
+    def __call__(self, node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
+        """As the derivative of an op; what reaches variables read inside is given to the sweep itself."""
+        ...
+
+
+class Sweep:
+    """What reaches the values of one graph or body.
+
+    Args:
+        source: the graph.
+        wanted: values of it whose gradients are asked for.
+        variables: serial numbers of the variables whose gradients are asked for, wherever they are read.
+        stopped: values that count as constants.
+        structured: the derivatives of branches and loops.
+    """
+
+    def __init__(
+        self,
+        source: Graph,
+        wanted: Collection[Tensor],
+        variables: Collection[int],
+        stopped: Collection[Tensor],
+        structured: StructuredRule,
+    ) -> None:
+        self.nodes = tuple(source.nodes)  # those of the gradients may join the same graph
+        self.wanted = frozenset(wanted)
+        self.variables = {serial: 1 << place for place, serial in enumerate(variables, start=1)}
+        self.dependencies = Dependencies(self.variables)
+        self.connected = self.dependencies.of(source, dict.fromkeys(wanted, 1), stopped)
+        self._structured = structured
+        self._grads: dict[Tensor, list[Tensor]] = {}
+        self._of_variables: dict[int, list[Tensor]] = {}
+
+    def run(self, seeds: Mapping[Tensor, Tensor]) -> None:
+        """Sweeps, from these gradients of some values."""
+        for tensor, grad in seeds.items():
+            self.give(tensor, grad)
+        for node in reversed(self.nodes):
+            if any(tensor in self._grads for tensor in node.outputs):
+                self._step(node)
+
+    def give(self, tensor: Tensor, grad: Tensor) -> None:
+        """Adds to what reaches a value."""
+        if tensor in self.connected and carries_gradient(tensor.spec):
+            self._grads.setdefault(tensor, []).append(grad)
+
+    def give_variable(self, serial: int, grad: Tensor) -> None:
+        """Adds to what reaches a variable."""
+        self._of_variables.setdefault(serial, []).append(grad)
+
+    def gradient(self, tensor: Tensor) -> Tensor | None:
+        """What has reached a value; None if nothing has."""
+        grads = self._grads.get(tensor)
+        if not grads:
+            return None
+        if len(grads) > 1:
+            grads[:] = [_sum(grads)]
+        return grads[0]
+
+    def gradient_of_variable(self, serial: int) -> Tensor | None:
+        """What has reached a variable; None if nothing has."""
+        grads = self._of_variables.get(serial)
+        return _sum(grads) if grads else None
+
+    def _step(self, node: Node) -> None:
+        grads = [self.gradient(tensor) for tensor in node.outputs]
+        graph = current_graph()
+        assert graph is not None
+        saved = graph.name_scope, graph.device
+        # An error in a run names the node that is differentiated, and its gradient asks for the same device.
+        graph.name_scope, graph.device = f"{saved[0]}gradients/{node.name}/", node.device
+        try:
+            reached = self._derivative(node, grads)
+        finally:
+            graph.name_scope, graph.device = saved
+        for tensor, grad in zip(node.inputs, reached, strict=True):
+            if grad is not None:
+                self.give(tensor, grad)
+
+    def _derivative(self, node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        if node.op.name in STRUCTURED:
+            return self._structured(node, grads, self)
+        if node.op.name == "variable_read":
+            serial = node.attrs["variable"].serial
+            if serial in self.variables and grads[0] is not None:
+                self.give_variable(serial, grads[0])
+            return ()
+        rule = derivative_of(node.op)
+        if rule is not None:
+            return rule(node, *grads)
+        if why_not_differentiable(node.op) is None:
+            raise GraphError(
+                f"{node.op.name} has no derivative, and a gradient is asked for that flows through {node.name}; cut it "
+                f"with af.stop_gradient, or give the op one (@af.op(gradient=...), af.custom_gradient)"
+                f"\n  built at {node.location}"
+            )
+        return [None] * len(node.inputs)
+
+
+def _sum(grads: Sequence[Tensor]) -> Tensor:
+    return reduce(add, grads)

@@ -1,0 +1,85 @@
+"""What derivatives share: shapes of forward values, without keeping the values, and broadcasting undone."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from asyncflow.graph.build import apply
+from asyncflow.graph.graph import reopened
+from asyncflow.graph.op import Kernel, Op, derivative, register
+from asyncflow.graph.shapes import Shape, is_static
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.creation import zeros
+from asyncflow.ops.datatypes import broadcast_to
+from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
+from asyncflow.ops.shape import shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+
+Extents: TypeAlias = "tuple[int, ...] | Tensor"
+
+
+def shape_of(x: Tensor) -> Extents:
+    """The shape of a forward value: ints where it is known, else a tensor. Keeps the shape alone for later, not `x`."""
+    if x.shape is not None and is_static(x.shape):
+        return tuple(extent for extent in x.shape if extent is not None)
+    known = x.graph.shapes
+    if x not in known:
+        with reopened(x.graph):
+            known[x] = shape(x)
+    return known[x]
+
+
+def zeros_of(x: Tensor) -> Tensor:
+    """Zeros of the shape and dtype of a forward value."""
+    return zeros(shape_of(x), dtype=x.dtype)
+
+
+def _sum_to_spec(x: Spec, *sizes: Spec, shape: Shape) -> Spec:
+    return Spec(x.dtype, template_shape(shape, sizes))
+
+
+def _sum_to_kernel(xp: ModuleType, *, shape: Shape) -> Kernel:
+    read = shape_reader(shape)
+
+    def sum_to_shape(x: Any, *sizes: Any) -> Any:
+        target = read(sizes)
+        if x.shape == target:
+            return x
+        added = x.ndim - len(target)
+        axes = tuple(range(added)) + tuple(
+            axis for axis, extent in enumerate(target, start=added) if extent == 1 and x.shape[axis] != 1
+        )
+        return np.sum(x, axis=axes).reshape(target) if xp is np else xp.sum(x, axis=axes).reshape(target)
+
+    return sum_to_shape
+
+
+SUM_TO = register(Op(name="sum_to", infer=_sum_to_spec, kernel=_sum_to_kernel))
+"""The sum over the axes along which a value of the given shape was broadcast: the transpose of `broadcast_to`."""
+
+
+def sum_to(x: Tensor, shape: ExtentsLike) -> Tensor:
+    """`x` summed over the axes that broadcasting a value of `shape` to the shape of `x` adds or stretches."""
+    template, sizes = split_extents(shape)
+    if template is not None and x.shape == template:
+        return x
+    return apply(SUM_TO, x, *sizes, shape=template)[0]
+
+
+def sum_to_like(grad: Tensor, like: Tensor) -> Tensor:
+    """`grad` as the gradient of `like`, which was broadcast to its shape."""
+    if grad.shape is not None and is_static(grad.shape) and grad.shape == like.shape:
+        return grad
+    return sum_to(grad, shape_of(like))
+
+
+@derivative(SUM_TO)
+def _sum_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [broadcast_to(grad, shape_of(node.inputs[0])), *[None] * (len(node.inputs) - 1)]

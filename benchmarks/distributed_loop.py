@@ -1,0 +1,86 @@
+"""A loop with a trivial body over 1 to 64 simulated machines, with and without a barrier (EuroSys '18, fig. 11).
+
+Every machine counts. Without a barrier it needs nothing but the predicate, which one of them sends to all. With one,
+its next count needs those of all machines: they meet on the first, and the sum goes back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import asyncflow as af
+from benchmarks.harness import Result
+from benchmarks.peers import NO_PEERS, Peers
+from benchmarks.plots import Chart, draw_charts
+from benchmarks.simulation import ITERATION_RATE, PAPER, Curve, as_results, devices, in_thread, simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+NAME = "distributed_loop"
+LINK = "ethernet10"
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+ITERATIONS = 200
+PAPERS = {"without a barrier": {1: 20_581.0, 64: 2_014.0}, "with a barrier": {1: 20_581.0, 64: 809.0}}
+
+
+def build(count: int, *, barrier: bool, iterations: int) -> tuple[af.Graph, list[af.Tensor]]:
+    """The loop over `count` devices, and what each of them has counted."""
+    with af.Graph() as graph:
+
+        def body(step: af.Tensor, *counts: af.Tensor) -> tuple[af.Tensor, ...]:
+            before = counts
+            if barrier:
+                with af.device("sim:0"):
+                    total = counts[0]
+                    for other in counts[1:]:
+                        total = total + other
+                before = (total,) * count
+            after = []
+            for device, value in zip(devices(count), before, strict=True):
+                with af.device(device):
+                    after.append(value + 1)
+            return step + 1, *after
+
+        start = (np.int32(0), *[np.int32(0)] * count)
+        _, *counted = af.while_loop(lambda step, *_: step < iterations, body, start)
+    return graph, counted
+
+
+def curves(counts: Sequence[int] = COUNTS, *, iterations: int = ITERATIONS) -> dict[str, Curve]:
+    """Iterations/s by the number of machines."""
+    found: dict[str, Curve] = {name: {} for name in PAPERS}
+    for curve, barrier in zip(found.values(), (False, True), strict=True):
+        for count in counts:
+            _, counted = build(count, barrier=barrier, iterations=iterations)
+            outcome = simulate(f"{count} x k40, {LINK}", lambda session, counted=counted: session.run(counted))
+            curve[count] = iterations / outcome.seconds
+    return found
+
+
+async def measure(
+    peers: Peers = NO_PEERS, *, repeats: int = 1, counts: Sequence[int] = COUNTS, iterations: int = ITERATIONS
+) -> list[Result]:
+    """Iterations/s of virtual time, which no repeat would change, and what the paper has."""
+    found = await in_thread(lambda: curves(counts, iterations=iterations))
+    case = "{x} machines {curve}"
+    return [
+        *as_results(NAME, found, ITERATION_RATE, case),
+        *as_results(NAME, PAPERS, ITERATION_RATE, case, system=PAPER),
+    ]
+
+
+def draw(results: Sequence[Result], folder: Path) -> list[Path]:
+    """The rates beside the paper's."""
+    chart = Chart(
+        title=f"Loop with a trivial body, one simulated k40 a machine, {LINK}",
+        x="machines",
+        y="iterations/s of virtual time",
+        curves=curves(),
+        paper=PAPERS,
+        is_log=True,
+    )
+    return [draw_charts(folder / "distributed_loop.png", [chart])]
