@@ -111,7 +111,7 @@ async def measure(
 ) -> list[Result]:
     """Iterations/s of virtual time, which no repeat would change."""
     found = await in_thread(lambda: curves(counts, rows=rows, size=size, iterations=iterations))
-    return as_results(NAME, found, ITERATION_RATE, f"{rows}x{size} matmul on {{x}} x v100, {{curve}}")
+    return as_results(NAME, found, ITERATION_RATE, f"{rows}x{size} matmul, {{curve}}, v100: {{x}}")
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:

@@ -72,7 +72,7 @@ async def measure(
 ) -> list[Result]:
     """Iterations/s of virtual time, which no repeat would change."""
     found = await in_thread(lambda: curve(windows, layers=layers, size=size, iterations=iterations))
-    case = f"{layers} layers of {size}x{size} on {layers} x v100, {{x}} iterations at once"
+    case = f"{layers} layers of {size}x{size} on {layers} x v100, parallel_iterations {{x}}"
     return as_results(NAME, {"": found}, ITERATION_RATE, case)
 
 

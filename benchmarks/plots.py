@@ -212,10 +212,10 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _colours() -> Any:
+def _colours() -> list[Any]:
     import matplotlib
 
-    return matplotlib.colormaps[_PALETTE].colors
+    return list(matplotlib.color_sequences[_PALETTE])
 
 
 def _write(figure: Any, path: Path, note: str) -> Path:

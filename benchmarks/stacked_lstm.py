@@ -50,7 +50,7 @@ def _weights(hidden: int) -> Weights:
     random = np.random.default_rng(0)
 
     def normal() -> NDArray[np.float32]:
-        return (random.standard_normal((hidden, 4 * hidden)) * hidden**-0.5).astype(np.float32)
+        return np.float32(hidden**-0.5) * random.standard_normal((hidden, 4 * hidden), np.float32)
 
     return [(normal(), normal()) for _ in range(LAYERS)]
 
@@ -105,11 +105,12 @@ def simulated(count: int, *, steps: int, batch: int, hidden: int, window: int = 
     return simulate(f"{count} x v100, {LINK}", lambda session: session.run(top), traced=traced)
 
 
-def curves(counts: Sequence[int] = COUNTS, *, steps: int, **sizes: int) -> dict[str, Curve]:
+def curves(counts: Sequence[int] = COUNTS, *, steps: int, batch: int, hidden: int) -> dict[str, Curve]:
     """Time steps/s by the number of devices, for every window."""
     return {
         f"{window} steps at once": {
-            count: steps / simulated(count, steps=steps, window=window, **sizes).seconds for count in counts
+            count: steps / simulated(count, steps=steps, batch=batch, hidden=hidden, window=window).seconds
+            for count in counts
         }
         for window in WINDOWS
     }
@@ -190,7 +191,7 @@ async def measure(
         for model in ours.values():
             await model.session.aclose()
     found = await in_thread(lambda: curves(counts, steps=steps, batch=batch, hidden=hidden))
-    return [*results, *_speed_ups(results), *as_results(NAME, found, STEPS_RATE, f"{case}, {{x}} x v100, {{curve}}")]
+    return [*results, *_speed_ups(results), *as_results(NAME, found, STEPS_RATE, f"{case}, v100: {{x}}, {{curve}}")]
 
 
 def _speed_ups(results: Sequence[Result]) -> list[Result]:
@@ -222,7 +223,7 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
             title=f"hidden {size['hidden']}, batch {size['batch']}",
             x="devices",
             y="time steps/s of virtual time",
-            curves=curves(steps=STEPS, **size),
+            curves=curves(steps=STEPS, batch=size["batch"], hidden=size["hidden"]),
         )
         for size in (SIZES, LARGE)
     ]

@@ -12,7 +12,7 @@ Kernels and copies vary by a tenth.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
 NAME = "white_paper_pipelines"
 LINK = "nvlink2"
 COUNTS = (1, 2, 4, 8)
 JITTER = 0.1
 STEPS = 20
-BATCH, FEATURES = 8192, 1024
+BATCH, FEATURES = 32_768, 1024
 LEARNING_RATE = 1e-3
 LAYERS, LAYER_DEVICES = 8, 4
 WINDOW = 4
@@ -44,29 +46,37 @@ MODEL: Final = "model parallel"
 CONCURRENT: Final = "concurrent steps"
 
 
+Data: TypeAlias = "tuple[NDArray[np.float32], NDArray[np.float32]]"
+"""Inputs and targets, each ``(batch, features)``."""
+
+
 class Training:
     """A linear model with one replica a device, and its parameters on ``sim:0``.
 
     Attributes:
+        weights: the parameters.
         synchronous: the step of all replicas together.
         compute: by replica, makes its gradient with the parameters as they are, and keeps it there.
         apply: by replica, sends that gradient to the parameters and updates them.
     """
 
-    def __init__(self, replicas: int, *, batch: int = BATCH, features: int = FEATURES) -> None:
+    def __init__(
+        self, replicas: int, *, batch: int = BATCH, features: int = FEATURES, data: Data | None = None
+    ) -> None:
         parameters, *names = devices(replicas + 1)
-        shape = batch // replicas, features
+        x, y = data or (np.zeros((batch, features), np.float32),) * 2
         with af.Graph() as self.graph:
             with af.device(parameters):
                 self.weights = af.Variable(np.zeros((features, features), np.float32), name="weights")
                 weights = self.weights.read()
             gradients, kept = [], []
-            for index, device in enumerate(names):
+            shards = zip(names, np.split(x, replicas), np.split(y, replicas), strict=True)
+            for index, (device, inputs, targets) in enumerate(shards):
                 with af.device(device):
-                    x, y = (af.constant(np.zeros(shape, np.float32)) for _ in range(2))
-                    # Of the squared error: x^T (x w - y).
-                    error = af.matmul(x, weights) - y
-                    gradients.append(af.matmul(af.permute_dims(x, (1, 0)), error))
+                    shard = af.constant(inputs)
+                    # Of half the squared error: x^T (x w - y).
+                    error = af.matmul(shard, weights) - targets
+                    gradients.append(af.matmul(af.permute_dims(shard, (1, 0)), error))
                     kept.append(af.Variable(np.zeros((features, features), np.float32), name=f"gradient_{index}"))
             with af.device(parameters):
                 self.synchronous = af.group(self._update(sum(gradients[1:], gradients[0]), batch))
@@ -82,9 +92,11 @@ class Training:
         return self.weights.assign_sub(gradient * np.float32(LEARNING_RATE / batch))
 
 
-def synchronous(replicas: int, *, steps: int = STEPS, traced: bool = False, **sizes: int) -> Outcome:
+def synchronous(
+    replicas: int, *, steps: int = STEPS, traced: bool = False, batch: int = BATCH, features: int = FEATURES
+) -> Outcome:
     """Steps one after the other."""
-    training = Training(replicas, **sizes)
+    training = Training(replicas, batch=batch, features=features)
 
     async def work(session: af.Session) -> None:
         for _ in range(steps):
@@ -93,9 +105,11 @@ def synchronous(replicas: int, *, steps: int = STEPS, traced: bool = False, **si
     return simulate(_cluster(replicas), work, jitter=JITTER, traced=traced)
 
 
-def asynchronous(replicas: int, *, steps: int = STEPS, traced: bool = False, **sizes: int) -> Outcome:
+def asynchronous(
+    replicas: int, *, steps: int = STEPS, traced: bool = False, batch: int = BATCH, features: int = FEATURES
+) -> Outcome:
     """A client for each replica."""
-    training = Training(replicas, **sizes)
+    training = Training(replicas, batch=batch, features=features)
 
     async def client(session: af.Session, compute: af.Node, apply: af.Node) -> None:
         for _ in range(steps):
@@ -171,7 +185,7 @@ async def measure(
     for pipeline, varied in _VARIED.items():
         chosen = (sizes or {}).get(pipeline, {})
         found = await in_thread(lambda name=pipeline, chosen=chosen: curve(name, counts, steps=steps, **chosen))
-        results += as_results(NAME, {pipeline: found}, STEPS_RATE, f"{{curve}}, {{x}} {varied}")
+        results += as_results(NAME, {pipeline: found}, STEPS_RATE, f"{{curve}}, {varied}: {{x}}")
     return results
 
 
@@ -180,7 +194,10 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     parallel = {"synchronous": curve(SYNCHRONOUS), "asynchronous": curve(ASYNCHRONOUS)}
     charts = [
         Chart(
-            title="Data parallel: linear model, 8192x1024", x="replicas", y="steps/s of virtual time", curves=parallel
+            title=f"Data parallel: linear model, batch {BATCH:,}",
+            x="replicas",
+            y="steps/s of virtual time",
+            curves=parallel,
         ),
         Chart(
             title="Model parallel: 8-layer LSTM",
@@ -197,8 +214,8 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     ]
     legend = "colour and number: {}; thin: copies"
     training = [
-        _timeline(SYNCHRONOUS, 4, 6, legend.format("run"), 4.0),
-        _timeline(ASYNCHRONOUS, 4, 6, legend.format("run, two a step"), 4.0),
+        _timeline(SYNCHRONOUS, 4, 4, legend.format("run"), 10.0),
+        _timeline(ASYNCHRONOUS, 4, 4, legend.format("run, two a step"), 10.0),
     ]
     pipelines = [
         _timeline(CONCURRENT, 1, 6, f"1 run in flight ({legend.format('run')})", 3.0),

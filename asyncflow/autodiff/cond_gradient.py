@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from asyncflow.autodiff.gradient_body import GradientBody
 from asyncflow.autodiff.saved_values import new_store
 from asyncflow.autodiff.sweep import StructuredRule, Sweep, carries_gradient
-from asyncflow.control.body import join_captures
 from asyncflow.control.cond import add_cond
 from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.captures import add_output, body_offset
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import current_graph, reopened
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import is_subshape, relax
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import zeros
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.graph import Subgraph
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.ir import Node
+    from asyncflow.state.variable import Variable
 
 
 def differentiate_cond(
@@ -43,56 +44,46 @@ def differentiate_cond(
         for place, tensor in enumerate(node.inputs[offset:])
         if tensor in sweep.connected and carries_gradient(tensor.spec)
     ]
-    serials = tuple(sweep.variables)
+    variables = list(sweep.variables.values())
     label = graph.unique_name("cond")
     predicate = graph.import_tensor(node.inputs[0])
     n_results = len(grads)
-    branches = []
-    sweeps = []
+    branches, sweeps = [], []
     for side, forward in zip(("true", "false"), node.subgraphs, strict=True):
         branch = GradientBody(graph, f"{label}/{side}", forward, partial(_restore, node))
         with branch:
-            inner = Sweep(forward, [forward.inputs[place] for place in wanted], serials, (), structured)
+            inner = Sweep(forward, [forward.inputs[place] for place in wanted], variables, (), structured)
             for result, grad in zip(forward.results[:n_results], grads, strict=True):
                 if grad is not None:
                     inner.give(result, branch.import_tensor(grad))
             inner.run({})
         branches.append(branch)
         sweeps.append(inner)
-    reached = [p for p in wanted if any(s.gradient(b.inputs[p]) is not None for s, b in _pairs(sweeps, node))]
-    read = [serial for serial in serials if any(s.gradient_of_variable(serial) is not None for s in sweeps)]
-    specs = [node.inputs[offset + place].spec for place in reached]
+    reached = [
+        place
+        for place in wanted
+        if any(inner.reaches(body.inputs[place]) for inner, body in zip(sweeps, node.subgraphs, strict=True))
+    ]
+    read = [variable for variable in variables if any(inner.reaches_variable(variable) for inner in sweeps)]
     for branch, inner, forward in zip(branches, sweeps, node.subgraphs, strict=True):
-        other = sweeps[1 - sweeps.index(inner)]
         with branch:
-            for place in reached:
-                found = inner.gradient(forward.inputs[place])
-                branch.results.append(found if found is not None else _nothing(forward.inputs[place]))
-            for serial in read:
-                of_variable = inner.gradient_of_variable(serial)
-                branch.results.append(
-                    of_variable if of_variable is not None else _zeros_of_variable(sweep, serial, other)
-                )
+            branch.results += [_or_zeros(inner.gradient(x), x) for x in (forward.inputs[place] for place in reached)]
+            branch.results += [_or_zeros(inner.gradient_of_variable(variable), variable) for variable in read]
     outputs = add_cond(predicate, branches, label).outputs
-    for serial, output in zip(read, outputs[len(reached) :], strict=True):
-        sweep.give_variable(serial, output)
-    result: list[Tensor | None] = [None] * len(node.inputs)
-    for place, spec, output in zip(reached, specs, outputs, strict=False):
-        result[offset + place] = ensure_shape(output, spec.shape)
-    return result
+    for variable, output in zip(read, outputs[len(reached) :], strict=True):
+        sweep.give_variable(variable.serial, output)
+    found: list[Tensor | None] = [None] * len(node.inputs)
+    for place, output in zip(reached, outputs, strict=False):
+        found[offset + place] = ensure_shape(output, node.inputs[offset + place].shape)
+    return found
 
 
-def _pairs(sweeps: Sequence[Sweep], node: Node) -> zip[tuple[Sweep, Subgraph]]:
-    return zip(sweeps, node.subgraphs, strict=True)
-
-
-def _nothing(tensor: Tensor) -> Tensor:
-    return new_store() if tensor.dtype == VARIANT else zeros_of(tensor)
-
-
-def _zeros_of_variable(sweep: Sweep, serial: int, other: Sweep) -> Tensor:
-    variable = sweep.variable(serial)
-    return zeros_of(variable.read())
+def _or_zeros(grad: Tensor | None, x: Tensor | Variable) -> Tensor:
+    if grad is not None:
+        return grad
+    if x.spec.dtype == VARIANT:
+        return new_store()
+    return zeros_of(x if isinstance(x, Tensor) else x.read())
 
 
 def _restore(node: Node, body: GradientBody, tensor: Tensor) -> Tensor:
@@ -100,8 +91,9 @@ def _restore(node: Node, body: GradientBody, tensor: Tensor) -> Tensor:
     if tensor.node.op is CONSTANT and not tensor.node.control_inputs:
         with body:
             return constant(tensor.node.attrs["value"])
-    if tensor in body.forward.inputs:
-        return body.import_tensor(node.inputs[body.forward.inputs.index(tensor) + body_offset(node)])
+    for inner, outer in zip(body.forward.inputs, node.inputs[body_offset(node) :], strict=True):
+        if inner is tensor:
+            return body.import_tensor(outer)
     restored = body.import_tensor(_exported(node, body.forward, tensor))
     if is_subshape(restored.shape, tensor.shape):
         return restored
@@ -123,6 +115,3 @@ def _exported(node: Node, forward: Subgraph, tensor: Tensor) -> Tensor:
         other.results.append(absent)
         exported[tensor] = add_output(node, Spec(tensor.dtype, relax(tensor.shape, absent.shape)))
     return exported[tensor]
-
-
-__all__ = ["differentiate_cond", "join_captures"]

@@ -13,7 +13,7 @@ from asyncflow.graph.build import SupportsTensor, as_tensor
 from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
-from asyncflow.ops.creation import ones, zeros
+from asyncflow.ops.creation import ones
 from asyncflow.ops.derivatives.shapes import shape_of, zeros_of
 from asyncflow.state.variable import Variable
 
@@ -70,7 +70,9 @@ def gradients(
         raise GraphError(f"gradients: ys is empty; pass at least one tensor\n  written at {user_location()}")
     with graph:
         targets = [graph.import_tensor(y) for y in targets]
-        sources = [leaf if isinstance(leaf, Variable) else graph.import_tensor(_tensor(leaf, "xs")) for leaf in x_leaves]
+        sources = [
+            leaf if isinstance(leaf, Variable) else graph.import_tensor(_tensor(leaf, "xs")) for leaf in x_leaves
+        ]
         given = [None] * len(targets) if grad_ys is None else nest.flatten_like(y_structure, grad_ys)
         stopped = [graph.import_tensor(_tensor(leaf, "stop_gradients")) for leaf in nest.flatten(stop_gradients)[0]]
         found = _Gradients(graph, targets, sources, stopped).find(given)
@@ -100,8 +102,8 @@ class _Gradients:
         self.targets = targets
         self.sources = sources
         tensors = [x for x in sources if isinstance(x, Tensor)]
-        serials = dict.fromkeys(x.serial for x in sources if isinstance(x, Variable))
-        self.sweep = Sweep(graph, tensors, tuple(serials), stopped, differentiate_structured)
+        variables = [x for x in sources if isinstance(x, Variable)]
+        self.sweep = Sweep(graph, tensors, variables, stopped, differentiate_structured)
 
     def find(self, given: list[TensorLike | None]) -> list[Tensor | None]:
         """The gradient of each source."""
@@ -114,8 +116,8 @@ class _Gradients:
     def _of(self, x: Tensor | Variable) -> Tensor | None:
         connected = self.sweep.connected
         if isinstance(x, Variable):
-            bit = self.sweep.variables[x.serial]
-            found = self.sweep.gradient_of_variable(x.serial)
+            bit = self.sweep.bits[x.serial]
+            found = self.sweep.gradient_of_variable(x)
             if found is None and any(connected.get(y, 0) & bit for y in self.targets if carries_gradient(y.spec)):
                 found = _zeros(x)
             return found

@@ -1,8 +1,9 @@
 """Stores of values that a loop saves for its gradient, and of the gradients of such stores (DESIGN §8).
 
-One ordered store per value and loop: the forward loop saves its value in each iteration, and the gradient loop reads them
-from the last to the first. A store is a value like any other, a VARIANT that the loop carries: saving gives a new one, in
-the memory of the old. So an inner loop has a store of its own in each iteration of the outer one, which saves it in turn.
+One ordered store per value and loop: the forward loop saves its value in each iteration, and the gradient loop reads
+them from the last to the first. A store is a value like any other, a VARIANT that the loop carries: saving gives a new
+one, in the memory of the old. So an inner loop has a store of its own in each iteration of the outer one, which saves
+that in turn.
 
 The gradient of a store, or of a TensorArray, is a store of gradients, where several for one place add up.
 """

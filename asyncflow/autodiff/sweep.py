@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
+    from asyncflow.state.variable import Variable
 
 
 def carries_gradient(spec: Spec) -> bool:
@@ -43,7 +44,7 @@ class Sweep:
     Args:
         source: the graph.
         wanted: values of it whose gradients are asked for.
-        variables: serial numbers of the variables whose gradients are asked for, wherever they are read.
+        variables: variables whose gradients are asked for, wherever they are read.
         stopped: values that count as constants.
         structured: the derivatives of branches and loops.
     """
@@ -52,14 +53,15 @@ class Sweep:
         self,
         source: Graph,
         wanted: Collection[Tensor],
-        variables: Collection[int],
+        variables: Sequence[Variable],
         stopped: Collection[Tensor],
         structured: StructuredRule,
     ) -> None:
         self.nodes = tuple(source.nodes)  # those of the gradients may join the same graph
         self.wanted = frozenset(wanted)
-        self.variables = {serial: 1 << place for place, serial in enumerate(variables, start=1)}
-        self.dependencies = Dependencies(self.variables)
+        self.variables = {variable.serial: variable for variable in variables}
+        self.bits = {serial: 1 << place for place, serial in enumerate(self.variables, start=1)}
+        self.dependencies = Dependencies(self.bits)
         self.connected = self.dependencies.of(source, dict.fromkeys(wanted, 1), stopped)
         self._structured = structured
         self._grads: dict[Tensor, list[Tensor]] = {}
@@ -91,10 +93,18 @@ class Sweep:
             grads[:] = [_sum(grads)]
         return grads[0]
 
-    def gradient_of_variable(self, serial: int) -> Tensor | None:
+    def gradient_of_variable(self, variable: Variable) -> Tensor | None:
         """What has reached a variable; None if nothing has."""
-        grads = self._of_variables.get(serial)
+        grads = self._of_variables.get(variable.serial)
         return _sum(grads) if grads else None
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """Whether anything has reached a value."""
+        return tensor in self._grads
+
+    def reaches_variable(self, variable: Variable) -> bool:
+        """Whether anything has reached a variable."""
+        return variable.serial in self._of_variables
 
     def _step(self, node: Node) -> None:
         grads = [self.gradient(tensor) for tensor in node.outputs]
@@ -118,6 +128,8 @@ class Sweep:
             serial = node.attrs["variable"].serial
             if serial in self.variables and grads[0] is not None:
                 self.give_variable(serial, grads[0])
+            return ()
+        if not node.inputs:
             return ()
         rule = derivative_of(node.op)
         if rule is not None:

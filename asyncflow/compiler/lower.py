@@ -275,7 +275,7 @@ class _Lowering:
     ) -> tuple[Tensor, ...]:
         """A Send beside `source` and a Recv on `device`; without anything sent, the news that `source` has run."""
         self.n_transfers += 1
-        is_acknowledged = source.op is LOOP_COND
+        is_acknowledged = source.op is LOOP_COND and len(sent) > 0  # not for the news, which may come besides
         self.put(
             source,
             "send",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.graph.build import TensorLike
+    from asyncflow.graph.ir import Node
 
 
 def _infer(pred: Spec, *captures: Spec, true_branch: Subgraph, false_branch: Subgraph) -> tuple[Spec, ...]:
@@ -74,12 +75,18 @@ def cond(
         with branch:
             returned.append(fn())
     structure = _match(label, branches, returned)
+    node = add_cond(predicate, branches, label)
+    return structure.unflatten(node.outputs) if node.outputs else node
+
+
+def add_cond(predicate: Tensor, branches: Sequence[Subgraph], label: str) -> Node:
+    """Adds the node of a `cond` whose branches, true first, are built; `label` is a name reserved for it."""
     captured = join_captures(branches, 0)
     attrs = {"true_branch": branches[0], "false_branch": branches[1]}
     specs = _infer(predicate.spec, **attrs)
-    node = graph.add_node(COND, [predicate, *captured], attrs, specs, reserved_name=label)
+    node = predicate.graph.add_node(COND, [predicate, *captured], attrs, specs, reserved_name=label)
     add_outer_controls(node)
-    return structure.unflatten(node.outputs) if node.outputs else node
+    return node
 
 
 def effects_advice(returned: Sequence[Any]) -> str:

@@ -178,7 +178,10 @@ class Executor:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is left to do or in flight, unless another partition sends something."""
-        return not self.in_flight and (self.stopped or not (self.scheduler.ready or self._ports.untaken))
+        if self.in_flight:
+            return False
+        scheduler = self.scheduler
+        return self.stopped or not (scheduler.ready or scheduler.ended or self._ports.untaken)
 
     def check_quiet(self) -> None:
         """Tells the owner if nothing is left to do or in flight."""

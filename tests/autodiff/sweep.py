@@ -8,6 +8,8 @@ For a complex ``z = a + bi`` the gradient of a real loss is ``dL/da + i dL/db``:
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -17,6 +19,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, derivative_of, not_differentiable, why_not_differentiable
 from asyncflow.graph.shapes import is_compatible
+from asyncflow.ops import derivatives
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.promotion import kind_of
 
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from asyncflow.graph.ir import Node
+
+# Importing a module of rules installs them.
+for _module in iter_modules(derivatives.__path__):
+    import_module(f"{derivatives.__name__}.{_module.name}")
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Build: TypeAlias = "Callable[..., Tensor | Sequence[Tensor]]"
@@ -38,8 +45,8 @@ STEP = 1e-6
 def sweep(ys: Sequence[Tensor], xs: Sequence[Tensor], grad_ys: Sequence[Tensor]) -> list[Tensor | None]:
     """What reaches each of `xs` when `grad_ys` reach `ys`: nodes for it join the current graph."""
     flows: dict[Tensor, Tensor] = {}
-    for y, grad in zip(ys, grad_ys, strict=True):
-        flows[y] = add(flows[y], grad) if y in flows else grad
+    for y, reached in zip(ys, grad_ys, strict=True):
+        flows[y] = add(flows[y], reached) if y in flows else reached
     for node in reversed(_between(ys, xs)):
         grads = [flows.get(output) for output in node.outputs]
         if all(grad is None for grad in grads):

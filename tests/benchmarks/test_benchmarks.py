@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks import (
     concurrent_runs,
+    dependency_patterns,
+    distributed_loop,
     dynamic_lstm,
     graph_size,
     import_time,
@@ -18,7 +20,11 @@ from benchmarks import (
     loop_overhead,
     memory,
     nested_loop,
+    parallel_iterations,
     run_latency,
+    stacked_lstm,
+    two_device_loop,
+    white_paper_pipelines,
 )
 from benchmarks.__main__ import WORKLOADS, main
 from benchmarks.harness import (
@@ -51,6 +57,18 @@ TINY = {
     "import_time": lambda: import_time.measure(repeats=1),
     "memory": lambda: memory.measure(repeats=1, iterations=(3,)),
     "graph_size": lambda: graph_size.measure(repeats=2, nodes=(5, 10)),
+    "two_device_loop": lambda: two_device_loop.measure(repeats=2, iterations=10),
+    "stacked_lstm": lambda: stacked_lstm.measure(repeats=2, steps=3, batch=2, hidden=4, counts=(1, 2)),
+    "dependency_patterns": lambda: dependency_patterns.measure(counts=(1, 2), rows=2, size=8, iterations=3),
+    "distributed_loop": lambda: distributed_loop.measure(counts=(1, 2), iterations=3),
+    "parallel_iterations": lambda: parallel_iterations.measure(windows=(1, 2), layers=2, size=8, iterations=3),
+    "white_paper_pipelines": lambda: white_paper_pipelines.measure(counts=(1, 2), steps=2, sizes=TINY_PIPELINES),
+}
+TINY_PIPELINES: dict[str, dict[str, int]] = {
+    white_paper_pipelines.SYNCHRONOUS: {"batch": 4, "features": 8},
+    white_paper_pipelines.ASYNCHRONOUS: {"batch": 4, "features": 8},
+    white_paper_pipelines.MODEL: {"batch": 2, "hidden": 4},
+    white_paper_pipelines.CONCURRENT: {"batch": 2, "features": 8},
 }
 TIME = Figure("time", "s")
 RATE = Figure("rate", "1/s", higher_is_better=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.conformance.gates import settle
 from tests.conftest import held_buffers
 
 Run = Callable[..., Awaitable[Any]]
@@ -259,6 +260,7 @@ async def test_50_arrays_are_freed_after_cancel(session: af.Session) -> None:
     _, written = af.while_loop(lambda i, a: i < 8, lambda i, a: filled(never_past_five(i), a), (0, array(8)))
     task = asyncio.create_task(session.run(written.stack()))
     await arrived.wait()
+    await settle()
     assert held_buffers(session)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

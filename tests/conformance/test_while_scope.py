@@ -152,5 +152,5 @@ async def test_44_a_thousand_iterations_hold_few_buffers(session: af.Session) ->
     block = np.ones((64, 64))
     _, x = af.while_loop(lambda i, x: i < 1000, lambda i, x: (i + 1, af.sin(x) + 0.5), (0, block))
     await session.run(x)
-    memory = session.devices[0].memory
-    assert 0 < memory.peak <= 8 * block.nbytes
+    peaks = [device.memory.peak for device in session.devices]
+    assert 0 < max(peaks) <= 8 * block.nbytes

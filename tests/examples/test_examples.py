@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from examples import coroutine_nodes, ngram_beam_search, pagerank
+from asyncflow.cli.main import main as command
+from examples import coroutine_nodes, ngram_beam_search, pagerank, pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +24,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_every_example_is_tested() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.py")} == {"coroutine_nodes", "ngram_beam_search", "pagerank"}
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == {
+        "coroutine_nodes",
+        "ngram_beam_search",
+        "pagerank",
+        "pipeline",
+    }
 
 
 @pytest.mark.parametrize(
@@ -35,8 +42,9 @@ def test_every_example_is_tested() -> None:
             {"coroutine_nodes_1.html", "coroutine_nodes_16.html"},
         ),
         (ngram_beam_search.main, ["--prompts", "2"], {"ngram_beam_search.html"}),
+        (pipeline.main, ["--layers", "3", "--steps", "5", "--batch", "2", "--size", "8"], {"pipeline.html"}),
     ],
-    ids=["pagerank", "coroutine_nodes", "ngram_beam_search"],
+    ids=["pagerank", "coroutine_nodes", "ngram_beam_search", "pipeline"],
 )
 def test_example_passes_its_own_check_and_writes_its_timelines(
     main: Callable[[list[str]], int],
@@ -103,3 +111,33 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
             for value in values:
                 report(value)
         assert "iteration" in capsys.readouterr().out
+
+
+SMALL_PIPELINE = ["--layers", "4", "--steps", "6", "--batch", "2", "--size", "8"]
+
+
+def test_pipeline_says_so_when_numpy_disagrees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "compute_directly", lambda model, xs: np.zeros_like(xs))
+    assert pipeline.main([*SMALL_PIPELINE, "--output", str(tmp_path)]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_pipeline_explains_its_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline.main([*SMALL_PIPELINE, "--output", str(tmp_path)])
+    assert "asked for" not in capsys.readouterr().out
+    pipeline.main([*SMALL_PIPELINE, "--explain", "--output", str(tmp_path)])
+    assert "asked for 'cpu:1'" in capsys.readouterr().out
+
+
+def test_pipeline_on_simulated_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = f"{EXAMPLES / 'pipeline.py'}:main"
+    arguments = ["simulate", target, "--devices", "4 x v100, nvlink2", *SMALL_PIPELINE, "--output", str(tmp_path)]
+    assert command(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "PASS" in printed
+    # Each device has a layer, and one link from the layer below.
+    for index in range(4):
+        streams = re.findall(rf"^sim:{index} +(compute|peer)", printed, re.MULTILINE)
+        assert streams == (["compute", "peer"] if index else ["compute"])

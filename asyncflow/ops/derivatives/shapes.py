@@ -10,7 +10,7 @@ import numpy as np
 from asyncflow.graph.build import apply
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.op import Kernel, Op, derivative, register
-from asyncflow.graph.shapes import Shape, is_static
+from asyncflow.graph.shapes import Shape, is_static, is_subshape, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import zeros
 from asyncflow.ops.datatypes import broadcast_to
@@ -83,3 +83,29 @@ def sum_to_like(grad: Tensor, like: Tensor) -> Tensor:
 @derivative(SUM_TO)
 def _sum_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [broadcast_to(grad, shape_of(node.inputs[0])), *[None] * (len(node.inputs) - 1)]
+
+
+# -- what is known of a shape ----------------------------------------------------------------------------------------
+
+ENSURE_SHAPE = register(
+    Op(
+        name="ensure_shape",
+        infer=lambda x, *, shape: Spec(x.dtype, merge(x.shape, shape)),
+        kernel=lambda xp, *, shape: _same,
+    )
+)
+"""Its input, which is known to have a shape that inference could not tell."""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def ensure_shape(x: Tensor, shape: Shape) -> Tensor:
+    """`x`, of which it is known that it has this (partial) shape."""
+    return x if is_subshape(x.shape, shape) else apply(ENSURE_SHAPE, x, shape=shape)[0]
+
+
+@derivative(ENSURE_SHAPE)
+def _ensure_shape(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [grad]

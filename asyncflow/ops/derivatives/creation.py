@@ -1,0 +1,63 @@
+"""Derivatives of creation: what fills gets the sum; shapes, ranges and identity matrices have none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.op import derivative, not_differentiable
+from asyncflow.ops.creation import ARANGE, EYE, FULL, FULL_LIKE, LINSPACE, MESHGRID, TRIL, TRIU, linspace, tril, triu
+from asyncflow.ops.derivatives.datatypes import in_dtype_of
+from asyncflow.ops.derivatives.shapes import shape_of
+from asyncflow.ops.manipulation import reshape
+from asyncflow.ops.promotion import real_dtype
+from asyncflow.ops.statistical import sum as sum_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+
+not_differentiable(ARANGE, because="its bounds say how many values there are, which jumps")
+not_differentiable(EYE, because="it is made of sizes alone")
+
+
+@derivative(FULL)
+def _full(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [sum_of(grad), *[None] * (len(node.inputs) - 1)]
+
+
+@derivative(FULL_LIKE)
+def _full_like(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [None, sum_of(grad)]
+
+
+@derivative(LINSPACE)
+def _linspace(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Each value lies between the bounds; the nearer one gets the more of its gradient."""
+    start, stop, *size = node.inputs
+    num = size[0] if size else node.attrs["num"][0]
+    weights = linspace(0.0, 1.0, num, dtype=real_dtype(grad.dtype), endpoint=node.attrs["endpoint"])
+    own = in_dtype_of(sum_of(grad * (1 - weights)), start), in_dtype_of(sum_of(grad * weights), stop)
+    return [*own, *[None] * len(size)]
+
+
+@derivative(TRIL)
+def _tril(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [tril(grad, k=node.attrs["k"])]
+
+
+@derivative(TRIU)
+def _triu(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [triu(grad, k=node.attrs["k"])]
+
+
+@derivative(MESHGRID)
+def _meshgrid(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
+    rank = len(node.inputs)
+    own_axis = list(range(rank))
+    if node.attrs["indexing"] == "xy":
+        own_axis[:2] = own_axis[1::-1]
+    return [
+        None if grad is None else reshape(sum_of(grad, axis=tuple({*range(rank)} - {axis})), shape_of(x))
+        for grad, x, axis in zip(grads, node.inputs, own_axis, strict=True)
+    ]

@@ -1,0 +1,61 @@
+"""Derivatives of casts and of broadcasting; and gradients brought to the dtype of what they are gradients of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.op import derivative
+from asyncflow.ops.datatypes import ASTYPE, BROADCAST_ARRAYS, BROADCAST_TO, astype
+from asyncflow.ops.derivatives.shapes import sum_to_like
+from asyncflow.ops.elementwise import conj, real
+from asyncflow.ops.promotion import kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+
+
+def has_gradient(x: Tensor) -> bool:
+    """Whether a gradient may reach `x`: it holds floats or complex numbers."""
+    return kind_of(x.dtype) in "fc"
+
+
+def in_dtype_of(grad: Tensor, x: Tensor) -> Tensor | None:
+    """`grad` as what reaches `x`, which was converted to the dtype of `grad`; None if nothing does.
+
+    To a real tensor comes the real part: the imaginary one says where `x` cannot go.
+    """
+    if not has_gradient(x):
+        return None
+    if grad.dtype == x.dtype:
+        return grad
+    if kind_of(grad.dtype) == "c" and kind_of(x.dtype) != "c":
+        grad = real(grad)
+    return grad if grad.dtype == x.dtype else astype(grad, x.dtype)
+
+
+def conjugated(x: Tensor) -> Tensor:
+    """The complex conjugate of `x`, without a node if `x` is real."""
+    return conj(x) if kind_of(x.dtype) == "c" else x
+
+
+@derivative(ASTYPE)
+def _astype(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Floats and complex numbers pass; nothing passes to integers, booleans and strings."""
+    return [in_dtype_of(grad, node.inputs[0])]
+
+
+@derivative(BROADCAST_TO)
+def _broadcast_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, *sizes = node.inputs
+    return [sum_to_like(grad, x), *[None] * len(sizes)]
+
+
+@derivative(BROADCAST_ARRAYS)
+def _broadcast_arrays(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
+    pairs = zip(grads, node.inputs, strict=True)
+    return [None if grad is None else sum_to_like(grad, x) for grad, x in pairs]
+
+
+__all__ = ["conjugated", "has_gradient", "in_dtype_of"]

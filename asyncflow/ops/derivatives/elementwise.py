@@ -1,0 +1,276 @@
+"""Derivatives of arithmetic and mathematical functions.
+
+For complex numbers a gradient points where the (real) result of it all rises: that of ``z = a + bi`` is
+``dL/da + i dL/db``, and a holomorphic ``f`` passes ``grad * conj(f'(z))`` on. That is TensorFlow's and PyTorch's
+convention, and the conjugate of JAX's.
+
+At kinks: `abs` and `hypot` pass nothing at 0, and `atan2` nothing at the origin; operands that tie in `maximum` and
+`minimum` get half each; in `clip` a value on a bound passes all to the value; ``x ** 0`` passes nothing to `x`, and
+``0 ** y`` nothing to `y`. What is infinite in the limit is infinite: `sqrt` and `log` at 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.op import derivative, not_differentiable
+from asyncflow.ops import elementwise as ew
+from asyncflow.ops.datatypes import astype
+from asyncflow.ops.derivatives.datatypes import conjugated, has_gradient, in_dtype_of
+from asyncflow.ops.derivatives.shapes import sum_to_like, zeros_of
+from asyncflow.ops.elementwise import log, negative, sign, sqrt, square
+from asyncflow.ops.extents import static_value
+from asyncflow.ops.logic import isinf, logical_and, logical_or
+from asyncflow.ops.nn import sigmoid
+from asyncflow.ops.promotion import kind_of
+from asyncflow.ops.searching import where
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Op
+
+
+def reaching(x: Tensor, grad: Callable[[], Tensor]) -> Tensor | None:
+    """What ``grad()`` brings to the operand `x`, which was promoted and broadcast; None for integers, unbuilt."""
+    return in_dtype_of(sum_to_like(grad(), x), x) if has_gradient(x) else None
+
+
+def _is_complex(x: Tensor) -> bool:
+    return kind_of(x.dtype) == "c"
+
+
+# -- functions of one value ------------------------------------------------------------------------------------------
+
+
+def _multiplied(op: Op, slope: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Makes ``grad * slope(x, y)`` the derivative of ``y = op(x)``."""
+
+    @derivative(op)
+    def rule(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+        x = node.inputs[0]
+        return [reaching(x, lambda: grad * conjugated(slope(x, node.outputs[0])))]
+
+
+def _divided(op: Op, divisor: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Makes ``grad / divisor(x, y)`` the derivative of ``y = op(x)``."""
+
+    @derivative(op)
+    def rule(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+        x = node.inputs[0]
+        return [reaching(x, lambda: grad / conjugated(divisor(x, node.outputs[0])))]
+
+
+# Slopes are functions of the result where that is enough: a program keeps it more often than the argument.
+_multiplied(ew.COS, lambda x, y: negative(ew.sin(x)))
+_multiplied(ew.COSH, lambda x, y: ew.sinh(x))
+_multiplied(ew.EXP, lambda x, y: y)
+_multiplied(ew.EXPM1, lambda x, y: y + 1)
+_multiplied(ew.RECIPROCAL, lambda x, y: negative(square(y)))
+_multiplied(ew.SIN, lambda x, y: ew.cos(x))
+_multiplied(ew.SINH, lambda x, y: ew.cosh(x))
+_multiplied(ew.SQUARE, lambda x, y: 2 * x)
+_multiplied(ew.TAN, lambda x, y: 1 + square(y))
+_multiplied(ew.TANH, lambda x, y: 1 - square(y))
+
+# (1 - x) * (1 + x) keeps the digits that 1 - x * x loses near 1. The product of roots is right on both sides of the
+# cut that the root of the product would have.
+_divided(ew.ACOS, lambda x, y: negative(sqrt((1 - x) * (1 + x))))
+_divided(ew.ACOSH, lambda x, y: sqrt(x - 1) * sqrt(x + 1))
+_divided(ew.ASIN, lambda x, y: sqrt((1 - x) * (1 + x)))
+_divided(ew.ASINH, lambda x, y: sqrt(1 + square(x)))
+_divided(ew.ATAN, lambda x, y: 1 + square(x))
+_divided(ew.ATANH, lambda x, y: (1 - x) * (1 + x))
+_divided(ew.LOG, lambda x, y: x)
+_divided(ew.LOG1P, lambda x, y: 1 + x)
+_divided(ew.LOG2, lambda x, y: x * math.log(2))
+_divided(ew.LOG10, lambda x, y: x * math.log(10))
+_divided(ew.SQRT, lambda x, y: 2 * y)
+
+
+@derivative(ew.NEGATIVE)
+def _negative(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [reaching(node.inputs[0], lambda: negative(grad))]
+
+
+@derivative(ew.POSITIVE)
+def _positive(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [reaching(node.inputs[0], lambda: grad)]
+
+
+@derivative(ew.ABS)
+def _abs(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """0 at 0."""
+    (x,) = node.inputs
+    return [reaching(x, lambda: grad * sign(x))]
+
+
+@derivative(ew.SIGN)
+def _sign(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Real signs are constant almost everywhere; a complex one turns with its number. 0 at 0."""
+    (x,), (y,) = node.inputs, node.outputs
+    if not _is_complex(x):
+        return [None]
+    across = grad - y * ew.real(grad * conjugated(y))
+    size = ew.abs(x)
+    return [across / where(size == 0, 1, size)]
+
+
+@derivative(ew.CONJ)
+def _conj(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [conjugated(grad)]
+
+
+@derivative(ew.REAL)
+def _real(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [astype(grad, node.inputs[0].dtype)]
+
+
+@derivative(ew.IMAG)
+def _imag(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [astype(grad, node.inputs[0].dtype) * 1j]
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+@derivative(ew.ADD)
+def _add(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [reaching(x, lambda: grad) for x in node.inputs]
+
+
+@derivative(ew.SUBTRACT)
+def _subtract(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, y = node.inputs
+    taken = reaching(y, lambda: grad)
+    return [reaching(x, lambda: grad), None if taken is None else negative(taken)]
+
+
+@derivative(ew.MULTIPLY, ew.COMPLEX_MULTIPLY)
+def _multiply(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, y = node.inputs
+    return [reaching(x, lambda: grad * conjugated(y)), reaching(y, lambda: grad * conjugated(x))]
+
+
+@derivative(ew.DIVIDE)
+def _divide(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, y = node.inputs
+    quotient = grad / conjugated(y)
+    by_y = reaching(y, lambda: quotient * conjugated(node.outputs[0]))
+    return [reaching(x, lambda: quotient), None if by_y is None else negative(by_y)]
+
+
+@derivative(ew.REMAINDER)
+def _remainder(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, y = node.inputs
+    return [reaching(x, lambda: grad), reaching(y, lambda: grad * negative(ew.floor_divide(x, y)))]
+
+
+@derivative(ew.POW)
+def _pow(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Nothing to the base where the exponent is 0, nor to the exponent where the base is 0.
+
+    The exponent's gradient is NaN where the base is negative: there real powers are no continuous function of it.
+    """
+    (x, y), (power,) = node.inputs, node.outputs
+
+    def by_exponent() -> Tensor:
+        base = x if x.dtype == power.dtype else astype(x, power.dtype)
+        return grad * conjugated(power * log(where(base == 0, 1, base)))
+
+    return [reaching(x, lambda: _by_base(x, y, grad)), reaching(y, by_exponent)]
+
+
+def _by_base(x: Tensor, y: Tensor, grad: Tensor) -> Tensor:
+    known = static_value(y)
+    if known is None or known.ndim:
+        # The exponent -1 would make 0 * inf of 0 ** 0.
+        return grad * conjugated(y * ew.pow(x, where(y == 0, 0, y - 1)))
+    exponent = known.item() if known.dtype.kind in "iufc" else float(known)
+    if exponent == 0:
+        return zeros_of(x)
+    if exponent == 1:
+        return grad
+    return grad * conjugated(exponent * ew.pow(x, exponent - 1))
+
+
+# -- functions of two values -----------------------------------------------------------------------------------------
+
+
+@derivative(ew.ATAN2)
+def _atan2(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """0 at the origin, which has no angle."""
+    y, x = node.inputs
+    squared = square(x) + square(y)
+    scaled = grad / where(squared == 0, 1, squared)
+    return [reaching(y, lambda: scaled * x), reaching(x, lambda: scaled * negative(y))]
+
+
+@derivative(ew.HYPOT)
+def _hypot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """0 at the origin."""
+    (x, y), (length,) = node.inputs, node.outputs
+    scaled = grad / where(length == 0, 1, length)
+    return [reaching(x, lambda: scaled * x), reaching(y, lambda: scaled * y)]
+
+
+@derivative(ew.COPYSIGN)
+def _copysign(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """The sign is constant almost everywhere. 0 where the magnitude is 0."""
+    x, giver = node.inputs
+    return [reaching(x, lambda: grad * sign(x) * ew.copysign(1, giver)), None]
+
+
+@derivative(ew.LOGADDEXP)
+def _logaddexp(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Half each where both are the same infinity."""
+    x, y = node.inputs
+    ahead = where(logical_and(isinf(x), x == y), 0, x - y)
+    return [reaching(x, lambda: grad * sigmoid(ahead)), reaching(y, lambda: grad * sigmoid(negative(ahead)))]
+
+
+@derivative(ew.MAXIMUM)
+def _maximum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Half each where they tie."""
+    x, y = node.inputs
+    share = where(x == y, 0.5 * grad, grad)
+    return [reaching(x, lambda: where(x >= y, share, 0)), reaching(y, lambda: where(y >= x, share, 0))]
+
+
+@derivative(ew.MINIMUM)
+def _minimum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Half each where they tie."""
+    x, y = node.inputs
+    share = where(x == y, 0.5 * grad, grad)
+    return [reaching(x, lambda: where(x <= y, share, 0)), reaching(y, lambda: where(y <= x, share, 0))]
+
+
+@derivative(ew.CLIP)
+def _clip(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """To the bound that applies, and to the value where it lies between them or on one."""
+    x, *bounds = node.inputs
+    low = bounds[0] if node.attrs["low"] else None
+    high = bounds[-1] if node.attrs["high"] else None
+    if high is None:
+        assert low is not None
+        return [reaching(x, lambda: where(x >= low, grad, 0)), reaching(low, lambda: where(x < low, grad, 0))]
+    if low is None:
+        return [reaching(x, lambda: where(x <= high, grad, 0)), reaching(high, lambda: where(x > high, grad, 0))]
+    return [
+        reaching(x, lambda: where(logical_and(x >= low, x <= high), grad, 0)),
+        reaching(low, lambda: where(logical_and(x < low, low <= high), grad, 0)),
+        reaching(high, lambda: where(logical_or(x > high, low > high), grad, 0)),
+    ]
+
+
+@derivative(ew.NEXTAFTER)
+def _nextafter(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """A step of rounding is no distance: all goes to the value, nothing to the direction."""
+    return [reaching(node.inputs[0], lambda: grad), None]
+
+
+not_differentiable(ew.CEIL, ew.FLOOR, ew.ROUND, ew.TRUNC, ew.FLOOR_DIVIDE, because="it is constant almost everywhere")
+
+__all__ = ["reaching"]

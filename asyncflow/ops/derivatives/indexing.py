@@ -1,0 +1,94 @@
+"""Derivatives of indexing: what reaches ``x[key]`` goes back to where it came from; repeated indices add."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.build import apply, constant
+from asyncflow.graph.op import derivative
+from asyncflow.ops.creation import arange, zeros
+from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
+from asyncflow.ops.derivatives.shapes import shape_of, sum_to_like
+from asyncflow.ops.indexing import GETITEM, INDEX_ADD, INDEX_UPDATE, TAKE, TAKE_ALONG_AXIS
+from asyncflow.ops.keys import ELLIPSIS, Key
+from asyncflow.ops.logic import equal
+from asyncflow.ops.manipulation import reshape
+from asyncflow.ops.searching import where
+from asyncflow.ops.shape import shape, size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+
+_WHOLE = ("slice", None, None, None)
+
+
+def along(axis: int, entry: tuple[object, ...]) -> Key:
+    """The key that indexes one axis, of a value of whatever rank."""
+    return (ELLIPSIS, entry, *(_WHOLE,) * (-1 - axis)) if axis < 0 else (*(_WHOLE,) * axis, entry)
+
+
+def sliced(x: Tensor, axis: int, start: int | Tensor | None, stop: int | Tensor | None) -> Tensor:
+    """``x[start:stop]`` along `axis`; bounds may be integer scalar tensors."""
+    tensors: list[Tensor] = []
+    bounds: list[object] = []
+    for bound in (start, stop):
+        if bound is None or isinstance(bound, int):
+            bounds.append(bound)
+        else:
+            bounds.append(("input", len(tensors)))
+            tensors.append(bound)
+    return apply(GETITEM, x, *tensors, key=along(axis, ("slice", *bounds, None)))[0]
+
+
+def at_position(x: Tensor, axis: int, position: int) -> Tensor:
+    """The slice of `x` at one position along `axis`, without that axis."""
+    return apply(GETITEM, x, key=along(axis, ("int", position)))[0]
+
+
+@derivative(GETITEM)
+def _getitem(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, *indices = node.inputs
+    return [scatter_to(grad, node.attrs["key"], indices, shape_of(x)), *[None] * len(indices)]
+
+
+@derivative(TAKE)
+def _take(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, indices = node.inputs
+    return [scatter_to(grad, along(node.attrs["axis"], ("input", 0)), [indices], shape_of(x)), None]
+
+
+@derivative(TAKE_ALONG_AXIS)
+def _take_along_axis(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, indices = node.inputs
+    return [scatter_along_axis(grad, indices, shape_of(x), axis=node.attrs["axis"]), None]
+
+
+@derivative(INDEX_ADD)
+def _index_add(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    _, values, *indices = node.inputs
+    named = apply(GETITEM, grad, *indices, key=node.attrs["key"])[0]
+    return [grad, sum_to_like(named, values), *[None] * len(indices)]
+
+
+@derivative(INDEX_UPDATE)
+def _index_update(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Where the key names an element twice, only the value that stayed has a gradient."""
+    _, values, *indices = node.inputs
+    key, zero = node.attrs["key"], constant(0, grad.dtype)
+    kept = apply(INDEX_UPDATE, grad, zero, *indices, key=key)[0]
+    named = apply(GETITEM, grad, *indices, key=key)[0]
+    if any(index.dtype.kind != "b" and index.ndim != 0 for index in indices):
+        named = where(_stayed(named, grad, indices, key), named, zero)
+    return [kept, sum_to_like(named, values), *[None] * len(indices)]
+
+
+def _stayed(named: Tensor, grad: Tensor, indices: Sequence[Tensor], key: Key) -> Tensor:
+    """Which of the values that a key names stayed: the same update, of numbers that tell them apart, shows it."""
+    numbers = reshape(arange(size(named)), shape(named))
+    placed = apply(INDEX_UPDATE, zeros(shape(grad), dtype="int64"), numbers, *indices, key=key)[0]
+    return equal(apply(GETITEM, placed, *indices, key=key)[0], numbers)
+
+
+__all__ = ["along", "at_position", "sliced"]

@@ -1,0 +1,244 @@
+"""Derivatives of manipulation: gradients in the shape and order of what was reshaped, joined or repeated."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import float32, int64
+from asyncflow.graph.op import Op, derivative, not_differentiable, register
+from asyncflow.graph.shapes import normalize_axis
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import per_input_element
+from asyncflow.ops.creation import zeros_like
+from asyncflow.ops.datatypes import astype
+from asyncflow.ops.derivatives.datatypes import has_gradient, in_dtype_of
+from asyncflow.ops.derivatives.indexing import at_position, sliced
+from asyncflow.ops.derivatives.shapes import Extents, shape_of
+from asyncflow.ops.elementwise import negative
+from asyncflow.ops.extents import shape_reader, split_extents, template_shape
+from asyncflow.ops.manipulation import (
+    CONCAT,
+    EXPAND_DIMS,
+    FLIP,
+    PERMUTE_DIMS,
+    REPEAT,
+    RESHAPE,
+    RESHAPE_TO,
+    ROLL,
+    SQUEEZE,
+    STACK,
+    TILE,
+    UNSTACK,
+    expand_dims,
+    flip,
+    permute_dims,
+    reshape,
+    roll,
+    squeeze,
+    stack,
+    tile,
+    unstack,
+)
+from asyncflow.ops.shape import RANK, SHAPE, SIZE
+from asyncflow.ops.statistical import prod
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.shapes import Shape
+
+not_differentiable(RANK, SHAPE, SIZE, because="they are integers")
+
+# -- joining ---------------------------------------------------------------------------------------------------------
+
+
+@derivative(CONCAT)
+def _concat(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    axis = node.attrs["axis"]
+    starts: list[int | Tensor] = [0]
+    for x in node.inputs[:-1]:
+        starts.append(starts[-1] + (_size(x) if axis is None else _extent(x, axis)))
+    grads: list[Tensor | None] = []
+    for x, start, stop in zip(node.inputs, starts, [*starts[1:], None], strict=True):
+        part = in_dtype_of(sliced(grad, axis or 0, start, stop), x) if has_gradient(x) else None
+        grads.append(reshape(part, shape_of(x)) if axis is None and part is not None else part)
+    return grads
+
+
+def _extent(x: Tensor, axis: int) -> int | Tensor:
+    if x.shape is not None:
+        known = x.shape[normalize_axis(axis, len(x.shape))]
+        if known is not None:
+            return known
+    return shape_of(x)[axis]
+
+
+def _size(x: Tensor) -> int | Tensor:
+    extents = shape_of(x)
+    return math.prod(extents) if isinstance(extents, tuple) else prod(extents)
+
+
+@derivative(STACK)
+def _stack(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    axis, inputs = node.attrs["axis"], node.inputs
+    if grad.shape is not None and grad.shape[axis] == len(inputs):
+        parts = unstack(grad, axis=axis)
+    else:
+        parts = tuple(at_position(grad, axis, place) for place in range(len(inputs)))
+    return [in_dtype_of(part, x) for part, x in zip(parts, inputs, strict=True)]
+
+
+@derivative(UNSTACK)
+def _unstack(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
+    # All outputs have one shape: that of a gradient needs no value of the forward pass.
+    missing = zeros_like(next(grad for grad in grads if grad is not None))
+    return [stack([missing if grad is None else grad for grad in grads], axis=node.attrs["axis"])]
+
+
+# -- axes and order --------------------------------------------------------------------------------------------------
+
+
+@derivative(EXPAND_DIMS)
+def _expand_dims(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [squeeze(grad, node.attrs["axis"])]
+
+
+@derivative(SQUEEZE)
+def _squeeze(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [expand_dims(grad, axis=node.attrs["axis"])]
+
+
+@derivative(PERMUTE_DIMS)
+def _permute_dims(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    axes = [axis % len(node.attrs["axes"]) for axis in node.attrs["axes"]]
+    return [permute_dims(grad, [axes.index(axis) for axis in range(len(axes))])]
+
+
+@derivative(FLIP)
+def _flip(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [flip(grad, axis=node.attrs["axis"])]
+
+
+@derivative(ROLL)
+def _roll(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    _, *by = node.inputs
+    shift, axis = node.attrs["shift"], node.attrs["axis"]
+    if by:
+        # An unsigned shift has no negative.
+        return [roll(grad, negative(astype(by[0], int64)), axis=axis), None]
+    back = tuple(-places for places in shift) if isinstance(shift, tuple) else -shift
+    return [roll(grad, back, axis=axis)]
+
+
+@derivative(RESHAPE)
+def _reshape(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [reshape(grad, shape_of(node.inputs[0]))]
+
+
+@derivative(RESHAPE_TO)
+def _reshape_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [reshape(grad, shape_of(node.inputs[0])), None]
+
+
+# -- repeating -------------------------------------------------------------------------------------------------------
+
+
+def _summed(x: Any, axis: int | tuple[int, ...]) -> Any:
+    """Sum over `axis`; bfloat16 accumulates in float32, as it stops counting at 256."""
+    return x.sum(axis, dtype=float32).astype(x.dtype) if x.dtype.name == "bfloat16" else x.sum(axis, dtype=x.dtype)
+
+
+def _sum_tiles_spec(x: Spec, *sizes: Spec, repetitions: tuple[int, ...], shape: Shape) -> Spec:
+    return Spec(x.dtype, template_shape(shape, sizes))
+
+
+def _sum_tiles_kernel(xp: Any, *, repetitions: tuple[int, ...], shape: Shape) -> Kernel:
+    read = shape_reader(shape)
+
+    def sum_tiles(x: Any, *sizes: Any) -> Any:
+        target = read(sizes)
+        rank = max(len(target), len(repetitions))
+        counts = (1,) * (rank - len(repetitions)) + repetitions
+        dims = (1,) * (rank - len(target)) + target
+        apart = x.reshape([extent for pair in zip(counts, dims, strict=True) for extent in pair])
+        return _summed(apart, tuple(range(0, 2 * rank, 2))).reshape(target)
+
+    return sum_tiles
+
+
+SUM_TILES = register(Op(name="sum_tiles", infer=_sum_tiles_spec, kernel=_sum_tiles_kernel, flops=per_input_element))
+
+
+def sum_tiles(x: Tensor, repetitions: tuple[int, ...], shape: Extents) -> Tensor:
+    """The sum of the tiles of `x`, each of `shape`: the transpose of `tile`."""
+    template, sizes = split_extents(shape)
+    return apply(SUM_TILES, x, *sizes, repetitions=repetitions, shape=template)[0]
+
+
+@derivative(TILE)
+def _tile(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [sum_tiles(grad, node.attrs["repetitions"], shape_of(node.inputs[0]))]
+
+
+@derivative(SUM_TILES)
+def _sum_tiles(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [tile(grad, node.attrs["repetitions"]), *[None] * (len(node.inputs) - 1)]
+
+
+def _sum_repeats_spec(x: Spec, *rest: Spec, repeats: int | None, axis: int | None, shape: Shape) -> Spec:
+    return Spec(x.dtype, template_shape(shape, rest if repeats is not None else rest[1:]))
+
+
+def _sum_repeats_kernel(xp: Any, *, repeats: int | None, axis: int | None, shape: Shape) -> Kernel:
+    read = shape_reader(shape)
+
+    def equally(x: Any, *sizes: Any) -> Any:
+        target = read(sizes)
+        dims, at = ((math.prod(target),), 0) if axis is None else (target, axis % len(target))
+        apart = x.reshape((*dims[: at + 1], repeats, *dims[at + 1 :]))
+        return _summed(apart, at + 1).reshape(target)
+
+    def counted(x: Any, counts: Any, *sizes: Any) -> Any:
+        target = read(sizes)
+        dims, at = ((math.prod(target),), 0) if axis is None else (target, axis % len(target))
+        result = xp.zeros(dims, dtype=x.dtype)
+        sources = xp.repeat(xp.arange(dims[at]), counts.astype(int64))
+        xp.add.at(result, (slice(None),) * at + (sources,), x)
+        return result.reshape(target)
+
+    return counted if repeats is None else equally
+
+
+SUM_REPEATS = register(
+    Op(name="sum_repeats", infer=_sum_repeats_spec, kernel=_sum_repeats_kernel, flops=per_input_element)
+)
+
+
+def sum_repeats(x: Tensor, repeats: int | Tensor, shape: Extents, *, axis: int | None) -> Tensor:
+    """The sums of the repeats in `x` of each element of a value of `shape`: the transpose of `repeat`."""
+    template, sizes = split_extents(shape)
+    if isinstance(repeats, int):
+        return apply(SUM_REPEATS, x, *sizes, repeats=repeats, axis=axis, shape=template)[0]
+    return apply(SUM_REPEATS, x, repeats, *sizes, repeats=None, axis=axis, shape=template)[0]
+
+
+@derivative(REPEAT)
+def _repeat(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, *counts = node.inputs
+    repeats = counts[0] if counts else node.attrs["repeats"]
+    return [sum_repeats(grad, repeats, shape_of(x), axis=node.attrs["axis"]), *[None] * len(counts)]
+
+
+@derivative(SUM_REPEATS)
+def _sum_repeats(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    attrs = node.attrs
+    attributes = {"repeats": attrs["repeats"], "axis": attrs["axis"]}
+    counts = node.inputs[1:2] if attrs["repeats"] is None else []
+    return [apply(REPEAT, grad, *counts, **attributes)[0], *[None] * (len(node.inputs) - 1)]
+
+
+__all__ = ["SUM_REPEATS", "SUM_TILES", "sum_repeats", "sum_tiles"]

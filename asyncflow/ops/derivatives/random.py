@@ -1,0 +1,36 @@
+"""Random ops: nothing flows back through what was drawn.
+
+The scale and offset of `normal` and `uniform` are arithmetic on the sample, which is differentiable.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.errors import GraphError
+from asyncflow.graph.op import derivative, not_differentiable
+from asyncflow.ops import random
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+
+not_differentiable(
+    random.NORMAL, random.TRUNCATED_NORMAL, random.UNIFORM, because="a standard sample depends on no value"
+)
+not_differentiable(random.BERNOULLI, random.CATEGORICAL, random.INTEGERS, because="its result is discrete")
+
+
+@derivative(random.CHOICE, random.PERMUTATION)
+def _unknown_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Which rows were drawn is not to be had afterwards, and zeros would be wrong without a word.
+
+    Raises:
+        GraphError: always.
+    """
+    name = node.op.name.removeprefix("random_")
+    raise GraphError(
+        f"{node.op.name} does not say which rows it drew, so no gradient reaches {node.inputs[0]!r}; draw row numbers "
+        f"and index with them: x[af.random.{name}(n)], where n is the number of rows\n  written at {node.location}"
+    )

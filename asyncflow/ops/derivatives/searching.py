@@ -1,0 +1,26 @@
+"""Derivative of `where`; positions and counts have none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.build import constant
+from asyncflow.graph.op import derivative, not_differentiable
+from asyncflow.ops.derivatives.shapes import sum_to_like
+from asyncflow.ops.searching import ARGMAX, ARGMIN, COUNT_NONZERO, NONZERO, SEARCHSORTED, WHERE, where
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+
+not_differentiable(ARGMAX, ARGMIN, NONZERO, SEARCHSORTED, because="positions are integers")
+not_differentiable(COUNT_NONZERO, because="a count is an integer")
+
+
+@derivative(WHERE)
+def _where(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """What was not chosen gets a zero, chosen as well: infinities and NaNs on one side never reach the other."""
+    condition, x1, x2 = node.inputs
+    zero = constant(0, grad.dtype)
+    return [None, sum_to_like(where(condition, grad, zero), x1), sum_to_like(where(condition, zero, grad), x2)]

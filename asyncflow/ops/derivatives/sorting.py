@@ -1,0 +1,26 @@
+"""Derivative of `sort`, a permutation; the positions of `argsort` have none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.op import derivative, not_differentiable
+from asyncflow.ops.derivatives.scatter import scatter_along_axis
+from asyncflow.ops.derivatives.shapes import shape_of
+from asyncflow.ops.sorting import ARGSORT, SORT, argsort
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+
+not_differentiable(ARGSORT, because="positions are integers")
+
+
+@derivative(SORT)
+def _sort(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Each gradient goes where its element came from; of equal elements, where the stable order says."""
+    (x,) = node.inputs
+    axis = node.attrs["axis"]
+    order = argsort(x, axis=axis, descending=node.attrs["descending"])
+    return [scatter_along_axis(grad, order, shape_of(x), axis=axis, distinct=True)]

@@ -1,0 +1,66 @@
+"""Derivative of differences of neighbours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.graph.build import apply
+from asyncflow.graph.op import Op, derivative, register
+from asyncflow.graph.shapes import normalize_axis
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.derivatives.datatypes import in_dtype_of
+from asyncflow.ops.derivatives.shapes import shape_of
+from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
+from asyncflow.ops.utility import DIFF, diff
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.shapes import Shape
+
+
+def _diff_transpose_spec(grad: Spec, *sizes: Spec, axis: int, n: int, shape: Shape) -> Spec:
+    return Spec(grad.dtype, template_shape(shape, sizes))
+
+
+def _diff_transpose_kernel(xp: Any, *, axis: int, n: int, shape: Shape) -> Kernel:
+    read = shape_reader(shape)
+    odd = n % 2
+
+    def run(grad: Any, *sizes: Any) -> Any:
+        target = read(sizes)
+        at = normalize_axis(axis, len(target))
+        if not grad.shape[at]:
+            return xp.zeros(target, dtype=grad.dtype)
+        padding = [(n, n) if i == at else (0, 0) for i in range(len(target))]
+        spread = xp.diff(xp.pad(grad, padding), n=n, axis=at)
+        return -spread if odd else spread
+
+    return run
+
+
+DIFF_TRANSPOSE = register(Op(name="diff_transpose", infer=_diff_transpose_spec, kernel=_diff_transpose_kernel))
+"""What reaches values from their differences: the transpose of `diff`."""
+
+
+def diff_transpose(grad: Tensor, shape: ExtentsLike, *, axis: int, n: int) -> Tensor:
+    """The gradient of values of `shape`, of whose `n`-th differences along `axis` `grad` is the gradient."""
+    template, sizes = split_extents(shape)
+    return apply(DIFF_TRANSPOSE, grad, *sizes, axis=axis, n=n, shape=template)[0]
+
+
+@derivative(DIFF)
+def _diff(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    (x,) = node.inputs
+    return [in_dtype_of(diff_transpose(grad, shape_of(x), **node.attrs), x)]
+
+
+@derivative(DIFF_TRANSPOSE)
+def _diff_transpose(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    attrs = node.attrs
+    return [diff(grad, axis=attrs["axis"], n=attrs["n"]), *[None] * (len(node.inputs) - 1)]
+
+
+__all__ = ["DIFF_TRANSPOSE", "diff_transpose"]

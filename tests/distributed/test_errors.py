@@ -1,0 +1,256 @@
+"""FAULTS F02, F30 and F34, CONFORMANCE 72 and 76: what goes wrong on one of several devices."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.graph.build import apply
+from asyncflow.graph.op import Op
+from tests.conftest import AuditedRun
+from tests.distributed.clusters import COUNTS, Cluster, assert_nothing_left, ring
+from tests.faults.kernels import INT, CoroutineGate, in_flight
+
+if TYPE_CHECKING:
+    from tests.conftest import OpenSession
+
+LARGE = np.ones(1 << 18, np.float32)
+"""1 MiB."""
+
+
+class Fragile:
+    """An op that passes its vector on, and raises on the devices that are armed, from iteration 2 on."""
+
+    def __init__(self) -> None:
+        self.armed: set[str] = set()
+
+    def on(self, device: str, i: af.Tensor, x: af.Tensor) -> af.Tensor:
+        @af.op(outputs=lambda i, x: x, name="fragile")
+        def kernel(i: Any, x: Any) -> Any:
+            if i == 2 and device in self.armed:
+                raise LookupError(f"on {device}")
+            return x
+
+        with af.device(device):
+            passed: af.Tensor = kernel(i, x)
+        return passed
+
+
+def fragile_loop(cluster: Cluster, fragile: Fragile) -> tuple[af.Tensor, af.Tensor]:
+    """Six iterations that go through all devices, each of which can fail; and what is fed."""
+    x = af.placeholder("float32", (3,))
+
+    def body(i: af.Tensor, *parts: af.Tensor) -> tuple[af.Tensor, ...]:
+        return (i + 1, *(fragile.on(cluster.device(k), i, part) + parts[k - 1] for k, part in enumerate(parts)))
+
+    result = af.while_loop(lambda i, *_: i < 6, body, (0, *[x] * cluster.count), name="loop")[1]
+    assert isinstance(result, af.Tensor)
+    return result, x
+
+
+@pytest.mark.parametrize("kind", ["sim", "cpu"])
+@pytest.mark.parametrize("count", COUNTS)
+def test_f01_an_error_on_each_device_in_turn(count: int, kind: Any) -> None:
+    """FAULTS F01, CONFORMANCE 72, 76: it is raised with its device and tag, every Recv that waits ends, and the next
+    run is right."""
+
+    async def main(open_session: OpenSession) -> None:
+        fragile, feed = Fragile(), np.ones(3, np.float32)
+        with af.Graph() as graph:
+            result, x = fragile_loop(cluster, fragile)
+        async with open_session(graph) as session:
+            for device in cluster.devices:
+                fragile.armed = {device}
+                with pytest.raises(af.KernelError, match=f"LookupError: on {device}") as caught:
+                    await session.run(result, {x: feed})
+                assert (caught.value.device, caught.value.tag) == (device, "loop/2")
+                assert not hasattr(caught.value, "__notes__")
+                del caught
+                assert AuditedRun.leftovers == []
+                assert_nothing_left(session)
+                fragile.armed.clear()
+                np.testing.assert_array_equal(await session.run(result, {x: feed}), feed * 2**6)
+
+    cluster = Cluster(count, kind=kind, jitter=0.2)
+    cluster.run(main)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("count", COUNTS)
+def test_f02_errors_on_all_devices(count: int, seed: int) -> None:
+    """FAULTS F02, CONFORMANCE 72: one is raised, others that came before all had stopped are its notes; a seed repeats
+    them."""
+
+    async def main(open_session: OpenSession) -> tuple[str, list[str]]:
+        fragile = Fragile()
+        with af.Graph() as graph:
+            result, x = fragile_loop(cluster, fragile)
+        fragile.armed = set(cluster.devices)
+        async with open_session(graph, seed=seed) as session:
+            with pytest.raises(af.KernelError, match="LookupError: on sim:") as caught:
+                await session.run(result, {x: np.ones(3, np.float32)})
+            told = caught.value.device, getattr(caught.value, "__notes__", [])
+            del caught
+            return told
+
+    cluster = Cluster(count, jitter=0.2, seed=seed)
+    told = cluster.run(main)
+    assert all(note.startswith("also failed: KernelError: LookupError: on sim:") for note in told[1])
+    assert cluster.run(main) == told
+
+
+async def never(x: Any) -> Any:
+    """A coroutine that only a cancel ends."""
+    await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_76_an_abort_ends_all_that_wait(count: int) -> None:
+    """CONFORMANCE 76: every other device waits for a value that never comes; one error, and it is the same for all."""
+
+    async def main(open_session: OpenSession) -> None:
+        endless = af.op(outputs=INT, name="endless")(never)
+
+        @af.op(outputs=INT)
+        async def failing(x: Any) -> Any:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            raise LookupError("stop")
+
+        with af.Graph() as graph:
+            with af.device(cluster.device(0)):
+                source, bad = endless(1), failing(2)
+            waiting = []
+            for k in range(1, count):
+                with af.device(cluster.device(k)):
+                    waiting.append(source + k)
+        async with open_session(graph) as session:
+            with pytest.raises(af.KernelError, match="LookupError: stop") as caught:
+                await session.run([bad, *waiting])
+            assert not hasattr(caught.value, "__notes__")
+        assert AuditedRun.leftovers == []
+
+    cluster = Cluster(count)
+    cluster.run(main)
+
+
+@pytest.mark.parametrize("kind", ["sim", "cpu"])
+def test_76_a_wrong_dtype_is_not_sent(kind: Any) -> None:
+    """CONFORMANCE 76: in debug mode, what is not as declared fails where it is made, not where it is received."""
+
+    async def main(open_session: OpenSession) -> None:
+        spec = af.spec("float32", (2,))
+        liar = Op(name="liar", infer=lambda x: spec, kernel=lambda xp: lambda x: np.zeros(2, np.float64))
+        with af.Graph() as graph:
+            with af.device(cluster.device(0)):
+                lie = apply(liar, af.constant(np.ones(2, np.float32)))[0]
+            with af.device(cluster.device(1)):
+                used = lie + 1
+        async with open_session(graph, debug=True) as session:
+            with pytest.raises(af.KernelError, match=r"output 0 is float64\[2\]; declared float32\[2\]") as caught:
+                await session.run(used)
+            assert (caught.value.op, caught.value.device) == ("liar", cluster.device(0))
+
+    cluster = Cluster(2, kind=kind)
+    cluster.run(main)
+
+
+def test_76_a_device_that_is_not_there() -> None:
+    """CONFORMANCE 76: a node asks for a device that the session has not: an error before anything runs, with both."""
+
+    async def main(open_session: OpenSession) -> None:
+        with af.Graph() as graph, af.device("sim:7"):
+            lost = af.constant(1.0) + 1
+        async with open_session(graph) as session:
+            with pytest.raises(af.PlacementError, match=r"'sim:7'.*this session has sim:0, sim:1") as caught:
+                await session.run(lost)
+            assert __file__ in str(caught.value)
+            assert session.statistics().completed == 0
+
+    Cluster(2).run(main)
+
+
+def test_76_5000_loop_variables_over_a_transfer() -> None:
+    """CONFORMANCE 76: every one of them comes from another device."""
+
+    async def main(open_session: OpenSession) -> None:
+        with af.Graph() as graph:
+            x = af.placeholder("float32", (2,))
+            with af.device("sim:0"):
+                starts = [x + np.float32(k) for k in range(5000)]
+
+            def body(i: af.Tensor, *values: af.Tensor) -> tuple[af.Tensor, ...]:
+                with af.device("sim:1"):
+                    return (i + 1, *(value * 2 for value in values))
+
+            _, *ends = af.while_loop(lambda i, *_: i < 2, body, (0, *starts))
+        async with open_session(graph) as session:
+            results = await session.run(ends, {x: np.ones(2, np.float32)})
+        assert np.array_equal(results, [[4 * (1 + k)] * 2 for k in range(5000)])
+
+    Cluster(2).run(main)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_f30_out_of_memory_on_one_device(count: int) -> None:
+    """FAULTS F30: requested, used, limit and the five largest; what runs elsewhere goes on, and so does the device."""
+
+    async def main(open_session: OpenSession) -> None:
+        gate = CoroutineGate()
+        with af.Graph() as graph:
+            x, ticket = af.placeholder("float32", LARGE.shape), af.placeholder("int64", ())
+            with af.device(cluster.device(-1)):
+                parts = [x * np.float32(k) for k in range(1, 9)]
+                total = sum(parts[1:], start=parts[0])
+                modest = x + 1
+            with af.device(cluster.device(0)):
+                held = x * 2
+                with af.control_dependencies([gate.op(ticket).node]):
+                    slow = af.sum(held)
+        async with open_session(graph, memory_limit=6 * LARGE.nbytes) as session:
+            waiting = session.run(slow, {x: LARGE, ticket: 1})
+            async with in_flight(waiting, lambda: gate.started) as task:
+                with pytest.raises(af.OutOfMemoryError) as caught:
+                    await session.run([total, *parts], {x: LARGE})
+                error = caught.value
+                assert error.device == cluster.device(-1)
+                assert (error.requested, error.limit) == (LARGE.nbytes, 6 * LARGE.nbytes)
+                assert error.used > error.limit
+                largest = str(error).partition("largest now: ")[2]
+                assert largest.partition("\n")[0].count("1.0 MiB") == 5, str(error)
+                del caught, error
+                np.testing.assert_array_equal(await session.run(modest, {x: LARGE}), LARGE + 1)
+                gate.opened.set()
+                assert await task == 2 * LARGE.size
+
+    cluster = Cluster(count)
+    cluster.run(main)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_f34_no_peer_link(count: int) -> None:
+    """FAULTS F34: without a link between cards, copies go by way of the host, and the results are equal."""
+
+    def streams(cluster: Cluster) -> tuple[set[str], bytes]:
+        async def main(open_session: OpenSession) -> tuple[set[str], bytes]:
+            with af.Graph() as graph:
+                program = ring(cluster)
+            trace = af.Trace()
+            async with open_session(graph) as session:
+                total = await session.run(program.total, program.feeds(), trace=trace)
+            assert total.tobytes() == program.expected().tobytes()
+            copies = {firing.stream for firing in trace.firings} & {"peer", "h2d", "d2h"}
+            transferred = sum(transfer.nbytes for transfer in trace.transfers)
+            assert transferred > 0
+            return copies, total.tobytes()
+
+        return cluster.run(main)
+
+    linked, staged = streams(Cluster(count, jitter=0.1)), streams(Cluster(count, link="", jitter=0.1))
+    assert linked[1] == staged[1]
+    assert "peer" in linked[0]
+    assert staged[0] == {"h2d", "d2h"}

@@ -1,0 +1,89 @@
+"""Random programs, cut over devices at random, give bit for bit what plain NumPy gives.
+
+What they are and mean is said in `tests.property`; there they run on one device. Here each node is on a device picked
+at random, ready nodes fire in random order, and simulated kernels and copies take random times.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+import asyncflow as af
+from tests.distributed.clusters import Cluster
+from tests.property.graphs import build
+from tests.property.programs import Program, interpret
+from tests.property.strategies import programs
+from tests.property.test_random_programs import assert_same_bits
+
+if TYPE_CHECKING:
+    from tests.conftest import OpenSession
+
+RUNS = 2
+"""Variables keep their values between them, and the second one shuffles differently."""
+
+SWEEP = settings(
+    max_examples=50 * int(os.environ.get("ASYNCFLOW_SEEDS", "1")),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+)
+
+
+def check(cluster: Cluster, program: Program, parallel_iterations: int, **options: Any) -> None:
+    graph, fetches, feeds = build(program, parallel_iterations)
+    state = dict(program.variables)
+
+    async def main(open_session: OpenSession) -> None:
+        async with open_session(graph, **options) as session:
+            for _ in range(RUNS):
+                expected = interpret(program, state)
+                actual = await session.run(fetches, feeds)
+                for name, value in expected.items():
+                    assert_same_bits(name, actual[name], value)
+
+    cluster.run(main)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)  # a failure takes hypothesis up to five minutes to simplify
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@given(program=programs(), seed=st.integers(0, 1 << 16), parallel_iterations=st.sampled_from([1, 2, 32]))
+@SWEEP
+def test_random_programs_on_simulated_devices(
+    count: int, program: Program, seed: int, parallel_iterations: int
+) -> None:
+    note(f"Cluster({count}, seed={seed}, jitter=0.5), Session(seed={seed}, placement_seed={seed})")
+    cluster = Cluster(count, seed=seed, jitter=0.5)
+    check(cluster, program, parallel_iterations, seed=seed, placement_seed=seed, debug=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("regions", [True, False], ids=["regions", "interpreted"])
+@pytest.mark.parametrize("count", [2, 3, 8])
+@given(program=programs(), seed=st.integers(0, 1 << 16), parallel_iterations=st.sampled_from([1, 2, 32]))
+@SWEEP
+def test_random_programs_on_cpus(
+    count: int, regions: bool, program: Program, seed: int, parallel_iterations: int
+) -> None:
+    note(f"Cluster({count}, 'cpu'), Session(seed={seed}, placement_seed={seed}, regions={regions})")
+    options: dict[str, Any] = {} if regions else {"seed": seed}
+    check(Cluster(count, "cpu"), program, parallel_iterations, placement_seed=seed, regions=regions, **options)
+
+
+def test_the_nodes_are_spread() -> None:
+    """Otherwise nothing above would be tested: a random placement uses all devices."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", ())
+        parts = [x * k for k in range(40)]
+
+    async def main(open_session: OpenSession) -> list[str]:
+        async with open_session(graph, placement_seed=3) as session:
+            return [partition.device for partition in session.plan(parts, [x]).partitions]
+
+    assert Cluster(8).run(main) == Cluster(8).devices
