@@ -105,7 +105,9 @@ def draw_bars(
                       textcoords="offset points", ha="center", va="bottom", color="white", weight="bold")  # fmt: skip
     if goal is not None:
         axis.axhline(goal, color="C3", ls="--", lw=1)
-        axis.annotate("goal", (len(bars) - 0.5, goal), (-2, 2), textcoords="offset points", color="C3", ha="right")
+        axis.annotate("goal", (len(bars) - 0.1, goal), (-2, 3), textcoords="offset points", color="C3", ha="right")
+    axis.set_xlim(-0.6, len(bars) - (0.1 if goal is not None else 0.4))
+    axis.yaxis.set_major_formatter(_number_of_axis)
     axis.set_xticks(range(len(bars)), [name.replace(", ", ",\n") for name in bars])
     axis.set_ylabel(y)
     axis.set_title(title, fontsize=11)
@@ -133,7 +135,7 @@ def _draw_chart(axis: Any, chart: Chart) -> None:
         axis.set_yscale("log")
     else:
         axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 or value == 0 else f"{value:g}")
+    axis.yaxis.set_major_formatter(_number_of_axis)
     axis.set_xlabel(chart.x)
     axis.set_ylabel(chart.y)
     axis.set_title(chart.title, fontsize=11)
@@ -141,6 +143,10 @@ def _draw_chart(axis: Any, chart: Chart) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     if len(chart.curves) + len(chart.paper) > 1:
         axis.legend(frameon=False, fontsize=9)
+
+
+def _number_of_axis(value: float, _position: int) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
 
 
 # -- timelines ---------------------------------------------------------------------------------------------------

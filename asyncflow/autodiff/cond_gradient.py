@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.gradient_body import GradientBody
-from asyncflow.autodiff.saved_values import new_store
-from asyncflow.autodiff.sweep import StructuredRule, Sweep, carries_gradient
+from asyncflow.autodiff.saved_values import new_store, no_gradient
+from asyncflow.autodiff.sweep import StructuredRule, Sweep
 from asyncflow.control.cond import add_cond
 from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import CONSTANT
@@ -22,7 +22,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import is_subshape, relax
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import zeros
-from asyncflow.ops.derivatives.shapes import ensure_shape, zeros_of
+from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, zeros_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +82,7 @@ def _or_zeros(grad: Tensor | None, x: Tensor | Variable) -> Tensor:
     if grad is not None:
         return grad
     if x.spec.dtype == VARIANT:
-        return new_store()
+        return no_gradient()
     return zeros_of(x if isinstance(x, Tensor) else x.read())
 
 

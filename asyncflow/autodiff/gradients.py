@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import asyncflow.ops.derivatives.all  # noqa: F401  (installs the rules)
 from asyncflow.autodiff.structured import differentiate_structured
-from asyncflow.autodiff.sweep import Sweep, carries_gradient
+from asyncflow.autodiff.sweep import Sweep
 from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor, as_tensor
@@ -14,7 +14,7 @@ from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.ops.creation import ones
-from asyncflow.ops.derivatives.shapes import shape_of, zeros_of
+from asyncflow.ops.derivatives.shapes import carries_gradient, shape_of, zeros_of
 from asyncflow.state.variable import Variable
 
 if TYPE_CHECKING:

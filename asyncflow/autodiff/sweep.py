@@ -10,10 +10,12 @@ from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.autodiff.dependencies import Dependencies
+from asyncflow.autodiff.saved_values import merge_gradients
 from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import STRUCTURED, current_graph
 from asyncflow.graph.op import derivative_of, why_not_differentiable
+from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.elementwise import add
 
 if TYPE_CHECKING:
@@ -21,13 +23,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
     from asyncflow.state.variable import Variable
-
-
-def carries_gradient(spec: Spec) -> bool:
-    """Whether anything flows back through values of this spec: floats, and the stores and arrays that hold them."""
-    return spec.dtype.kind in "fc" or spec.dtype == VARIANT or spec.dtype.name == "bfloat16"
 
 
 class StructuredRule(Protocol):
@@ -144,4 +140,9 @@ class Sweep:
 
 
 def _sum(grads: Sequence[Tensor]) -> Tensor:
-    return reduce(add, grads)
+    return reduce(add_gradients, grads)
+
+
+def add_gradients(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two gradients of one value."""
+    return merge_gradients(a, b) if a.dtype == VARIANT else add(a, b)

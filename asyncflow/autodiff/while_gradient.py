@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.autodiff.gradient_body import GradientBody
-from asyncflow.autodiff.saved_values import new_store, save, saved_value
-from asyncflow.autodiff.sweep import StructuredRule, Sweep, carries_gradient
+from asyncflow.autodiff.saved_values import new_store, no_gradient, save, saved_value
+from asyncflow.autodiff.sweep import StructuredRule, Sweep, add_gradients
 from asyncflow.control.while_loop import add_loop
 from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import CONSTANT
@@ -23,7 +23,7 @@ from asyncflow.graph.graph import Graph, Subgraph, current_graph, reopened
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype
-from asyncflow.ops.derivatives.shapes import ensure_shape, zeros_of
+from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, zeros_of
 from asyncflow.ops.elementwise import add, subtract
 from asyncflow.ops.logic import greater
 
@@ -165,12 +165,12 @@ def _or_zeros(grad: Tensor | None, x: Tensor | Variable) -> Tensor:
     if grad is not None:
         return grad
     if x.spec.dtype == VARIANT:
-        return new_store()
+        return no_gradient()
     return zeros_of(x if isinstance(x, Tensor) else x.read())
 
 
 def _added(total: Tensor, grad: Tensor | None) -> Tensor:
-    return total if grad is None else add(total, grad)
+    return total if grad is None else add_gradients(total, grad)
 
 
 def _kept(node: Node) -> _Kept:
@@ -215,6 +215,13 @@ class _Kept:
                     self.forward.results.append(add(inner, 1))
                 counters[inner] = 0
         return self._count
+
+    def number(self) -> Tensor:
+        """The number of the iteration, in the forward body."""
+        self.count()
+        return next(
+            parameter for parameter, first in self.counters().items() if first == 0 and parameter.spec == _COUNT
+        )
 
     def counters(self) -> dict[Tensor, int]:
         """The loop variables that go up by one from a known integer, and that integer."""
@@ -282,7 +289,7 @@ class _Kept:
         if tensor not in self.stores:
             inner, self.stores[tensor] = self._add_variable(new_store)
             with reopened(self.forward):
-                self.forward.results.append(save(inner, tensor))
+                self.forward.results.append(save(inner, self.number(), tensor))
         return self.stores[tensor]
 
     def _add_variable(self, make: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:

@@ -172,6 +172,13 @@ class AsynchronousDevice(Device, Protocol):
         """Raise unless Python can look at `value`, as the node `name` has to: a simulation may know its shape alone."""
         ...
 
+    def throttle(self, resume: Callable[[], None]) -> bool:
+        """Whether so much is launched and not done that launching has to pause; then ``resume()`` is called once, later.
+
+        Without this a loop could be launched to its end before anything has happened, or for ever.
+        """
+        ...
+
     def when_done(self, done: Callable[[], None]) -> None:
         """Call ``done()`` once, never before this returns, when all work launched so far has ended."""
         ...

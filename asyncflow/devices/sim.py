@@ -51,6 +51,9 @@ Deliver: TypeAlias = Callable[[Any, BaseException | None], None]
 
 _NS_PER_S = 1e9
 
+_FARTHEST_AHEAD_NS = 1_000_000
+"""How far the dispatcher may be ahead of the clock before launching has to pause."""
+
 
 class SimDevice:
     """One simulated device of a session: ``sim:<index>``, card `index` of the machine, or ``cpu:<index>``.
@@ -279,6 +282,14 @@ class SimDevice:
                 f"computed from arrays of more than {format_bytes(SMALL_BYTES)}; simulate with data, or let the "
                 "program decide by counters"
             )
+
+    def throttle(self, resume: Callable[[], None]) -> bool:
+        """Whether the dispatcher is so far ahead of the clock that launching has to pause; then calls ``resume()``."""
+        ahead_ns = self.dispatched_ns - self.machine.now_ns()
+        if ahead_ns < _FARTHEST_AHEAD_NS:
+            return False
+        self.machine.loop.call_at_ns(self.dispatched_ns - _FARTHEST_AHEAD_NS // 2, resume)
+        return True
 
     def when_done(self, done: Callable[[], None]) -> None:
         """Call ``done()`` once, never before this returns, when all work launched so far has ended.

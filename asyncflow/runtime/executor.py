@@ -70,6 +70,7 @@ class Executor:
         "_ports",
         "_suspended",
         "_tasks",
+        "_throttled",
         "_with",
         "failures",
         "in_flight",
@@ -88,6 +89,7 @@ class Executor:
         self.is_queued = False
         self.in_flight = 0
         self.stopped = False
+        self._throttled = False
         self.failures: list[tuple[int, int, BaseException]] = []
         self._with = surroundings
         self._device = device = surroundings.devices[partition.device]
@@ -129,6 +131,8 @@ class Executor:
 
     def drive(self, deadline_ns: int) -> bool:
         """Executes ready firings until none is left (False) or the deadline has passed (True)."""
+        if self._throttled:
+            return False
         scheduler = self.scheduler
         now = self._with.turn.now
         next_firing = scheduler.next_firing
@@ -162,6 +166,10 @@ class Executor:
                 if budget <= 0:
                     if scheduler.ended:
                         self._ports.acknowledge_ended()
+                    if self._asynchronous is not None and self._asynchronous.throttle(self._resume):
+                        self._throttled = True
+                        self.in_flight += 1
+                        return False
                     if now() >= deadline_ns:
                         return True
                     budget = _CHECK_EVERY
@@ -174,6 +182,12 @@ class Executor:
             self._ports.acknowledge_ended()
         self.check_quiet()
         return False
+
+    def _resume(self) -> None:
+        """The device has caught up with what was launched on it."""
+        self._throttled = False
+        self.in_flight -= 1
+        self.go_on()
 
     @property
     def is_quiet(self) -> bool:

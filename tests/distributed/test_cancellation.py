@@ -62,7 +62,7 @@ async def cancelled_at_tick(running: Coroutine[Any, Any, Any], tick: int, passes
 @pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 def test_f18_a_cancel_at_every_virtual_tick(count: int) -> None:
-    """FAULTS F18, CONFORMANCE 84: a loop cut over all devices, cancelled at each tick n = 0..N, early and late in it."""
+    """FAULTS F18, CONFORMANCE 84: a loop cut over all devices, cancelled at each tick n = 0..N, early and late."""
 
     async def main(open_session: OpenSession) -> int:
         with af.Graph() as graph:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.op import Kernel, Op, derivative, register
 from asyncflow.graph.shapes import Shape, is_static, is_subshape, merge
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
 
 Extents: TypeAlias = "tuple[int, ...] | Tensor"
+
+
+def carries_gradient(spec: Spec) -> bool:
+    """Whether anything flows back through values of this spec: floats, and the stores and arrays that hold them."""
+    return spec.dtype.kind in "fc" or spec.dtype == VARIANT or spec.dtype.name == "bfloat16"
 
 
 def shape_of(x: Tensor) -> Extents:

@@ -1,0 +1,138 @@
+"""Derivatives of activations, normalisations and looking up rows.
+
+`relu` passes nothing at 0. Where a sum is taken, half-precision values are widened first, as the ops do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.dtypes import float32
+from asyncflow.graph.op import derivative, not_differentiable
+from asyncflow.ops import nn
+from asyncflow.ops.datatypes import astype
+from asyncflow.ops.derivatives.datatypes import has_gradient
+from asyncflow.ops.derivatives.scatter import scatter_to
+from asyncflow.ops.derivatives.shapes import shape_of, sum_to_like
+from asyncflow.ops.elementwise import clip, exp, sqrt, square, tanh
+from asyncflow.ops.manipulation import expand_dims
+from asyncflow.ops.nn import sigmoid
+from asyncflow.ops.searching import where
+from asyncflow.ops.statistical import mean, sum
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.dtypes import DType
+    from asyncflow.graph.ir import Node, Tensor
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x if x.dtype.itemsize >= float32.itemsize else astype(x, float32)
+
+
+def _narrowed(x: Tensor, dtype: DType) -> Tensor:
+    return x if x.dtype == dtype else astype(x, dtype)
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
+
+
+@derivative(nn.RELU)
+def _relu(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """0 at 0."""
+    (y,) = node.outputs
+    return [where(y > 0, grad, 0) if has_gradient(y) else None]
+
+
+@derivative(nn.SIGMOID)
+def _sigmoid(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    (y,) = node.outputs
+    return [grad * (y * (1 - y))]
+
+
+@derivative(nn.SILU)
+def _silu(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    (x,) = node.inputs
+    s = sigmoid(x)
+    return [grad * (s * (1 + x * (1 - s)))]
+
+
+@derivative(nn.SOFTPLUS)
+def _softplus(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [grad * sigmoid(node.inputs[0])]
+
+
+@derivative(nn.GELU)
+def _gelu(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    # Its slope is 0 or 1 to the last digit outside these bounds; without them infinity times 0 would come up.
+    x = clip(_widened(node.inputs[0]), -20, 20)
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    squared = square(x)
+    t = tanh(scale * x * (1 + cubic * squared))
+    slope = 0.5 * (1 + t) + (0.5 * scale) * x * (1 - square(t)) * (1 + (3 * cubic) * squared)
+    return [grad * _narrowed(slope, grad.dtype)]
+
+
+# -- over an axis ----------------------------------------------------------------------------------------------------
+
+
+@derivative(nn.SOFTMAX)
+def _softmax(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    y, reached = _widened(node.outputs[0]), _widened(grad)
+    inner = sum(reached * y, axis=node.attrs["axis"], keepdims=True)
+    return [_narrowed(y * (reached - inner), grad.dtype)]
+
+
+@derivative(nn.LOG_SOFTMAX)
+def _log_softmax(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    y, reached = _widened(node.outputs[0]), _widened(grad)
+    total = sum(reached, axis=node.attrs["axis"], keepdims=True)
+    return [_narrowed(reached - exp(y) * total, grad.dtype)]
+
+
+@derivative(nn.LOGSUMEXP)
+def _logsumexp(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """0 where all that is summed is -inf."""
+    x, y, reached = _widened(node.inputs[0]), _widened(node.outputs[0]), _widened(grad)
+    # A sum of nothing but exp(-inf) would give -inf - -inf.
+    y = where(y == -math.inf, 0, y)
+    if node.attrs["axis"] is not None and not node.attrs["keepdims"]:
+        y, reached = (expand_dims(item, axis=node.attrs["axis"]) for item in (y, reached))
+    return [_narrowed(reached * exp(x - y), grad.dtype)]
+
+
+@derivative(nn.LAYER_NORM)
+def _layer_norm(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """Keeps the values and their scale: mean and deviation are cheap to find again."""
+    scaled, shifted = node.attrs["scaled"], node.attrs["shifted"]
+    axis, epsilon = node.attrs["axis"], node.attrs["epsilon"]
+    x, reached = _widened(node.inputs[0]), _widened(grad)
+    centred = x - mean(x, axis=axis, keepdims=True)
+    deviation = sqrt(mean(square(centred), axis=axis, keepdims=True) + epsilon)
+    normal = centred / deviation
+    inner = reached * _widened(node.inputs[1]) if scaled else reached
+    along = normal * mean(inner * normal, axis=axis, keepdims=True)
+    by_x = (inner - mean(inner, axis=axis, keepdims=True) - along) / deviation
+    found = [by_x]
+    if scaled:
+        found.append(sum_to_like(reached * normal, node.inputs[1]))
+    if shifted:
+        found.append(sum_to_like(reached, node.inputs[-1]))
+    return [_narrowed(item, grad.dtype) for item in found]
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+@derivative(nn.EMBEDDING)
+def _embedding(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """The rows of one id add up."""
+    table, ids = node.inputs
+    if not has_gradient(table):
+        return [None, None]
+    return [scatter_to(grad, (("input", 0),), [ids], shape_of(table)), None]
+
+
+not_differentiable(nn.ONE_HOT, because="its inputs are integers")
