@@ -134,6 +134,7 @@ def test_many_rows_of_a_large_table() -> None:
     expected = np.zeros((4, 50, 8))
     for place in np.ndindex(rows.shape):
         expected[:, rows[place]] += grad[:, *place]
+    assert found is not None
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
