@@ -64,7 +64,7 @@ REAL_TIME_ONLY: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class Arrangement:
     """Where a test's sessions run.
 
     Attributes:
@@ -78,8 +78,8 @@ class Layout:
     draw: int | None = None
 
 
-ONE_DEVICE = (Layout("regions", True), Layout("interpreted", False))
-THREE_DEVICES = tuple(Layout(f"three-{k}" if k else "three", True, k) for k in range(SEEDS))
+ONE_DEVICE = (Arrangement("regions", True), Arrangement("interpreted", False))
+THREE_DEVICES = tuple(Arrangement(f"three-{k}" if k else "three", True, k) for k in range(SEEDS))
 
 
 def pytest_asyncio_loop_factories(
@@ -95,9 +95,9 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "layout" in metafunc.fixturenames:
-        layouts = ONE_DEVICE + THREE_DEVICES if _is_distributed(metafunc.definition) else ONE_DEVICE
-        metafunc.parametrize("layout", layouts, ids=lambda layout: layout.name, indirect=True)
+    if "arrangement" in metafunc.fixturenames:
+        arrangements = ONE_DEVICE + THREE_DEVICES if _is_distributed(metafunc.definition) else ONE_DEVICE
+        metafunc.parametrize("arrangement", arrangements, ids=lambda arrangement: arrangement.name, indirect=True)
 
 
 def _is_distributed(item: pytest.Item) -> bool:
@@ -115,17 +115,17 @@ def graph() -> Iterator[af.Graph]:
 
 
 @pytest.fixture
-def layout(request: pytest.FixtureRequest) -> Layout:
+def arrangement(request: pytest.FixtureRequest) -> Arrangement:
     """On how many devices sessions run, and how: what a program does must not depend on it."""
     chosen = request.param
-    assert isinstance(chosen, Layout)
+    assert isinstance(chosen, Arrangement)
     return chosen
 
 
 @pytest.fixture
-def regions(layout: Layout) -> bool:
+def regions(arrangement: Arrangement) -> bool:
     """Whether sessions compile regions."""
-    return layout.regions
+    return arrangement.regions
 
 
 @pytest.fixture
@@ -142,15 +142,15 @@ async def machine(request: pytest.FixtureRequest) -> AsyncIterator[SimMachine | 
 
 
 @pytest.fixture
-def open_session(layout: Layout, machine: SimMachine | None, request: pytest.FixtureRequest) -> OpenSession:
-    """Opens sessions as `af.Session` does, where the layout says; afterwards nothing of their runs may be left."""
+def open_session(arrangement: Arrangement, machine: SimMachine | None, request: pytest.FixtureRequest) -> OpenSession:
+    """Opens sessions as `af.Session` does, as the arrangement says; afterwards nothing of their runs may be left."""
     kind = "cpu" if machine is None else "sim"
-    count = 1 if layout.draw is None else 3
+    count = 1 if arrangement.draw is None else 3
     chosen: dict[str, Any] = {
         "debug": True,
-        "regions": layout.regions,
+        "regions": arrangement.regions,
         "devices": [f"{kind}:{index}" for index in range(count)],
-        "placement_seed": None if layout.draw is None else _seed(request),
+        "placement_seed": None if arrangement.draw is None else _seed(request),
     }
 
     @asynccontextmanager
@@ -165,7 +165,7 @@ def open_session(layout: Layout, machine: SimMachine | None, request: pytest.Fix
 
 @pytest.fixture
 async def session(open_session: OpenSession) -> AsyncIterator[af.Session]:
-    """A session in debug mode, where the layout says."""
+    """A session in debug mode, as the arrangement says."""
     async with open_session() as opened:
         yield opened
 

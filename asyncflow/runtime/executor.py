@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from asyncflow.compiler.estimate import NS_PER_CALL, NS_PER_ELEMENT, kernel_ns
 from asyncflow.compiler.kernels import is_host_spec
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.protocol import AsynchronousDevice
     from asyncflow.runtime.frame import Iteration
-    from asyncflow.runtime.ports import Emitter, Surroundings
+    from asyncflow.runtime.ports import Scope
 
 _log = logging.getLogger("asyncflow.runtime")
 
@@ -41,18 +41,6 @@ BLOCKED_NS = 5_000_000
 
 _CHECK_EVERY = 32
 """Small firings between two looks at the clock."""
-
-
-class Owner(Protocol):
-    """The run that executors work for."""
-
-    def on_quiet(self) -> None:
-        """Called when nothing of an executor is ready or in flight; others, or what they send, may wake it."""
-        ...
-
-    def on_failed(self) -> None:
-        """Called when an executor has failed, to stop the others."""
-        ...
 
 
 class Executor:
@@ -66,42 +54,38 @@ class Executor:
     __slots__ = (
         "_asynchronous",
         "_device",
-        "_owner",
         "_ports",
+        "_run",
         "_suspended",
         "_tasks",
         "_throttled",
-        "_with",
         "failures",
         "in_flight",
+        "is_closed",
         "is_queued",
         "recorder",
         "scheduler",
         "stopped",
     )
 
-    def __init__(
-        self, partition: Partition, surroundings: Surroundings, owner: Owner, emitter: Emitter | None = None
-    ) -> None:
-        self.scheduler = Scheduler(
-            partition, seed=surroundings.shuffle_seed, max_iterations=surroundings.max_iterations
-        )
+    def __init__(self, partition: Partition, run: Scope) -> None:
+        self.scheduler = Scheduler(partition, seed=run.shuffle_seed, max_iterations=run.max_iterations)
         self.is_queued = False
+        self.is_closed = False
         self.in_flight = 0
         self.stopped = False
-        self._throttled = False
         self.failures: list[tuple[int, int, BaseException]] = []
-        self._with = surroundings
-        self._device = device = surroundings.devices[partition.device]
+        self.recorder: Recorder | None = None
+        self._run = run
+        self._device = device = run.devices[partition.device]
         self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
-        self._owner: Owner | None = owner
+        self._throttled = False
         self._suspended: deque[RegionFiring] = deque()
         self._tasks: dict[asyncio.Task[Any], None] = {}  # not a set: they are cancelled in the order they started
-        self.recorder: Recorder | None = None
-        if surroundings.trace is not None:
-            self.recorder = Recorder(surroundings.trace, surroundings.run_id, device, surroundings.now)
+        if run.trace is not None:
+            self.recorder = Recorder(run.trace, run.id, device, run.now)
             self.scheduler.ready = self.recorder.ready
-        self._ports = Ports(self, device, surroundings, emitter)
+        self._ports = Ports(self, device, run)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -116,7 +100,7 @@ class Executor:
             self._rule_broken(error)
             self.check_quiet()
         else:
-            self._with.turn.drive_now(self)
+            self._run.turn.drive_now(self)
 
     def _fed(self, value: Any, node: PlanNode) -> Any:
         """A fed value on the device; counters and the like stay on the host."""
@@ -131,10 +115,10 @@ class Executor:
 
     def drive(self, deadline_ns: int) -> bool:
         """Executes ready firings until none is left (False) or the deadline has passed (True)."""
-        if self._throttled:
+        if self.is_closed or self._throttled:
             return False
         scheduler = self.scheduler
-        now = self._with.turn.now
+        now = self._run.turn.now
         next_firing = scheduler.next_firing
         complete = scheduler.complete
         quick = self.recorder is None
@@ -199,13 +183,14 @@ class Executor:
 
     def check_quiet(self) -> None:
         """Tells the owner if nothing is left to do or in flight."""
-        if self._owner is not None and self.is_quiet:
-            self._owner.on_quiet()
+        if not self.is_closed and self.is_quiet:
+            self._run.on_quiet()
 
     def close(self) -> None:
         """Lets go of the run, which has ended: no cycle may hold its values."""
-        self._owner = None
+        self.is_closed = True
         self._ports.close()
+        del self._run
 
     # -- launching -----------------------------------------------------------------------------------------------
 
@@ -215,8 +200,8 @@ class Executor:
             self._ports.cross(node, iteration, inputs)
             return
         if node.needs_context:
-            shared = self._with
-            inputs = (KernelContext(seed=shared.seed, run=shared.run_number, tag=iteration.counters()), *inputs)
+            run = self._run
+            inputs = (KernelContext(seed=run.seed, run=run.number, tag=iteration.counters()), *inputs)
         if node.is_async:
             self._launch_coroutine(node, iteration, inputs)
             return
@@ -237,14 +222,14 @@ class Executor:
             return
         started = perf_counter_ns()
         try:
-            result = self._with.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[arg-type,misc]
+            result = self._run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[arg-type,misc]
         except BaseException as error:
             self._record(node, iteration, "inline", started, perf_counter_ns(), None, "error")
             self.kernel_failed(error, node, iteration, inputs)
             return
         ended = perf_counter_ns()
         cost.observe(size, ended - started)
-        if self._with.guard and ended - started > BLOCKED_NS:
+        if self._run.guard and ended - started > BLOCKED_NS:
             _log.warning(
                 "%s (%s) held the event loop for %.1f ms; declare its cost=, or make it a coroutine\n  built at %s",
                 node.name,
@@ -261,7 +246,7 @@ class Executor:
         """Launches a kernel; its result is there in the order of its stream."""
         assert node.kernel is not None
         try:
-            result = self._with.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)
+            result = self._run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)
         except BaseException as error:
             self.kernel_failed(error, node, iteration, inputs)
             return
@@ -273,7 +258,7 @@ class Executor:
         self.in_flight += 1
         work, args = node.kernel, tuple(inputs)
         if node.is_user:
-            work, args = self._with.context.copy().run, (node.kernel, *args)
+            work, args = self._run.context.copy().run, (node.kernel, *args)
 
         def deliver(result: object, error: BaseException | None, started: int, ended: int) -> None:
             self.in_flight -= 1
@@ -287,14 +272,14 @@ class Executor:
             self.go_on()
 
         assert work is not None
-        self._device.compute_streams[node.stream].submit(work, args, deliver, self._with.loop)
+        self._device.compute_streams[node.stream].submit(work, args, deliver, self._run.loop)
 
     def _launch_coroutine(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
         self.in_flight += 1
         started = perf_counter_ns()
         assert node.kernel is not None
         # A real task, in the context of the caller: libraries look at current_task and at context variables.
-        task = self._with.loop.create_task(node.kernel(*inputs), context=self._with.context.copy(), name=node.name)
+        task = self._run.loop.create_task(node.kernel(*inputs), context=self._run.context.copy(), name=node.name)
         self._tasks[task] = None
 
         def done(task: asyncio.Task[Any]) -> None:
@@ -364,7 +349,7 @@ class Executor:
             self.go_on()
 
         stream = self._device.compute_streams[node.stream]
-        stream.submit(firing.run_to_end, (lambda: self.stopped,), deliver, self._with.loop)
+        stream.submit(firing.run_to_end, (lambda: self.stopped,), deliver, self._run.loop)
 
     def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], result: Any) -> None:
         """Accounts for the result and hands it to the scheduler."""
@@ -386,7 +371,7 @@ class Executor:
         if self.stopped:
             self.check_quiet()
         else:
-            self._with.turn.drive_now(self)
+            self._run.turn.drive_now(self)
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -402,10 +387,9 @@ class Executor:
 
     def fail(self, error: BaseException, order: int = -1) -> None:
         """Ends the run with `error`: nothing starts any more, what runs is waited for."""
-        self.failures.append((self._with.turn.count(), order, error))
+        self.failures.append((self._run.turn.count(), order, error))
         self.stop()
-        if self._owner is not None:
-            self._owner.on_failed()
+        self._run.on_failed()
 
     def stop(self) -> None:
         """Starts nothing more, cancels coroutines, and lets kernels that run finish."""

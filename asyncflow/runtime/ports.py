@@ -8,8 +8,6 @@ far apart. On an asynchronous device an iteration has ended when what it launche
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -39,9 +37,8 @@ class Emitter(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What the executors of one run share.
+class Scope(Protocol):
+    """The run that executors work for, as they and their ports see it.
 
     Attributes:
         devices: those of the session, by name.
@@ -49,8 +46,8 @@ class Surroundings:
         turn: the session's share of it.
         context: the caller's context variables.
         rendezvous: where the run's partitions meet.
-        run_id: unique in the process.
-        run_number: counts the session's runs.
+        id: unique in the process.
+        number: counts the session's runs.
         seed: of random ops.
         shuffle_seed: picks among ready firings; None for in order.
         max_iterations: most iterations of a loop.
@@ -64,14 +61,27 @@ class Surroundings:
     turn: Turn
     context: Context
     rendezvous: Rendezvous
-    run_id: int
-    run_number: int
+    id: int
+    number: int
     seed: int
-    shuffle_seed: int | None = None
-    max_iterations: int | None = None
-    trace: Trace | None = None
-    now: Callable[[], int] = perf_counter_ns
-    guard: bool = False
+    shuffle_seed: int | None
+    max_iterations: int | None
+    trace: Trace | None
+    now: Callable[[], int]
+    guard: bool
+
+    @property
+    def emitter(self) -> Emitter | None:
+        """Takes streamed values."""
+        ...
+
+    def on_quiet(self) -> None:
+        """Called when nothing of an executor is ready or in flight; others, or what they send, may wake it."""
+        ...
+
+    def on_failed(self) -> None:
+        """Called when an executor has failed, to stop the others."""
+        ...
 
 
 class Partitioned(Protocol):
@@ -107,15 +117,12 @@ class Ports:
         untaken: streamed items that the consumer has not taken.
     """
 
-    __slots__ = ("_asynchronous", "_emitter", "_executor", "_with", "untaken")
+    __slots__ = ("_asynchronous", "_executor", "_run", "untaken")
 
-    def __init__(
-        self, executor: Partitioned, device: Device, surroundings: Surroundings, emitter: Emitter | None
-    ) -> None:
+    def __init__(self, executor: Partitioned, device: Device, run: Scope) -> None:
         self.untaken = 0
         self._executor: Partitioned = executor
-        self._emitter = emitter
-        self._with = surroundings
+        self._run = run
         self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
 
     def cross(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
@@ -123,7 +130,7 @@ class Ports:
         if node.crossing == Crossing.SEND:
             self._send(node, iteration, inputs[0] if inputs else np.True_)
         elif node.crossing == Crossing.RECV:
-            self._with.rendezvous.receive(self, node, iteration)
+            self._run.rendezvous.receive(self, node, iteration)
         elif node.crossing == Crossing.TO_HOST:
             self._to_host(node, iteration, inputs[0])
         else:
@@ -131,12 +138,12 @@ class Ports:
 
     def close(self) -> None:
         """Lets go of the run, which has ended: no cycle may hold its values."""
-        del self._executor, self._with, self._emitter
+        del self._executor, self._run
 
     # -- between devices -----------------------------------------------------------------------------------------
 
     def _send(self, node: PlanNode, iteration: Iteration, value: Any) -> None:
-        rendezvous, recorder = self._with.rendezvous, self._executor.recorder
+        rendezvous, recorder = self._run.rendezvous, self._executor.recorder
         if node.is_acknowledged:
             rendezvous.await_acknowledgement(self, node, iteration)
         rendezvous.send(node, iteration, value, 0 if recorder is None else recorder.now())
@@ -147,7 +154,7 @@ class Ports:
         """The iteration that a Send brought its predicate to has ended."""
         if not self._executor.stopped:
             self._executor.scheduler.complete(node, iteration, ())
-            self._with.turn.enqueue(self._executor)
+            self._run.turn.enqueue(self._executor)
 
     def acknowledge_ended(self) -> None:
         """Says that iterations have ended here, once what they launched has."""
@@ -168,11 +175,11 @@ class Ports:
 
     def _pass_on(self, ended: list[tuple[int, tuple[int, ...]]]) -> None:
         for transfer, counters in ended:
-            self._with.rendezvous.acknowledge(transfer, counters)
+            self._run.rendezvous.acknowledge(transfer, counters)
 
     def arrived(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
         """The value that a Recv waits for is on its way: copies it here if need be."""
-        executor, source = self._executor, self._with.devices[node.peer]
+        executor, source = self._executor, self._run.devices[node.peer]
         if executor.stopped:
             return
         if self._asynchronous is None and not source.is_asynchronous:
@@ -202,7 +209,7 @@ class Ports:
             self._executor.recorder.transfer(node, iteration, value, sent_ns)
         self._executor.complete(node, iteration, (), value)
         # Not driven at once: the sender is being driven, and its turn has to end.
-        self._with.turn.enqueue(self._executor)
+        self._run.turn.enqueue(self._executor)
 
     # -- to the host ---------------------------------------------------------------------------------------------
 
@@ -233,7 +240,7 @@ class Ports:
             executor.complete(node, iteration, (value,), value)
 
     def _emit(self, node: PlanNode, iteration: Iteration, values: tuple[Any, ...]) -> None:
-        emitter, executor = self._emitter, self._executor
+        emitter, executor = self._run.emitter, self._executor
         assert emitter is not None
         self.untaken += 1
 
@@ -241,7 +248,7 @@ class Ports:
             self.untaken -= 1
             if not executor.stopped:
                 executor.scheduler.complete(node, iteration, ())
-                self._with.turn.drive_now(executor)
+                self._run.turn.drive_now(executor)
 
         emitter.offer(values, taken)
 

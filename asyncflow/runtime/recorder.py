@@ -45,9 +45,7 @@ class Recorder:
             scheduled = self.ready.taken.pop((node, iteration), span.started_ns)
             op = node.source.op.name if not span.nbytes else "copy"
             outputs = _outputs(node, result)
-            self._add(
-                node, tag, op, span.stream, scheduled, span.started_ns, span.ended_ns, outputs, "ok", device.name
-            )
+            self._add(node, tag, op, span.stream, scheduled, span.started_ns, span.ended_ns, outputs, "ok", device.name)
 
     def transfer(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
         """A value that has come from another device."""

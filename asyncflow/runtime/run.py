@@ -11,7 +11,6 @@ from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
 from asyncflow.runtime.executor import Executor
 from asyncflow.runtime.loop import clock_of
-from asyncflow.runtime.ports import Surroundings
 from asyncflow.runtime.rendezvous import Rendezvous
 from asyncflow.runtime.trace import RunSpan
 
@@ -41,6 +40,35 @@ class Run:
     executor per partition; the run only waits for all of them, and stops all when one fails.
     """
 
+    __slots__ = (
+        "_finished",
+        "_is_starting",
+        "_on_end",
+        "_partitions",
+        "_recorded",
+        "_started_ns",
+        "_status",
+        "_stopped",
+        "_timer",
+        "_undrained",
+        "context",
+        "devices",
+        "emitter",
+        "executors",
+        "guard",
+        "id",
+        "is_finished",
+        "loop",
+        "max_iterations",
+        "now",
+        "number",
+        "rendezvous",
+        "seed",
+        "shuffle_seed",
+        "trace",
+        "turn",
+    )
+
     def __init__(
         self,
         plan: Plan,
@@ -58,43 +86,37 @@ class Run:
         on_end: Callable[[Run], None] | None = None,
     ) -> None:
         self.id = next(_ids)
+        self.number = number
+        self.devices = devices
+        self.loop = loop
+        self.turn = turn
+        self.context = _kernel_context()
+        self.rendezvous = Rendezvous()
+        self.seed = seed
+        self.shuffle_seed = None if shuffle_seed is None else shuffle_seed + number
+        self.max_iterations = max_iterations
+        self.trace = trace
+        self.now = clock_of(loop)
+        self.emitter = channel
+        self.guard = guard
         self.is_finished = False
         """Whether nothing of the run is left to do."""
-        self.rendezvous = Rendezvous()
         self._on_end = on_end
-        self._channel = channel
-        self._loop = loop
-        self._trace = trace
-        self._now = clock_of(loop)
-        self._started_ns = self._now() if trace is not None else 0
+        self._started_ns = self.now() if trace is not None else 0
         self._finished: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._status = "ok"
         self._stopped = False
         self._is_starting = False
-        surroundings = Surroundings(
-            devices=devices,
-            loop=loop,
-            turn=turn,
-            context=_kernel_context(),
-            rendezvous=self.rendezvous,
-            run_id=self.id,
-            run_number=number,
-            seed=seed,
-            shuffle_seed=None if shuffle_seed is None else shuffle_seed + number,
-            max_iterations=max_iterations,
-            trace=trace,
-            now=self._now,
-            guard=guard,
-        )
         self._partitions = plan.partitions
-        self.executors = [Executor(partition, surroundings, self, channel) for partition in plan.partitions]
+        self.executors: list[Executor] = []
         # Devices whose work must have ended before the run has.
-        self._undrained = [
-            cast("AsynchronousDevice", devices[partition.device])
-            for partition in plan.partitions
-            if devices[partition.device].is_asynchronous
-        ]
+        self._undrained: list[AsynchronousDevice] = []
+        for partition in plan.partitions:
+            self.executors.append(Executor(partition, self))
+            device = devices[partition.device]
+            if device.is_asynchronous:
+                self._undrained.append(cast("AsynchronousDevice", device))
         self._recorded = self._undrained if trace is not None else []
 
     def start(self, feeds: Sequence[Any], timeout: float | None, asked_s: float) -> None:
@@ -106,12 +128,15 @@ class Run:
             asked_s: when the run was asked for, in the event loop's time.
         """
         if timeout is not None:
-            if asked_s + timeout <= self._loop.time():
+            if asked_s + timeout <= self.loop.time():
                 self._expire(timeout)
                 return
-            self._timer = self._loop.call_at(asked_s + timeout, self._expire, timeout)
+            self._timer = self.loop.call_at(asked_s + timeout, self._expire, timeout)
         for device in self._recorded:
             device.record_spans(True)
+        if len(self.executors) == 1:
+            self.executors[0].start([feeds[index] for index in self._partitions[0].feed_indexes])
+            return
         self._is_starting = True
         for executor, partition in zip(self.executors, self._partitions, strict=True):
             if not self._stopped:
@@ -127,14 +152,14 @@ class Run:
         """
         cancelled: asyncio.CancelledError | None = None
         while not self.is_finished:
-            self._finished = self._loop.create_future()
+            self._finished = self.loop.create_future()
             try:
                 await self._finished
             except asyncio.CancelledError as error:
                 cancelled = error
                 self.stop("cancelled")
             except GeneratorExit:  # the coroutine is thrown away: there is nobody to wait
-                if not self._loop.is_closed():
+                if not self.loop.is_closed():
                     self.stop("cancelled")
                 raise
         self._close_books()
@@ -166,12 +191,12 @@ class Run:
     @property
     def is_abandoned(self) -> bool:
         """Whether it hands its items to a consumer that is not there."""
-        return self._channel is not None and not self._channel.has_consumer
+        return self.emitter is not None and not self.emitter.has_consumer
 
     def close(self) -> None:
         """Ends the run because its session closes."""
-        if self._channel is not None:
-            self._channel.discard()
+        if self.emitter is not None:
+            self.emitter.discard()
         self._fail(SessionClosedError("the session was closed while the run was in flight"))
 
     def on_failed(self) -> None:
@@ -181,8 +206,11 @@ class Run:
 
     def on_quiet(self) -> None:
         """Called by an executor when it has nothing left to do: the run ends when none has."""
-        if self.is_finished or self._is_starting or not all(executor.is_quiet for executor in self.executors):
+        if self.is_finished or self._is_starting:
             return
+        for executor in self.executors:
+            if not executor.is_quiet:
+                return
         if self._undrained:
             self._drain()
             return
@@ -194,8 +222,8 @@ class Run:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._channel is not None:
-            self._channel.close()
+        if self.emitter is not None:
+            self.emitter.close()
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
         if self._on_end is not None:
@@ -253,9 +281,9 @@ class Run:
         return results
 
     def _close_books(self) -> None:
-        if self._trace is None:
+        if self.trace is None:
             return
         if self._status == "ok" and any(executor.failures for executor in self.executors):
             self._status = "error"
-        span = RunSpan(self.id, f"run {self.id}", self._started_ns, self._now(), self._status)
-        self._trace.runs.append(span)
+        span = RunSpan(self.id, f"run {self.id}", self._started_ns, self.now(), self._status)
+        self.trace.runs.append(span)

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-import asyncflow.ops.derivatives.builtin
-import asyncflow.ops.derivatives.elementwise
-import asyncflow.ops.derivatives.indexing
-import asyncflow.ops.derivatives.manipulation
+from asyncflow.graph.op import derivative_of
+from asyncflow.ops.derivatives.scatter import sum_of_gradients
 from tests.autodiff.sweep import assert_derivatives, gradients_at, kept_values
 
 if TYPE_CHECKING:
@@ -216,6 +214,80 @@ def test_positions_known_in_the_run() -> None:
     for change in (af.index_add, af.index_update):
         assert_derivatives(squared(lambda x, v, i, f=change: f(x, i, v)), x, v, np.int64(1), order=2)
         assert_derivatives(squared(lambda x, v, a, f=change: f(x, slice(a, None), v)), x, v, np.int64(1), order=2)
+
+
+# -- sums of gradients -----------------------------------------------------------------------------------------------
+
+
+def taken_apart(build: Callable[..., Any]) -> Callable[..., af.Tensor]:
+    """What `build` takes of x flows back as it is, and is added up: x times how often each element was taken."""
+
+    def total(x: af.Tensor, *others: af.Tensor) -> af.Tensor:
+        back: list[af.Tensor] = []
+        for y in build(x, *others):
+            rule = derivative_of(y.node.op)
+            assert rule is not None
+            back += [grad for grad in rule(y.node, y)[:1] if grad is not None]
+        return sum_of_gradients(back)
+
+    return total
+
+
+def ops_of_sum(build: Callable[..., Any], shape: tuple[int | None, ...] | None) -> list[str]:
+    """The ops that the sum takes, without those that are not used."""
+    with af.Graph():
+        total = taken_apart(build)(af.placeholder("float64", shape))
+    return [total.node.op.name, *(x.node.op.name for x in total.node.inputs if x.node.op.name in ("add", "scatter_to"))]
+
+
+SIDE_BY_SIDE = [
+    lambda x: [x[:, 4:], x[:, :2], x[:, 2:4]],
+    lambda x: [x[..., -3:], x[..., 0:3]],
+    lambda x: [x[:, :0], x[:, 0:6]],
+]
+OTHERS = [
+    lambda x: [x[:, :2], x[:, 3:]],
+    lambda x: [x[:, :3], x[:, 2:]],
+    lambda x: [x[:, ::2], x[:, 1::2]],
+    lambda x: [x[:1], x[:, 1:]],
+    lambda x: [x[0], x[1], x[0], x[0, 1]],
+    lambda x: [x[[0, 0]], x[1:], x[:, [1, 1]]],
+    lambda x: [x[:, : af.size(x) // 4], x[:, 3:]],
+    lambda x: [x[None, :, :3], x[None, :, 3:]],
+]
+
+
+@pytest.mark.parametrize("build", SIDE_BY_SIDE)
+@pytest.mark.parametrize("shape", [(2, 6), (None, 6)])
+def test_slices_side_by_side_are_joined(build: Any, shape: tuple[int | None, ...]) -> None:
+    """As the gates of an LSTM are, in whatever order and notation."""
+    assert ops_of_sum(build, shape) == ["concat"]
+
+
+@pytest.mark.parametrize("build", OTHERS)
+@pytest.mark.parametrize("shape", [(2, 6), (None, None), None])
+def test_other_slices_come_back_in_one_array(build: Any, shape: tuple[int | None, ...] | None) -> None:
+    assert ops_of_sum(build, shape) == ["scatter_to"]
+
+
+def test_one_slice_and_slices_beside_others() -> None:
+    assert ops_of_sum(lambda x: [x[0]], (2, 6)) == ["scatter_to"]
+    assert ops_of_sum(lambda x: [x[0], x * 2.0, x[1]], (2, 6)) == ["add", "scatter_to"]
+    assert ops_of_sum(lambda x: [x * 2.0, x * 3.0], (2, 6)) == ["add"]
+
+
+@pytest.mark.parametrize("build", [*SIDE_BY_SIDE, *OTHERS, lambda x: [x[0], x[1], x[:, 1:], af.negative(-x)]])
+def test_sums_of_slices_are_those_of_whole_arrays(build: Any) -> None:
+    x = sample(2, 6)
+    with af.Graph():
+        takes = len(build(af.placeholder("float64", x.shape)))
+    singles = [gradients_at(lambda x, k=k: af.sum(build(x)[k]), x, grad=[1.0])[0] for k in range(takes)]
+    counts = np.sum([single for single in singles if single is not None], axis=0)
+    for known in ("all", "rank", "nothing"):
+        (grad,) = gradients_at(taken_apart(build), x, grad=[np.ones_like(x)], known=known)
+        assert grad is not None
+        np.testing.assert_array_equal(grad, counts)
+    assert_derivatives(squared(taken_apart(build)), x, order=2)
 
 
 # -- what is kept, and errors ----------------------------------------------------------------------------------------

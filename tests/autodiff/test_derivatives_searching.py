@@ -8,13 +8,6 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-import asyncflow.ops.derivatives.builtin
-import asyncflow.ops.derivatives.datatypes
-import asyncflow.ops.derivatives.elementwise
-import asyncflow.ops.derivatives.indexing
-import asyncflow.ops.derivatives.searching
-import asyncflow.ops.derivatives.sets
-import asyncflow.ops.derivatives.sorting
 from tests.autodiff.sweep import assert_derivatives, gradients_at, kept_values
 
 

@@ -8,10 +8,6 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-import asyncflow.ops.derivatives.builtin
-import asyncflow.ops.derivatives.elementwise
-import asyncflow.ops.derivatives.manipulation
-import asyncflow.ops.derivatives.statistical
 from asyncflow.graph.dtypes import bfloat16
 from asyncflow.ops.derivatives.recurrence import linear_recurrence
 from tests.autodiff.sweep import assert_derivatives, gradients_at, kept_values

@@ -9,54 +9,14 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.streams.virtual import VirtualClockLoop
 from tests.conftest import AuditedRun
+from tests.distributed.cancelling import cancelled_at_tick, virtual_loop
 from tests.distributed.clusters import COUNTS, Cluster, assert_nothing_left, ring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from tests.conftest import OpenSession
-
-
-def virtual_loop() -> VirtualClockLoop:
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, VirtualClockLoop)
-    return loop
-
-
-async def cancelled_at_tick(running: Coroutine[Any, Any, Any], tick: int, passes: int) -> bool:
-    """Cancels so many jumps of the virtual clock, and then passes of the loop, after the start; False: it ended first.
-
-    `CancelledError` is raised once, and a result that is there is not delivered after a cancel.
-    """
-    loop = virtual_loop()
-    task = asyncio.ensure_future(running)
-    left = tick
-
-    def on_tick(_: int) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            cancel_after(passes)
-
-    def cancel_after(more: int) -> None:
-        if more:
-            loop.call_soon(cancel_after, more - 1)
-        else:
-            task.cancel()
-
-    loop.on_tick = on_tick
-    if tick == 0:
-        cancel_after(passes)
-    try:
-        await task
-    except asyncio.CancelledError:
-        assert task.cancelled()
-        return True
-    finally:
-        loop.on_tick = None
-    return False
 
 
 @pytest.mark.slow

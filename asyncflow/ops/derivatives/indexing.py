@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from asyncflow.graph.build import apply, constant
 from asyncflow.graph.op import derivative
 from asyncflow.ops.creation import arange, zeros
-from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
+from asyncflow.ops.derivatives.scatter import WHOLE, scatter_along_axis, scatter_to
 from asyncflow.ops.derivatives.shapes import shape_of, sum_to_like
 from asyncflow.ops.indexing import GETITEM, INDEX_ADD, INDEX_UPDATE, TAKE, TAKE_ALONG_AXIS
 from asyncflow.ops.keys import ELLIPSIS, Key
@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Node, Tensor
 
-_WHOLE = ("slice", None, None, None)
-
 
 def along(axis: int, entry: tuple[object, ...]) -> Key:
     """The key that indexes one axis, of a value of whatever rank."""
-    return (ELLIPSIS, entry, *(_WHOLE,) * (-1 - axis)) if axis < 0 else (*(_WHOLE,) * axis, entry)
+    return (ELLIPSIS, entry, *(WHOLE,) * (-1 - axis)) if axis < 0 else (*(WHOLE,) * axis, entry)
 
 
 def sliced(x: Tensor, axis: int, start: int | Tensor | None, stop: int | Tensor | None) -> Tensor:
@@ -50,13 +48,15 @@ def at_position(x: Tensor, axis: int, position: int) -> Tensor:
 @derivative(GETITEM)
 def _getitem(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, *indices = node.inputs
-    return [scatter_to(grad, node.attrs["key"], indices, shape_of(x)), *[None] * len(indices)]
+    scattered = scatter_to(grad, node.attrs["key"], indices, shape_of(x), known=x.shape)
+    return [scattered, *[None] * len(indices)]
 
 
 @derivative(TAKE)
 def _take(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, indices = node.inputs
-    return [scatter_to(grad, along(node.attrs["axis"], ("input", 0)), [indices], shape_of(x)), None]
+    key = along(node.attrs["axis"], ("input", 0))
+    return [scatter_to(grad, key, [indices], shape_of(x), known=x.shape), None]
 
 
 @derivative(TAKE_ALONG_AXIS)

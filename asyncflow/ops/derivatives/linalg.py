@@ -7,20 +7,22 @@ transposes, so three ops a product are enough for every order.
 
 from __future__ import annotations
 
+import math
+from functools import partial
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op, derivative, register
-from asyncflow.graph.shapes import normalize_axis
+from asyncflow.graph.shapes import is_static, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops import linalg
-from asyncflow.ops.axes import normalize_axes
 from asyncflow.ops.cost import elements
-from asyncflow.ops.derivatives.datatypes import conjugated
-from asyncflow.ops.derivatives.elementwise import reaching
+from asyncflow.ops.creation import eye
+from asyncflow.ops.derivatives.datatypes import conjugated, has_gradient, in_dtype_of
 from asyncflow.ops.derivatives.shapes import shape_of, sum_to_like
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
-from asyncflow.ops.linalg import matmul, matrix_transpose, tensordot, vecdot
+from asyncflow.ops.linalg import einsum, matmul, matrix_transpose, tensordot, vecdot
 from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.promotion import promoted_dtype
 
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
 
+
+def _reaching(x: Tensor, grad: Callable[[], Tensor]) -> Tensor | None:
+    """What ``grad()`` brings to the operand `x`, of whose shape it is; None for integers, unbuilt."""
+    return in_dtype_of(grad(), x) if has_gradient(x) else None
+
+
 # -- transposes that find out at run time how their operands are shaped ----------------------------------------------
 
 
@@ -39,7 +47,8 @@ def _transpose_spec(x: Spec, y: Spec, *sizes: Spec, shape: Shape, **attrs: objec
 
 
 def _transpose_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
-    return 2.0 * max(elements(shape) for shape in (*inputs[:2], outputs[0]))
+    # Each axis is one of two of the three values, but for those of a batch: of matrices this is 2 * m * k * n.
+    return 2.0 * math.sqrt(math.prod(elements(shape) for shape in (*inputs[:2], outputs[0])))
 
 
 def _transpose_op(name: str, find: Callable[..., Any]) -> Op:
@@ -72,7 +81,7 @@ def _apply_transpose(op: Op, x: Tensor, y: Tensor, shape: ExtentsLike, **attrs: 
     return apply(op, x, y, *sizes, shape=template, **attrs)[0]
 
 
-def _product_rules(product_op: Op, left: Op, right: Op, product: Callable[..., Tensor], *names: str) -> None:
+def _product_rules(left: Op, right: Op, product: Callable[..., Tensor], *names: str) -> None:
     """Installs the derivatives of the transposes of a product whose attributes have these names."""
 
     def attrs_of(node: Node) -> dict[str, Any]:
@@ -82,14 +91,253 @@ def _product_rules(product_op: Op, left: Op, right: Op, product: Callable[..., T
     def by_left(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
         reached, y, *sizes = node.inputs
         attrs = attrs_of(node)
-        by_reached = reaching(reached, lambda: product(grad, conjugated(y), **attrs))
-        by_y = reaching(y, lambda: _apply_transpose(right, grad, conjugated(reached), shape_of(y), **attrs))
+        by_reached = _reaching(reached, lambda: product(grad, conjugated(y), **attrs))
+        by_y = _reaching(y, lambda: _apply_transpose(right, grad, conjugated(reached), shape_of(y), **attrs))
         return [by_reached, by_y, *[None] * len(sizes)]
 
     @derivative(right)
     def by_right(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
         x, reached, *sizes = node.inputs
         attrs = attrs_of(node)
-        by_x = reaching(x, lambda: _apply_transpose(left, conjugated(reached), grad, shape_of(x), **attrs))
-        by_reached = reaching(reached, lambda: product(conjugated(x), grad, **attrs))
+        by_x = _reaching(x, lambda: _apply_transpose(left, conjugated(reached), grad, shape_of(x), **attrs))
+        by_reached = _reaching(reached, lambda: product(conjugated(x), grad, **attrs))
         return [by_x, by_reached, *[None] * len(sizes)]
+
+
+# -- matmul ----------------------------------------------------------------------------------------------------------
+
+
+def _as_columns(grad: Any, x_rank: int, y_rank: int) -> Any:
+    """The gradient of a product with the axes back that vectors among the operands have taken away."""
+    if y_rank == 1:
+        grad = grad[..., None]
+    return grad[..., None, :] if x_rank == 1 else grad
+
+
+def _find_matmul_left(xp: Any, grad: Any, y: Any, shape: tuple[int, ...]) -> Any:
+    columns = y[:, None] if y.ndim == 1 else y
+    found = xp.matmul(_as_columns(grad, len(shape), y.ndim), xp.swapaxes(columns, -1, -2))
+    return found[..., 0, :] if len(shape) == 1 else found
+
+
+def _find_matmul_right(xp: Any, x: Any, grad: Any, shape: tuple[int, ...]) -> Any:
+    rows = x[None, :] if x.ndim == 1 else x
+    found = xp.matmul(xp.swapaxes(rows, -1, -2), _as_columns(grad, x.ndim, len(shape)))
+    return found[..., 0] if len(shape) == 1 else found
+
+
+MATMUL_LEFT = _transpose_op("matmul_left", _find_matmul_left)
+"""What reaches `x` from ``x @ y``, given what reaches that, and `y`; for ranks that only a run knows."""
+MATMUL_RIGHT = _transpose_op("matmul_right", _find_matmul_right)
+"""What reaches `y` from ``x @ y``, given `x` and what reaches that; for ranks that only a run knows."""
+_product_rules(MATMUL_LEFT, MATMUL_RIGHT, matmul)
+
+
+@derivative(linalg.MATMUL)
+def _matmul(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, y = node.inputs
+    return [
+        _reaching(x, lambda: _matmul_left(grad, conjugated(y), x)),
+        _reaching(y, lambda: _matmul_right(conjugated(x), grad, y)),
+    ]
+
+
+def _matmul_left(grad: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    """`MATMUL_LEFT`, in ordinary products where ranks are known.
+
+    Only batches on both sides can have been broadcast: elsewhere there is one product of matrices, and no sum.
+    """
+    if x.ndim is None or y.ndim is None:
+        return _apply_transpose(MATMUL_LEFT, grad, y, shape_of(x))
+    if y.ndim == 1:
+        return expand_dims(grad, axis=-1) * y
+    if x.ndim == 1 and y.ndim == 2:
+        return matmul(y, grad)
+    if x.ndim <= 2 < y.ndim:
+        batch = tuple(range(y.ndim - 2))
+        return tensordot(grad, y, axes=((*batch, y.ndim - 3 + x.ndim), (*batch, y.ndim - 1)))
+    found = matmul(grad, matrix_transpose(y))
+    return sum_to_like(found, x) if y.ndim > 2 else found
+
+
+def _matmul_right(x: Tensor, grad: Tensor, y: Tensor) -> Tensor:
+    """`MATMUL_RIGHT`, likewise."""
+    if x.ndim is None or y.ndim is None:
+        return _apply_transpose(MATMUL_RIGHT, x, grad, shape_of(y))
+    if x.ndim == 1:
+        return x * grad if y.ndim == 1 else expand_dims(x, axis=-1) * expand_dims(grad, axis=-2)
+    if y.ndim == 1 and x.ndim == 2:
+        return matmul(grad, x)
+    if y.ndim == 1 or (y.ndim == 2 < x.ndim):
+        rows = tuple(range(x.ndim - 1))
+        return tensordot(x, grad, axes=(rows, rows))
+    found = matmul(matrix_transpose(x), grad)
+    return sum_to_like(found, y) if x.ndim > 2 else found
+
+
+@derivative(linalg.MATRIX_TRANSPOSE)
+def _matrix_transpose(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [_reaching(node.inputs[0], lambda: matrix_transpose(grad))]
+
+
+# -- tensordot -------------------------------------------------------------------------------------------------------
+
+
+def _free(rank: int, summed: Sequence[int]) -> list[int]:
+    return [axis for axis in range(rank) if axis not in summed]
+
+
+def _ordered(xp: Any, x: Any, axes: Sequence[int]) -> Any:
+    """`x`, whose axis ``i`` is to become axis ``axes[i]``."""
+    return xp.transpose(x, sorted(range(len(axes)), key=axes.__getitem__))
+
+
+def _find_tensordot_left(xp: Any, grad: Any, y: Any, shape: tuple[int, ...], *, axes: linalg.Contraction) -> Any:
+    first, second = linalg._summed_axes(len(shape), y.ndim, axes)
+    free_x, free_y = _free(len(shape), first), _free(y.ndim, second)
+    found = xp.tensordot(grad, y, axes=(list(range(len(free_x), grad.ndim)), free_y))
+    return _ordered(xp, found, [*free_x, *(first[second.index(j)] for j in sorted(second))])
+
+
+def _find_tensordot_right(xp: Any, x: Any, grad: Any, shape: tuple[int, ...], *, axes: linalg.Contraction) -> Any:
+    first, second = linalg._summed_axes(x.ndim, len(shape), axes)
+    free_x, free_y = _free(x.ndim, first), _free(len(shape), second)
+    found = xp.tensordot(x, grad, axes=(free_x, list(range(len(free_x)))))
+    return _ordered(xp, found, [*(second[first.index(i)] for i in sorted(first)), *free_y])
+
+
+TENSORDOT_LEFT = _transpose_op("tensordot_left", _find_tensordot_left)
+"""What reaches `x` from ``tensordot(x, y)``, given what reaches that, and `y`."""
+TENSORDOT_RIGHT = _transpose_op("tensordot_right", _find_tensordot_right)
+"""What reaches `y` from ``tensordot(x, y)``, given `x` and what reaches that."""
+_product_rules(TENSORDOT_LEFT, TENSORDOT_RIGHT, tensordot, "axes")
+
+
+@derivative(linalg.TENSORDOT)
+def _tensordot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, y = node.inputs
+    axes = node.attrs["axes"]
+    return [
+        _reaching(x, lambda: _apply_transpose(TENSORDOT_LEFT, grad, conjugated(y), shape_of(x), axes=axes)),
+        _reaching(y, lambda: _apply_transpose(TENSORDOT_RIGHT, conjugated(x), grad, shape_of(y), axes=axes)),
+    ]
+
+
+# -- vecdot ----------------------------------------------------------------------------------------------------------
+
+
+def _find_vecdot_left(xp: Any, grad: Any, y: Any, shape: tuple[int, ...], *, axis: int) -> Any:
+    at = normalize_axis(axis, len(shape))
+    target = (*shape[:at], *shape[at + 1 :], shape[at])
+    found = xp.asarray(grad)[..., None] * xp.moveaxis(y, axis, -1)
+    return xp.moveaxis(_summed_to(xp, found, target), -1, at)
+
+
+def _find_vecdot_right(xp: Any, x: Any, grad: Any, shape: tuple[int, ...], *, axis: int) -> Any:
+    return _find_vecdot_left(xp, grad, x, shape, axis=axis)
+
+
+VECDOT_LEFT = _transpose_op("vecdot_left", _find_vecdot_left)
+"""What reaches `x` from the sum of ``x * y`` along an axis, given what reaches that, and `y`."""
+VECDOT_RIGHT = _transpose_op("vecdot_right", _find_vecdot_right)
+"""What reaches `y` from the sum of ``x * y`` along an axis, given `x` and what reaches that."""
+_product_rules(VECDOT_LEFT, VECDOT_RIGHT, lambda x, y, axis: vecdot(conjugated(x), y, axis=axis), "axis")
+
+
+@derivative(linalg.VECDOT)
+def _vecdot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, y = node.inputs
+    axis = node.attrs["axis"]
+
+    def left() -> Tensor:
+        return conjugated(_apply_transpose(VECDOT_LEFT, grad, conjugated(y), shape_of(x), axis=axis))
+
+    return [
+        _reaching(x, left),
+        _reaching(y, lambda: _apply_transpose(VECDOT_RIGHT, x, grad, shape_of(y), axis=axis)),
+    ]
+
+
+# -- einsum ----------------------------------------------------------------------------------------------------------
+
+
+def _fit_spec(x: Spec, *sizes: Spec, shape: Shape) -> Spec:
+    return Spec(x.dtype, template_shape(shape, sizes))
+
+
+def _fit_kernel(xp: Any, *, shape: Shape) -> Kernel:
+    read = shape_reader(shape)
+
+    def fit(x: Any, *sizes: Any) -> Any:
+        target = read(sizes)
+        if x.shape == target:
+            return x
+        axes = tuple(i for i, extent in enumerate(target) if extent == 1 != x.shape[i])
+        return xp.broadcast_to(xp.sum(x, axis=axes, keepdims=True) if axes else x, target)
+
+    return fit
+
+
+FIT_TO = register(Op(name="fit_to", infer=_fit_spec, kernel=_fit_kernel))
+"""The sum over axes that are to have extent 1, repeated along axes that have: both ways of broadcasting undone."""
+
+
+def fit_to(x: Tensor, shape: ExtentsLike) -> Tensor:
+    """`x` summed over the axes of extent 1 in `shape`, of its own rank, and repeated along its own of extent 1."""
+    template, sizes = split_extents(shape)
+    if is_static(template) and x.shape == template:
+        return x
+    return apply(FIT_TO, x, *sizes, shape=template)[0]
+
+
+@derivative(FIT_TO)
+def _fit_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [fit_to(grad, shape_of(node.inputs[0])), *[None] * (len(node.inputs) - 1)]
+
+
+@derivative(linalg.EINSUM)
+def _einsum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """The product of all other operands with the gradient, summed to the letters of each."""
+    terms, result = linalg._parse(node.attrs["subscripts"])
+
+    def operand(position: int) -> Tensor:
+        others = [i for i in range(len(terms)) if i != position]
+        factors = [(result, grad), *((terms[i], conjugated(node.inputs[i])) for i in others)]
+        return _einsum_operand(node.inputs[position], terms[position], factors)
+
+    return [_reaching(x, partial(operand, i)) for i, x in enumerate(node.inputs)]
+
+
+def _einsum_operand(x: Tensor, term: str, factors: Sequence[tuple[str, Tensor]]) -> Tensor:
+    """What reaches the operand `x` with the letters `term`, as the product of `factors`."""
+    letters = "".join(dict.fromkeys(term))
+    found_in = set("".join(letters_of for letters_of, _ in factors))
+    kept = "".join(letter for letter in letters if letter in found_in)
+    found = einsum(f"{','.join(letters_of for letters_of, _ in factors)}->{kept}", *(value for _, value in factors))
+    # A letter of this operand alone was summed, or had extent 1 in all others.
+    missing = tuple(i for i, letter in enumerate(letters) if letter not in found_in)
+    if missing:
+        found = expand_dims(found, axis=missing)
+    extents = _extents(x, len(term))
+    found = fit_to(found, [extents[term.index(letter)] for letter in letters])
+    return found if letters == term else _on_diagonals(found, term, extents)
+
+
+def _extents(x: Tensor, rank: int) -> list[int | Tensor]:
+    known, shape = x.shape or (None,) * rank, shape_of(x)
+    return [shape[axis] if extent is None else extent for axis, extent in enumerate(known)]
+
+
+def _on_diagonals(x: Tensor, term: str, extents: Sequence[int | Tensor]) -> Tensor:
+    """`x`, with an axis for each letter of `term`, on the diagonal of the axes that share one; zeros elsewhere."""
+    unused = iter(letter for letter in ascii_letters if letter not in term)
+    spread, masks, subscripts = "", [], ["".join(dict.fromkeys(term))]
+    for axis, letter in enumerate(term):
+        if letter not in spread:
+            spread += letter
+            continue
+        fresh = next(unused)
+        spread += fresh
+        subscripts.append(letter + fresh)
+        masks.append(eye(extents[axis], dtype=x.dtype))
+    return einsum(f"{','.join(subscripts)}->{spread}", x, *masks)

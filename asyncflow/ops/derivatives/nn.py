@@ -132,7 +132,7 @@ def _embedding(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     table, ids = node.inputs
     if not has_gradient(table):
         return [None, None]
-    return [scatter_to(grad, (("input", 0),), [ids], shape_of(table)), None]
+    return [scatter_to(grad, (("input", 0),), [ids], shape_of(table), known=table.shape), None]
 
 
 not_differentiable(nn.ONE_HOT, because="its inputs are integers")

@@ -1,4 +1,4 @@
-"""Scatters: zeros of a shape with values added at positions, the transposes of indexing.
+"""Scatters: zeros of a shape with values added at positions, the transposes of indexing; and sums of them.
 
 `scatter_to` is the transpose of `getitem` and `take`, `scatter_along_axis` that of `take_along_axis`. Values for one
 element all add up.
@@ -7,28 +7,36 @@ element all add up.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op, derivative, register
-from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.shapes import format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
+from asyncflow.ops.elementwise import add
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import GETITEM, take_along_axis
-from asyncflow.ops.keys import Key, compile_key, indexed_shape
+from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, indexed_shape
+from asyncflow.ops.manipulation import concat
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
 
-# -- at a key --------------------------------------------------------------------------------------------------------
+T = TypeVar("T")
+
+WHOLE = ("slice", None, None, None)
+"""The entry of a key that takes an axis whole."""
+
+# -- at keys ---------------------------------------------------------------------------------------------------------
 
 
 def _size_count(shape: Shape) -> int:
@@ -36,37 +44,62 @@ def _size_count(shape: Shape) -> int:
     return 1 if shape is None else shape.count(None)
 
 
-def _scatter_spec(values: Spec, *rest: Spec, key: Key, shape: Shape) -> Spec:
-    count = len(rest) - _size_count(shape)
-    target = template_shape(shape, rest[count:])
-    named = indexed_shape(target, key, rest[:count])
-    if not is_compatible(values.shape, named):
-        seen = f"{format_shape(values.shape)} for {format_shape(named)}"
-        raise ShapeError(f"values must be shaped like what the key names, got {seen}")
-    return Spec(values.dtype, target)
+def _index_count(key: Key) -> int:
+    """How many tensors stand in a key."""
+    return sum((entry[0] == "input") + sum(isinstance(bound, tuple) for bound in entry[1:]) for entry in key)
 
 
-def _scatter_kernel(xp: Any, *, key: Key, shape: Shape) -> Kernel:
-    static, build = compile_key(key)
-    read, open_sizes = shape_reader(shape), _size_count(shape)
+def _parts(inputs: Sequence[T], keys: Sequence[Key]) -> list[tuple[T, Sequence[T]]]:
+    """The values for each key and the tensors in it; what is left of `inputs` are sizes."""
+    parts, at = [], 0
+    for key in keys:
+        end = at + 1 + _index_count(key)
+        parts.append((inputs[at], inputs[at + 1 : end]))
+        at = end
+    return parts
 
-    def at_slices(values: Any, *sizes: Any) -> Any:
-        result = xp.zeros(read(sizes), dtype=values.dtype)
-        result[static] = values
+
+def _sizes(inputs: Sequence[T], shape: Shape) -> Sequence[T]:
+    return inputs[len(inputs) - _size_count(shape) :]
+
+
+def _scatter_spec(*inputs: Spec, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Spec:
+    target = merge(template_shape(shape, _sizes(inputs, shape)), known)
+    for key, (values, indices) in zip(keys, _parts(inputs, keys), strict=True):
+        named = indexed_shape(target, key, indices)
+        if not is_compatible(values.shape, named):
+            seen = f"{format_shape(values.shape)} for {format_shape(named)}"
+            raise ShapeError(f"values must be shaped like what the key names, got {seen}")
+    return Spec(inputs[0].dtype, target)
+
+
+def _scatter_kernel(xp: Any, *, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Kernel:
+    read = shape_reader(shape)
+    add_parts = [_part_kernel(xp, key) for key in keys]
+
+    def scatter(*inputs: Any) -> Any:
+        result = xp.zeros(read(_sizes(inputs, shape)), dtype=inputs[0].dtype)
+        for add_part, (values, indices) in zip(add_parts, _parts(inputs, keys), strict=True):
+            add_part(result, values, indices)
         return result
 
-    def at_indices(values: Any, *rest: Any) -> Any:
-        count = len(rest) - open_sizes
-        result = xp.zeros(read(rest[count:]), dtype=values.dtype)
-        indices = rest[:count]
+    return scatter
+
+
+def _part_kernel(xp: Any, key: Key) -> Callable[[Any, Any, Sequence[Any]], None]:
+    static, build = compile_key(key)
+
+    def add_at_slices(result: Any, values: Any, indices: Sequence[Any]) -> None:
+        result[static] += values
+
+    def add_at_indices(result: Any, values: Any, indices: Sequence[Any]) -> None:
         index = build(*indices)
         if any(item.ndim and item.dtype.kind != "b" for item in indices):
             _add_at(xp, result, index if isinstance(index, tuple) else (index,), values)
         else:  # slices, single positions and masks name no element twice
-            result[index] = values
-        return result
+            result[index] += values
 
-    return at_indices if static is None else at_slices
+    return add_at_indices if static is None else add_at_slices
 
 
 def _add_at(xp: Any, result: Any, index: tuple[Any, ...], values: Any) -> None:
@@ -110,7 +143,9 @@ def _scatter_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: o
 SCATTER_TO = register(Op(name="scatter_to", infer=_scatter_spec, kernel=_scatter_kernel, flops=_scatter_flops))
 
 
-def scatter_to(values: Tensor, key: Key, indices: Sequence[Tensor], shape: ExtentsLike) -> Tensor:
+def scatter_to(
+    values: Tensor, key: Key, indices: Sequence[Tensor], shape: ExtentsLike, *, known: Shape = None
+) -> Tensor:
     """Zeros of `shape` with `values` added at a key: the transpose of ``x[key]``.
 
     Args:
@@ -118,16 +153,90 @@ def scatter_to(values: Tensor, key: Key, indices: Sequence[Tensor], shape: Exten
         key: encoded, see `asyncflow.ops.keys`.
         indices: the tensors in it.
         shape: of `x`.
+        known: what is known of it where it is a tensor.
     """
     template, sizes = split_extents(shape)
-    return apply(SCATTER_TO, values, *indices, *sizes, key=key, shape=template)[0]
+    return apply(SCATTER_TO, values, *indices, *sizes, keys=(key,), shape=template, known=known)[0]
 
 
 @derivative(SCATTER_TO)
 def _scatter_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    rest = node.inputs[1:]
-    indices = rest[: len(rest) - _size_count(node.attrs["shape"])]
-    return [apply(GETITEM, grad, *indices, key=node.attrs["key"])[0], *[None] * len(rest)]
+    keys = node.attrs["keys"]
+    grads: list[Tensor | None] = []
+    for key, (_, indices) in zip(keys, _parts(node.inputs, keys), strict=True):
+        grads += [apply(GETITEM, grad, *indices, key=key)[0], *[None] * len(indices)]
+    return [*grads, *[None] * (len(node.inputs) - len(grads))]
+
+
+# -- sums of gradients -----------------------------------------------------------------------------------------------
+
+
+def sum_of_gradients(grads: Sequence[Tensor]) -> Tensor:
+    """The sum of what reaches one value along several paths.
+
+    Slices of it come back in one array: they would else make as many arrays of the size of the whole as there are
+    slices. Slices side by side that make up the whole, as the gates of an LSTM are, are joined.
+
+    Args:
+        grads: at least one; all of one dtype and, in the run, one shape.
+    """
+    groups: dict[Any, list[Node]] = {}
+    rest: list[Tensor] = []
+    for grad in grads:
+        node = grad.node
+        if node.op is SCATTER_TO:
+            shape, known = node.attrs["shape"], node.attrs["known"]
+            groups.setdefault((shape, known, tuple(_sizes(node.inputs, shape))), []).append(node)
+        else:
+            rest.append(grad)
+    return reduce(add, [*rest, *map(_joined, groups.values())])
+
+
+def _joined(nodes: Sequence[Node]) -> Tensor:
+    """The sum of what several scatters to one shape give."""
+    first = nodes[0]
+    if len(nodes) == 1:
+        return first.outputs[0]
+    shape, known = first.attrs["shape"], first.attrs["known"]
+    keys = tuple(key for node in nodes for key in node.attrs["keys"])
+    parts = [part for node in nodes for part in _parts(node.inputs, node.attrs["keys"])]
+    tiling = _tiling(keys, first.outputs[0].shape)
+    if tiling is not None:
+        axis, order = tiling
+        return concat([parts[place][0] for place in order], axis=axis)
+    inputs = [item for values, indices in parts for item in (values, *indices)]
+    return apply(SCATTER_TO, *inputs, *_sizes(first.inputs, shape), keys=keys, shape=shape, known=known)[0]
+
+
+def _tiling(keys: Sequence[Key], shape: Shape) -> tuple[int, list[int]] | None:
+    """The axis along which the keys are slices side by side that make up the whole, and their order; None if not."""
+    if shape is None:
+        return None
+    cuts = [_cut(key, shape) for key in keys]
+    slices = [(cut[1], cut[2], place) for place, cut in enumerate(cuts) if cut is not None]
+    axes = {cut[0] for cut in cuts if cut is not None}
+    if len(slices) < len(keys) or len(axes) > 1:
+        return None
+    (axis,) = axes
+    slices.sort()
+    starts, ends = [start for start, _, _ in slices], [stop for _, stop, _ in slices]
+    return (axis, [place for _, _, place in slices]) if [*starts, shape[axis]] == [0, *ends] else None
+
+
+def _cut(key: Key, shape: tuple[int | None, ...]) -> tuple[int, int, int] | None:
+    """``(axis, start, stop)`` of a key that slices one axis and takes all others whole; None for any other."""
+    if ELLIPSIS in key:
+        at = key.index(ELLIPSIS)
+        key = (*key[:at], *(WHOLE,) * (len(shape) + 1 - len(key)), *key[at + 1 :])
+    sliced = [axis for axis, entry in enumerate(key) if entry != WHOLE]
+    if len(sliced) != 1 or sliced[0] >= len(shape):
+        return None
+    (axis,) = sliced
+    entry, extent = key[axis], shape[axis]
+    if entry[0] != "slice" or extent is None or any(isinstance(bound, tuple) for bound in entry[1:]):
+        return None
+    start, stop, step = slice(*entry[1:]).indices(extent)
+    return (axis, start, stop) if step == 1 else None
 
 
 # -- along an axis ---------------------------------------------------------------------------------------------------
@@ -184,4 +293,4 @@ def _scatter_along_axis(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [take_along_axis(grad, indices, axis=node.attrs["axis"]), None, *[None] * len(sizes)]
 
 
-__all__ = ["SCATTER_ALONG_AXIS", "SCATTER_TO", "scatter_along_axis", "scatter_to"]
+__all__ = ["SCATTER_ALONG_AXIS", "SCATTER_TO", "WHOLE", "scatter_along_axis", "scatter_to", "sum_of_gradients"]
