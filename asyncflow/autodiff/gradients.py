@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-import asyncflow.ops.derivatives.all  # noqa: F401  (installs the rules)
 from asyncflow.autodiff.structured import differentiate_structured
 from asyncflow.autodiff.sweep import Sweep
 from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
@@ -14,12 +13,17 @@ from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.ops.creation import ones
+from asyncflow.ops.derivatives import all as _rules
 from asyncflow.ops.derivatives.shapes import carries_gradient, shape_of, zeros_of
 from asyncflow.state.variable import Variable
 
 if TYPE_CHECKING:
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.graph import Graph
+
+
+_RULES = _rules.__all__
+"""The modules whose import has installed the derivatives of the library's operations."""
 
 
 def gradients(

@@ -15,6 +15,7 @@ from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import STRUCTURED, current_graph
 from asyncflow.graph.op import derivative_of, why_not_differentiable
+from asyncflow.ops.derivatives.scatter import sum_of_gradients
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.elementwise import add
 
@@ -140,7 +141,7 @@ class Sweep:
 
 
 def _sum(grads: Sequence[Tensor]) -> Tensor:
-    return reduce(add_gradients, grads)
+    return reduce(merge_gradients, grads) if grads[0].dtype == VARIANT else sum_of_gradients(grads)
 
 
 def add_gradients(a: Tensor, b: Tensor) -> Tensor:

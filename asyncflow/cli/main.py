@@ -68,9 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "simulate":
             return simulate(options.target, _simulation(options), program_arguments)
-        return profile(
-            options.target, options.output, program_arguments, top=options.top, color_by=options.color_by
-        )
+        return profile(options.target, options.output, program_arguments, top=options.top, color_by=options.color_by)
     except (TargetError, TraceFormatError, OSError) as error:
         print(f"asyncflow {options.command}: error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -186,7 +184,7 @@ def _add_target_and_output(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         default=[],
-        help="write the timeline to FILE, which ends in .json, .json.gz, .html, .png or .svg; may be given several times",
+        help="write the timeline to FILE (.json, .json.gz, .html, .png or .svg); may be given several times",
     )
 
 

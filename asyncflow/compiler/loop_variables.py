@@ -14,7 +14,7 @@ from asyncflow.graph.captures import drop_inputs
 from asyncflow.graph.graph import STRUCTURED
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Hashable
 
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node, Tensor
@@ -68,12 +68,12 @@ def _keep_results(node: Node, variables: Collection[int]) -> None:
 def _join_equal(node: Node, replaced: Replacements) -> None:
     body: Subgraph = node.attrs["body"]
     n_vars: int = node.attrs["n_vars"]
+    first: dict[Hashable, int] = {}
     stands_for: dict[int, int] = {}
-    for later in range(1, n_vars):
-        for earlier in range(later):
-            if earlier not in stands_for and _go_alike(node, body, earlier, later):
-                stands_for[later] = earlier
-                break
+    for place in range(n_vars):
+        earlier = first.setdefault(_course(node, body, place), place)
+        if earlier != place:
+            stands_for[place] = earlier
     if not stands_for:
         return
     for part in node.subgraphs:
@@ -89,28 +89,24 @@ def _join_equal(node: Node, replaced: Replacements) -> None:
     _keep_results(node, [place for place in range(n_vars) if place not in stands_for])
 
 
-def _go_alike(node: Node, body: Subgraph, one: int, other: int) -> bool:
-    """Whether two variables have the same value in every iteration: the same first, and then by induction."""
-    if body.inputs[one].spec != body.inputs[other].spec or has_variants([body.inputs[one]]):
-        return False
-    alike = frozenset((body.inputs[one], body.inputs[other]))
-    return _same(node.inputs[one], node.inputs[other], frozenset()) and _same(
-        body.results[one], body.results[other], alike
-    )
+def _course(node: Node, body: Subgraph, place: int) -> Hashable:
+    """Equal for variables that have the same value in every iteration: the same first, and then by induction."""
+    variable = body.inputs[place]
+    if has_variants([variable]):
+        return place
+    return variable.spec, _value(node.inputs[place]), _value(body.results[place], variable)
 
 
-def _same(a: Tensor, b: Tensor, alike: frozenset[Tensor], depth: int = 0) -> bool:
-    """Whether two tensors of one graph have the same value, given that those of `alike` do."""
-    if a is b or (a in alike and b in alike):
-        return True
-    x, y = a.node, b.node
-    if depth == _DEEPEST or a.index != b.index or x.op is not y.op or not x.op.is_pure:
-        return False
-    if x.control_inputs or y.control_inputs or x.device != y.device or len(x.inputs) != len(y.inputs):
-        return False
+def _value(tensor: Tensor, variable: Tensor | None = None, depth: int = 0) -> Hashable:
+    """Equal for tensors of one graph that have the same value, given that the `variable` of each does."""
+    if tensor is variable:
+        return "variable"
+    node = tensor.node
+    if depth == _DEEPEST or not node.op.is_pure or node.control_inputs:
+        return id(tensor)
     try:
-        if attrs_key(x) != attrs_key(y):
-            return False
+        attrs = attrs_key(node)
     except Unhashable:
-        return False
-    return all(_same(p, q, alike, depth + 1) for p, q in zip(x.inputs, y.inputs, strict=True))
+        return id(tensor)
+    inputs = (_value(given, variable, depth + 1) for given in node.inputs)
+    return node.op, tensor.index, node.device, attrs, *inputs

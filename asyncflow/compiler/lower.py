@@ -27,6 +27,7 @@ import numpy as np
 
 from asyncflow.compiler.extract import EMIT, FETCH
 from asyncflow.compiler.frames import has_primitives
+from asyncflow.compiler.layout import is_everywhere
 from asyncflow.compiler.places import NEWS, Device, Emitter, Loop, Place, enter_attrs
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
@@ -173,7 +174,7 @@ class _Lowering(Emitter):
             return true_side
 
         in_cond.open, in_body.open = open_cond, open_body
-        gate = _gate_variable(merges, node.device)
+        gate = _gate_variable(merges, node)
         if gate is not None:
             in_cond.gates[node.device] = merges[gate]
         for position, (inner_cond, inner_body) in enumerate(zip(condition.inputs, body.inputs, strict=True)):
@@ -249,7 +250,21 @@ class _Lowering(Emitter):
         return self.true
 
 
-def _gate_variable(merges: Sequence[Tensor], device: Device) -> int | None:
-    """The loop variable whose arrival gates the predicate's device: a counter if there is one, as it is never late."""
-    there = [index for index, merged in enumerate(merges) if merged.node.device == device]
-    return next((index for index in there if merges[index].dtype.kind in "iu"), there[0] if there else None)
+def _gate_variable(merges: Sequence[Tensor], loop: Node) -> int | None:
+    """The loop variable whose arrival gates the predicate's device: a counter if there is one, as it is never late.
+
+    In a loop over several devices nothing else will do: what waits for a slow variable would not be received in time
+    for iterations to overlap. There None asks for a control loop.
+    """
+    there = [index for index, merged in enumerate(merges) if merged.node.device == loop.device]
+    counter = next((index for index in there if merges[index].dtype.kind in "iu"), None)
+    if counter is not None or not there or _is_cut(loop):
+        return counter
+    return there[0]
+
+
+def _is_cut(loop: Node) -> bool:
+    """Whether a loop has nodes on several devices."""
+    return any(
+        inner.device != loop.device for body in loop.subgraphs for inner in body.walk() if not is_everywhere(inner)
+    )

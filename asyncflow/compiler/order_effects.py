@@ -86,6 +86,7 @@ class _OrderByHand:
         if not same_frame:
             return
         trigger = self.graph.add_node(CONTROL_TRIGGER, (), {}, (), name="order", location=node.location)
+        trigger.device, trigger.colocated_with = node.device, node.colocated_with
         self.graph.nodes.insert(self.graph.nodes.index(node), self.graph.nodes.pop())
         self.frames[trigger] = self.frames[node]
         _wait_for(trigger, same_frame)

@@ -173,7 +173,7 @@ class AsynchronousDevice(Device, Protocol):
         ...
 
     def throttle(self, resume: Callable[[], None]) -> bool:
-        """Whether so much is launched and not done that launching has to pause; then ``resume()`` is called once, later.
+        """Whether so much is launched and not done that launching has to pause; then calls ``resume()`` once, later.
 
         Without this a loop could be launched to its end before anything has happened, or for ever.
         """

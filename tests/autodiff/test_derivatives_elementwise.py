@@ -11,7 +11,7 @@ import asyncflow as af
 from asyncflow.graph.dtypes import bfloat16
 from asyncflow.graph.op import derivative_of, why_not_differentiable
 from asyncflow.ops import elementwise, logic, utility
-from tests.autodiff.sweep import assert_derivatives, gradients_at, kept_values
+from tests.autodiff.sweep import assert_derivatives, gradients_at, kept_values, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -304,7 +304,7 @@ def test_identity_and_checks_pass(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("n", [0, 1, 2, 3])
 @pytest.mark.parametrize("axis", [0, -1])
 def test_diff(n: int, axis: int) -> None:
-    assert_derivatives(lambda x: utility.diff(x, n=n, axis=axis), uniform((4, 3)), order=2)
+    assert_derivatives(lambda x: utility.diff(x, n=n, axis=axis) ** 2, uniform((4, 3)), order=2)
     assert_derivatives(lambda x: utility.diff(x, n=n, axis=axis), uniform((2, 0)))
 
 
@@ -336,3 +336,50 @@ def test_products_keep_their_factors() -> None:
     assert kept_values(af.multiply, 1.0, 2.0) == {"x0", "x1"}
     assert kept_values(af.divide, 1.0, 2.0) == {"x1", "divide"}
     assert kept_values(lambda x: x**3, 2.0) >= {"x0"}
+
+
+OPEN = [((None, 3), (3,)), ((None, None), ()), ((None, 3), (1, 1)), (None, ())]
+"""Shapes of which the first, whatever it turns out to be, is not stretched by the second."""
+
+MAY_STRETCH = [((None, 1), (3,)), ((None,), (3,)), ((None,), (None,)), (None, (1,)), ((), None)]
+
+
+@pytest.mark.parametrize(("left", "right"), OPEN)
+@pytest.mark.parametrize("name", [*BINARY, "pow"])
+def test_what_broadcasting_cannot_stretch_is_not_summed(name: str, left: Any, right: Any) -> None:
+    assert not built_for_first(name, left, right) & {"sum_to", "shape"}
+
+
+@pytest.mark.parametrize(("left", "right"), MAY_STRETCH)
+def test_what_broadcasting_may_stretch_is_summed(left: Any, right: Any) -> None:
+    assert "sum_to" in built_for_first("multiply", left, right)
+
+
+def built_for_first(name: str, left: Any, right: Any) -> set[str]:
+    """The ops that make the gradient of the first operand."""
+    with af.Graph():
+        x, y = af.placeholder("float64", left), af.placeholder("float64", right)
+        z = getattr(af, name)(x, y)
+        (grad,) = sweep([z], [x], [af.placeholder("float64", z.shape)])
+    assert grad is not None
+    found, nodes = set(), [grad.node]
+    while nodes:
+        node = nodes.pop()
+        found.add(node.op.name)
+        nodes += [item.node for item in node.inputs]
+    return found
+
+
+def test_a_square_by_hand_is_not_summed() -> None:
+    with af.Graph() as graph:
+        x = af.placeholder("float64", None)
+        sweep([x * x], [x], [af.placeholder("float64", None)])
+    assert not [node for node in graph.nodes if node.op.name == "sum_to"]
+
+
+@pytest.mark.parametrize("name", ["tanh", "exp", "negative", "abs"])
+def test_functions_of_one_value_keep_no_shape(name: str) -> None:
+    with af.Graph() as graph:
+        x = af.placeholder("float64", None)
+        sweep([getattr(af, name)(x)], [x], [af.placeholder("float64", None)])
+    assert not graph.shapes

@@ -126,6 +126,15 @@ def rule_of(y: Any) -> Any:
     return found
 
 
+@pytest.mark.parametrize("product", [lambda x, y: linalg.tensordot(x, y, axes=1), linalg.vecdot, linalg.matmul])
+def test_what_is_known_of_a_shape_stays_known(product: Any) -> None:
+    with af.Graph():
+        x, y = af.placeholder("float64", (None, 3)), af.placeholder("float64", (3,))
+        z = product(x, y)
+        by_x, by_y = rule_of(z)(z.node, af.placeholder("float64", z.shape))
+    assert (by_x.shape, by_y.shape) == ((None, 3), (3,))
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (2, 2, 3), (0, 2)])
 def test_matrix_transpose(shape: Any) -> None:
     assert_derivatives(linalg.matrix_transpose, values(shape), order=2)

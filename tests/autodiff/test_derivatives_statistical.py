@@ -9,7 +9,9 @@ import pytest
 
 import asyncflow as af
 from asyncflow.graph.dtypes import bfloat16
+from asyncflow.graph.op import derivative_of
 from asyncflow.ops.derivatives.recurrence import linear_recurrence
+from asyncflow.ops.statistical import STD
 from tests.autodiff.sweep import assert_derivatives, gradients_at, kept_values
 
 if TYPE_CHECKING:
@@ -127,6 +129,19 @@ def test_equal_elements_have_a_standard_deviation_of_slope_zero() -> None:
     (grad,) = gradients_at(lambda x: af.std(x, axis=1), np.array([[2.0, 2.0], [1.0, 3.0]]), grad=[[1.0, 1.0]])
     assert grad is not None
     assert grad.tolist() == [[0.0, 0.0], [-0.5, 0.5]]
+
+
+def test_equal_elements_have_a_standard_deviation_of_curvature_zero() -> None:
+    def slope(x: af.Tensor) -> af.Tensor:
+        rule = derivative_of(STD)
+        assert rule is not None
+        (grad,) = rule(af.std(x, axis=1).node, af.constant([1.0, 1.0]))
+        assert grad is not None
+        return grad
+
+    (grad,) = gradients_at(slope, np.array([[2.0, 2.0], [1.0, 3.0]]), grad=[[[1.0, 2.0], [0.0, 0.0]]])
+    assert grad is not None
+    assert grad.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 # -- extremes --------------------------------------------------------------------------------------------------------

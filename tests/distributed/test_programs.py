@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.conformance.gates import settle
 from tests.distributed.clusters import COUNTS, Cluster, ring
 
 if TYPE_CHECKING:
@@ -275,3 +276,46 @@ def test_77_equal_nodes_on_different_devices_are_not_joined(cluster: Cluster) ->
         assert fired == dict.fromkeys(cluster.devices, 1)
 
     cluster.run(main)
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_36_an_effect_where_the_predicate_is_does_not_hold_up_the_loop(window: int) -> None:
+    """CONFORMANCE 10, 36: as many iterations are live as on one device, though the counter is on another one.
+
+    The effects of all iterations are in order, so the first one holds up the others; the counter goes on meanwhile.
+    """
+
+    async def main(open_session: OpenSession) -> None:
+        release = asyncio.Event()
+        counted: list[int] = []
+
+        @af.op(outputs=(), stateful=True)
+        async def effect() -> None:
+            await release.wait()
+
+        @af.op(outputs=lambda i: i)
+        async def count(i: Any) -> Any:
+            counted.append(int(i))
+            return i
+
+        def goes_on(i: Any) -> Any:
+            with af.device("sim:0"):
+                return i < 5
+
+        def body(i: Any) -> Any:
+            with af.device("sim:0"):
+                effect()
+            with af.device("sim:1"):
+                return count(i) + 1
+
+        with af.Graph() as graph:
+            (result,) = af.while_loop(goes_on, body, (0,), parallel_iterations=window)
+        async with open_session(graph) as session:
+            running = asyncio.ensure_future(session.run(result))
+            await settle()
+            ahead = len(counted)
+            release.set()
+            assert await running == 5
+        assert ahead == window
+
+    Cluster(2).run(main)

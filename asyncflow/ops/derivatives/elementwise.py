@@ -31,11 +31,34 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Op
+    from asyncflow.graph.shapes import Shape
 
 
 def reaching(x: Tensor, grad: Callable[[], Tensor]) -> Tensor | None:
-    """What ``grad()`` brings to the operand `x`, which was promoted and broadcast; None for integers, unbuilt."""
-    return in_dtype_of(sum_to_like(grad(), x), x) if has_gradient(x) else None
+    """What ``grad()``, of the shape of `x`, brings to it in its own dtype; None for integers, unbuilt."""
+    return in_dtype_of(grad(), x) if has_gradient(x) else None
+
+
+def _shared(x: Tensor, others: Sequence[Tensor], grad: Callable[[], Tensor]) -> Tensor | None:
+    """What ``grad()`` brings to `x`, which was promoted and broadcast with `others`."""
+    if not has_gradient(x):
+        return None
+    found = grad()
+    return in_dtype_of(sum_to_like(found, x) if _may_stretch(x, others) else found, x)
+
+
+def _may_stretch(x: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether broadcasting with `others` may give `x` another shape; where not, not even its shape need be kept."""
+    return any(other is not x and not _fits_in(other.shape, x.shape) for other in others)
+
+
+def _fits_in(other: Shape, shape: Shape) -> bool:
+    """Whether a value of shape `other` broadcasts to any value of `shape` that it broadcasts with."""
+    if other == ():
+        return True
+    if shape is None or other is None or len(other) > len(shape):
+        return False
+    return all(theirs == 1 or ours not in (None, 1) for theirs, ours in zip(other[::-1], shape[::-1], strict=False))
 
 
 def _is_complex(x: Tensor) -> bool:
@@ -138,34 +161,40 @@ def _imag(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(ew.ADD)
 def _add(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [reaching(x, lambda: grad) for x in node.inputs]
+    return [_shared(x, node.inputs, lambda: grad) for x in node.inputs]
 
 
 @derivative(ew.SUBTRACT)
 def _subtract(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, y = node.inputs
-    taken = reaching(y, lambda: grad)
-    return [reaching(x, lambda: grad), None if taken is None else negative(taken)]
+    taken = _shared(y, node.inputs, lambda: grad)
+    return [_shared(x, node.inputs, lambda: grad), None if taken is None else negative(taken)]
 
 
 @derivative(ew.MULTIPLY, ew.COMPLEX_MULTIPLY)
 def _multiply(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, y = node.inputs
-    return [reaching(x, lambda: grad * conjugated(y)), reaching(y, lambda: grad * conjugated(x))]
+    return [
+        _shared(x, node.inputs, lambda: grad * conjugated(y)),
+        _shared(y, node.inputs, lambda: grad * conjugated(x)),
+    ]
 
 
 @derivative(ew.DIVIDE)
 def _divide(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, y = node.inputs
     quotient = grad / conjugated(y)
-    by_y = reaching(y, lambda: quotient * conjugated(node.outputs[0]))
-    return [reaching(x, lambda: quotient), None if by_y is None else negative(by_y)]
+    by_y = _shared(y, node.inputs, lambda: quotient * conjugated(node.outputs[0]))
+    return [_shared(x, node.inputs, lambda: quotient), None if by_y is None else negative(by_y)]
 
 
 @derivative(ew.REMAINDER)
 def _remainder(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, y = node.inputs
-    return [reaching(x, lambda: grad), reaching(y, lambda: grad * negative(ew.floor_divide(x, y)))]
+    return [
+        _shared(x, node.inputs, lambda: grad),
+        _shared(y, node.inputs, lambda: grad * negative(ew.floor_divide(x, y))),
+    ]
 
 
 @derivative(ew.POW)
@@ -180,7 +209,7 @@ def _pow(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
         base = x if x.dtype == power.dtype else astype(x, power.dtype)
         return grad * conjugated(power * log(where(base == 0, 1, base)))
 
-    return [reaching(x, lambda: _by_base(x, y, grad)), reaching(y, by_exponent)]
+    return [_shared(x, node.inputs, lambda: _by_base(x, y, grad)), _shared(y, node.inputs, by_exponent)]
 
 
 def _by_base(x: Tensor, y: Tensor, grad: Tensor) -> Tensor:
@@ -205,7 +234,7 @@ def _atan2(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     y, x = node.inputs
     squared = square(x) + square(y)
     scaled = grad / where(squared == 0, 1, squared)
-    return [reaching(y, lambda: scaled * x), reaching(x, lambda: scaled * negative(y))]
+    return [_shared(y, node.inputs, lambda: scaled * x), _shared(x, node.inputs, lambda: scaled * negative(y))]
 
 
 @derivative(ew.HYPOT)
@@ -213,14 +242,14 @@ def _hypot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """0 at the origin."""
     (x, y), (length,) = node.inputs, node.outputs
     scaled = grad / where(length == 0, 1, length)
-    return [reaching(x, lambda: scaled * x), reaching(y, lambda: scaled * y)]
+    return [_shared(x, node.inputs, lambda: scaled * x), _shared(y, node.inputs, lambda: scaled * y)]
 
 
 @derivative(ew.COPYSIGN)
 def _copysign(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """The sign is constant almost everywhere. 0 where the magnitude is 0."""
     x, giver = node.inputs
-    return [reaching(x, lambda: grad * sign(x) * ew.copysign(1, giver)), None]
+    return [_shared(x, node.inputs, lambda: grad * sign(x) * ew.copysign(1, giver)), None]
 
 
 @derivative(ew.LOGADDEXP)
@@ -228,7 +257,10 @@ def _logaddexp(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Half each where both are the same infinity."""
     x, y = node.inputs
     ahead = where(logical_and(isinf(x), x == y), 0, x - y)
-    return [reaching(x, lambda: grad * sigmoid(ahead)), reaching(y, lambda: grad * sigmoid(negative(ahead)))]
+    return [
+        _shared(x, node.inputs, lambda: grad * sigmoid(ahead)),
+        _shared(y, node.inputs, lambda: grad * sigmoid(negative(ahead))),
+    ]
 
 
 @derivative(ew.MAXIMUM)
@@ -236,7 +268,10 @@ def _maximum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Half each where they tie."""
     x, y = node.inputs
     share = where(x == y, 0.5 * grad, grad)
-    return [reaching(x, lambda: where(x >= y, share, 0)), reaching(y, lambda: where(y >= x, share, 0))]
+    return [
+        _shared(x, node.inputs, lambda: where(x >= y, share, 0)),
+        _shared(y, node.inputs, lambda: where(y >= x, share, 0)),
+    ]
 
 
 @derivative(ew.MINIMUM)
@@ -244,7 +279,10 @@ def _minimum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Half each where they tie."""
     x, y = node.inputs
     share = where(x == y, 0.5 * grad, grad)
-    return [reaching(x, lambda: where(x <= y, share, 0)), reaching(y, lambda: where(y <= x, share, 0))]
+    return [
+        _shared(x, node.inputs, lambda: where(x <= y, share, 0)),
+        _shared(y, node.inputs, lambda: where(y <= x, share, 0)),
+    ]
 
 
 @derivative(ew.CLIP)
@@ -255,20 +293,26 @@ def _clip(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     high = bounds[-1] if node.attrs["high"] else None
     if high is None:
         assert low is not None
-        return [reaching(x, lambda: where(x >= low, grad, 0)), reaching(low, lambda: where(x < low, grad, 0))]
+        return [
+            _shared(x, node.inputs, lambda: where(x >= low, grad, 0)),
+            _shared(low, node.inputs, lambda: where(x < low, grad, 0)),
+        ]
     if low is None:
-        return [reaching(x, lambda: where(x <= high, grad, 0)), reaching(high, lambda: where(x > high, grad, 0))]
+        return [
+            _shared(x, node.inputs, lambda: where(x <= high, grad, 0)),
+            _shared(high, node.inputs, lambda: where(x > high, grad, 0)),
+        ]
     return [
-        reaching(x, lambda: where(logical_and(x >= low, x <= high), grad, 0)),
-        reaching(low, lambda: where(logical_and(x < low, low <= high), grad, 0)),
-        reaching(high, lambda: where(logical_or(x > high, low > high), grad, 0)),
+        _shared(x, node.inputs, lambda: where(logical_and(x >= low, x <= high), grad, 0)),
+        _shared(low, node.inputs, lambda: where(logical_and(x < low, low <= high), grad, 0)),
+        _shared(high, node.inputs, lambda: where(logical_or(x > high, low > high), grad, 0)),
     ]
 
 
 @derivative(ew.NEXTAFTER)
 def _nextafter(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """A step of rounding is no distance: all goes to the value, nothing to the direction."""
-    return [reaching(node.inputs[0], lambda: grad), None]
+    return [_shared(node.inputs[0], node.inputs, lambda: grad), None]
 
 
 not_differentiable(ew.CEIL, ew.FLOOR, ew.ROUND, ew.TRUNC, ew.FLOOR_DIVIDE, because="it is constant almost everywhere")

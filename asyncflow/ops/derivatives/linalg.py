@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op, derivative, register
-from asyncflow.graph.shapes import is_static, normalize_axis
+from asyncflow.graph.shapes import is_static, merge, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops import linalg
 from asyncflow.ops.cost import elements
 from asyncflow.ops.creation import eye
-from asyncflow.ops.derivatives.datatypes import conjugated, has_gradient, in_dtype_of
+from asyncflow.ops.derivatives.datatypes import conjugated
+from asyncflow.ops.derivatives.elementwise import reaching
 from asyncflow.ops.derivatives.shapes import shape_of, sum_to_like
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.linalg import einsum, matmul, matrix_transpose, tensordot, vecdot
@@ -33,17 +34,11 @@ if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
 
-
-def _reaching(x: Tensor, grad: Callable[[], Tensor]) -> Tensor | None:
-    """What ``grad()`` brings to the operand `x`, of whose shape it is; None for integers, unbuilt."""
-    return in_dtype_of(grad(), x) if has_gradient(x) else None
-
-
 # -- transposes that find out at run time how their operands are shaped ----------------------------------------------
 
 
-def _transpose_spec(x: Spec, y: Spec, *sizes: Spec, shape: Shape, **attrs: object) -> Spec:
-    return Spec(promoted_dtype((x.dtype, y.dtype)), template_shape(shape, sizes))
+def _transpose_spec(x: Spec, y: Spec, *sizes: Spec, shape: Shape, known: Shape, **attrs: object) -> Spec:
+    return Spec(promoted_dtype((x.dtype, y.dtype)), merge(template_shape(shape, sizes), known))
 
 
 def _transpose_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
@@ -54,7 +49,7 @@ def _transpose_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs:
 def _transpose_op(name: str, find: Callable[..., Any]) -> Op:
     """Registers an op; ``find(xp, x, y, shape, **attrs)`` gives its value but for broadcast axes, not yet summed."""
 
-    def kernel(xp: Any, *, shape: Shape, **attrs: Any) -> Kernel:
+    def kernel(xp: Any, *, shape: Shape, known: Shape, **attrs: Any) -> Kernel:
         read = shape_reader(shape)
 
         def run(x: Any, y: Any, *sizes: Any) -> Any:
@@ -76,9 +71,10 @@ def _summed_to(xp: Any, x: Any, shape: tuple[int, ...]) -> Any:
     return xp.sum(x, axis=tuple(axes)).reshape(shape)
 
 
-def _apply_transpose(op: Op, x: Tensor, y: Tensor, shape: ExtentsLike, **attrs: Any) -> Tensor:
-    template, sizes = split_extents(shape)
-    return apply(op, x, y, *sizes, shape=template, **attrs)[0]
+def _apply_transpose(op: Op, x: Tensor, y: Tensor, like: Tensor, **attrs: Any) -> Tensor:
+    """What a transpose gives for the operand `like`, of which it takes the shape alone."""
+    template, sizes = split_extents(shape_of(like))
+    return apply(op, x, y, *sizes, shape=template, known=like.shape, **attrs)[0]
 
 
 def _product_rules(left: Op, right: Op, product: Callable[..., Tensor], *names: str) -> None:
@@ -91,16 +87,16 @@ def _product_rules(left: Op, right: Op, product: Callable[..., Tensor], *names: 
     def by_left(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
         reached, y, *sizes = node.inputs
         attrs = attrs_of(node)
-        by_reached = _reaching(reached, lambda: product(grad, conjugated(y), **attrs))
-        by_y = _reaching(y, lambda: _apply_transpose(right, grad, conjugated(reached), shape_of(y), **attrs))
+        by_reached = reaching(reached, lambda: product(grad, conjugated(y), **attrs))
+        by_y = reaching(y, lambda: _apply_transpose(right, grad, conjugated(reached), y, **attrs))
         return [by_reached, by_y, *[None] * len(sizes)]
 
     @derivative(right)
     def by_right(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
         x, reached, *sizes = node.inputs
         attrs = attrs_of(node)
-        by_x = _reaching(x, lambda: _apply_transpose(left, conjugated(reached), grad, shape_of(x), **attrs))
-        by_reached = _reaching(reached, lambda: product(conjugated(x), grad, **attrs))
+        by_x = reaching(x, lambda: _apply_transpose(left, conjugated(reached), grad, x, **attrs))
+        by_reached = reaching(reached, lambda: product(conjugated(x), grad, **attrs))
         return [by_x, by_reached, *[None] * len(sizes)]
 
 
@@ -137,8 +133,8 @@ _product_rules(MATMUL_LEFT, MATMUL_RIGHT, matmul)
 def _matmul(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, y = node.inputs
     return [
-        _reaching(x, lambda: _matmul_left(grad, conjugated(y), x)),
-        _reaching(y, lambda: _matmul_right(conjugated(x), grad, y)),
+        reaching(x, lambda: _matmul_left(grad, conjugated(y), x)),
+        reaching(y, lambda: _matmul_right(conjugated(x), grad, y)),
     ]
 
 
@@ -148,7 +144,7 @@ def _matmul_left(grad: Tensor, y: Tensor, x: Tensor) -> Tensor:
     Only batches on both sides can have been broadcast: elsewhere there is one product of matrices, and no sum.
     """
     if x.ndim is None or y.ndim is None:
-        return _apply_transpose(MATMUL_LEFT, grad, y, shape_of(x))
+        return _apply_transpose(MATMUL_LEFT, grad, y, x)
     if y.ndim == 1:
         return expand_dims(grad, axis=-1) * y
     if x.ndim == 1 and y.ndim == 2:
@@ -163,7 +159,7 @@ def _matmul_left(grad: Tensor, y: Tensor, x: Tensor) -> Tensor:
 def _matmul_right(x: Tensor, grad: Tensor, y: Tensor) -> Tensor:
     """`MATMUL_RIGHT`, likewise."""
     if x.ndim is None or y.ndim is None:
-        return _apply_transpose(MATMUL_RIGHT, x, grad, shape_of(y))
+        return _apply_transpose(MATMUL_RIGHT, x, grad, y)
     if x.ndim == 1:
         return x * grad if y.ndim == 1 else expand_dims(x, axis=-1) * expand_dims(grad, axis=-2)
     if y.ndim == 1 and x.ndim == 2:
@@ -177,7 +173,7 @@ def _matmul_right(x: Tensor, grad: Tensor, y: Tensor) -> Tensor:
 
 @derivative(linalg.MATRIX_TRANSPOSE)
 def _matrix_transpose(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [_reaching(node.inputs[0], lambda: matrix_transpose(grad))]
+    return [reaching(node.inputs[0], lambda: matrix_transpose(grad))]
 
 
 # -- tensordot -------------------------------------------------------------------------------------------------------
@@ -218,8 +214,8 @@ def _tensordot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, y = node.inputs
     axes = node.attrs["axes"]
     return [
-        _reaching(x, lambda: _apply_transpose(TENSORDOT_LEFT, grad, conjugated(y), shape_of(x), axes=axes)),
-        _reaching(y, lambda: _apply_transpose(TENSORDOT_RIGHT, conjugated(x), grad, shape_of(y), axes=axes)),
+        reaching(x, lambda: _apply_transpose(TENSORDOT_LEFT, grad, conjugated(y), x, axes=axes)),
+        reaching(y, lambda: _apply_transpose(TENSORDOT_RIGHT, conjugated(x), grad, y, axes=axes)),
     ]
 
 
@@ -250,11 +246,11 @@ def _vecdot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     axis = node.attrs["axis"]
 
     def left() -> Tensor:
-        return conjugated(_apply_transpose(VECDOT_LEFT, grad, conjugated(y), shape_of(x), axis=axis))
+        return conjugated(_apply_transpose(VECDOT_LEFT, grad, conjugated(y), x, axis=axis))
 
     return [
-        _reaching(x, left),
-        _reaching(y, lambda: _apply_transpose(VECDOT_RIGHT, x, grad, shape_of(y), axis=axis)),
+        reaching(x, left),
+        reaching(y, lambda: _apply_transpose(VECDOT_RIGHT, x, grad, y, axis=axis)),
     ]
 
 
@@ -305,7 +301,7 @@ def _einsum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
         factors = [(result, grad), *((terms[i], conjugated(node.inputs[i])) for i in others)]
         return _einsum_operand(node.inputs[position], terms[position], factors)
 
-    return [_reaching(x, partial(operand, i)) for i, x in enumerate(node.inputs)]
+    return [reaching(x, partial(operand, i)) for i, x in enumerate(node.inputs)]
 
 
 def _einsum_operand(x: Tensor, term: str, factors: Sequence[tuple[str, Tensor]]) -> Tensor:

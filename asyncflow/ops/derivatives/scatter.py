@@ -75,7 +75,7 @@ def _scatter_spec(*inputs: Spec, keys: tuple[Key, ...], shape: Shape, known: Sha
 
 def _scatter_kernel(xp: Any, *, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Kernel:
     read = shape_reader(shape)
-    add_parts = [_part_kernel(xp, key) for key in keys]
+    add_parts = [_part_kernel(xp, key, is_first=place == 0) for place, key in enumerate(keys)]
 
     def scatter(*inputs: Any) -> Any:
         result = xp.zeros(read(_sizes(inputs, shape)), dtype=inputs[0].dtype)
@@ -86,8 +86,11 @@ def _scatter_kernel(xp: Any, *, keys: tuple[Key, ...], shape: Shape, known: Shap
     return scatter
 
 
-def _part_kernel(xp: Any, key: Key) -> Callable[[Any, Any, Sequence[Any]], None]:
+def _part_kernel(xp: Any, key: Key, *, is_first: bool) -> Callable[[Any, Any, Sequence[Any]], None]:
     static, build = compile_key(key)
+
+    def set_slices(result: Any, values: Any, indices: Sequence[Any]) -> None:
+        result[static] = values
 
     def add_at_slices(result: Any, values: Any, indices: Sequence[Any]) -> None:
         result[static] += values
@@ -99,7 +102,9 @@ def _part_kernel(xp: Any, key: Key) -> Callable[[Any, Any, Sequence[Any]], None]
         else:  # slices, single positions and masks name no element twice
             result[index] += values
 
-    return add_at_indices if static is None else add_at_slices
+    if static is None:
+        return add_at_indices
+    return set_slices if is_first else add_at_slices
 
 
 def _add_at(xp: Any, result: Any, index: tuple[Any, ...], values: Any) -> None:

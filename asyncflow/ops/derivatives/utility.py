@@ -9,7 +9,7 @@ from asyncflow.graph.op import Op, derivative, register
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
-from asyncflow.ops.derivatives.shapes import shape_of
+from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.utility import DIFF, diff
 
@@ -54,7 +54,8 @@ def diff_transpose(grad: Tensor, shape: ExtentsLike, *, axis: int, n: int) -> Te
 @derivative(DIFF)
 def _diff(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     (x,) = node.inputs
-    return [in_dtype_of(diff_transpose(grad, shape_of(x), **node.attrs), x)]
+    found = diff_transpose(grad, shape_of(x), **node.attrs)
+    return [in_dtype_of(ensure_shape(found, x.shape), x)]
 
 
 @derivative(DIFF_TRANSPOSE)
