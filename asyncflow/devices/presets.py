@@ -240,13 +240,18 @@ def default_host_link(cards: Iterable[Card]) -> Link:
     return min(links, key=lambda link: link.bytes_per_s)
 
 
-def kernel_ns(card: Card, flops: float, nbytes: float, itemsize: int = 4) -> int:
-    """How long a kernel occupies a stream of `card`: by arithmetic or by memory, whichever takes longer.
+def work_ns(card: Card, flops: float, nbytes: float, itemsize: int = 4) -> int:
+    """How long a kernel needs all of `card`: by arithmetic or by memory, whichever takes longer.
 
     Items of 8 bytes halve the arithmetic rate, as on cards for data centres; narrower ones do not raise it.
     """
     flops_per_s = card.flops_per_s / 2 if itemsize >= 8 else card.flops_per_s
-    return round(max(card.kernel_s, flops / flops_per_s, nbytes / card.bytes_per_s) * _GIGA)
+    return round(max(flops / flops_per_s, nbytes / card.bytes_per_s) * _GIGA)
+
+
+def kernel_ns(card: Card, flops: float, nbytes: float, itemsize: int = 4) -> int:
+    """How long a kernel occupies a stream of `card`: as long as its work takes, or the shortest time there is."""
+    return max(round(card.kernel_s * _GIGA), work_ns(card, flops, nbytes, itemsize))
 
 
 def _add_link(links: dict[str, Link], link: Link, text: str) -> None:

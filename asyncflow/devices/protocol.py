@@ -58,6 +58,10 @@ class Span(NamedTuple):
     """Of a copy; 0 for a kernel."""
 
 
+Mark: TypeAlias = Any
+"""A point in the work of an asynchronous device, which only that device understands."""
+
+
 class Device(Protocol):
     """A place where kernels run and values live.
 
@@ -161,10 +165,21 @@ class AsynchronousDevice(Device, Protocol):
         """
         ...
 
-    def receive(self, value: Any, source: Device, deliver: Callable[[Any, BaseException | None], None]) -> None:
+    def send(self) -> int:
+        """When what is said now to another device is on its way, in nanoseconds of the event loop's clock."""
+        ...
+
+    def receive(
+        self,
+        value: Any,
+        source: Device,
+        deliver: Callable[[Any, BaseException | None], None],
+        sent_ns: int | None = None,
+    ) -> None:
         """Take over a value of `source`: ``deliver(value_here, error)`` is called once, now or later.
 
-        `value` is kept referenced until the copy is done, whatever becomes of the run.
+        `sent_ns` is what `send` of the source said (None: it is sent now). `value` is kept referenced until the copy
+        is done, whatever becomes of the run.
         """
         ...
 
@@ -179,8 +194,15 @@ class AsynchronousDevice(Device, Protocol):
         """
         ...
 
-    def when_done(self, done: Callable[[], None]) -> None:
-        """Call ``done()`` once, never before this returns, when all work launched so far has ended."""
+    def mark(self) -> Mark:
+        """The point up to which work is launched now, for `when_done`."""
+        ...
+
+    def when_done(self, done: Callable[[], None], mark: Mark = None, *, elsewhere: bool = False) -> None:
+        """Call ``done()`` once, never before this returns, when all work launched up to `mark` (None: now) has ended.
+
+        With `elsewhere` another device is told, which may take the time of a message.
+        """
         ...
 
     def take_spans(self) -> list[Span]:

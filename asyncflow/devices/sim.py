@@ -31,8 +31,8 @@ import numpy as np
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
-from asyncflow.devices.presets import CARDS, Card, kernel_ns
-from asyncflow.devices.protocol import Device, KernelInfo, Span
+from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
+from asyncflow.devices.protocol import Device, KernelInfo, Mark, Span
 from asyncflow.devices.sim_launch import Launcher
 from asyncflow.devices.sim_links import Lane, first_common_gap
 from asyncflow.devices.sim_machine import SimMachine, current_machine, use_machine
@@ -95,6 +95,7 @@ class SimDevice:
         self.account = SimMemoryAccount(self._name, limit)
         self.state_events: dict[SimStream, SimEvent] = {}
         self._dispatched_ns = 0
+        self._card_free_ns = 0
         self._spans: list[Span] = []
         self._recording = 0
         into, out = Lane(f"{self._name} in"), Lane(f"{self._name} out")
@@ -249,18 +250,24 @@ class SimDevice:
         self._at(self._copy_out(value), _deliver_copy, value, deliver)
         return True
 
-    def receive(self, value: Any, source: Device, deliver: Deliver) -> None:
+    def send(self) -> int:
+        """When what is said now to another device is on its way: once the host has come to it."""
+        return self._dispatch(self.card.host_op_s)
+
+    def receive(self, value: Any, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
         """Take over a value of `source`: ``deliver(value_here, error)`` is called once.
 
         An array is delivered at once, and has its event; the memory on both sides stays until the copy is done. A host
-        value comes as a message: not before the source's host has made it.
+        value comes as a message, sent at `sent_ns` (None: when the source's host has made it).
 
         Raises:
             HazardError: memory was freed too early, since the last call.
         """
         self.machine.check()
         if not isinstance(value, SimArray):
-            self._deliver_message(value, source, deliver)
+            if sent_ns is None:
+                sent_ns = source.dispatched_ns if isinstance(source, SimDevice) else self.machine.now_ns()
+            self._deliver_message(value, sent_ns, deliver)
             return
         try:
             self.account.check(value.nbytes, value.name)
@@ -291,22 +298,30 @@ class SimDevice:
         self.machine.loop.call_at_ns(self.dispatched_ns - _FARTHEST_AHEAD_NS // 2, resume)
         return True
 
-    def when_done(self, done: Callable[[], None]) -> None:
-        """Call ``done()`` once, never before this returns, when all work launched so far has ended.
+    def mark(self) -> Mark:
+        """The point up to which work is launched now."""
+        return self.dispatched_ns, [stream.end() for stream in self._streams.values()]
+
+    def when_done(self, done: Callable[[], None], mark: Mark = None, *, elsewhere: bool = False) -> None:
+        """Call ``done()`` once, never before this returns, when all work launched up to `mark` (None: now) has ended.
+
+        With `elsewhere`, later by the time of a message.
 
         Raises:
             HazardError: memory was freed too early, since the last call.
         """
         self.machine.check()
-        ends = [stream.end() for stream in self._streams.values()]
-        last_ns = max(self.dispatched_ns, *(end.time_ns for end in ends))
+        dispatched_ns, ends = self.mark() if mark is None else mark
+        last_ns = max(dispatched_ns, *(end.time_ns for end in ends))
+        if elsewhere:
+            last_ns += self._message_ns
 
         def observe() -> None:
             for end in ends:
                 self.machine.host.observe(end)
             done()
 
-        self.machine.loop.call_at_ns(last_ns, observe)
+        self.machine.loop.call_at_ns(max(last_ns, self.machine.now_ns()), observe)
 
     def take_spans(self) -> list[Span]:
         """The work launched since the last call, with its times; empty unless `record_spans` is on."""
@@ -326,10 +341,15 @@ class SimDevice:
                 stream.wait(event)
 
     def launch_kernel(self, stream: SimStream, flops: float, nbytes: int, is_wide: bool, name: str) -> SimEvent:
-        """Launch a kernel of such cost on a compute stream."""
-        card = self.card
-        seconds = kernel_ns(card, flops, nbytes, 8 if is_wide else 4) / _NS_PER_S
-        event = stream.launch(self.machine.duration_ns(seconds), self._dispatch(card.dispatch_s), name)
+        """Launch a kernel of such cost on a compute stream.
+
+        Kernels of several streams share the card: each begins when the work of those before it is done. What lasts
+        longer than its work, because no kernel takes less than the shortest time, overlaps.
+        """
+        card, itemsize = self.card, 8 if is_wide else 4
+        duration_ns = self.machine.duration_ns(kernel_ns(card, flops, nbytes, itemsize) / _NS_PER_S)
+        event = stream.launch(duration_ns, max(self._dispatch(card.dispatch_s), self._card_free_ns), name)
+        self._card_free_ns = event.started_ns + min(work_ns(card, flops, nbytes, itemsize), duration_ns)
         self._record(event, 0)
         return event
 
@@ -434,17 +454,20 @@ class SimDevice:
         self._dispatched_ns = self.dispatched_ns + round(seconds * _NS_PER_S)
         return self._dispatched_ns
 
-    def _deliver_message(self, value: Any, source: Device, deliver: Deliver) -> None:
-        machine, now_ns = self.machine, self.machine.now_ns()
-        due_ns = source.dispatched_ns if isinstance(source, SimDevice) else now_ns
+    @property
+    def _message_ns(self) -> int:
+        return round(self.machine.spec.message_s * _NS_PER_S)
+
+    def _deliver_message(self, value: Any, sent_ns: int, deliver: Deliver) -> None:
+        now_ns, due_ns = self.machine.now_ns(), sent_ns
         if isinstance(value, SimOpaque):
             due_ns = max(due_ns, *(event.time_ns for event in value.events))
             value = value.value
-        due_ns += round(machine.spec.message_s * _NS_PER_S)
+        due_ns += self._message_ns
         if due_ns <= now_ns:
             deliver(value, None)
         else:
-            machine.loop.call_at_ns(due_ns, deliver, value, None)
+            self.machine.loop.call_at_ns(due_ns, deliver, value, None)
 
     def _at(self, event: SimEvent, call: Callable[..., object], *args: Any) -> None:
         """Let the host see the event when it is done, and call a function then."""

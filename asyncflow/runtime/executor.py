@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.compiler.plan import Partition, PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice
+    from asyncflow.devices.protocol import AsynchronousDevice, Mark
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.ports import Scope
 
@@ -63,6 +63,7 @@ class Executor:
         "in_flight",
         "is_closed",
         "is_queued",
+        "launched",
         "recorder",
         "scheduler",
         "stopped",
@@ -76,6 +77,8 @@ class Executor:
         self.stopped = False
         self.failures: list[tuple[int, int, BaseException]] = []
         self.recorder: Recorder | None = None
+        self.launched: Mark = None
+        """How far an asynchronous device has got when all that this executor launched has ended."""
         self._run = run
         self._device = device = run.devices[partition.device]
         self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
@@ -122,12 +125,16 @@ class Executor:
         next_firing = scheduler.next_firing
         complete = scheduler.complete
         quick = self.recorder is None
+        # Where nothing is waited for, an iteration has ended when it is launched, and others wait to hear of it.
+        is_eager = self._asynchronous is not None
         budget = _CHECK_EVERY
         node = iteration = None
         inputs: Sequence[Any] = ()
         try:
             while True:
                 firing = next_firing()
+                if is_eager and scheduler.ended:
+                    self._ports.acknowledge_ended()
                 if firing is not None:
                     node, iteration, inputs = firing
                     if node.is_small and quick:
@@ -164,6 +171,8 @@ class Executor:
             self.kernel_failed(error, node, iteration, inputs)
         if scheduler.ended:
             self._ports.acknowledge_ended()
+        if self._asynchronous is not None:
+            self.launched = self._asynchronous.mark()
         self.check_quiet()
         return False
 

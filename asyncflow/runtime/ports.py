@@ -146,7 +146,11 @@ class Ports:
         rendezvous, recorder = self._run.rendezvous, self._executor.recorder
         if node.is_acknowledged:
             rendezvous.await_acknowledgement(self, node, iteration)
-        rendezvous.send(node, iteration, value, 0 if recorder is None else recorder.now())
+        if self._asynchronous is not None:
+            sent_ns = self._asynchronous.send()
+        else:
+            sent_ns = 0 if recorder is None else recorder.now()
+        rendezvous.send(node, iteration, value, sent_ns)
         if not (node.is_acknowledged or self._executor.stopped):
             self._executor.scheduler.complete(node, iteration, ())
 
@@ -171,7 +175,7 @@ class Ports:
             self._executor.go_on()
 
         self._executor.in_flight += 1
-        self._asynchronous.when_done(done)
+        self._asynchronous.when_done(done, elsewhere=True)
 
     def _pass_on(self, ended: list[tuple[int, tuple[int, ...]]]) -> None:
         for transfer, counters in ended:
@@ -197,7 +201,7 @@ class Ports:
 
         executor.in_flight += 1
         if self._asynchronous is not None:
-            self._asynchronous.receive(value, source, deliver)
+            self._asynchronous.receive(value, source, deliver, sent_ns if source.is_asynchronous else None)
             self._record_spans(self._asynchronous, node, iteration, value)
             if source.is_asynchronous:  # a copy through the host has a part there
                 self._record_spans(cast("AsynchronousDevice", source), node, iteration, value)

@@ -57,7 +57,7 @@ class Recorder:
                 source=node.peer,
                 target=self._device.name,
                 sent_ns=sent_ns,
-                received_ns=self.now(),
+                received_ns=max(self.now(), sent_ns),  # on a simulated device the host may be ahead of the clock
                 nbytes=int(getattr(value, "nbytes", 0)),
             )
         )

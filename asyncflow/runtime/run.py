@@ -111,13 +111,14 @@ class Run:
         self._partitions = plan.partitions
         self.executors: list[Executor] = []
         # Devices whose work must have ended before the run has.
-        self._undrained: list[AsynchronousDevice] = []
+        self._undrained: list[tuple[AsynchronousDevice, Executor]] = []
         for partition in plan.partitions:
-            self.executors.append(Executor(partition, self))
+            executor = Executor(partition, self)
+            self.executors.append(executor)
             device = devices[partition.device]
             if device.is_asynchronous:
-                self._undrained.append(cast("AsynchronousDevice", device))
-        self._recorded = self._undrained if trace is not None else []
+                self._undrained.append((cast("AsynchronousDevice", device), executor))
+        self._recorded = [device for device, _ in self._undrained] if trace is not None else []
 
     def start(self, feeds: Sequence[Any], timeout: float | None, asked_s: float) -> None:
         """Starts; returns once the current turn's share of work is done.
@@ -240,8 +241,9 @@ class Run:
             first.in_flight -= 1
             self.on_quiet()
 
-        for device in undrained:
-            device.when_done(done)
+        for device, executor in undrained:
+            # What was launched before a stop is not told apart from what other runs launched.
+            device.when_done(done, None if executor.stopped else executor.launched)
 
     def _fail(self, error: BaseException) -> None:
         if not (self._stopped or self.is_finished):

@@ -50,10 +50,11 @@ def _most_devices_at_once(trace: af.Trace) -> int:
 def test_a_barrier_costs_more_with_every_machine() -> None:
     curves = distributed_loop.curves((1, 2, 16), iterations=40)
     free, barrier = curves["without a barrier"], curves["with a barrier"]
-    assert free[1] == barrier[1] > free[2]
-    assert free[2] > 1.5 * barrier[2]
+    assert free[1] == barrier[1]
+    # Fewer with every machine, and as the paper has it, at every count more without a barrier.
+    assert free[1] > free[2] > free[16]
     assert barrier[2] > 1.1 * barrier[16]
-    assert free[16] == pytest.approx(free[2], rel=0.1)
+    assert free[16] > 2 * barrier[16]
 
 
 def test_the_less_iterations_depend_on_each_other_the_faster_they_are() -> None:

@@ -109,16 +109,25 @@ def test_a_kernel_is_bound_by_arithmetic_or_memory(
     assert ended - started == duration_ns
 
 
-def test_independent_kernels_on_two_streams_overlap(machine: SimMachine) -> None:
+def test_small_kernels_on_two_streams_overlap(machine: SimMachine) -> None:
+    device = SimDevice(machine, compute_streams=2)
+    x = device.constant(np.zeros(4))
+    a = bind(device, np.negative, flops=1.0)(x)
+    b = bind(device, np.negative, flops=1.0, stream=1)(x)
+    assert span(a) == (DISPATCH_NS, DISPATCH_NS + KERNEL_NS)
+    assert span(b) == (2 * DISPATCH_NS, 2 * DISPATCH_NS + KERNEL_NS)
+    c = bind(device, np.add, flops=1.0, stream=1)(a, b)
+    assert c.written.started_ns == b.written.time_ns
+
+
+def test_large_kernels_on_two_streams_share_the_card(machine: SimMachine) -> None:
     device = SimDevice(machine, compute_streams=2)
     x = device.constant(np.zeros(4))
     a = bind(device, np.negative, flops=1e8)(x)
     b = bind(device, np.negative, flops=1e8, stream=1)(x)
     # Float64: 200 us each.
     assert span(a) == (DISPATCH_NS, DISPATCH_NS + 200 * US)
-    assert span(b) == (2 * DISPATCH_NS, 2 * DISPATCH_NS + 200 * US)
-    c = bind(device, np.add, flops=1.0, stream=1)(a, b)
-    assert c.written.started_ns == b.written.time_ns
+    assert span(b) == (DISPATCH_NS + 200 * US, DISPATCH_NS + 400 * US)
 
 
 def test_counters_stay_on_the_host(device: SimDevice) -> None:
