@@ -7,19 +7,21 @@ Simulated: over one to eight GPUs.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 import asyncflow as af
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Trial, compare, timed, timed_await
-from benchmarks.peers import NO_PEERS, TENSORFLOW_1, Peers
+from benchmarks.peers import NO_PEERS, NUMPY, TENSORFLOW_1, Peers
 from benchmarks.plots import Chart, draw_bars, draw_charts
 from benchmarks.simulation import STEPS_RATE, Curve, Outcome, as_results, devices, in_thread, simulate, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -119,6 +121,51 @@ def curves(counts: Sequence[int] = COUNTS, *, steps: int, batch: int, hidden: in
 # -- real --------------------------------------------------------------------------------------------------------
 
 
+class _Functions:
+    """What `_cell` needs, by hand in NumPy."""
+
+    tanh = staticmethod(np.tanh)
+
+    @staticmethod
+    def sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
+        return np.float32(1) / (np.float32(1) + np.exp(-x))
+
+
+class _Numpy:
+    """The loop by hand, on one thread or with half of the layers on each of two: how much the machine has to give."""
+
+    def __init__(self, weights: Weights, batch: int) -> None:
+        self._weights = weights
+        self._zeros = np.zeros((batch, weights[0][0].shape[0]), np.float32)
+
+    def alone(self, xs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """On one thread."""
+        return self._pass(self._weights, iter(xs))[-1]
+
+    def threads(self, xs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """On two threads."""
+        half = len(self._weights) // 2
+        between: SimpleQueue[NDArray[np.float32]] = SimpleQueue()
+        with ThreadPoolExecutor(1) as other:
+            upper = other.submit(self._pass, self._weights[half:], (between.get() for _ in xs))
+            self._pass(self._weights[:half], iter(xs), between.put)
+            return upper.result()[-1]
+
+    def _pass(
+        self,
+        weights: Weights,
+        xs: Iterator[NDArray[np.float32]],
+        put: Callable[[NDArray[np.float32]], None] = lambda _: None,
+    ) -> list[NDArray[np.float32]]:
+        h, c = [self._zeros] * len(weights), [self._zeros] * len(weights)
+        for x in xs:
+            for layer, pair in enumerate(weights):
+                x, c[layer] = _cell(_Functions, pair, x, h[layer], c[layer])
+                h[layer] = x
+            put(x)
+        return h
+
+
 class _Asyncflow:
     """The loop on CPU devices of this machine, in a session that is open while its trials last."""
 
@@ -176,6 +223,9 @@ async def measure(
         system: timed_await(TIME, 1e3 / steps, lambda model=model: model.run(xs))  # type: ignore[misc]
         for system, model in ours.items()
     }
+    by_hand = _Numpy(weights, batch)
+    trials[NUMPY] = timed(TIME, 1e3 / steps, lambda: by_hand.alone(xs))
+    trials[f"{NUMPY}, {TWO_THREADS}"] = timed(TIME, 1e3 / steps, lambda: by_hand.threads(xs))
     if (tensorflow := peers.tensorflow) is not None:
         for system, names, threads in (
             (TENSORFLOW_1, _ONE_CPU, 1),
