@@ -22,6 +22,7 @@ from asyncflow.compiler.order_effects import order_effects
 from asyncflow.compiler.place import place
 from asyncflow.compiler.plan import Plan
 from asyncflow.compiler.regions import make_regions
+from asyncflow.compiler.saved import find_saved
 from asyncflow.compiler.straight import find_straight
 from asyncflow.graph.verify import verify
 
@@ -98,6 +99,7 @@ def compile_plan(
         )
     order_effects(working)
     check(working)
+    saved = find_saved(working)
     placement = place(working, devices, costs, seed=placement_seed)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
     streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
@@ -124,6 +126,7 @@ def compile_plan(
         fetches=order,
         placement=placement,
         straight=find_straight(partitions, devices),
+        saved=saved,
     )
 
 

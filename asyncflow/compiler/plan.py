@@ -18,6 +18,7 @@ from asyncflow.compiler.estimate import estimate_region
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.kernels import is_small_spec
 from asyncflow.compiler.regions import REGION
+from asyncflow.compiler.saved import explain_saved
 from asyncflow.compiler.transfers import RECV, SEND, TO_HOST
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.enter import ENTER
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.estimate import RegionEstimate
     from asyncflow.compiler.place import Placement
     from asyncflow.compiler.regions import Region
+    from asyncflow.compiler.saved import Saved
     from asyncflow.compiler.straight import Straight
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.graph import Graph
@@ -289,6 +291,7 @@ class Plan:
         fetches: per fetch asked for, its position among the fetched values; None for a node, which has no value.
         placement: why each node is on its device.
         straight: the plan as one call, if it is that simple.
+        saved: what its loops save for their gradients.
     """
 
     graph: Graph
@@ -296,12 +299,19 @@ class Plan:
     fetches: list[int | None]
     placement: Placement
     straight: Straight | None = None
+    saved: tuple[Saved, ...] = ()
 
-    def explain(self, *, source: bool = False) -> str:
-        """What will run: per device the frames, and every node with its inputs; with `source`, regions' code.
+    def explain(self, *, source: bool = False, memory: bool = False) -> str:
+        """What will run: per device the frames, and every node with its inputs.
 
         With several devices, also why each node is where it is, and how many values go from device to device.
+
+        Args:
+            source: also the code of regions.
+            memory: only what loops save for their gradients: each value, its bytes an iteration, and who reads it.
         """
+        if memory:
+            return "\n".join(explain_saved(self.saved))
         lines = self._explain_transfers()
         for partition in self.partitions:
             lines.append(f"partition on {partition.device}: {len(partition.nodes)} nodes")

@@ -1,0 +1,170 @@
+"""Which values loops save for their gradients, how large they are, and what for: ``plan.explain(memory=True)``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
+from asyncflow.graph.captures import body_offset
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.shapes import is_static
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from asyncflow.errors import SourceLocation
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A value that a loop saves in each iteration.
+
+    Attributes:
+        loop: the loop's name.
+        location: where the loop was written.
+        value: the value's name.
+        spec: its dtype and shape.
+        readers: the forward nodes whose gradients read it.
+    """
+
+    loop: str
+    location: SourceLocation
+    value: str
+    spec: Spec
+    readers: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes an iteration; None where the shape is known only in a run, and 0 for what an inner loop has saved."""
+        if self.spec.dtype == VARIANT:
+            return 0
+        return _nbytes(self.spec)
+
+
+def find_saved(graph: Graph) -> tuple[Saved, ...]:
+    """Everything that loops of `graph` save, from the outermost loop inward."""
+    return tuple(_saved_in(graph, _Readers(graph)))
+
+
+def explain_saved(saved: Iterable[Saved]) -> list[str]:
+    """Lines for people: each loop, and what it saves."""
+    loops: dict[str, list[Saved]] = {}
+    for each in saved:
+        loops.setdefault(each.loop, []).append(each)
+    if not loops:
+        return ["no loop saves values for a gradient"]
+    lines = []
+    for loop, values in loops.items():
+        sizes = [value.nbytes for value in values]
+        known = sum(size for size in sizes if size is not None)
+        more = " and what is known only in a run" if None in sizes else ""
+        lines.append(f"loop {loop} ({values[0].location}) saves {known:,} bytes{more} an iteration for its gradient")
+        lines.extend(f"  {_line(value)}" for value in values)
+    return lines
+
+
+def _line(value: Saved) -> str:
+    if value.spec.dtype == VARIANT:
+        size = "the saved values or the array of an inner loop"
+    elif value.nbytes is None:
+        size = f"{value.spec}, of a size known only in a run"
+    else:
+        size = f"{value.spec}, {value.nbytes:,} bytes"
+    readers = ", ".join(value.readers)
+    return f"{value.value}: {size}; " + (f"for the gradient of {readers}" if readers else "not read in this run")
+
+
+def _nbytes(spec: Spec) -> int | None:
+    if spec.shape is None or not is_static(spec.shape):
+        return None
+    return prod(extent for extent in spec.shape if extent is not None) * spec.dtype.itemsize
+
+
+def _saved_in(graph: Graph, readers: _Readers) -> Iterator[Saved]:
+    for node in graph.nodes:
+        if node.op.name == "while":
+            body = node.attrs["body"]
+            for place, result in enumerate(body.results):
+                if result.node.op is SAVE:
+                    value = result.node.inputs[2]
+                    found = readers.of(node.outputs[place])
+                    yield Saved(node.name, node.location, value.node.name, value.spec, found)
+        for part in node.subgraphs:
+            yield from _saved_in(part, readers)
+
+
+class _Readers:
+    """Who reads the values of a store, through the bodies that it is passed into and the stores that keep it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._names: set[str] = set()
+        self._users: dict[Tensor, list[Node]] = {}
+        self._passed: dict[Tensor, list[Tensor]] = {}
+        self._note(graph)
+
+    def of(self, store: Tensor) -> tuple[str, ...]:
+        """The forward nodes whose gradients read what is in `store`."""
+        found: dict[str, None] = {}
+        seen: set[Tensor] = set()
+        open_ = [store]
+        while open_:
+            tensor = open_.pop()
+            if tensor in seen:
+                continue
+            seen.add(tensor)
+            open_ += self._passed.get(tensor, ())
+            for user in self._users.get(tensor, ()):
+                if user.op is READ_SAVED and user.inputs[0] is tensor:
+                    value = user.outputs[0]
+                    if value.dtype == VARIANT:
+                        open_.append(value)
+                    found.update(dict.fromkeys(self._forward(reader) for reader in self._uses(value)))
+                elif user.op is SAVE and user.inputs[2] is tensor:
+                    open_.append(user.outputs[0])
+        return tuple(sorted(found))
+
+    def _uses(self, value: Tensor) -> list[Node]:
+        """The nodes that look at a value, in inner bodies too; those that only pass it on are left out.
+
+        A branch looks at its predicate.
+        """
+        found = []
+        open_ = [value]
+        while open_:
+            tensor = open_.pop()
+            open_ += self._passed.get(tensor, ())
+            found += [
+                user
+                for user in self._users.get(tensor, ())
+                if user.op.name not in STRUCTURED or (user.op.name == "cond" and user.inputs[0] is tensor)
+            ]
+        return found
+
+    def _forward(self, reader: Node) -> str:
+        """The node that `reader` helps to differentiate: `gradients` names what it adds after it."""
+        scope = reader.name.rpartition("/")[0].rpartition("gradients/")[2]
+        name = scope
+        while name and name not in self._names:
+            name = name.rpartition("/")[0]
+        return name or scope
+
+    def _note(self, graph: Graph) -> None:
+        for node in graph.nodes:
+            self._names.add(node.name)
+            for tensor in node.inputs:
+                self._users.setdefault(tensor, []).append(node)
+            if node.op.name not in STRUCTURED:
+                continue
+            for part in node.subgraphs:
+                for inner, outer in zip(part.inputs, node.inputs[body_offset(node) :], strict=True):
+                    self._passed.setdefault(outer, []).append(inner)
+                self._note(part)
+                if part is node.attrs.get("body") or node.op.name == "cond":
+                    for result, output in zip(part.results, node.outputs, strict=True):
+                        self._passed.setdefault(result, []).append(output)

@@ -1,0 +1,70 @@
+"""What loops save for their gradients, as ``plan.explain(memory=True)`` tells it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import asyncflow as af
+from asyncflow.autodiff.gradients import gradients
+
+
+def _explained(fetches: object, *feeds: af.Tensor) -> list[str]:
+    plan = af.Session(feeds[0].graph).plan(fetches, feeds=feeds)
+    return plan.explain(memory=True).splitlines()
+
+
+def test_a_loop_lists_what_it_saves_with_bytes_and_readers() -> None:
+    with af.Graph():
+        x = af.placeholder("float32", (4, 3), name="x")
+        _, y = af.while_loop(lambda i, v: i < 5, lambda i, v: (i + 1, af.sin(v)), (0, x), name="loop")
+        slope = gradients(y, x)
+    heading, line = _explained(slope, x)
+    assert heading.startswith("loop loop (")
+    assert heading.endswith(f"{__file__.rpartition('/')[2]}:19) saves 48 bytes an iteration for its gradient")
+    assert line == "  loop/body/var_1: float32[4,3], 48 bytes; for the gradient of loop/body/sin"
+
+
+def test_uses_of_a_shape_alone_save_no_value() -> None:
+    with af.Graph():
+        x = af.placeholder("float64", (None,), name="x")
+        _, y = af.while_loop(lambda i, v: i < 5, lambda i, v: (i + 1, v + af.sum(v)), (0, x), name="loop")
+        slope = gradients(y, x)
+    heading, *lines = _explained(slope, x)
+    assert "saves 8 bytes an iteration" in heading
+    (line,) = lines
+    assert "loop/body/shape: int64[1], 8 bytes" in line
+
+
+def test_sizes_that_only_a_run_knows_are_said_to_be_so() -> None:
+    with af.Graph():
+        x = af.placeholder("float64", (None,), name="x")
+        _, y = af.while_loop(lambda i, v: i < 5, lambda i, v: (i + 1, v * v), (0, x), name="loop")
+        slope = gradients(y, x)
+    heading, line = _explained(slope, x)
+    assert "saves 0 bytes and what is known only in a run an iteration" in heading
+    assert "float64[?], of a size known only in a run; for the gradient of loop/body/multiply" in line
+
+
+def test_inner_loops_and_predicates_of_branches_are_told() -> None:
+    with af.Graph():
+        x = af.placeholder("float64", (3,), name="x")
+
+        def body(i: af.Tensor, v: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            _, w = af.while_loop(lambda j, w: j < 2, lambda j, w: (j + 1, af.sin(w)), (np.int32(0), v), name="inner")
+            return i + 1, af.cond(af.sum(w) > 0, lambda: w * v, lambda: af.cos(w), name="branch")
+
+        _, y = af.while_loop(lambda i, v: i < 3, body, (np.int32(0), x), name="loop")
+        slope = gradients(y, x)
+    lines = _explained(slope, x)
+    assert "  loop/body/greater: bool[], 1 bytes; for the gradient of loop/body/branch" in lines
+    stores = [line for line in lines if "the saved values or the array of an inner loop" in line]
+    assert len(stores) == 1
+    assert stores[0].endswith("for the gradient of loop/body/inner/body/sin")
+    assert any(line.startswith("loop loop/body/inner (") for line in lines)
+
+
+def test_without_gradients_nothing_is_saved() -> None:
+    with af.Graph():
+        x = af.placeholder("float64", (), name="x")
+        _, y = af.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, v * v), (0, x))
+    assert _explained(y, x) == ["no loop saves values for a gradient"]
