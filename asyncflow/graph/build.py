@@ -11,7 +11,7 @@ from asyncflow.errors import DTypeError, GraphError, brief, user_location
 from asyncflow.graph import builtin
 from asyncflow.graph.dtypes import VARIANT, as_dtype, is_supported, string
 from asyncflow.graph.frames import frame_of
-from asyncflow.graph.graph import Graph, current_graph
+from asyncflow.graph.graph import STRUCTURED, Graph, current_graph, encloses, reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.operators import Operators
 from asyncflow.graph.shapes import as_shape
@@ -238,11 +238,25 @@ def identity(x: TensorLike, *, name: str | None = None) -> Tensor:
 def group(*items: Tensor | Node, name: str | None = None) -> Node:
     """A node that has run when all `items` have."""
     graph = graph_for(*items)
+    before = [local for item in items if (local := awaited_node(item, graph)) is not None]
     node = graph.add_node(builtin.NO_OP, (), {}, (), name="group" if name is None else name)
-    before = (node.graph.import_control(item.node if isinstance(item, Tensor) else item) for item in items)
     # All at once: one by one, each would be looked for among those before it.
-    node.control_inputs = list(dict.fromkeys((*node.control_inputs, *(local for local in before if local is not None))))
+    node.control_inputs = list(dict.fromkeys((*node.control_inputs, *before)))
     return node
+
+
+def awaited_node(item: Tensor | Node, graph: Graph) -> Node | None:
+    """What nodes of `graph` wait for so that `item` is there; None if an enclosing branch or loop waits for it instead.
+
+    For a result of a branch or loop it is an identity of that result: of a structured node, only what is used is run.
+    """
+    if not isinstance(item, Tensor):
+        return graph.import_control(item)
+    if item.node.op.name in STRUCTURED and encloses(item.graph, graph):
+        with reopened(item.graph):  # outside the bodies around `graph`, which would capture it
+            item = identity(item)
+        item.node.device = item.node.colocated_with = None
+    return graph.import_control(item.node)
 
 
 def add_control_input(node: Node, before: Node) -> None:
@@ -259,6 +273,7 @@ __all__ = [
     "apply",
     "as_array",
     "as_tensor",
+    "awaited_node",
     "constant",
     "graph_for",
     "group",

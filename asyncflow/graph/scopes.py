@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import SupportsTensor, graph_for
+from asyncflow.graph.build import SupportsTensor, awaited_node, graph_for
 from asyncflow.graph.graph import is_name
 from asyncflow.graph.ir import Node, Tensor
 
@@ -85,6 +85,6 @@ def _local_controls(items: Sequence[Tensor | Node | SupportsTensor]) -> Iterator
             if not isinstance(item, SupportsTensor):
                 raise GraphError(f"control_dependencies: {item!r} is neither a tensor, a node nor a variable")
             item = item.__asyncflow_tensor__()
-        local = graph.import_control(item.node if isinstance(item, Tensor) else item)
+        local = awaited_node(item, graph)
         if local is not None:
             yield local

@@ -122,6 +122,39 @@ async def test_34_a_group_of_results_waits_for_all(run: Run, journal: Journal) -
     assert journal.entries[-1] == "after" and len(journal.values("step")) == 4 + 2
 
 
+@pytest.mark.parametrize("wait", ["group", "scope"])
+async def test_34_waiting_for_a_result_waits_for_what_makes_it(run: Run, journal: Journal, wait: str) -> None:
+    """CONFORMANCE 34: a loop variable and a branch's result that nothing reads are made all the same."""
+    with af.Graph(effects="unordered"):
+        after = af.group()
+        results = [
+            af.while_loop(lambda i, k: i < 2, lambda i, k: (i + 1, stepped(journal, k)), (0, 5))[1],
+            af.cond(True, lambda: stepped(journal, af.constant(8)), lambda: 0),
+        ]
+        if wait == "group":
+            after = af.group(*results)
+        else:
+            with af.control_dependencies(results):
+                after = af.group()
+    await run(after)
+    assert sorted(journal.values("step")) == [5, 6, 8]
+
+
+async def test_34_a_loop_result_named_in_a_body(run: Run, journal: Journal) -> None:
+    """CONFORMANCE 34: it is waited for outside, once, and all of what makes it has run before the first iteration."""
+    with af.Graph(effects="unordered"):
+        outer = af.while_loop(lambda i, k: i < 2, lambda i, k: (i + 1, stepped(journal, k)), (0, 5))[1]
+
+        def body(i: Any) -> Any:
+            with af.control_dependencies([outer]):
+                return stepped(journal, i)
+
+        (result,) = af.while_loop(lambda i: i < 2, body, (0,))
+    assert not any(node.name.startswith("capture") for node in result.node.attrs["body"].nodes)
+    assert await run(result) == 2
+    assert journal.values("step") == [5, 6, 0, 1]
+
+
 # -- 35: assigns -----------------------------------------------------------------------------------------------------
 
 
