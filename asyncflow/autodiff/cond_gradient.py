@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.gradient_body import GradientBody
-from asyncflow.autodiff.saved_values import new_store, no_gradient
+from asyncflow.autodiff.saved_values import new_store, no_gradient, store_node
 from asyncflow.autodiff.sweep import StructuredRule, Sweep
 from asyncflow.control.cond import add_cond
 from asyncflow.graph.build import constant
@@ -109,6 +109,8 @@ def _exported(node: Node, forward: Subgraph, tensor: Tensor) -> Tensor:
         with reopened(other):
             if tensor.dtype == VARIANT:
                 absent = new_store()
+                inside = store_node(tensor)
+                absent.node.colocated_with = None if inside is None else inside.name
             else:
                 absent = zeros((0,) * (tensor.ndim or 0), dtype=tensor.dtype)
         forward.results.append(tensor)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any, Literal
 
+from asyncflow.autodiff.dependencies import Dependencies
 from asyncflow.autodiff.structured import differentiate_structured
-from asyncflow.autodiff.sweep import Sweep
+from asyncflow.autodiff.sweep import Sweep, add_gradients
 from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
 from asyncflow.graph import nest
-from asyncflow.graph.build import SupportsTensor, as_tensor
-from asyncflow.graph.graph import current_graph
+from asyncflow.graph.build import SupportsTensor, as_tensor, graph_for
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Subgraph, encloses
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.ops.creation import ones
 from asyncflow.ops.derivatives import all as _rules
-from asyncflow.ops.derivatives.shapes import carries_gradient, shape_of, zeros_of
+from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, shape_of, zeros_of
 from asyncflow.state.variable import Variable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.graph import Graph
 
@@ -39,13 +45,16 @@ def gradients(
     gradients of gradients are gradients. It adds nodes to the graph; a loop built before may get more results, which
     keep values for its gradient, but those it has do not change. With several `ys`, what reaches an x is added up.
 
+    In the body of a branch or loop, `ys` and `xs` may also stand outside it. There, the loop variables of an iteration
+    are values of their own: what they have become of in earlier iterations is no part of the gradient.
+
     Args:
         ys: a tensor, or a nest of tensors, of floats or complex numbers; others have no gradient.
         xs: a tensor or `Variable`, or a nest of them. The gradient of a variable is that of all its reads.
-        grad_ys: what to multiply each y's derivatives by, in the same nest; ones if None.
+        grad_ys: what to multiply each y's derivatives by, in the same nest; ones if None, also for a part of it.
         stop_gradients: tensors that count as constants.
         unconnected: ``"none"`` gives None for an x on which no y depends, ``"zero"`` zeros. An x that only ops without
-            a derivative connect (such as `argmax`) has a gradient of zeros.
+            a derivative connect (such as `argmax`) has a gradient of zeros, and integers have None.
 
     Returns:
         The nest of `xs`, with a tensor of the same dtype and shape for each, or None.
@@ -68,80 +77,153 @@ def gradients(
         raise GraphError(f"unconnected is 'none' or 'zero'; got {unconnected!r}\n  written at {user_location()}")
     y_leaves, y_structure = nest.flatten(ys)
     x_leaves, x_structure = nest.flatten(xs)
-    targets = [_tensor(leaf, "ys") for leaf in y_leaves]
-    graph = current_graph() or next((y.graph.root for y in targets), None)
-    if graph is None:
+    if not y_leaves:
         raise GraphError(f"gradients: ys is empty; pass at least one tensor\n  written at {user_location()}")
-    with graph:
-        targets = [graph.import_tensor(y) for y in targets]
+    with graph_for(*y_leaves) as graph:
+        targets = [_located(graph, _tensor(leaf, "ys"), "ys") for leaf in y_leaves]
         sources = [
-            leaf if isinstance(leaf, Variable) else graph.import_tensor(_tensor(leaf, "xs")) for leaf in x_leaves
+            leaf if isinstance(leaf, Variable) else _located(graph, _tensor(leaf, "xs"), "xs") for leaf in x_leaves
         ]
-        given = [None] * len(targets) if grad_ys is None else nest.flatten_like(y_structure, grad_ys)
-        stopped = [graph.import_tensor(_tensor(leaf, "stop_gradients")) for leaf in nest.flatten(stop_gradients)[0]]
-        found = _Gradients(graph, targets, sources, stopped).find(given)
+        stopped = nest.flatten(stop_gradients)[0]
+        cut = [_located(graph, _tensor(leaf, "stop_gradients"), "stop_gradients") for leaf in stopped]
+        found = _Gradients(graph, targets, sources, cut).find(_given(y_structure, grad_ys))
         if unconnected == "zero":
             found = [_zeros(x) if grad is None else grad for x, grad in zip(sources, found, strict=True)]
         return x_structure.unflatten(found)
 
 
 def _tensor(leaf: Any, what: str) -> Tensor:
-    if isinstance(leaf, Tensor):
-        return leaf
-    if isinstance(leaf, SupportsTensor):
-        return leaf.__asyncflow_tensor__()
-    raise GraphError(f"gradients: {what} are tensors and variables; got {leaf!r}\n  written at {user_location()}")
+    tensor = leaf
+    if not isinstance(leaf, Tensor) and isinstance(leaf, SupportsTensor):
+        tensor = leaf.__asyncflow_tensor__()
+    if not isinstance(tensor, Tensor):
+        raise GraphError(f"gradients: {what} are tensors and variables; got {leaf!r}\n  written at {user_location()}")
+    if tensor.dtype == VARIANT and what != "stop_gradients":
+        raise GraphError(
+            f"gradients: {what} are tensors and variables; {tensor!r} is a TensorArray: use what is read from it or "
+            f"written to it\n  written at {user_location()}"
+        )
+    return tensor
+
+
+def _located(graph: Graph, tensor: Tensor, what: str) -> Tensor:
+    """`tensor`, which belongs to `graph` or one around it, or as `graph` sees it."""
+    if encloses(tensor.graph, graph):
+        return tensor
+    try:
+        return graph.import_tensor(tensor)
+    except GraphError as error:
+        advice = (
+            "; or, to differentiate by what a loop starts with, pass that; or call gradients inside the function"
+            if what == "xs" and tensor.graph.root is graph.root
+            else ""
+        )
+        raise GraphError(f"gradients: {what}: {error}{advice}\n  written at {user_location()}") from None
+
+
+def _given(structure: nest.Structure, grad_ys: Any) -> list[TensorLike | None]:
+    if grad_ys is None:
+        return [None] * structure.size
+    try:
+        return nest.flatten_like(structure, grad_ys, nested_leaves=True)
+    except nest.StructureMismatch as error:
+        raise GraphError(
+            f"gradients: grad_ys has one gradient for each of ys, in the same nest: {error}"
+            f"\n  written at {user_location()}"
+        ) from None
 
 
 def _zeros(x: Tensor | Variable) -> Tensor | None:
-    if isinstance(x, Variable):
-        x = x.read()
-    return zeros_of(x) if x.dtype.kind in "fc" else None
+    return zeros_of(x.read() if isinstance(x, Variable) else x) if carries_gradient(x.spec) else None
 
 
 class _Gradients:
+    """Sweeps over the graph that is being built, and if that is a body, over those around it, as it captures them.
+
+    Args:
+        graph: the one that is being built.
+        targets: to be differentiated; in `graph` or around it.
+        sources: by these.
+        stopped: what counts as a constant.
+    """
+
     def __init__(
         self, graph: Graph, targets: list[Tensor], sources: list[Tensor | Variable], stopped: list[Tensor]
     ) -> None:
         self.targets = targets
         self.sources = sources
-        tensors = [x for x in sources if isinstance(x, Tensor)]
+        self.stopped = stopped
+        self.graphs = _graphs_around(graph)
+        self.sweeps: dict[Graph, Sweep] = {}
         variables = [x for x in sources if isinstance(x, Variable)]
-        self.sweep = Sweep(graph, tensors, variables, stopped, differentiate_structured)
+        for level in self.graphs:
+            wanted = [x for x in sources if isinstance(x, Tensor) and x.graph is level]
+            wanted += [inner for outer, inner in _captures(level) if outer in self.sweeps[outer.graph].connected]
+            self.sweeps[level] = Sweep(level, wanted, variables, stopped, differentiate_structured)
 
     def find(self, given: list[TensorLike | None]) -> list[Tensor | None]:
         """The gradient of each source."""
         for y, grad in zip(self.targets, given, strict=True):
             if carries_gradient(y.spec):
-                self.sweep.give(y, _seed(y, grad))
-        self.sweep.run({})
-        return [self._of(x) for x in self.sources]
-
-    def _of(self, x: Tensor | Variable) -> Tensor | None:
-        connected = self.sweep.connected
-        if isinstance(x, Variable):
-            bit = self.sweep.bits[x.serial]
-            found = self.sweep.gradient_of_variable(x)
-            if found is None and any(connected.get(y, 0) & bit for y in self.targets if carries_gradient(y.spec)):
-                found = _zeros(x)
-            return found
-        if not carries_gradient(x.spec):
-            return None
-        found = self.sweep.gradient(x)
-        if found is None and self._reaches(x):
-            found = zeros_of(x)
+                self.sweeps[y.graph].give(y, _seed(y, grad))
+        for level in reversed(self.graphs):
+            sweep = self.sweeps[level]
+            sweep.run({})
+            for outer, inner in _captures(level):
+                reached = sweep.gradient(inner) if inner in sweep.wanted else None
+                if reached is not None:
+                    self.sweeps[outer.graph].give(outer, reached)
+        found = [self._found(x) for x in self.sources]
+        if any(grad is None for grad in found):
+            connected = self._connected()
+            for place, x in enumerate(self.sources):
+                if found[place] is None and connected >> place & 1:
+                    found[place] = _zeros(x)
         return found
 
-    def _reaches(self, x: Tensor) -> bool:
-        """Whether a y depends on `x`, though nothing flows back to it."""
-        depends = self.sweep.dependencies.of(x.graph, {x: 1})
-        return any(depends.get(y, 0) & 1 for y in self.targets if carries_gradient(y.spec))
+    def _found(self, x: Tensor | Variable) -> Tensor | None:
+        if isinstance(x, Tensor):
+            return self.sweeps[x.graph].gradient(x)
+        grads = [sweep.gradient_of_variable(x) for sweep in self.sweeps.values()]
+        found = [grad for grad in grads if grad is not None]
+        return reduce(add_gradients, found) if found else None
+
+    def _connected(self) -> int:
+        """The places of the sources that a target depends on, though nothing may flow back to them, as bits."""
+        bits: dict[Tensor, int] = {}
+        variables: dict[int, int] = {}
+        for place, x in enumerate(self.sources):
+            if isinstance(x, Variable):
+                variables[x.serial] = variables.get(x.serial, 0) | 1 << place
+            else:
+                bits[x] = bits.get(x, 0) | 1 << place
+        dependencies = Dependencies(variables)
+        for level in self.graphs:
+            known = {x: mask for x, mask in bits.items() if x.graph is level}
+            for outer, inner in _captures(level):
+                known[inner] = known.get(inner, 0) | bits.get(outer, 0)
+            bits.update(dependencies.of(level, known, self.stopped))
+        return reduce(or_, (bits.get(y, 0) for y in self.targets if carries_gradient(y.spec)), 0)
+
+
+def _graphs_around(graph: Graph) -> list[Graph]:
+    """`graph` and those around it, the outermost first."""
+    found = [graph]
+    while found[-1].parent is not None:
+        found.append(found[-1].parent)
+    return found[::-1]
+
+
+def _captures(graph: Graph) -> Sequence[tuple[Tensor, Tensor]]:
+    """The outer and inner tensors of a body's captures."""
+    return tuple(graph.captures.items()) if isinstance(graph, Subgraph) else ()
 
 
 def _seed(y: Tensor, given: TensorLike | None) -> Tensor:
+    """What reaches `y` from outside, in the current graph."""
     if given is None:
         return ones(shape_of(y), dtype=y.dtype)
-    grad = as_tensor(given, y.dtype) if not isinstance(given, Tensor) else given
+    grad = as_tensor(given) if isinstance(given, Tensor | SupportsTensor) else as_tensor(given, y.dtype)
     if grad.dtype != y.dtype:
         raise DTypeError(f"the grad_y of {y!r} is {grad!r}; they have one dtype\n  written at {user_location()}")
     if not is_compatible(grad.shape, y.shape):
@@ -149,4 +231,4 @@ def _seed(y: Tensor, given: TensorLike | None) -> Tensor:
             f"the grad_y of {y!r} has shape {format_shape(grad.shape)}; it has that of its y"
             f"\n  written at {user_location()}"
         )
-    return y.graph.import_tensor(grad)
+    return ensure_shape(grad, y.shape)

@@ -9,12 +9,15 @@ from __future__ import annotations
 from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
+from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT, differentiate_custom
 from asyncflow.autodiff.dependencies import Dependencies
 from asyncflow.autodiff.saved_values import merge_gradients
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, user_location
+from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import STRUCTURED, current_graph
 from asyncflow.graph.op import derivative_of, why_not_differentiable
+from asyncflow.graph.scopes import device
 from asyncflow.ops.derivatives.scatter import sum_of_gradients
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.elementwise import add
@@ -56,11 +59,13 @@ class Sweep:
     ) -> None:
         self.nodes = tuple(source.nodes)  # those of the gradients may join the same graph
         self.wanted = frozenset(wanted)
+        self.stopped = frozenset(stopped)
         self.variables = {variable.serial: variable for variable in variables}
         self.bits = {serial: 1 << place for place, serial in enumerate(self.variables, start=1)}
         self.dependencies = Dependencies(self.bits)
         self.connected = self.dependencies.of(source, dict.fromkeys(wanted, 1), stopped)
         self._structured = structured
+        self._location = user_location()
         self._grads: dict[Tensor, list[Tensor]] = {}
         self._of_variables: dict[int, list[Tensor]] = {}
 
@@ -69,7 +74,7 @@ class Sweep:
         for tensor, grad in seeds.items():
             self.give(tensor, grad)
         for node in reversed(self.nodes):
-            if any(tensor in self._grads for tensor in node.outputs):
+            if any(tensor in self._grads and tensor not in self.stopped for tensor in node.outputs):
                 self._step(node)
 
     def give(self, tensor: Tensor, grad: Tensor) -> None:
@@ -87,7 +92,10 @@ class Sweep:
         if not grads:
             return None
         if len(grads) > 1:
-            grads[:] = [_sum(grads)]
+            # Beside the value; what stands for a value from elsewhere has no place of its own.
+            maker = grads[0].node if tensor.node.op is PARAMETER else tensor.node
+            with device(maker.device):
+                grads[:] = [_sum(grads)]
         return grads[0]
 
     def gradient_of_variable(self, variable: Variable) -> Tensor | None:
@@ -104,16 +112,21 @@ class Sweep:
         return variable.serial in self._of_variables
 
     def _step(self, node: Node) -> None:
-        grads = [self.gradient(tensor) for tensor in node.outputs]
         graph = current_graph()
         assert graph is not None
-        saved = graph.name_scope, graph.device
+        saved, n_nodes, first = graph.name_scope, len(graph.nodes), graph.root.version
         # An error in a run names the node that is differentiated, and its gradient asks for the same device.
-        graph.name_scope, graph.device = f"{saved[0]}gradients/{node.name}/", node.device
+        graph.name_scope = f"{saved}gradients/{node.name}/"
         try:
-            reached = self._derivative(node, grads)
+            with device(node.device):
+                grads = [None if tensor in self.stopped else self.gradient(tensor) for tensor in node.outputs]
+                reached = self._derivative(node, grads)
         finally:
-            graph.name_scope, graph.device = saved
+            graph.name_scope = saved
+        for made in graph.nodes[n_nodes:]:
+            # The error also gives the user's line of that node, but for what a user's own gradient has built.
+            if made.id >= first and made.location == self._location:
+                made.location = node.location
         for tensor, grad in zip(node.inputs, reached, strict=True):
             if grad is not None:
                 self.give(tensor, grad)
@@ -121,6 +134,8 @@ class Sweep:
     def _derivative(self, node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         if node.op.name in STRUCTURED:
             return self._structured(node, grads, self)
+        if node.op is CUSTOM_GRADIENT:
+            return differentiate_custom(node, grads, self.connected, self.variables)
         if node.op.name == "variable_read":
             serial = node.attrs["variable"].serial
             if serial in self.variables and grads[0] is not None:
@@ -144,6 +159,7 @@ def _sum(grads: Sequence[Tensor]) -> Tensor:
     return reduce(merge_gradients, grads) if grads[0].dtype == VARIANT else sum_of_gradients(grads)
 
 
-def add_gradients(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of two gradients of one value."""
-    return merge_gradients(a, b) if a.dtype == VARIANT else add(a, b)
+def add_gradients(total: Tensor, grad: Tensor) -> Tensor:
+    """The sum of two gradients of one value, on the device of the second."""
+    with device(grad.node.device):
+        return merge_gradients(total, grad) if total.dtype == VARIANT else add(total, grad)

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.autodiff.gradient_body import GradientBody
-from asyncflow.autodiff.saved_values import new_store, no_gradient, save, saved_value
+from asyncflow.autodiff.saved_values import new_store, no_gradient, save, saved_value, store_node
 from asyncflow.autodiff.sweep import StructuredRule, Sweep, add_gradients
 from asyncflow.control.while_loop import add_loop
 from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.captures import add_variable
 from asyncflow.graph.dtypes import VARIANT, int64
-from asyncflow.graph.graph import Graph, Subgraph, current_graph, reopened
+from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph, current_graph, reopened
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.scopes import colocate_with, device
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, zeros_of
@@ -249,9 +250,10 @@ class _Kept:
             return body.import_tensor(capture)
         if self.is_cheap(body, tensor):
             return self.computed_again(body, tensor)
-        store = body.import_tensor(self.store(tensor))
-        with body:
-            return saved_value(store, self.indexes[body], tensor.spec)
+        store = self.store(tensor)
+        inner = body.import_tensor(store)
+        with body, device(None), colocate_with(_home(store)):
+            return saved_value(inner, self.indexes[body], tensor.spec)
 
     def captured(self, tensor: Tensor) -> Tensor | None:
         """The value outside that a body's input stands for; None for anything else."""
@@ -278,19 +280,31 @@ class _Kept:
 
     def computed_again(self, body: GradientBody, tensor: Tensor) -> Tensor:
         node = tensor.node
-        with body:
+        with body, device(node.device):
             inputs = [body.import_tensor(each) for each in node.inputs]
             specs = node.outputs[0].spec if node.single else tuple(output.spec for output in node.outputs)
             again = body.add_node(node.op, inputs, node.attrs, specs, location=node.location)
         return again.outputs[tensor.index]
 
     def store(self, tensor: Tensor) -> Tensor:
-        """The result of the forward loop that holds a value of each iteration."""
+        """The result of the forward loop that holds a value of each iteration: a store beside what makes the value."""
         if tensor not in self.stores:
-            inner, self.stores[tensor] = self._add_variable(new_store)
-            with reopened(self.forward):
+            inner, store = self._add_variable(new_store)
+            self.stores[tensor] = store
+            home = _home(store)
+            if (inside := store_node(tensor)) is not None:
+                home.colocated_with = inside.name
+            with reopened(self.forward), device(self.request(tensor)), colocate_with(home):
                 self.forward.results.append(save(inner, self.number(), tensor))
         return self.stores[tensor]
+
+    def request(self, tensor: Tensor) -> str | None:
+        """The device asked for by the node that makes a value of the forward body, or the next of a loop variable."""
+        for variable, result in zip(self.forward.inputs, self.forward.results, strict=False):
+            if variable is tensor:
+                tensor = result
+        # What is asked for a branch or loop is not asked for what it gives.
+        return None if tensor.node.op.name in STRUCTURED else tensor.node.device
 
     def _add_variable(self, make: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """A loop variable more, with its initial value in front of the loop."""
@@ -309,6 +323,12 @@ class _Kept:
         finally:
             for part in self.node.subgraphs:
                 part.closed = True
+
+
+def _home(store: Tensor) -> Node:
+    node = store_node(store)
+    assert node is not None
+    return node
 
 
 def _is_constant(tensor: Tensor) -> bool:

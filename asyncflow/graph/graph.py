@@ -307,14 +307,14 @@ def reopened(graph: Graph) -> Iterator[Graph]:
     What is added belongs to no scope: neither its names nor its devices and control edges come from where `graph` was
     built.
     """
-    saved = graph.closed, graph.name_scope, graph.controls
-    graph.closed, graph.controls = False, ()
+    saved = graph.closed, graph.name_scope, graph.controls, graph.device, graph.colocated_with
+    graph.closed, graph.controls, graph.device, graph.colocated_with = False, (), None, None
     graph.name_scope = f"{graph.label}/" if isinstance(graph, Subgraph) else ""
     try:
         with graph:
             yield graph
     finally:
-        graph.closed, graph.name_scope, graph.controls = saved
+        graph.closed, graph.name_scope, graph.controls, graph.device, graph.colocated_with = saved
 
 
 def node_effects(node: Node) -> Effects:

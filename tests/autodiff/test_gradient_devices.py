@@ -1,0 +1,92 @@
+"""Where gradients run: beside what they differentiate, with saved values where they were made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import asyncflow as af
+from asyncflow.autodiff.gradients import gradients
+from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
+from asyncflow.compiler.transfers import SEND
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.testing import virtual_clock
+
+if TYPE_CHECKING:
+    from asyncflow.compiler.plan import Plan
+
+
+def _plan(fetches: object) -> Plan:
+    with virtual_clock("2 x v100, nvlink2") as clock:
+
+        async def main() -> Plan:
+            async with af.Session() as session:
+                return session.plan(fetches)
+
+        return clock.run(main())
+
+
+def _two_layers() -> list[af.Tensor]:
+    """The gradients of the weights of two layers, one on each device, that a loop applies."""
+    weights = []
+    for index in range(2):
+        with af.device(f"sim:{index}"):
+            weights.append(af.constant(np.eye(64, dtype=np.float32)))
+
+    def body(i: af.Tensor, x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        for index, weight in enumerate(weights):
+            with af.device(f"sim:{index}"):
+                x = af.tanh(x @ weight)
+        return i + 1, x
+
+    start = af.constant(np.ones((64, 64), np.float32))
+    _, x = af.while_loop(lambda i, x: i < 3, body, (np.int32(0), start))
+    found: list[af.Tensor] = gradients(af.sum(x), weights)
+    return found
+
+
+def test_values_are_saved_and_read_where_they_are_made() -> None:
+    with af.Graph():
+        plan = _plan(_two_layers())
+    kept = {op: set() for op in (NEW_STORE, SAVE, READ_SAVED)}
+    for partition in plan.partitions:
+        for node in partition.nodes:
+            if node.source.op in kept:
+                kept[node.source.op].add(partition.device)
+            if node.source.op is SEND:
+                assert node.source.inputs[0].dtype != VARIANT
+    assert kept == dict.fromkeys(kept, {"sim:0", "sim:1"})
+
+
+def test_each_layer_is_differentiated_on_its_device() -> None:
+    with af.Graph():
+        plan = _plan(_two_layers())
+    for partition in plan.partitions:
+        layers = {
+            node.name.rpartition("gradients/while/body/")[2].partition("/")[0]
+            for node in partition.nodes
+            if node.source.op.name == "matmul" and "gradients/" in node.name
+        }
+        assert layers == ({"matmul"} if partition.device == "sim:0" else {"matmul_1"})
+
+
+def test_stores_of_inner_loops_stay_with_those_that_keep_them() -> None:
+    with af.Graph():
+        x = af.constant(np.ones((64, 64), np.float32))
+
+        def outer(i: af.Tensor, v: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            def inner(j: af.Tensor, w: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+                with af.device("sim:1"):
+                    return j + 1, af.sin(w)
+
+            _, w = af.while_loop(lambda j, w: j < 2, inner, (np.int32(0), v))
+            with af.device("sim:0"):
+                return i + 1, af.cos(w)
+
+        with af.device("sim:0"):
+            _, y = af.while_loop(lambda i, v: i < 3, outer, (np.int32(0), x))
+        plan = _plan(gradients(y, x))
+    sent = [node.source.inputs[0] for part in plan.partitions for node in part.nodes if node.source.op is SEND]
+    assert sent
+    assert all(tensor.dtype != VARIANT for tensor in sent)
