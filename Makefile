@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml
 
 setup: $(STAMP) ## Make the virtual environment .venv with the package and all tools
 
-demo: $(STAMP) ## Run the main job: PageRank of the standard library's import graph, with its timeline
-	$(BIN)/python examples/pagerank.py --output demo-out
+demo: $(STAMP) ## Run the main job: an LSTM learns to write from the documentation of Python, with its timeline
+	$(BIN)/python examples/character_lstm.py --output demo-out
 
 test: $(STAMP) ## Run the test suite
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) $(PYTEST_ARGS)

@@ -1,6 +1,7 @@
 """asyncflow: dataflow graphs with data-dependent control flow, awaited from async Python.
 
-Everything public is here, in `asyncflow.random` (seeded random ops), `asyncflow.raw` (the control-flow primitives) and
+Everything public is here, in `asyncflow.nn` (recurrent cells, loops over sequences, losses), `asyncflow.optim`
+(training steps), `asyncflow.random` (seeded random ops), `asyncflow.raw` (the control-flow primitives) and
 `asyncflow.profiler` (timelines of traced runs).
 """
 
@@ -8,7 +9,10 @@ from __future__ import annotations
 
 import math as _math
 
-from asyncflow import profiler, raw
+from asyncflow import nn, optim, profiler, raw
+from asyncflow.autodiff.custom_gradient import custom_gradient
+from asyncflow.autodiff.gradients import gradients
+from asyncflow.autodiff.stop_gradient import stop_gradient
 from asyncflow.control.case import case, switch_case
 from asyncflow.control.cond import cond
 from asyncflow.control.functional import foldl, foldr, map_fn, scan
@@ -189,6 +193,7 @@ from asyncflow.runtime.loop import run
 from asyncflow.runtime.prepared import Prepared
 from asyncflow.runtime.session import Session, SessionStatistics
 from asyncflow.runtime.trace import Trace
+from asyncflow.runtime.value_and_grad import value_and_grad
 from asyncflow.state.containers import reset_container
 from asyncflow.state.variable import Variable
 
@@ -272,6 +277,7 @@ __all__ = [
     "count_nonzero",
     "cumulative_prod",
     "cumulative_sum",
+    "custom_gradient",
     "device",
     "diff",
     "divide",
@@ -300,6 +306,7 @@ __all__ = [
     "function",
     "gather",
     "gelu",
+    "gradients",
     "greater",
     "greater_equal",
     "group",
@@ -349,12 +356,14 @@ __all__ = [
     "negative",
     "newaxis",
     "nextafter",
+    "nn",
     "nonzero",
     "not_equal",
     "one_hot",
     "ones",
     "ones_like",
     "op",
+    "optim",
     "parse_graph",
     "permute_dims",
     "pi",
@@ -400,6 +409,7 @@ __all__ = [
     "squeeze",
     "stack",
     "std",
+    "stop_gradient",
     "string",
     "subtract",
     "sum",
@@ -422,6 +432,7 @@ __all__ = [
     "unique_inverse",
     "unique_values",
     "unstack",
+    "value_and_grad",
     "var",
     "vecdot",
     "verify",

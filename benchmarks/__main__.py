@@ -15,15 +15,20 @@ from benchmarks import (
     dependency_patterns,
     distributed_loop,
     dynamic_lstm,
+    dynamic_unrolling,
     graph_size,
     import_time,
     loop_gap,
     loop_overhead,
+    lstm_training,
     memory,
     nested_loop,
     parallel_iterations,
+    ragged_training,
     run_latency,
     stacked_lstm,
+    stacked_lstm_training,
+    training_memory,
     two_device_loop,
     white_paper_pipelines,
 )
@@ -60,6 +65,11 @@ WORKLOADS: dict[str, Workload] = {
     "distributed_loop": distributed_loop.measure,
     "parallel_iterations": parallel_iterations.measure,
     "white_paper_pipelines": white_paper_pipelines.measure,
+    "lstm_training": lstm_training.measure,
+    "ragged_training": ragged_training.measure,
+    "training_memory": training_memory.measure,
+    "dynamic_unrolling": dynamic_unrolling.measure,
+    "stacked_lstm_training": stacked_lstm_training.measure,
 }
 
 PICTURES: dict[str, Callable[[Sequence[Result], Path], list[Path]]] = {
@@ -69,6 +79,8 @@ PICTURES: dict[str, Callable[[Sequence[Result], Path], list[Path]]] = {
     "distributed_loop": distributed_loop.draw,
     "parallel_iterations": parallel_iterations.draw,
     "white_paper_pipelines": white_paper_pipelines.draw,
+    "dynamic_unrolling": dynamic_unrolling.draw,
+    "stacked_lstm_training": stacked_lstm_training.draw,
 }
 """What draws the workload's results, and its timelines, into a folder."""
 

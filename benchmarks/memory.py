@@ -28,14 +28,14 @@ PROCESS = Figure("peak of the process", "MiB")
 SHAPE = (512, 512)
 SCALE, OFFSET = np.float32(0.5), np.float32(1.0)
 _RESET_PEAK = Path("/proc/self/clear_refs")
-_CAN_MEASURE = _RESET_PEAK.exists()
+CAN_MEASURE = _RESET_PEAK.exists()
 
 
 async def measure(
     peers: Peers = NO_PEERS, *, repeats: int = 2, iterations: Sequence[int] = (100, 2_000)
 ) -> list[Result]:
     """MiB that the first run of the loop adds at its peak to the process, and those of the whole process."""
-    if not _CAN_MEASURE:
+    if not CAN_MEASURE:
         return []
     systems = [ASYNCFLOW, NUMPY]
     if peers.tensorflow is not None:
@@ -60,11 +60,17 @@ def _trial(system: str, iterations: int) -> Trial:
 
 def _main(system: str, iterations: int) -> None:
     work = {ASYNCFLOW: _asyncflow, NUMPY: _numpy, TENSORFLOW_1: _tensorflow, TORCH: _torch}[system]()
+    added, peak, answer = peak_of(lambda: work(iterations))
+    print(json.dumps([added, peak, float(answer[0, 0])]))
+
+
+def peak_of(work: Callable[[], Any]) -> tuple[float, float, Any]:
+    """What `work` adds to this process at its peak and the process's peak, in MiB; and what `work` gives."""
     before = _resident("VmRSS")
     _RESET_PEAK.write_text("5", encoding="ascii")
-    answer = work(iterations)
+    answer = work()
     peak = _resident("VmHWM")
-    print(json.dumps([max(peak - before, 0.0), peak, float(answer[0, 0])]))
+    return max(peak - before, 0.0), peak, answer
 
 
 def _resident(field: str) -> float:

@@ -9,12 +9,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asyncflow.autodiff.gradient_body import GradientBody
-from asyncflow.autodiff.saved_values import new_store, no_gradient, store_node
+from asyncflow.autodiff.gradient_body import GradientBody, is_constant, zeros_if_none
+from asyncflow.autodiff.saved_values import new_store, store_node
 from asyncflow.autodiff.sweep import StructuredRule, Sweep
 from asyncflow.control.cond import add_cond
 from asyncflow.graph.build import constant
-from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.captures import add_output, body_offset
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import current_graph, reopened
@@ -22,14 +21,13 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import is_subshape, relax
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import zeros
-from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, zeros_of
+from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node
-    from asyncflow.state.variable import Variable
 
 
 def differentiate_cond(
@@ -54,8 +52,8 @@ def differentiate_cond(
         with branch:
             inner = Sweep(forward, [forward.inputs[place] for place in wanted], variables, (), structured)
             for result, grad in zip(forward.results[:n_results], grads, strict=True):
-                if grad is not None:
-                    inner.give(result, branch.import_tensor(grad))
+                if grad is not None and result in inner.connected:
+                    inner.give(result, ensure_shape(branch.import_tensor(grad), result.shape))
             inner.run({})
         branches.append(branch)
         sweeps.append(inner)
@@ -65,35 +63,33 @@ def differentiate_cond(
         if any(inner.reaches(body.inputs[place]) for inner, body in zip(sweeps, node.subgraphs, strict=True))
     ]
     read = [variable for variable in variables if any(inner.reaches_variable(variable) for inner in sweeps)]
+    found: list[Tensor | None] = [None] * len(node.inputs)
+    if not reached and not read:
+        return found
     for branch, inner, forward in zip(branches, sweeps, node.subgraphs, strict=True):
         with branch:
-            branch.results += [_or_zeros(inner.gradient(x), x) for x in (forward.inputs[place] for place in reached)]
-            branch.results += [_or_zeros(inner.gradient_of_variable(variable), variable) for variable in read]
+            branch.results += [
+                zeros_if_none(inner.gradient(x), x) for x in (forward.inputs[place] for place in reached)
+            ]
+            branch.results += [zeros_if_none(inner.gradient_of_variable(variable), variable) for variable in read]
     outputs = add_cond(predicate, branches, label).outputs
     for variable, output in zip(read, outputs[len(reached) :], strict=True):
         sweep.give_variable(variable.serial, output)
-    found: list[Tensor | None] = [None] * len(node.inputs)
     for place, output in zip(reached, outputs, strict=False):
         found[offset + place] = ensure_shape(output, node.inputs[offset + place].shape)
     return found
 
 
-def _or_zeros(grad: Tensor | None, x: Tensor | Variable) -> Tensor:
-    if grad is not None:
-        return grad
-    if x.spec.dtype == VARIANT:
-        return no_gradient()
-    return zeros_of(x if isinstance(x, Tensor) else x.read())
-
-
 def _restore(node: Node, body: GradientBody, tensor: Tensor) -> Tensor:
     """A value of a forward branch."""
-    if tensor.node.op is CONSTANT and not tensor.node.control_inputs:
+    if is_constant(tensor):
         with body:
             return constant(tensor.node.attrs["value"])
-    for inner, outer in zip(body.forward.inputs, node.inputs[body_offset(node) :], strict=True):
-        if inner is tensor:
-            return body.import_tensor(outer)
+    captured = dict(zip(body.forward.inputs, node.inputs[body_offset(node) :], strict=True))
+    if tensor in captured:
+        return body.import_tensor(captured[tensor])
+    if body.is_cheap(tensor, lambda each: each in captured or each in _exports(node)):
+        return body.computed_again(tensor)
     restored = body.import_tensor(_exported(node, body.forward, tensor))
     if is_subshape(restored.shape, tensor.shape):
         return restored
@@ -101,9 +97,15 @@ def _restore(node: Node, body: GradientBody, tensor: Tensor) -> Tensor:
         return ensure_shape(restored, tensor.shape)
 
 
+def _exports(node: Node) -> dict[Tensor, Tensor]:
+    """The outputs of the forward `cond` that show values of its branches."""
+    exports: dict[Tensor, Tensor] = node.graph.root.kept_for_gradients.setdefault(node, {})
+    return exports
+
+
 def _exported(node: Node, forward: Subgraph, tensor: Tensor) -> Tensor:
     """The output of the forward `cond` that shows a value of one of its branches."""
-    exported: dict[Tensor, Tensor] = node.graph.root.kept_for_gradients.setdefault(node, {})
+    exported = _exports(node)
     if tensor not in exported:
         (other,) = (branch for branch in node.subgraphs if branch is not forward)
         with reopened(other):

@@ -71,12 +71,11 @@ class Dependencies:
         return [_union(given, mask) | inside for mask, inside in zip(inputs, variables, strict=True)]
 
     def _summary(self, node: Node) -> tuple[list[int], list[int]]:
-        # A body may grow while gradients are taken; what is added to it carries no gradient.
-        if node not in self._outputs:
-            self._outputs[node] = self._of_while(node) if node.op.name == "while" else self._of_cond(node)
-        inputs, variables = self._outputs[node]
-        missing = [0] * (len(node.outputs) - len(inputs))
-        return inputs + missing, variables + missing
+        found = self._outputs.get(node)
+        # A branch or loop gets more outputs when gradients are taken, and a loop more inputs in front of its captures.
+        if found is None or len(found[0]) != len(node.outputs):
+            found = self._outputs[node] = self._of_while(node) if node.op.name == "while" else self._of_cond(node)
+        return found
 
     def _of_results(self, node: Node, body: Graph, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[int]:
         """The node's inputs, and above them the variables, that each result of a body depends on."""

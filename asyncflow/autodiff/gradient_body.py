@@ -4,12 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncflow.autodiff.saved_values import no_gradient
+from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.scopes import device
+from asyncflow.ops.derivatives.shapes import zeros_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asyncflow.graph.ir import Tensor
+    from asyncflow.state.variable import Variable
+
+_CHEAP = frozenset(
+    {
+        "astype",
+        "broadcast_to",
+        "ensure_shape",
+        "expand_dims",
+        "getitem",
+        "identity",
+        "matrix_transpose",
+        "permute_dims",
+        "rank",
+        "reshape",
+        "shape",
+        "size",
+        "squeeze",
+    }
+)
+"""Ops that cost next to nothing, most of them as they only look at their input in another way."""
 
 
 class GradientBody(Subgraph):
@@ -43,3 +68,40 @@ class GradientBody(Subgraph):
     def has_restored(self, tensor: Tensor) -> bool:
         """Whether a value of the forward body is here already."""
         return tensor in self._restored
+
+    def restored(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The values of the forward body that are here, and what they are here."""
+        return tuple(self._restored.items())
+
+    def computed_again(self, tensor: Tensor) -> Tensor:
+        """A value of the forward body, computed here from what its node uses."""
+        node = tensor.node
+        with self, device(node.device):
+            inputs = [self.import_tensor(each) for each in node.inputs]
+            specs = node.outputs[0].spec if node.single else tuple(output.spec for output in node.outputs)
+            again = self.add_node(node.op, inputs, node.attrs, specs, location=node.location)
+        return again.outputs[tensor.index]
+
+    def is_cheap(self, tensor: Tensor, is_there: Callable[[Tensor], bool]) -> bool:
+        """Whether a value is computed again from what is there, rather than kept."""
+        node = tensor.node
+        if node.op.name not in _CHEAP or node.control_inputs:
+            return False
+        return all(
+            is_constant(each) or self.has_restored(each) or is_there(each) or self.is_cheap(each, is_there)
+            for each in node.inputs
+        )
+
+
+def is_constant(tensor: Tensor) -> bool:
+    """Whether a value is known while the graph is built."""
+    return tensor.node.op is CONSTANT and not tensor.node.control_inputs
+
+
+def zeros_if_none(grad: Tensor | None, x: Tensor | Variable) -> Tensor:
+    """The gradient of `x`: zeros if nothing has reached it."""
+    if grad is not None:
+        return grad
+    if x.spec.dtype == VARIANT:
+        return no_gradient()
+    return zeros_of(x if isinstance(x, Tensor) else x.read())

@@ -7,13 +7,14 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncflow.autodiff.dependencies import Dependencies
+from asyncflow.autodiff.gradient_body import GradientBody
 from asyncflow.autodiff.structured import differentiate_structured
 from asyncflow.autodiff.sweep import Sweep, add_gradients
 from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import Subgraph, encloses
+from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.ops.creation import ones
@@ -80,19 +81,17 @@ def gradients(
     if not y_leaves:
         raise GraphError(f"gradients: ys is empty; pass at least one tensor\n  written at {user_location()}")
     with graph_for(*y_leaves) as graph:
-        targets = [_located(graph, _tensor(leaf, "ys"), "ys") for leaf in y_leaves]
-        sources = [
-            leaf if isinstance(leaf, Variable) else _located(graph, _tensor(leaf, "xs"), "xs") for leaf in x_leaves
-        ]
-        stopped = nest.flatten(stop_gradients)[0]
-        cut = [_located(graph, _tensor(leaf, "stop_gradients"), "stop_gradients") for leaf in stopped]
-        found = _Gradients(graph, targets, sources, cut).find(_given(y_structure, grad_ys))
+        targets = [_tensor(graph, leaf, "ys") for leaf in y_leaves]
+        sources = [leaf if isinstance(leaf, Variable) else _tensor(graph, leaf, "xs") for leaf in x_leaves]
+        stopped = [_tensor(graph, leaf, "stop_gradients") for leaf in nest.flatten(stop_gradients)[0]]
+        found = _Gradients(graph, targets, sources, stopped).find(_given(y_structure, grad_ys))
         if unconnected == "zero":
             found = [_zeros(x) if grad is None else grad for x, grad in zip(sources, found, strict=True)]
         return x_structure.unflatten(found)
 
 
-def _tensor(leaf: Any, what: str) -> Tensor:
+def _tensor(graph: Graph, leaf: Any, what: str) -> Tensor:
+    """A tensor of `graph` or of one whose values are at hand there."""
     tensor = leaf
     if not isinstance(leaf, Tensor) and isinstance(leaf, SupportsTensor):
         tensor = leaf.__asyncflow_tensor__()
@@ -103,22 +102,18 @@ def _tensor(leaf: Any, what: str) -> Tensor:
             f"gradients: {what} are tensors and variables; {tensor!r} is a TensorArray: use what is read from it or "
             f"written to it\n  written at {user_location()}"
         )
-    return tensor
-
-
-def _located(graph: Graph, tensor: Tensor, what: str) -> Tensor:
-    """`tensor`, which belongs to `graph` or one around it, or as `graph` sees it."""
-    if encloses(tensor.graph, graph):
+    if graph.can_use(tensor.graph):
         return tensor
     try:
         return graph.import_tensor(tensor)
     except GraphError as error:
-        advice = (
-            "; or, to differentiate by what a loop starts with, pass that; or call gradients inside the function"
-            if what == "xs" and tensor.graph.root is graph.root
-            else ""
-        )
-        raise GraphError(f"gradients: {what}: {error}{advice}\n  written at {user_location()}") from None
+        is_inside = what == "xs" and tensor.graph.root is graph.root
+        raise GraphError(
+            f"gradients: {what}: {error}{_INSIDE if is_inside else ''}\n  written at {user_location()}"
+        ) from None
+
+
+_INSIDE = "; or, to differentiate by what a loop starts with, pass that; or call gradients inside the function"
 
 
 def _given(structure: nest.Structure, grad_ys: Any) -> list[TensorLike | None]:
@@ -152,14 +147,16 @@ class _Gradients:
     ) -> None:
         self.targets = targets
         self.sources = sources
-        self.stopped = stopped
-        self.graphs = _graphs_around(graph)
+        self.stopped = frozenset(stopped)
+        self.graphs = tuple(_graphs_around(graph))
         self.sweeps: dict[Graph, Sweep] = {}
         variables = [x for x in sources if isinstance(x, Variable)]
         for level in self.graphs:
             wanted = [x for x in sources if isinstance(x, Tensor) and x.graph is level]
-            wanted += [inner for outer, inner in _captures(level) if outer in self.sweeps[outer.graph].connected]
-            self.sweeps[level] = Sweep(level, wanted, variables, stopped, differentiate_structured)
+            wanted += [inner for outer, inner in _taken(level) if outer in self.sweeps[outer.graph].connected]
+            # What is taken goes back to where it was made, not to what it may be computed from again here.
+            ends = self.stopped.union(inner for _, inner in _taken(level))
+            self.sweeps[level] = Sweep(level, wanted, variables, ends, differentiate_structured)
 
     def find(self, given: list[TensorLike | None]) -> list[Tensor | None]:
         """The gradient of each source."""
@@ -169,7 +166,7 @@ class _Gradients:
         for level in reversed(self.graphs):
             sweep = self.sweeps[level]
             sweep.run({})
-            for outer, inner in _captures(level):
+            for outer, inner in _taken(level):
                 reached = sweep.gradient(inner) if inner in sweep.wanted else None
                 if reached is not None:
                     self.sweeps[outer.graph].give(outer, reached)
@@ -179,7 +176,26 @@ class _Gradients:
             for place, x in enumerate(self.sources):
                 if found[place] is None and connected >> place & 1:
                     found[place] = _zeros(x)
+                elif found[place] is None:
+                    self._refuse_start(x)
         return found
+
+    def _refuse_start(self, x: Tensor | Variable) -> None:
+        """Raises if targets depend on `x`, but only by what a loop around them starts with."""
+        if isinstance(x, Variable):
+            return
+        dependencies = Dependencies({})
+        outside = dependencies.of(x.graph, {x: 1})
+        for level in self.graphs:
+            starts = level.starts if isinstance(level, Subgraph) else {}
+            inside = [inner for inner, outer in starts.items() if outer in outside]
+            depends = dependencies.of(level, dict.fromkeys(inside, 1)) if inside else {}
+            if any(y in depends for y in self.targets):
+                raise GraphError(
+                    f"gradients: in the body of {level.label}, {x!r} only matters for what the loop starts with, and "
+                    f"its iterations are not differentiated there: ask for the gradient by the loop variable, or call "
+                    f"gradients behind the loop\n  written at {user_location()}"
+                )
 
     def _found(self, x: Tensor | Variable) -> Tensor | None:
         if isinstance(x, Tensor):
@@ -200,23 +216,30 @@ class _Gradients:
         dependencies = Dependencies(variables)
         for level in self.graphs:
             known = {x: mask for x, mask in bits.items() if x.graph is level}
-            for outer, inner in _captures(level):
+            for outer, inner in _taken(level):
                 known[inner] = known.get(inner, 0) | bits.get(outer, 0)
             bits.update(dependencies.of(level, known, self.stopped))
         return reduce(or_, (bits.get(y, 0) for y in self.targets if carries_gradient(y.spec)), 0)
 
 
-def _graphs_around(graph: Graph) -> list[Graph]:
-    """`graph` and those around it, the outermost first."""
-    found = [graph]
-    while found[-1].parent is not None:
-        found.append(found[-1].parent)
-    return found[::-1]
+def _graphs_around(graph: Graph) -> dict[Graph, None]:
+    """The graphs whose values are at hand in `graph`, each behind those it takes values from."""
+    found: dict[Graph, None] = {}
+    if graph.parent is not None:
+        found |= _graphs_around(graph.parent)
+    if isinstance(graph, GradientBody):  # a gradient function of the user's asks for gradients in turn
+        found |= _graphs_around(graph.forward)
+    found[graph] = None
+    return found
 
 
-def _captures(graph: Graph) -> Sequence[tuple[Tensor, Tensor]]:
-    """The outer and inner tensors of a body's captures."""
-    return tuple(graph.captures.items()) if isinstance(graph, Subgraph) else ()
+def _taken(graph: Graph) -> Sequence[tuple[Tensor, Tensor]]:
+    """What a body takes from others, as it is there and here."""
+    if not isinstance(graph, Subgraph):
+        return ()
+    restored = graph.restored() if isinstance(graph, GradientBody) else ()
+    known = {inner for _, inner in restored}
+    return (*restored, *((outer, inner) for outer, inner in graph.captures.items() if inner not in known))
 
 
 def _seed(y: Tensor, given: TensorLike | None) -> Tensor:

@@ -16,6 +16,7 @@ from asyncflow.errors import GraphError, user_location
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import STRUCTURED, current_graph
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import derivative_of, why_not_differentiable
 from asyncflow.graph.scopes import device
 from asyncflow.ops.derivatives.scatter import sum_of_gradients
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.ir import Node
     from asyncflow.state.variable import Variable
 
 
@@ -63,7 +64,7 @@ class Sweep:
         self.variables = {variable.serial: variable for variable in variables}
         self.bits = {serial: 1 << place for place, serial in enumerate(self.variables, start=1)}
         self.dependencies = Dependencies(self.bits)
-        self.connected = self.dependencies.of(source, dict.fromkeys(wanted, 1), stopped)
+        self.connected = self.dependencies.of(source, dict.fromkeys(wanted, 1), self.stopped)
         self._structured = structured
         self._location = user_location()
         self._grads: dict[Tensor, list[Tensor]] = {}
@@ -95,13 +96,17 @@ class Sweep:
             # Beside the value; what stands for a value from elsewhere has no place of its own.
             maker = grads[0].node if tensor.node.op is PARAMETER else tensor.node
             with device(maker.device):
-                grads[:] = [_sum(grads)]
+                grads[:] = [sum_gradients(grads)]
         return grads[0]
+
+    def contributions(self, x: Tensor | Variable) -> Sequence[Tensor]:
+        """What has reached a value or a variable along each path, not yet added up."""
+        return self._grads.get(x, ()) if isinstance(x, Tensor) else self._of_variables.get(x.serial, ())
 
     def gradient_of_variable(self, variable: Variable) -> Tensor | None:
         """What has reached a variable; None if nothing has."""
         grads = self._of_variables.get(variable.serial)
-        return _sum(grads) if grads else None
+        return sum_gradients(grads) if grads else None
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether anything has reached a value."""
@@ -155,7 +160,8 @@ class Sweep:
         return [None] * len(node.inputs)
 
 
-def _sum(grads: Sequence[Tensor]) -> Tensor:
+def sum_gradients(grads: Sequence[Tensor]) -> Tensor:
+    """The sum of gradients of one value, at least one."""
     return reduce(merge_gradients, grads) if grads[0].dtype == VARIANT else sum_of_gradients(grads)
 
 

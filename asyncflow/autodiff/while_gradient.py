@@ -7,53 +7,36 @@ cheap is computed again from what is there: constants, captures, counters, casts
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.autodiff.gradient_body import GradientBody
-from asyncflow.autodiff.saved_values import new_store, no_gradient, save, saved_value, store_node
-from asyncflow.autodiff.sweep import StructuredRule, Sweep, add_gradients
+from asyncflow.autodiff.gradient_body import GradientBody, is_constant, zeros_if_none
+from asyncflow.autodiff.loop_sums import LoopSums
+from asyncflow.autodiff.saved_values import new_store, save, saved_value, store_node
+from asyncflow.autodiff.sweep import StructuredRule, Sweep
 from asyncflow.control.while_loop import add_loop
 from asyncflow.graph.build import constant
-from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.captures import add_variable
-from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph, current_graph, reopened
-from asyncflow.graph.ir import Tensor
 from asyncflow.graph.scopes import colocate_with, device
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype
-from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, zeros_of
+from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 from asyncflow.ops.elementwise import add, subtract
 from asyncflow.ops.logic import greater
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.graph.ir import Node
+    from asyncflow.graph.ir import Node, Tensor
     from asyncflow.state.variable import Variable
 
-_CHEAP = frozenset(
-    {
-        "astype",
-        "broadcast_to",
-        "ensure_shape",
-        "expand_dims",
-        "getitem",
-        "identity",
-        "matrix_transpose",
-        "permute_dims",
-        "rank",
-        "reshape",
-        "shape",
-        "size",
-        "squeeze",
-    }
-)
-"""Ops that cost next to nothing, most of them as they only look at their input in another way."""
-
 _COUNT = Spec(int64, ())
+_LARGEST = np.iinfo(np.int64).max
 
 
 def differentiate_while(
@@ -64,6 +47,15 @@ def differentiate_while(
 
 
 class _WhileGradient:
+    """Builds the gradient of one loop.
+
+    Attributes:
+        grads: what reaches each output of the loop.
+        active: places of the loop variables between what is wanted and what has a gradient.
+        captures: places of the captures that are wanted and matter.
+        variables: those that are wanted and matter.
+    """
+
     def __init__(self, node: Node, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule) -> None:
         graph = current_graph()
         assert graph is not None
@@ -71,107 +63,92 @@ class _WhileGradient:
         self.graph: Graph = graph
         self.sweep = sweep
         self.structured = structured
-        self.body: Subgraph = node.attrs["body"]
-        self.n_vars: int = node.attrs["n_vars"]
+        self.forward: Subgraph = node.attrs["body"]
         self.grads = grads
         self.kept = _kept(node)
+        self.active, self.captures, self.variables = self.find_places()
 
-    def run(self) -> Sequence[Tensor | None]:
-        node, n_vars = self.node, self.n_vars
-        wanted = {
+    def find_places(self) -> tuple[list[int], list[int], list[Variable]]:
+        """What the gradient is about; see the attributes."""
+        node, sweep = self.node, self.sweep
+        n_vars: int = node.attrs["n_vars"]
+        wanted = [
             place
             for place, tensor in enumerate(node.inputs)
-            if tensor in self.sweep.connected and carries_gradient(tensor.spec)
-        }
-        variables = list(self.sweep.variables.values())
-        active = self.active_variables(wanted)
-        if not active:
-            return [None] * len(node.inputs)
-        captures = [place for place in sorted(wanted) if place >= n_vars]
-        # All of the forward loop as it is now: what is saved for this gradient joins it below.
-        in_body = [self.body.inputs[place] for place in active]
-        results = [self.body.results[place] for place in active]
-        captured = [self.body.inputs[place] for place in captures]
-        outer = [node.inputs[place] for place in captures]
-        finals = [node.outputs[place] for place in active]
-        initial = [self.grads[place] for place in active]
-        count = self.graph.import_tensor(self.kept.count())
-        label = self.graph.unique_name("while")
-        condition = Subgraph(self.graph, f"{label}/cond")
-        body = GradientBody(self.graph, f"{label}/body", self.body, self.kept.restore)
-        specs = [_COUNT, *(x.spec for x in in_body), *(x.spec for x in outer), *(v.spec for v in variables)]
-        inner_cond = [condition.add_input(spec, "var") for spec in specs]
-        inner = [body.add_input(spec, "var") for spec in specs]
-        with condition:
-            condition.results.append(greater(inner_cond[0], 0))
-        with body:
-            index = subtract(inner[0], 1)
-            self.kept.indexes[body] = index
-            reverse = Sweep(self.body, [*in_body, *captured], variables, (), self.structured)
-            for result, grad in zip(results, inner[1:], strict=False):
-                reverse.give(result, grad)
-            reverse.run({})
-            body.results.append(index)
-            for x in in_body:
-                body.results.append(ensure_shape(_or_zeros(reverse.gradient(x), x), x.shape))
-            sums = inner[1 + len(in_body) :]
-            for total, x in zip(sums, captured, strict=False):
-                body.results.append(ensure_shape(_added(total, reverse.gradient(x)), x.shape))
-            for total, variable in zip(sums[len(captured) :], variables, strict=True):
-                body.results.append(
-                    ensure_shape(_added(total, reverse.gradient_of_variable(variable)), variable.spec.shape)
-                )
-        starts = [count]
-        starts += [
-            self.graph.import_tensor(given) if given is not None else _or_zeros(None, final)
-            for given, final in zip(initial, finals, strict=True)
+            if tensor in sweep.connected and carries_gradient(tensor.spec)
         ]
-        starts += [_or_zeros(None, x) for x in outer]
-        starts += [_or_zeros(None, variable) for variable in variables]
-        loop = add_loop(
-            condition, body, starts, specs, label, node.attrs["parallel_iterations"], node.attrs["swap_memory"]
-        )
-        del self.kept.indexes[body]
-        found = loop.outputs[1:]
+        wanted_mask = sum(1 << place for place in wanted)
+        inputs, reads = sweep.dependencies.inputs_of(node), sweep.dependencies.variables_of(node)
+        given = [place for place, grad in enumerate(self.grads) if grad is not None]
+        matters = reduce(or_, (inputs[place] for place in given), 0)
+        read = reduce(or_, (reads[place] for place in given), 0)
+        active = [
+            place
+            for place, x in enumerate(self.forward.inputs[:n_vars])
+            if matters >> place & 1 and carries_gradient(x.spec) and (inputs[place] & wanted_mask or reads[place])
+        ]
+        captures = [place for place in wanted if place >= n_vars and matters >> place & 1]
+        return active, captures, [x for serial, x in sweep.variables.items() if read & sweep.bits[serial]]
+
+    def run(self) -> Sequence[Tensor | None]:
+        """The gradients of the loop's inputs."""
+        node, kept = self.node, self.kept
+        if not self.active:
+            return [None] * len(node.inputs)
+        # All of the forward loop as it is now: what is saved for this gradient joins it below.
+        in_body = [self.forward.inputs[place] for place in self.active]
+        results = [self.forward.results[place] for place in self.active]
+        captured = [self.forward.inputs[place] for place in self.captures]
+        outer = [node.inputs[place] for place in self.captures]
+        starts = [self.graph.import_tensor(kept.count()), *map(self.start, self.active)]
+        label = self.graph.unique_name("while")
+        body = GradientBody(self.graph, f"{label}/body", self.forward, kept.restore)
+        parameters = [body.add_input(spec, "var") for spec in (_COUNT, *(x.spec for x in in_body))]
+        with body:
+            kept.indexes[body] = subtract(parameters[0], 1)
+            reverse = Sweep(self.forward, [*in_body, *captured], self.variables, (), self.structured)
+            for result, grad in zip(results, parameters[1:], strict=True):
+                if result in reverse.connected:
+                    reverse.give(result, ensure_shape(grad, result.shape))
+            reverse.run({})
+            body.results.append(kept.indexes[body])
+            body.results += [ensure_shape(zeros_if_none(reverse.gradient(x), x), x.shape) for x in in_body]
+            sums = LoopSums(body)
+            for x, around in zip(captured, outer, strict=True):
+                sums.add(around, reverse.contributions(x))
+            for variable in self.variables:
+                sums.add(variable, reverse.contributions(variable))
+        starts += sums.starts()
+        loop = self.add_loop(body, [*parameters, *sums.parameters], starts, label)
+        del kept.indexes[body]
         # The forward loop may have got loop variables meanwhile, in front of its captures.
+        places = {tensor: place for place, tensor in enumerate(self.forward.inputs)}
         reached: list[Tensor | None] = [None] * len(node.inputs)
-        shift = node.attrs["n_vars"] - n_vars
-        for place, output in zip(active, found, strict=False):
-            reached[place] = ensure_shape(output, node.inputs[place].shape)
-        for place, output in zip(captures, found[len(active) :], strict=False):
-            reached[place + shift] = output
-        for variable, output in zip(variables, found[len(active) + len(captures) :], strict=True):
-            if reverse.reaches_variable(variable):
-                self.sweep.give_variable(variable.serial, output)
+        for x, output in zip(in_body, loop.outputs[1:], strict=False):
+            reached[places[x]] = ensure_shape(output, node.inputs[places[x]].shape)
+        totals = sums.totals(loop.outputs[len(parameters) :])
+        for x, around in zip(captured, outer, strict=True):
+            reached[places[x]] = totals.get(around)
+        for variable in self.variables:
+            if variable in totals:
+                self.sweep.give_variable(variable.serial, totals[variable])
         return reached
 
-    def active_variables(self, wanted: set[int]) -> list[int]:
-        """The loop variables between what is wanted and what has a gradient."""
-        node, n_vars = self.node, self.n_vars
-        inputs = self.sweep.dependencies.inputs_of(node)
-        reads = self.sweep.dependencies.variables_of(node)
-        wanted_mask = sum(1 << place for place in wanted)
-        active = []
-        for place in range(n_vars):
-            if not carries_gradient(self.body.inputs[place].spec):
-                continue
-            is_connected = inputs[place] & wanted_mask or reads[place]
-            matters = any(grad is not None and inputs[output] >> place & 1 for output, grad in enumerate(self.grads))
-            if is_connected and matters:
-                active.append(place)
-        return active
+    def start(self, place: int) -> Tensor:
+        """What reaches a loop variable after the last iteration."""
+        grad, final = self.grads[place], self.node.outputs[place]
+        return ensure_shape(self.graph.import_tensor(zeros_if_none(grad, final)), final.shape)
 
-
-def _or_zeros(grad: Tensor | None, x: Tensor | Variable) -> Tensor:
-    if grad is not None:
-        return grad
-    if x.spec.dtype == VARIANT:
-        return no_gradient()
-    return zeros_of(x if isinstance(x, Tensor) else x.read())
-
-
-def _added(total: Tensor, grad: Tensor | None) -> Tensor:
-    return total if grad is None else add_gradients(total, grad)
+    def add_loop(self, body: GradientBody, parameters: Sequence[Tensor], starts: Sequence[Tensor], label: str) -> Node:
+        """The gradient loop, once its body is built; `parameters` are those of the body that are loop variables."""
+        body.inputs = [*parameters, *body.captures.values()]
+        condition = Subgraph(self.graph, f"{label}/cond")
+        specs = [parameter.spec for parameter in parameters]
+        count, *_ = [condition.add_input(spec, "var") for spec in specs]
+        with condition:
+            condition.results.append(greater(count, 0))
+        attrs = self.node.attrs
+        return add_loop(condition, body, starts, specs, label, attrs["parallel_iterations"], attrs["swap_memory"])
 
 
 def _kept(node: Node) -> _Kept:
@@ -230,16 +207,17 @@ class _Kept:
             self._counters = {}
             pairs = zip(self.forward.inputs, self.node.inputs, self.forward.results, strict=False)
             for parameter, initial, result in pairs:
-                if parameter.dtype.kind in "iu" and _is_constant(initial) and _is_successor(result, parameter):
-                    self._counters[parameter] = int(initial.node.attrs["value"])
+                if parameter.dtype.kind in "iu" and is_constant(initial) and _is_successor(result, parameter):
+                    first = np.asarray(initial.node.attrs["value"])
+                    if first.shape == parameter.shape == () and first <= _LARGEST:
+                        self._counters[parameter] = int(first)
         return self._counters
 
     def restore(self, body: GradientBody, tensor: Tensor) -> Tensor:
         """A value of the forward body, in a gradient body."""
-        node = tensor.node
-        if _is_constant(tensor):
+        if is_constant(tensor):
             with body:
-                return constant(node.attrs["value"])
+                return constant(tensor.node.attrs["value"])
         if tensor in self.counters():
             first = self.counters()[tensor]
             with body:
@@ -248,43 +226,24 @@ class _Kept:
         capture = self.captured(tensor)
         if capture is not None:
             return body.import_tensor(capture)
-        if self.is_cheap(body, tensor):
-            return self.computed_again(body, tensor)
+        if body.is_cheap(tensor, self.is_there):
+            return body.computed_again(tensor)
         store = self.store(tensor)
         inner = body.import_tensor(store)
         with body, device(None), colocate_with(_home(store)):
             return saved_value(inner, self.indexes[body], tensor.spec)
 
     def captured(self, tensor: Tensor) -> Tensor | None:
-        """The value outside that a body's input stands for; None for anything else."""
+        """The value outside that a body's input stands for in every iteration; None for anything else."""
         n_vars = self.node.attrs["n_vars"]
-        for inner, outer in zip(self.forward.inputs[n_vars:], self.node.inputs[n_vars:], strict=True):
+        for place, (inner, outer) in enumerate(zip(self.forward.inputs, self.node.inputs, strict=True)):
             if inner is tensor:
-                return outer
+                return outer if place >= n_vars or self.forward.results[place] is inner else None
         return None
 
-    def is_cheap(self, body: GradientBody, tensor: Tensor) -> bool:
-        """Whether a value is computed again from what is there, rather than saved."""
-        node = tensor.node
-        if node.op.name not in _CHEAP or node.control_inputs:
-            return False
-        return all(
-            _is_constant(each)
-            or each in self.counters()
-            or self.captured(each) is not None
-            or body.has_restored(each)
-            or each in self.stores
-            or self.is_cheap(body, each)
-            for each in node.inputs
-        )
-
-    def computed_again(self, body: GradientBody, tensor: Tensor) -> Tensor:
-        node = tensor.node
-        with body, device(node.device):
-            inputs = [body.import_tensor(each) for each in node.inputs]
-            specs = node.outputs[0].spec if node.single else tuple(output.spec for output in node.outputs)
-            again = body.add_node(node.op, inputs, node.attrs, specs, location=node.location)
-        return again.outputs[tensor.index]
+    def is_there(self, tensor: Tensor) -> bool:
+        """Whether a value need not be saved for its own sake."""
+        return tensor in self.counters() or tensor in self.stores or self.captured(tensor) is not None
 
     def store(self, tensor: Tensor) -> Tensor:
         """The result of the forward loop that holds a value of each iteration: a store beside what makes the value."""
@@ -331,14 +290,10 @@ def _home(store: Tensor) -> Node:
     return node
 
 
-def _is_constant(tensor: Tensor) -> bool:
-    return tensor.node.op is CONSTANT and not tensor.node.control_inputs
-
-
 def _is_successor(result: Tensor, parameter: Tensor) -> bool:
     node = result.node
     if node.op.name != "add" or len(node.inputs) != 2:
         return False
     a, b = node.inputs
     other = b if a is parameter else a if b is parameter else None
-    return other is not None and _is_constant(other) and bool(np.all(other.node.attrs["value"] == 1))
+    return other is not None and is_constant(other) and bool(np.all(other.node.attrs["value"] == 1))

@@ -1,3 +1,3 @@
-"""The `asyncflow` command: profile a program, list the devices."""
+"""The `asyncflow` command: profile a program, simulate it on other machines, list the devices."""
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from asyncflow.cli.target import Target
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.presets import MachineSpec, format_machine
 from asyncflow.devices.sim_machine import SimMachine, use_machine
-from asyncflow.profiler import save, summarize
+from asyncflow.profiler import Summary, save, summarize
 from asyncflow.profiler.save import check_destination
-from asyncflow.profiler.summary import format_duration
+from asyncflow.profiler.summary import align, format_duration
 from asyncflow.runtime import loop as asyncflow_loops
 from asyncflow.runtime.trace import Trace
 from asyncflow.streams.virtual import VirtualClockLoop
@@ -35,7 +35,7 @@ class SimulationOptions:
         seed: of the jitter.
         jitter: how much the times of kernels and copies vary.
         shapes_only: large arrays carry no data.
-        outputs: files for the timeline, ending in .json, .json.gz or .html; checked before anything runs.
+        outputs: files for the timeline, ending in .json, .json.gz, .html, .png or .svg; checked before anything runs.
     """
 
     machine: MachineSpec
@@ -177,8 +177,8 @@ def format_report(trace: Trace, machine: MachineSpec) -> str:
     ]
     parts = ["\n".join(lines)]
     if streams:
-        parts.append(_table(("device", "stream", "busy %", "busy", "firings"), streams))
-    parts.append(_table(("device", "card", "peak memory", "of", ""), _memory(trace, machine)))
+        parts.append(align(("device", "stream", "busy %", "busy", "firings"), streams, left=2))
+    parts.append(align(("device", "card", "peak memory", "of", ""), _memory(summary, machine), left=2))
     if trace.dropped:
         parts.append(f"{trace.dropped} firings past the trace's capacity are in none of these figures")
     return "\n\n".join(parts)
@@ -196,10 +196,9 @@ def _step_time(trace: Trace) -> list[str]:
     return lines
 
 
-def _memory(trace: Trace, machine: MachineSpec) -> list[tuple[str, ...]]:
+def _memory(summary: Summary, machine: MachineSpec) -> list[tuple[str, ...]]:
     peaks = {f"sim:{index}": 0 for index in range(len(machine.cards))}
-    for sample in trace.memory:
-        peaks[sample.device] = max(peaks.get(sample.device, 0), sample.nbytes)
+    peaks.update((device.device, device.peak_nbytes) for device in summary.devices)
     rows: list[tuple[str, ...]] = []
     for device, peak in peaks.items():
         kind, _, index = device.partition(":")
@@ -209,16 +208,3 @@ def _memory(trace: Trace, machine: MachineSpec) -> list[tuple[str, ...]]:
         )
         rows.append((device, limit[0], format_bytes(peak), *limit[1:]))
     return rows
-
-
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns under a rule; the first two are names and begin at the left."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, tuple("-" * width for width in widths), *rows]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )

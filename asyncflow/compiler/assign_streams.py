@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.estimate import assumed, kernel_ns
+from asyncflow.compiler.estimate import ASSUMED_ITERATIONS, assumed_ns
 from asyncflow.compiler.extract import FEED
 from asyncflow.compiler.frames import has_primitives
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node
-
-ASSUMED_TRIPS = 16
-"""Iterations of a loop, for what it costs as a whole."""
 
 _LIGHT_NS = 20_000.0
 """Lighter kernels hold the interpreter's lock most of their time: two streams of them do not overlap."""
@@ -279,11 +276,10 @@ class _Assignment:
             return self.measured[node.name]
         if _bodies(node):
             bodies = [sum(map(self.cost, body.nodes)) for body in _bodies(node)]
-            return max(bodies) if node.op.name == "cond" else ASSUMED_TRIPS * sum(bodies)
+            return max(bodies) if node.op.name == "cond" else ASSUMED_ITERATIONS * sum(bodies)
         if node.op.kernel is None or node.op in (CONSTANT, IDENTITY, NO_OP):
             return 0.0
-        inputs, outputs = ([assumed(tensor.shape) for tensor in tensors] for tensors in (node.inputs, node.outputs))
-        return kernel_ns(node, inputs, outputs)
+        return assumed_ns(node)
 
 
 def _handover_ns(device: str | None) -> float:

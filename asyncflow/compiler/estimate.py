@@ -20,6 +20,9 @@ NS_PER_FLOP = 0.1
 
 ASSUMED_EXTENT = 256
 
+ASSUMED_ITERATIONS = 10
+"""Of a loop, for what it costs as a whole."""
+
 LARGE_ELEMENTS = 16_384
 """Where sizes are only known in a run, inputs of so many elements may mean work that is too long for the event loop."""
 
@@ -32,9 +35,14 @@ def kernel_ns(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence
 
 
 def may_be_long(node: Node, limit_ns: float) -> bool:
-    """Whether one firing may well take longer than `limit_ns`; extents that are not known count as `ASSUMED_EXTENT`."""
+    """Whether one firing may well take longer than `limit_ns`; see `assumed_ns`."""
+    return assumed_ns(node) > limit_ns
+
+
+def assumed_ns(node: Node) -> float:
+    """One firing of `node`; extents that are not known count as `ASSUMED_EXTENT`."""
     inputs, outputs = ([assumed(tensor.shape) for tensor in tensors] for tensors in (node.inputs, node.outputs))
-    return kernel_ns(node, inputs, outputs) > limit_ns
+    return kernel_ns(node, inputs, outputs)
 
 
 def assumed(shape: Shape) -> tuple[int, ...]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.devices.memory import TRACKED_BYTES
+from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo
+from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.resource import Resource
@@ -66,7 +67,7 @@ def bind_launch(node: Node, kernel: Kernel, device: AsynchronousDevice, stream: 
     if node.op is CONSTANT and not node.control_inputs:
         value = kernel()
         if not is_host_spec(node.outputs[0].spec):
-            value = device.constant(value)
+            value = _constant_on(device, node, value)
         return lambda: value
     op, attrs = node.op, node.attrs
 
@@ -96,6 +97,22 @@ def bind_launch(node: Node, kernel: Kernel, device: AsynchronousDevice, stream: 
         infer=infer,
     )
     return device.bind(kernel, info)
+
+
+def _constant_on(device: AsynchronousDevice, node: Node, value: Any) -> Any:
+    try:
+        return device.constant(value)
+    except MemoryLimitExceeded as error:
+        raise OutOfMemoryError(
+            str(error),
+            node=node.name,
+            op=node.op.name,
+            device=device.name,
+            location=node.location,
+            requested=error.requested,
+            used=error.used,
+            limit=error.limit,
+        ) from error
 
 
 def is_host_spec(spec: Spec) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.node_costs import tensor_nbytes
-from asyncflow.compiler.simulated_execution import Group, Problem, Spread, Task, Value, loads
+from asyncflow.compiler.simulated_execution import Group, Places, Problem, Spread, Task, Value, loads
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import STRUCTURED
 
@@ -130,11 +130,7 @@ class Level:
 
     def device_of(self, number: int, solution: Solution) -> int | None:
         """Where a value is in a solution; None: everywhere, or not known."""
-        value = self.problem.values[number]
-        if value.maker is None:
-            return value.home if value.like is None else self.device_of(value.like, solution)
-        task = self.problem.tasks[value.maker]
-        return solution.devices[task.group] if task.spread is None else task.spread.outputs[value.slot]
+        return Places(self.problem, solution.devices).of(self.problem.values[number])
 
     def needed_on(self, number: int, solution: Solution) -> int | None:
         """The device of the first task that uses a value; None if none does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from asyncflow.compiler.batch_loops import batch_loops
 from asyncflow.compiler.cse import eliminate_common_subexpressions
 from asyncflow.compiler.fold import fold
 from asyncflow.compiler.frames import has_primitives
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node
 
 
-def optimize(graph: Graph, *, keep: Collection[Node], on_host: bool, check_numerics: bool, debug: bool) -> None:
+def optimize(
+    graph: Graph,
+    *,
+    keep: Collection[Node],
+    on_host: bool,
+    check_numerics: bool,
+    debug: bool,
+    block_bytes: int | None = None,
+) -> None:
     """Runs the passes on a private copy of a graph, in place, before its effects are ordered.
 
     A graph with primitives written by hand is left as it is.
@@ -32,6 +41,7 @@ def optimize(graph: Graph, *, keep: Collection[Node], on_host: bool, check_numer
         on_host: the plan will run on the CPU, so folding on it gives the same bits.
         check_numerics: runs fail on NaN and infinity: a value that is not used must not be computed either.
         debug: verify the graph after every pass.
+        block_bytes: batch products over the iterations of loops, in blocks of at most so many bytes; None: do not.
     """
     if has_primitives(graph.walk()):
         return
@@ -41,6 +51,8 @@ def optimize(graph: Graph, *, keep: Collection[Node], on_host: bool, check_numer
     passes += [simplify, eliminate_common_subexpressions]
     if not check_numerics:
         passes.append(hoist)
+        if block_bytes is not None:
+            passes.append(partial(batch_loops, block_bytes=block_bytes))
     passes.append(partial(prune, keep=keep))
     for run in passes:
         run(graph)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from asyncflow.compiler.assign_streams import assign_streams
+from asyncflow.compiler.batch_loops import block_bytes
 from asyncflow.compiler.codegen import generate
 from asyncflow.compiler.constraints import resolve_requests
 from asyncflow.compiler.delay_recvs import delay_recvs
@@ -50,6 +51,7 @@ def compile_plan(
     streamed: Sequence[Tensor] = (),
     all_effects: bool = False,
     optimize: bool = True,
+    loop_batching: bool = True,
     regions: bool = True,
     debug: bool = False,
     check_numerics: bool = False,
@@ -70,6 +72,7 @@ def compile_plan(
         streamed: tensors of one body, handed out in each iteration.
         all_effects: run every side effect of the graph, fetched or not.
         optimize: fold constants, join equal nodes, move invariant ones out of loops, and leave out what does nothing.
+        loop_batching: with `optimize`, make one matrix product of those of many iterations of a loop, on CPUs.
         regions: compile clusters of nodes that never wait to Python functions.
         debug: verify the graph after every pass, and every kernel's outputs while running.
         check_numerics: fail on NaN and infinity.
@@ -96,6 +99,7 @@ def compile_plan(
             on_host=all(device.xp is np for device in devices),
             check_numerics=check_numerics,
             debug=debug,
+            block_bytes=block_bytes(devices) if loop_batching else None,
         )
     order_effects(working)
     check(working)

@@ -19,7 +19,8 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.choices import Choices
-from asyncflow.compiler.constraints import resolve_requests, usable_devices
+from asyncflow.compiler.constraints import usable_devices
+from asyncflow.compiler.estimate import ASSUMED_ITERATIONS
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.followers import place_followers
 from asyncflow.compiler.level import Level, Split, Whole
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 
 _LIGHT_NS = 200_000.0
 """A body whose nodes take less together is not worth cutting."""
-
-_ITERATIONS = 10
-"""A loop is assumed to run so many."""
 
 _OVERLAPPING, _MOST_UNROLLED = 4, 4_000
 """So many iterations that may overlap are simulated, unless that makes too many nodes."""
@@ -191,7 +189,7 @@ class _Placer:
         preferred = self.choices.allowed(node) if self.choices.is_bound(node) else common
         level = self.level(_counters(condition, body), preferred[0] if preferred else 0)
         values = [
-            level.give(inner, Value(nbytes=tensor_nbytes(outer), share=1 / _ITERATIONS))
+            level.give(inner, Value(nbytes=tensor_nbytes(outer), share=1 / ASSUMED_ITERATIONS))
             for outer, *inner in zip(node.inputs, condition.inputs, body.inputs, strict=True)
         ]
         for value, outer in zip(values[n_vars:], node.inputs[n_vars:], strict=True):
@@ -225,8 +223,8 @@ class _Placer:
         where, why = self.outcome(level, solution)
         outputs = [level.device_of(variable, solution) for variable in variables]
         needed = [*outputs, *(level.needed_on(value, solution) for value in values[n_vars:])]
-        loads = [_ITERATIONS / n_iterations * load for load in level.loads(solution)]
-        span = _ITERATIONS / counted * solution.span
+        loads = [ASSUMED_ITERATIONS / n_iterations * load for load in level.loads(solution)]
+        span = ASSUMED_ITERATIONS / counted * solution.span
         return Split(where=where, why=why, loads=loads, span=span, inputs=needed, outputs=outputs)
 
     def split_cond(self, node: Node, home: Callable[[Tensor], int | None]) -> Split:
@@ -263,7 +261,7 @@ class _Placer:
             pairs = zip(*(part.times for part in parts), strict=True)
             is_loop = node.op.name == "while"
             self.summaries[node] = _Summary(
-                times=[_ITERATIONS * sum(times) if is_loop else max(times) for times in pairs],
+                times=[ASSUMED_ITERATIONS * sum(times) if is_loop else max(times) for times in pairs],
                 once=sum(part.once for part in parts),
                 is_small=all(part.is_small for part in parts),
                 peak=max(part.peak for part in parts),
@@ -374,6 +372,3 @@ def _duration(ns: float) -> str:
 
 def _listed(names: Sequence[str], positions: Iterable[int]) -> str:
     return ", ".join(names[position] for position in positions)
-
-
-__all__ = ["Placement", "place", "resolve_requests"]

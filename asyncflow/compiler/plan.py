@@ -17,7 +17,9 @@ from asyncflow.compiler.codegen import RegionCode
 from asyncflow.compiler.estimate import estimate_region
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.kernels import is_small_spec
+from asyncflow.compiler.pending_sums import ADD_PRODUCTS
 from asyncflow.compiler.regions import REGION
+from asyncflow.compiler.rows_ahead import ROW_AHEAD
 from asyncflow.compiler.saved import explain_saved
 from asyncflow.compiler.transfers import RECV, SEND, TO_HOST
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
@@ -304,7 +306,8 @@ class Plan:
     def explain(self, *, source: bool = False, memory: bool = False) -> str:
         """What will run: per device the frames, and every node with its inputs.
 
-        With several devices, also why each node is where it is, and how many values go from device to device.
+        With several devices, also why each node is where it is, and how many values go from device to device; and which
+        products of loops are done for several iterations at once.
 
         Args:
             source: also the code of regions.
@@ -312,7 +315,7 @@ class Plan:
         """
         if memory:
             return "\n".join(explain_saved(self.saved))
-        lines = self._explain_transfers()
+        lines = [*self._explain_transfers(), *self._explain_batching()]
         for partition in self.partitions:
             lines.append(f"partition on {partition.device}: {len(partition.nodes)} nodes")
             for path, frame in partition.frames.items():
@@ -331,6 +334,20 @@ class Plan:
             if node.crossing == Crossing.SEND
         )
         return [f"{source} sends {count} values to {target}" for (source, target), count in pairs.items()]
+
+    def _explain_batching(self) -> list[str]:
+        lines: list[str] = []
+        for partition in self.partitions:
+            for planned in partition.nodes:
+                source = planned.source
+                for node in source.attrs["region"].walk() if source.op is REGION else (source,):
+                    if node.op is ROW_AHEAD:
+                        lines.append(f"{node.name}: made ahead, for several iterations at once")
+                    elif node.op is ADD_PRODUCTS:
+                        others = len(node.attrs["operands"]) - 1
+                        joined = f", with {others} more" if others else ""
+                        lines.append(f"{node.name}: summed up{joined}, for several iterations at once")
+        return lines
 
     def _why(self, node: PlanNode) -> str:
         """Why a node is where it is, if it could have been elsewhere; a region's reason is that of its first node."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT
+from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.compiler.purity import awaited_nodes, is_constant
 from asyncflow.compiler.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
@@ -44,6 +46,9 @@ def simplify(graph: Graph) -> None:
             if same is not None and same.dtype == node.outputs[0].dtype:
                 replaced.tensors[node.outputs[0]] = same
                 continue
+        elif node.op is CUSTOM_GRADIENT and not node.control_inputs and node not in awaited:
+            replaced.tensors.update(zip(node.outputs, node.inputs, strict=False))  # arguments stand behind results
+            continue
         elif node.op.name in STRUCTURED:
             for body in node.subgraphs:
                 simplify(body)
@@ -119,6 +124,7 @@ _NUMBERS = "iuf"
 _RULES: dict[Op, Callable[[Node], Tensor | None]] = {
     IDENTITY: _unchanged,
     POSITIVE: _unchanged,
+    STOP_GRADIENT: _unchanged,
     ASTYPE: _unchanged,
     RESHAPE: _same_shape,
     BROADCAST_TO: _same_shape,

@@ -1,6 +1,6 @@
 """`TensorArray`: elements that a loop writes and reads one by one (EuroSys '18 §2.1).
 
-The handle is Python's view of one VARIANT scalar, whose value is an `asyncflow.control.array_store.ArrayValue`. A write
+The handle is Python's view of one VARIANT scalar, whose value is an `asyncflow.control.array_value.ArrayValue`. A write
 gives a new handle; the old one still means what it meant. Nothing here has an effect but `close`, so arrays need no
 ordering of their own.
 """
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
-from asyncflow.control.array_store import ArrayKind, ArrayValue, Common, element_shape, widen
+from asyncflow.control.array_store import ArrayKind, Common, element_shape, widen
+from asyncflow.control.array_value import ArrayValue
 from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, add_control_input, apply, as_tensor, graph_for, identity

@@ -66,7 +66,7 @@ def while_loop(
         shape_invariants: same nest, of partial shapes, for variables whose shape changes; None for a TensorArray.
             None for the whole: no shape changes.
         parallel_iterations: how many iterations may be live at once, at least 1. It never changes the result.
-        swap_memory: values saved for gradients may move to host memory; this version saves none.
+        swap_memory: values saved for gradients may move to host memory; this version keeps them where they are.
         maximum_iterations: stop after so many, at least 0; a number or an integer scalar.
         name: of the node.
 
@@ -93,7 +93,9 @@ def while_loop(
         check_predicate(pred.spec)
         condition.results.append(condition.import_tensor(pred))
     with loop_body:
-        returned = body(*variables.arguments(loop_body))
+        arguments = variables.arguments(loop_body)
+        loop_body.starts.update(zip(loop_body.inputs, variables.initial, strict=True))
+        returned = body(*arguments)
     loop_body.results.extend(variables.next_values(label, loop_body, returned))
     node = add_loop(condition, loop_body, variables.initial, variables.specs, label, parallel_iterations, swap_memory)
     result = variables.structure.unflatten(node.outputs)

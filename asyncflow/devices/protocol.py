@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -179,7 +180,7 @@ class AsynchronousDevice(Device, Protocol):
         """Take over a value of `source`: ``deliver(value_here, error)`` is called once, now or later.
 
         `sent_ns` is what `send` of the source said (None: it is sent now). `value` is kept referenced until the copy
-        is done, whatever becomes of the run.
+        is done, whatever becomes of the run. What goes wrong is delivered, not raised: the caller is the sender.
         """
         ...
 
@@ -205,10 +206,19 @@ class AsynchronousDevice(Device, Protocol):
         """
         ...
 
-    def take_spans(self) -> list[Span]:
-        """The work launched since the last call, with its times; empty unless `record_spans` is on."""
+    def record_into(self, spans: list[Span] | None) -> list[Span] | None:
+        """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to.
+
+        What a coroutine kernel launches goes where it would have gone when it was called.
+        """
         ...
 
-    def record_spans(self, on: bool) -> None:
-        """Begin (once more) or end recording; it is on while there are more begins than ends."""
-        ...
+
+@contextmanager
+def recording(device: AsynchronousDevice, spans: list[Span] | None) -> Iterator[None]:
+    """What is launched inside, and nothing else, goes to `spans`; see `AsynchronousDevice.record_into`."""
+    before = device.record_into(spans)
+    try:
+        yield
+    finally:
+        device.record_into(before)

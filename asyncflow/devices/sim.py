@@ -96,8 +96,7 @@ class SimDevice:
         self.state_events: dict[SimStream, SimEvent] = {}
         self._dispatched_ns = 0
         self._card_free_ns = 0
-        self._spans: list[Span] = []
-        self._recording = 0
+        self._spans: list[Span] | None = None
         into, out = Lane(f"{self._name} in"), Lane(f"{self._name} out")
         self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
 
@@ -259,17 +258,14 @@ class SimDevice:
 
         An array is delivered at once, and has its event; the memory on both sides stays until the copy is done. A host
         value comes as a message, sent at `sent_ns` (None: when the source's host has made it).
-
-        Raises:
-            HazardError: memory was freed too early, since the last call.
         """
-        self.machine.check()
         if not isinstance(value, SimArray):
             if sent_ns is None:
                 sent_ns = source.dispatched_ns if isinstance(source, SimDevice) else self.machine.now_ns()
             self._deliver_message(value, sent_ns, deliver)
             return
         try:
+            self.machine.check()
             self.account.check(value.nbytes, value.name)
             received = self._received(value, source)
         except Exception as error:  # whoever receives gets it, whichever side was at fault
@@ -323,14 +319,10 @@ class SimDevice:
 
         self.machine.loop.call_at_ns(max(last_ns, self.machine.now_ns()), observe)
 
-    def take_spans(self) -> list[Span]:
-        """The work launched since the last call, with its times; empty unless `record_spans` is on."""
-        spans, self._spans = self._spans, []
-        return spans
-
-    def record_spans(self, on: bool) -> None:
-        """Begin (once more) or end recording; it is on while there are more begins than ends."""
-        self._recording += 1 if on else -1
+    def record_into(self, spans: list[Span] | None) -> list[Span] | None:
+        """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""
+        before, self._spans = self._spans, spans
+        return before
 
     # -- for launchers -------------------------------------------------------------------------------------------
 
@@ -357,7 +349,7 @@ class SimDevice:
         """Let the host spend its time on something that is not launched."""
         started_ns = self.dispatched_ns
         self._dispatch(self.card.host_op_s)
-        if self._recording > 0:
+        if self._spans is not None:
             self._spans.append(Span(name, "host", started_ns, self._dispatched_ns, 0))
 
     def allocate(self, pool: SimStream, written: SimEvent, nbytes: int, array: np.ndarray[Any, Any] | None) -> Storage:
@@ -474,7 +466,7 @@ class SimDevice:
         self.machine.loop.call_at_ns(event.time_ns, _observe, event, call, args)
 
     def _record(self, event: SimEvent, nbytes: int) -> None:
-        if self._recording > 0:
+        if self._spans is not None:
             self._spans.append(Span(event.label, self._roles[event.stream], event.started_ns, event.time_ns, nbytes))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from asyncflow.devices.memory import owner_of
+from asyncflow.devices.protocol import recording
 from asyncflow.devices.sim_values import (
     SMALL_BYTES,
     SimArray,
@@ -19,7 +20,7 @@ from asyncflow.devices.sim_values import (
 from asyncflow.errors import InternalError, ShapeError
 
 if TYPE_CHECKING:
-    from asyncflow.devices.protocol import ArraySpec, KernelInfo
+    from asyncflow.devices.protocol import ArraySpec, KernelInfo, Span
     from asyncflow.devices.sim import SimDevice
     from asyncflow.streams.sim import SimEvent
 
@@ -80,13 +81,20 @@ class Launcher:
             outputs = self._wrap(values, arrays, shapes, [result] if info.single else list(result))
         return outputs[0] if info.single else tuple(outputs)
 
-    async def call_async(self, *args: Any) -> Any:
+    def call_async(self, *args: Any) -> Coroutine[Any, Any, Any]:
         """Copy the inputs to the host, await the user's kernel there, and copy its outputs in."""
+        device = self._device
+        spans = device.record_into(None)
+        device.record_into(spans)
+        return self._call_async(args, spans)
+
+    async def _call_async(self, args: Sequence[Any], spans: list[Span] | None) -> Any:
         device, info = self._device, self._info
-        values = [await self._fetched(value) for value in args]
+        values = [await self._fetched(value, spans) for value in args]
         result = await self._kernel(*values)
         device.machine.check()
-        outputs = [device.feed(output, info.name) for output in ([result] if info.single else result)]
+        with recording(device, spans):
+            outputs = [device.feed(output, info.name) for output in ([result] if info.single else result)]
         return outputs[0] if info.single else tuple(outputs)
 
     # -- computing -----------------------------------------------------------------------------------------------
@@ -104,7 +112,7 @@ class Launcher:
             value.storage.keep(data if isinstance(data, np.ndarray) else None)
         return data
 
-    async def _fetched(self, value: Any) -> Any:
+    async def _fetched(self, value: Any, spans: list[Span] | None) -> Any:
         future: asyncio.Future[Any] = self._device.machine.loop.create_future()
 
         def deliver(array: Any, error: BaseException | None) -> None:
@@ -115,7 +123,9 @@ class Launcher:
             else:
                 future.set_exception(error)
 
-        return await future if self._device.fetch(value, deliver) else value
+        with recording(self._device, spans):
+            is_copied = self._device.fetch(value, deliver)
+        return await future if is_copied else value
 
     def _has_data(self, arrays: Sequence[SimArray], specs: _Specs) -> bool:
         """Whether the kernel can be, and should be, run: not on or for what has no data, unless it is one of state."""

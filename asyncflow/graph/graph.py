@@ -229,6 +229,7 @@ class Subgraph(Graph):
         label: for messages and names, such as ``while/body``.
         inputs: one inner tensor per input of the structured node: first its parameters, then its captures.
         captures: outer tensor (of `parent`) to inner tensor.
+        starts: in the body of a loop that is being built, inner loop variables to the outer tensors they start with.
         results: the tensors it gives back.
         outer_controls: nodes of `parent` that must run before the structured node does.
         closed: whether its function has returned, after which no node may join.
@@ -246,6 +247,7 @@ class Subgraph(Graph):
         self.name_scope = f"{label}/"
         self.inputs: list[Tensor] = []
         self.captures: dict[Tensor, Tensor] = {}
+        self.starts: dict[Tensor, Tensor] = {}
         self.results: list[Tensor] = []
         self.outer_controls: dict[Node, None] = {}
 

@@ -54,6 +54,7 @@ class Op:
             would not have run it.
         flops: ``flops(input_shapes, output_shapes, **attrs)`` estimates arithmetic operations for the cost model;
             None: one per output element.
+        derivative: that of a user's op; the library's stand beside their ops, with `derivative` as decorator.
         is_pure: its outputs depend on its inputs and attributes alone, and making them shows in nothing else.
     """
 
@@ -68,6 +69,7 @@ class Op:
     is_user: bool = False
     is_total: bool = False
     flops: Callable[..., float] | None = None
+    derivative: Derivative | None = None
     is_pure: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,7 +150,7 @@ def not_differentiable(*ops: Op, because: str) -> None:
 
 def derivative_of(op: Op) -> Derivative | None:
     """The derivative of `op`; None if it has none."""
-    return _derivatives.get(op)
+    return op.derivative or _derivatives.get(op)
 
 
 def why_not_differentiable(op: Op) -> str | None:

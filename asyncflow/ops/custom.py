@@ -17,6 +17,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Access, Op
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.derivatives.user_rules import accepted_arguments, rule_of_op
 from asyncflow.ops.promotion import is_weak, promoted_dtype
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class CustomOp:
             is_async=_is_coroutine_function(self.name, function),
             is_user=True,
             flops=None if cost is None else partial(_flops, cost),
+            derivative=None if gradient is None else rule_of_op(self.name, gradient),
         )
         self._signature = inspect.signature(function)
         update_wrapper(self, function, updated=())
@@ -121,11 +123,8 @@ class CustomOp:
         """The outputs' specs for a call."""
         if not callable(self.outputs):
             return self.outputs
-        parameters = inspect.signature(self.outputs).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        named = {name: value for name, value in arguments.items() if takes_all or name in parameters}
         try:
-            declared = self.outputs(*(tensor.spec for tensor in tensors), **named)
+            declared = self.outputs(*(tensor.spec for tensor in tensors), **accepted_arguments(self.outputs, arguments))
             _check_specs(self.name, declared)
         except GraphError as error:
             seen = ", ".join(f"{tensor.name} {tensor.spec}" for tensor in tensors)
@@ -191,7 +190,11 @@ def op(
         outputs: a `Spec`, a nest of them, ``()`` for none, or a function of the inputs' specs that gives one; may be
             the return annotation instead.
         name: of the op and its nodes; None takes the function's.
-        gradient: the op's gradient; kept with the op, this version computes none.
+        gradient: ``gradient(inputs, outputs, grads)`` builds the op's gradient: nodes of the graph, as its arguments
+            are tensors. `inputs` is a tuple; `outputs` is what a call gives; `grads` is what reaches each output, in
+            the same nest: zeros where nothing does, None for integers. It returns one gradient for each input, of its
+            dtype and shape, in a tuple (of a single one, itself); None where nothing flows. Of the call's static
+            arguments, it gets those it names. None: an op without a derivative, which `gradients` refuses.
         device: constraint that nodes carry, such as ``"cpu"``.
         cost: arithmetic operations per call, or a function of input and output shapes that gives them.
         stateful: calls have side effects: they run in the order they were written, and always in branches and loops.

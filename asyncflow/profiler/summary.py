@@ -168,6 +168,21 @@ def format_bytes(nbytes: float) -> str:
     return f"{value:.2f} TiB"
 
 
+def align(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, left: int) -> str:
+    """A table, its header underlined, with its first ``left`` columns left-aligned and the others right-aligned."""
+    table = [header, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    table.insert(1, tuple("-" * width for width in widths))
+    lines = []
+    for row in table:
+        cells = (
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
 def _summarize_streams(lanes: Iterable[Lane], wall_ns: int) -> Iterable[LaneSummary]:
     for (device, stream), group in groupby(lanes, key=lambda lane: (lane.device, lane.stream)):
         rows = list(group)
@@ -269,7 +284,7 @@ def _lane_table(summary: Summary) -> str:
         )
         for lane in summary.lanes
     ]
-    return _align(("device", "stream", "busy %", "busy", "firings", "at once"), rows, left=2)
+    return align(("device", "stream", "busy %", "busy", "firings", "at once"), rows, left=2)
 
 
 def _device_table(summary: Summary) -> str:
@@ -283,7 +298,7 @@ def _device_table(summary: Summary) -> str:
         )
         for device in summary.devices
     ]
-    return _align(("device", "computing", "copying", "copies hidden", "peak memory"), rows, left=1)
+    return align(("device", "computing", "copying", "copies hidden", "peak memory"), rows, left=1)
 
 
 def _transfer_table(summary: Summary) -> str:
@@ -291,7 +306,7 @@ def _transfer_table(summary: Summary) -> str:
         (each.source, each.target, str(each.count), format_bytes(each.nbytes), format_bytes(each.max_nbytes))
         for each in summary.transfers
     ]
-    return _align(("from", "to", "transfers", "bytes", "largest"), rows, left=2)
+    return align(("from", "to", "transfers", "bytes", "largest"), rows, left=2)
 
 
 def _node_table(summary: Summary, top: int) -> str:
@@ -307,21 +322,6 @@ def _node_table(summary: Summary, top: int) -> str:
         )
         for node in shown
     ]
-    table = _align(("node", "op", "count", "total", "mean", "max"), rows, left=2)
+    table = align(("node", "op", "count", "total", "mean", "max"), rows, left=2)
     hidden = len(summary.nodes) - len(shown)
     return f"{table}\n... and {hidden} more nodes" if hidden else table
-
-
-def _align(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, left: int) -> str:
-    """A table with its first ``left`` columns left-aligned and the others right-aligned."""
-    table = [header, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    table.insert(1, tuple("-" * width for width in widths))
-    lines = []
-    for row in table:
-        cells = (
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from contextlib import nullcontext
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +19,7 @@ from asyncflow.compiler.estimate import NS_PER_CALL, NS_PER_ELEMENT, kernel_ns
 from asyncflow.compiler.kernels import is_host_spec
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.devices.protocol import recording
 from asyncflow.errors import KernelError
 from asyncflow.graph.op import KernelContext
 from asyncflow.runtime.ports import Ports
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.compiler.plan import Partition, PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Mark
+    from asyncflow.devices.protocol import AsynchronousDevice, Mark, Span
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.ports import Scope
 
@@ -95,26 +97,34 @@ class Executor:
     def start(self, feeds: Sequence[Any]) -> None:
         """Delivers the feeds and drives as far as the current turn allows."""
         if self._asynchronous is not None:
-            nodes = self.scheduler.partition.feeds
-            feeds = [self._fed(value, node) for value, node in zip(feeds, nodes, strict=True)]
+            feeds = self._copied_in(self._asynchronous, feeds)
         try:
-            self.scheduler.start(feeds)
+            if not self.stopped:
+                self.scheduler.start(feeds)
         except SchedulingError as error:
             self._rule_broken(error)
+        if self.stopped:
             self.check_quiet()
         else:
             self._run.turn.drive_now(self)
 
-    def _fed(self, value: Any, node: PlanNode) -> Any:
-        """A fed value on the device; counters and the like stay on the host."""
-        device = self._asynchronous
-        assert device is not None
-        if is_host_spec(node.source.outputs[0].spec):
-            return value
-        copied = device.feed(value)
-        if self.recorder is not None:
-            self.recorder.spans(device, node, None, copied)
-        return copied
+    def _copied_in(self, device: AsynchronousDevice, feeds: Sequence[Any]) -> list[Any]:
+        """Fed values on the device, up to one that does not fit; counters and the like stay on the host."""
+        fed = []
+        for value, node in zip(feeds, self.scheduler.partition.feeds, strict=True):
+            if is_host_spec(node.source.outputs[0].spec):
+                fed.append(value)
+                continue
+            spans = self.new_spans()
+            try:
+                with recording(device, spans):
+                    copied = device.feed(value)
+            except BaseException as error:
+                self.fail(as_kernel_error(error, node, "", (value,), device.name), node.id)
+                break
+            self.record_spans(spans, device, node, None, copied)
+            fed.append(copied)
+        return fed
 
     def drive(self, deadline_ns: int) -> bool:
         """Executes ready firings until none is left (False) or the deadline has passed (True)."""
@@ -135,6 +145,8 @@ class Executor:
                 firing = next_firing()
                 if is_eager and scheduler.ended:
                     self._ports.acknowledge_ended()
+                    if self.stopped:
+                        break
                 if firing is not None:
                     node, iteration, inputs = firing
                     if node.is_small and quick:
@@ -254,13 +266,14 @@ class Executor:
     ) -> None:
         """Launches a kernel; its result is there in the order of its stream."""
         assert node.kernel is not None
+        spans = self.new_spans()
         try:
-            result = self._run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)
+            with recording(device, spans):
+                result = self._run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)
         except BaseException as error:
             self.kernel_failed(error, node, iteration, inputs)
             return
-        if self.recorder is not None:
-            self.recorder.spans(device, node, iteration, result)
+        self.record_spans(spans, device, node, iteration, result)
         self.complete(node, iteration, inputs, result)
 
     def _launch_on_stream(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], size: int) -> None:
@@ -284,12 +297,15 @@ class Executor:
         self._device.compute_streams[node.stream].submit(work, args, deliver, self._run.loop)
 
     def _launch_coroutine(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
-        self.in_flight += 1
-        started = perf_counter_ns()
+        run, device, spans = self._run, self._asynchronous, self.new_spans()
+        started = run.now()
         assert node.kernel is not None
+        with nullcontext() if device is None else recording(device, spans):
+            coroutine = node.kernel(*inputs)
         # A real task, in the context of the caller: libraries look at current_task and at context variables.
-        task = self._run.loop.create_task(node.kernel(*inputs), context=self._run.context.copy(), name=node.name)
+        task = run.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
         self._tasks[task] = None
+        self.in_flight += 1
 
         def done(task: asyncio.Task[Any]) -> None:
             del self._tasks[task]
@@ -298,7 +314,9 @@ class Executor:
             error = asyncio.CancelledError("the coroutine was cancelled") if cancelled else task.exception()
             status = "ok" if error is None else "cancelled" if cancelled and self.stopped else "error"
             result = task.result() if error is None else None
-            self._record(node, iteration, "async", started, perf_counter_ns(), result, status)
+            self._record(node, iteration, "async", started, run.now(), result, status)
+            if device is not None:
+                self.record_spans(spans, device, node, iteration, result)
             if error is not None:
                 # A run that is being stopped cancels its coroutines itself; that is no failure.
                 if not (cancelled and self.stopped):
@@ -417,6 +435,22 @@ class Executor:
     ) -> None:
         if self.recorder is not None:
             self.recorder.firing(node, iteration, stream, started, ended, result, status)
+
+    def new_spans(self) -> list[Span] | None:
+        """What an asynchronous device is to record into; None if the run is not traced."""
+        return None if self.recorder is None else []
+
+    def record_spans(
+        self,
+        spans: list[Span] | None,
+        device: AsynchronousDevice,
+        node: PlanNode,
+        iteration: Iteration | None,
+        result: Any,
+    ) -> None:
+        """Records what a device did for one firing (None: before any)."""
+        if spans and self.recorder is not None:
+            self.recorder.spans(spans, device, node, iteration, result)
 
 
 def stream_name(node: PlanNode) -> str:

@@ -57,6 +57,7 @@ class Iteration:
     """
 
     __slots__ = (
+        "__weakref__",
         "_counters",
         "children",
         "dead",

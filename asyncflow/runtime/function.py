@@ -70,6 +70,13 @@ class Function:
         """The graph that runs for such arguments: those of a call, or `spec`s in the place of arrays."""
         return self._traced(self._parameters.read(args, kwargs))
 
+    def with_body(self, fn: Callable[..., Any]) -> Function:
+        """The same with another function inside, which takes the same arguments."""
+        changed = copy.copy(self)
+        functools.update_wrapper(changed, fn)
+        changed.fn, changed._traces, changed._of_instances = fn, {}, {}
+        return changed
+
     def _bound(self, instance: object) -> Function:
         """The function as a method of `instance`, which is no argument: it has traces of its own."""
         bound = copy.copy(self)

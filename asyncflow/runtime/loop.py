@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from asyncflow.streams.virtual import VirtualClockLoop
 
@@ -61,9 +61,14 @@ def _not_a_coroutine(main: object) -> str:
     return f"af.run takes a coroutine; got {type(main).__name__} {main!r}"
 
 
+def is_virtual(loop: asyncio.AbstractEventLoop) -> TypeGuard[VirtualClockLoop]:
+    """Whether the loop's clock is virtual."""
+    return isinstance(loop, VirtualClockLoop)
+
+
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], int]:
     """Nanoseconds as a trace of what runs on `loop` shows them: virtual ones where the loop's clock is virtual."""
-    return loop.time_ns if isinstance(loop, VirtualClockLoop) else perf_counter_ns
+    return loop.time_ns if is_virtual(loop) else perf_counter_ns
 
 
 def burst_clock(loop: asyncio.AbstractEventLoop) -> Callable[[], int]:
@@ -72,4 +77,4 @@ def burst_clock(loop: asyncio.AbstractEventLoop) -> Callable[[], int]:
     On a virtual clock, where computing takes no time, it counts how often it is asked, so that runs take turns and yet
     do so at the same points every time.
     """
-    return itertools.count(step=_LOOK_NS).__next__ if isinstance(loop, VirtualClockLoop) else perf_counter_ns
+    return itertools.count(step=_LOOK_NS).__next__ if is_virtual(loop) else perf_counter_ns

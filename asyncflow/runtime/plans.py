@@ -10,9 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from asyncflow.compiler.estimate import assumed, kernel_ns
+from asyncflow.compiler.estimate import assumed_ns
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.graph.ir import Tensor
+from asyncflow.runtime.loop import is_virtual
 
 if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan, PlanNode
@@ -50,8 +51,9 @@ class PlanCache:
     def measured_costs(self) -> dict[str, float]:
         """Mean nanoseconds of the kernels that were measured while their plans ran, by node name."""
         costs: dict[str, float] = {}
-        for _, plans in self._plans.values():
-            for plan in plans.values():
+        # Copies: a thread that compiles asks for this while runs add plans.
+        for _, plans in list(self._plans.values()):
+            for plan in list(plans.values()):
                 for partition in plan.partitions:
                     for node in partition.nodes:
                         if node.cost is not None and node.cost.is_measured:
@@ -72,6 +74,8 @@ class PlanCache:
     async def get(self, request: PlanRequest, compile: Compile, timeout: float | None) -> Plan:
         """The plan; a large graph compiles on a thread, so that the event loop goes on.
 
+        Not on virtual time, where nobody waits meanwhile, and the same has to happen every time.
+
         Raises:
             DeadlineExceeded: that took longer than `timeout` seconds.
         """
@@ -79,7 +83,7 @@ class PlanCache:
         plan = plans.get(request)
         if plan is not None:
             return plan
-        if request.graph.version <= _COMPILED_INLINE:
+        if request.graph.version <= _COMPILED_INLINE or is_virtual(asyncio.get_running_loop()):
             return self.get_nowait(request, compile)
         # Requests that arrive meanwhile share the work; one that is cancelled does not take it from the others.
         key = (request.graph.version, request)
@@ -119,13 +123,7 @@ def _shared_out(node: PlanNode) -> dict[str, float]:
     if node.region is None:
         return {node.name: measured}
     expected = {
-        inner.name: kernel_ns(
-            inner,
-            [assumed(tensor.shape) for tensor in inner.inputs],
-            [assumed(tensor.shape) for tensor in inner.outputs],
-        )
-        for inner in node.source.attrs["region"].nodes
-        if inner.op.kernel is not None
+        inner.name: assumed_ns(inner) for inner in node.source.attrs["region"].nodes if inner.op.kernel is not None
     }
     in_all = sum(expected.values())
     return {name: measured * share / in_all for name, share in expected.items()}

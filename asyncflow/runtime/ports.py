@@ -8,11 +8,13 @@ far apart. On an asynchronous device an iteration has ended when what it launche
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from asyncflow.compiler.plan import Crossing
+from asyncflow.devices.protocol import recording
 
 if TYPE_CHECKING:
     import asyncio
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from contextvars import Context
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.devices.protocol import AsynchronousDevice, Device, Span
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.recorder import Recorder
     from asyncflow.runtime.rendezvous import Rendezvous
@@ -101,6 +103,20 @@ class Partitioned(Protocol):
         """Ends the run because a firing failed."""
         ...
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the run because something failed that is no firing."""
+        ...
+
+    def new_spans(self) -> list[Span] | None:
+        """What an asynchronous device is to record into; None if the run is not traced."""
+        ...
+
+    def record_spans(
+        self, spans: list[Span] | None, device: AsynchronousDevice, node: PlanNode, iteration: Iteration, result: Any
+    ) -> None:
+        """Records what a device did for one firing."""
+        ...
+
     def go_on(self) -> None:
         """After something in flight has ended."""
         ...
@@ -162,20 +178,24 @@ class Ports:
 
     def acknowledge_ended(self) -> None:
         """Says that iterations have ended here, once what they launched has."""
-        scheduler = self._executor.scheduler
-        ended, scheduler.ended = scheduler.ended, []
+        executor = self._executor
+        ended, executor.scheduler.ended = executor.scheduler.ended, []
         if self._asynchronous is None:
             self._pass_on(ended)
             return
 
         def done() -> None:
-            self._executor.in_flight -= 1
-            if not self._executor.stopped:
+            executor.in_flight -= 1
+            if not executor.stopped:
                 self._pass_on(ended)
-            self._executor.go_on()
+            executor.go_on()
 
-        self._executor.in_flight += 1
-        self._asynchronous.when_done(done, elsewhere=True)
+        try:
+            self._asynchronous.when_done(done, elsewhere=True)
+        except BaseException as error:
+            executor.fail(error)
+        else:
+            executor.in_flight += 1
 
     def _pass_on(self, ended: list[tuple[int, tuple[int, ...]]]) -> None:
         for transfer, counters in ended:
@@ -200,13 +220,18 @@ class Ports:
                 executor.go_on()
 
         executor.in_flight += 1
-        if self._asynchronous is not None:
-            self._asynchronous.receive(value, source, deliver, sent_ns if source.is_asynchronous else None)
-            self._record_spans(self._asynchronous, node, iteration, value)
-            if source.is_asynchronous:  # a copy through the host has a part there
-                self._record_spans(cast("AsynchronousDevice", source), node, iteration, value)
-        elif not cast("AsynchronousDevice", source).fetch(value, deliver):
-            deliver(value, None)
+        device = self._asynchronous
+        if device is None:
+            if not cast("AsynchronousDevice", source).fetch(value, deliver):
+                deliver(value, None)
+            return
+        sender = cast("AsynchronousDevice", source) if source.is_asynchronous else None
+        here, there = executor.new_spans(), executor.new_spans()
+        with recording(device, here), nullcontext() if sender is None else recording(sender, there):
+            device.receive(value, source, deliver, None if sender is None else sent_ns)
+        executor.record_spans(here, device, node, iteration, value)
+        if sender is not None:  # a copy through the host has a part there
+            executor.record_spans(there, sender, node, iteration, value)
 
     def _received(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
         if self._executor.recorder is not None:
@@ -221,12 +246,6 @@ class Ports:
         """A predicate, a fetch or a streamed item, which leaves an asynchronous device."""
         executor, device = self._executor, self._asynchronous
         assert device is not None
-        try:
-            if node.source.attrs["is_predicate"]:
-                device.require_data(value, node.name)
-        except BaseException as error:
-            executor.kernel_failed(error, node, iteration, (value,))
-            return
 
         def deliver(result: Any, error: BaseException | None) -> None:
             executor.in_flight -= 1
@@ -236,11 +255,19 @@ class Ports:
                 executor.complete(node, iteration, (value,), result)
             executor.go_on()
 
-        executor.in_flight += 1
-        if device.fetch(value, deliver):
-            self._record_spans(device, node, iteration, value)
+        spans = executor.new_spans()
+        try:
+            if node.source.attrs["is_predicate"]:
+                device.require_data(value, node.name)
+            with recording(device, spans):
+                is_copied = device.fetch(value, deliver)
+        except BaseException as error:
+            executor.kernel_failed(error, node, iteration, (value,))
+            return
+        if is_copied:
+            executor.in_flight += 1
+            executor.record_spans(spans, device, node, iteration, value)
         else:
-            executor.in_flight -= 1
             executor.complete(node, iteration, (value,), value)
 
     def _emit(self, node: PlanNode, iteration: Iteration, values: tuple[Any, ...]) -> None:
@@ -255,7 +282,3 @@ class Ports:
                 self._run.turn.drive_now(executor)
 
         emitter.offer(values, taken)
-
-    def _record_spans(self, device: AsynchronousDevice, node: PlanNode, iteration: Iteration, result: Any) -> None:
-        if self._executor.recorder is not None:
-            self._executor.recorder.spans(device, node, iteration, result)

@@ -1,4 +1,4 @@
-"""`Prepared`: fetches and feeds read once, to be run many times."""
+"""Fetches and feeds read once, to be run many times: `Call`, those a session remembers, and `Prepared`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncflow.runtime.fetches import graph_of, read_fetches, read_streamed
 from asyncflow.runtime.plans import PlanRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from asyncflow.compiler.plan import Plan
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from asyncflow.runtime.fetches import Fetch
     from asyncflow.runtime.session import Session
     from asyncflow.runtime.trace import Trace
+
+_MOST_CALLS = 1_000
+"""How many kinds of runs a session remembers."""
 
 
 class Call:
@@ -67,6 +70,50 @@ class Call:
             listed = ", ".join(tensor.name for tensor in feeds)
             raise FeedError(f"this call was prepared with {len(feeds)} feeds ({listed}); got {len(values)} values")
         return [feed_value(tensor, value) for tensor, value in zip(feeds, values, strict=True)]
+
+
+class CallCache:
+    """The calls a session remembers: a run that asks for the same as one before does not read it again."""
+
+    __slots__ = ("_functions", "_graph", "_regions", "_runs")
+
+    def __init__(self, graph: Graph | None, *, regions: bool) -> None:
+        self._graph = graph
+        self._regions = regions
+        self._runs: dict[Any, Call] = {}
+        self._functions: dict[Graph, Call] = {}
+
+    def new(self, fetches: Any, feeds: Sequence[Any], *, streams: bool = False) -> Call:
+        """A call that is not remembered."""
+        return Call(fetches, feeds, self._graph, regions=self._regions, streams=streams)
+
+    def of_run(self, fetches: Any, feeds: Mapping[Any, Any]) -> Call:
+        """The call of a run, remembered if it fetches a tensor or a flat list or tuple of tensors."""
+        if isinstance(fetches, Tensor):
+            key: tuple[Any, ...] = (fetches, *feeds)
+        elif type(fetches) in (list, tuple) and all(isinstance(fetch, Tensor) for fetch in fetches):
+            key = (type(fetches), len(fetches), *fetches, *feeds)
+        else:
+            return self.new(fetches, tuple(feeds))
+        call = self._runs.get(key)
+        if call is None:
+            if len(self._runs) >= _MOST_CALLS:
+                self._runs.clear()
+            call = self._runs[key] = self.new(fetches, tuple(feeds))
+        return call
+
+    def of_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Call:
+        """The call of a traced `@af.function`."""
+        call = self._functions.get(graph)
+        if call is None:
+            call = Call(outputs, tuple(feeds), graph, regions=self._regions, all_effects=True)
+            self._functions[graph] = call
+        return call
+
+    def clear(self) -> None:
+        """Forgets all calls."""
+        self._runs.clear()
+        self._functions.clear()
 
 
 class Prepared:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from asyncflow.runtime.provenance import describe
 from asyncflow.runtime.trace import Firing, MemorySample, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.devices.protocol import AsynchronousDevice, Device, Span
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.trace import Trace
 
@@ -32,17 +33,25 @@ class Recorder:
         self, node: PlanNode, iteration: Iteration, stream: str, started: int, ended: int, result: Any, status: str
     ) -> None:
         """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
-        scheduled = self.ready.taken.pop((node, iteration), started)
+        scheduled = self.ready.since(node, iteration, started)
         values = () if status != "ok" else (result,) if node.single else result
         outputs = ", ".join(map(describe, values))
         op, device = node.source.op.name, self._device.name
         self._add(node, iteration.tag(), op, stream, scheduled, started, ended, outputs, status, device)
 
-    def spans(self, device: AsynchronousDevice, node: PlanNode, iteration: Iteration | None, result: Any) -> None:
-        """What asynchronous devices did for one firing (None: before any): the kernel, and copies."""
+    def spans(
+        self,
+        spans: Iterable[Span],
+        device: AsynchronousDevice,
+        node: PlanNode,
+        iteration: Iteration | None,
+        result: Any,
+    ) -> None:
+        """What an asynchronous device did for one firing (None: before any): the kernel, and copies."""
         tag = "" if iteration is None else iteration.tag()
-        for span in device.take_spans():
-            scheduled = self.ready.taken.pop((node, iteration), span.started_ns)
+        for span in spans:
+            started = span.started_ns
+            scheduled = started if iteration is None else self.ready.since(node, iteration, started)
             op = node.source.op.name if not span.nbytes else "copy"
             outputs = _outputs(node, result)
             self._add(node, tag, op, span.stream, scheduled, span.started_ns, span.ended_ns, outputs, "ok", device.name)
@@ -104,13 +113,19 @@ def _outputs(node: PlanNode, result: Any) -> str:
 
 
 class _TimedQueue(deque[Any]):
-    """A ready queue that remembers when each firing became ready."""
+    """A ready queue that remembers when each firing became ready, for as long as its iteration lives."""
 
     def __init__(self, now: Callable[[], int]) -> None:
         super().__init__()
-        self.taken: dict[Any, int] = {}
+        self._times: WeakKeyDictionary[Iteration, dict[PlanNode, int]] = WeakKeyDictionary()
         self._now = now
 
-    def append(self, item: Any) -> None:
-        self.taken[item] = self._now()
+    def append(self, item: tuple[PlanNode, Iteration]) -> None:
+        node, iteration = item
+        self._times.setdefault(iteration, {})[node] = self._now()
         super().append(item)
+
+    def since(self, node: PlanNode, iteration: Iteration, started_ns: int) -> int:
+        """When the firing became ready; `started_ns` if that is not known, or was asked for before."""
+        times = self._times.get(iteration)
+        return started_ns if times is None else times.pop(node, started_ns)

@@ -45,7 +45,6 @@ class Run:
         "_is_starting",
         "_on_end",
         "_partitions",
-        "_recorded",
         "_started_ns",
         "_status",
         "_stopped",
@@ -118,7 +117,6 @@ class Run:
             device = devices[partition.device]
             if device.is_asynchronous:
                 self._undrained.append((cast("AsynchronousDevice", device), executor))
-        self._recorded = [device for device, _ in self._undrained] if trace is not None else []
 
     def start(self, feeds: Sequence[Any], timeout: float | None, asked_s: float) -> None:
         """Starts; returns once the current turn's share of work is done.
@@ -133,8 +131,6 @@ class Run:
                 self._expire(timeout)
                 return
             self._timer = self.loop.call_at(asked_s + timeout, self._expire, timeout)
-        for device in self._recorded:
-            device.record_spans(True)
         if len(self.executors) == 1:
             self.executors[0].start([feeds[index] for index in self._partitions[0].feed_indexes])
             return
@@ -218,8 +214,6 @@ class Run:
         self.is_finished = True
         for executor in self.executors:
             executor.close()
-        for device in self._recorded:
-            device.record_spans(False)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -235,15 +229,21 @@ class Run:
         """Asynchronous devices count kernels as done when they are launched; a run ends when they have ended."""
         undrained, self._undrained = self._undrained, []
         first = self.executors[0]
-        first.in_flight += len(undrained)
 
         def done() -> None:
             first.in_flight -= 1
             self.on_quiet()
 
         for device, executor in undrained:
-            # What was launched before a stop is not told apart from what other runs launched.
-            device.when_done(done, None if executor.stopped else executor.launched)
+            try:
+                # What was launched before a stop is not told apart from what other runs launched.
+                device.when_done(done, None if executor.stopped else executor.launched)
+            except BaseException as error:
+                executor.fail(error)
+            else:
+                first.in_flight += 1
+        if not first.in_flight:
+            self.on_quiet()
 
     def _fail(self, error: BaseException) -> None:
         if not (self._stopped or self.is_finished):

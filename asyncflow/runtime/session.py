@@ -24,7 +24,7 @@ from asyncflow.runtime.fetches import user_value, user_values
 from asyncflow.runtime.loop import burst_clock
 from asyncflow.runtime.options import as_timeout, check_graph, check_integer, check_trace, check_transfer_dtype
 from asyncflow.runtime.plans import PlanCache
-from asyncflow.runtime.prepared import Call, Prepared
+from asyncflow.runtime.prepared import Call, CallCache, Prepared
 from asyncflow.runtime.run import Run
 from asyncflow.runtime.straight import run_straight
 from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.plans import PlanRequest
-
-_MOST_CALLS = 1_000
-"""How many kinds of runs a session remembers."""
 
 _THREADS_END_S = 5.0
 """How long idle threads may take to end."""
@@ -78,6 +75,8 @@ class Session:
         graph: where names in fetches and feeds are looked up; tensors know their own graph.
         devices: names such as ``["cpu:0", "cpu:1"]``; None for one CPU device.
         optimize: fold constants, join equal nodes and move invariant ones out of loops before a graph runs.
+        loop_batching: with `optimize`, do matrix products of many iterations of a loop at once where they do not need
+            what the loop carries, or nothing in the loop needs them; results are the same within rounding.
         regions: compile clusters of nodes that never wait into generated Python functions.
         debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
@@ -111,6 +110,7 @@ class Session:
         devices: Sequence[str] | None = None,
         *,
         optimize: bool = True,
+        loop_batching: bool = True,
         regions: bool = True,
         debug: bool = False,
         seed: int | None = None,
@@ -139,7 +139,7 @@ class Session:
         self._device_of = {device.name: device for device in self.devices}
         self.state = StateStore()
         self._optimize = optimize
-        self._regions = regions
+        self._loop_batching = loop_batching
         self._debug = debug
         self._seed = seed
         self._threads = threads
@@ -150,8 +150,7 @@ class Session:
         self._placement_seed = placement_seed
         self._random_seed = secrets.randbits(63)
         self._plans = PlanCache()
-        self._calls: dict[Any, Call] = {}
-        self._functions: dict[Graph, Call] = {}
+        self._calls = CallCache(graph, regions=regions)
         self._runs: set[Run] = set()
         self._run_count = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -236,7 +235,6 @@ class Session:
     def _release(self) -> None:
         self._plans.clear()
         self._calls.clear()
-        self._functions.clear()
         self.state.clear()
         if self._blas is not None:
             self._blas.release()
@@ -289,7 +287,9 @@ class Session:
         self._bind()
         if type(feeds) is not dict:
             feeds = as_feeds(feeds)
-        return await self.run_call(self._call_for(fetches, feeds), tuple(feeds.values()), timeout, trace, allow_dead)
+        return await self.run_call(
+            self._calls.of_run(fetches, feeds), tuple(feeds.values()), timeout, trace, allow_dead
+        )
 
     def prepare(self, fetches: Any, feeds: Sequence[Any] = ()) -> Prepared:
         """A run that only lacks values, for serving: ``f = session.prepare(y, [x])``, then ``await f(value)``.
@@ -301,7 +301,7 @@ class Session:
         Raises:
             FeedError, FetchError: as in `run`.
         """
-        return Prepared(self, Call(fetches, feeds, self.graph, regions=self._regions))
+        return Prepared(self, self._calls.new(fetches, feeds))
 
     async def run_call(
         self,
@@ -339,26 +339,7 @@ class Session:
     async def run_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Any:
         """Runs a traced `@af.function`: its outputs and all its effects."""
         self._bind()
-        call = self._functions.get(graph)
-        if call is None:
-            call = Call(outputs, tuple(feeds), graph, all_effects=True, regions=self._regions)
-            self._functions[graph] = call
-        return await self.run_call(call, tuple(feeds.values()))
-
-    def _call_for(self, fetches: Any, feeds: Mapping[Any, Any]) -> Call:
-        """What was made when the same was asked for before, or a new one."""
-        if isinstance(fetches, Tensor):
-            key: tuple[Any, ...] = (fetches, *feeds)
-        elif type(fetches) in (list, tuple) and all(isinstance(fetch, Tensor) for fetch in fetches):
-            key = (type(fetches), len(fetches), *fetches, *feeds)
-        else:
-            return Call(fetches, tuple(feeds), self.graph, regions=self._regions)
-        call = self._calls.get(key)
-        if call is None:
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
-            call = self._calls[key] = Call(fetches, tuple(feeds), self.graph, regions=self._regions)
-        return call
+        return await self.run_call(self._calls.of_function(graph, outputs, feeds), tuple(feeds.values()))
 
     async def _plan_of(self, call: Call, trace: Trace | None, timeout: float | None) -> Plan:
         """The plan of a call, kept there unless it is for a trace that looks inside regions."""
@@ -440,7 +421,7 @@ class Session:
         timeout = as_timeout(timeout)
         check_trace(trace, may_be_path=False)
         feeds = as_feeds(feeds)
-        call = Call(fetches, tuple(feeds), self.graph, regions=self._regions, streams=True)
+        call = self._calls.new(fetches, tuple(feeds), streams=True)
         checked = call.check(tuple(feeds.values()))
         asked_s = loop.time()
         recorder = trace or current_trace()
@@ -481,7 +462,7 @@ class Session:
 
     def plan(self, fetches: Any, feeds: Sequence[Any] = ()) -> Plan:
         """The compiled plan for runs with these fetches and these fed tensors; ``.explain()`` prints it."""
-        return self._plans.get_nowait(Call(fetches, feeds, self.graph, regions=self._regions).request, self._compile)
+        return self._plans.get_nowait(self._calls.new(fetches, feeds).request, self._compile)
 
     def _compile(self, request: PlanRequest) -> Plan:
         try:
@@ -494,6 +475,7 @@ class Session:
                 streamed=request.streamed,
                 all_effects=request.all_effects,
                 optimize=self._optimize,
+                loop_batching=self._loop_batching,
                 regions=request.regions,
                 debug=self._debug,
                 max_iterations=self._max_iterations,

@@ -14,15 +14,20 @@ from benchmarks import (
     dependency_patterns,
     distributed_loop,
     dynamic_lstm,
+    dynamic_unrolling,
     graph_size,
     import_time,
     loop_gap,
     loop_overhead,
+    lstm_training,
     memory,
     nested_loop,
     parallel_iterations,
+    ragged_training,
     run_latency,
     stacked_lstm,
+    stacked_lstm_training,
+    training_memory,
     two_device_loop,
     white_paper_pipelines,
 )
@@ -63,6 +68,15 @@ TINY = {
     "distributed_loop": lambda: distributed_loop.measure(counts=(1, 2), iterations=3),
     "parallel_iterations": lambda: parallel_iterations.measure(windows=(1, 2), layers=2, size=8, iterations=3),
     "white_paper_pipelines": lambda: white_paper_pipelines.measure(counts=(1, 2), steps=2, sizes=TINY_PIPELINES),
+    "lstm_training": lambda: lstm_training.measure(repeats=2, steps=3, batch=2, hidden=4),
+    "ragged_training": lambda: ragged_training.measure(repeats=2, shortest=1, longest=3, batch=2, hidden=4),
+    "training_memory": lambda: training_memory.measure(repeats=1, steps=3, batch=2, hidden=4),
+    "dynamic_unrolling": lambda: dynamic_unrolling.measure(
+        repeats=2, batches=(2,), steps=3, hidden=4, simulated_batches=(2,), simulated_sizes={"steps": 3, "hidden": 4}
+    ),
+    "stacked_lstm_training": lambda: stacked_lstm_training.measure(
+        repeats=2, steps=2, batch=2, hidden=4, counts=(1, 2), batches=(2,), simulated_steps=2, simulated_hidden=4
+    ),
 }
 TINY_PIPELINES: dict[str, dict[str, int]] = {
     white_paper_pipelines.SYNCHRONOUS: {"batch": 4, "features": 8},

@@ -260,7 +260,8 @@ def test_a_whole_file_runs_as_python_would_run_it(program: Path, output: Output,
     (program / "whole.py").write_text(
         "import asyncio, sys\nimport asyncflow as af\nimport neighbour\n"
         "with af.Graph() as graph:\n    y = af.constant(20.0) + neighbour.SCALE\n"
-        "async def main():\n    async with af.Session(graph) as session:\n        print(await session.run(y), sys.argv[1:])\n"
+        "async def main():\n    async with af.Session(graph) as session:\n"
+        "        print(await session.run(y), sys.argv[1:])\n"
         "if __name__ == '__main__':\n    asyncio.run(main())\n",
         encoding="utf-8",
     )

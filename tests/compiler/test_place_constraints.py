@@ -9,8 +9,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow import raw
-from asyncflow.compiler.constraints import runs_on
-from asyncflow.compiler.place import resolve_requests
+from asyncflow.compiler.constraints import resolve_requests, runs_on
 from tests.compiler.placing import devices, extracted, placed, work
 
 

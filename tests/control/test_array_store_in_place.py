@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.control.array_store import ArrayKind, ArrayValue
+from asyncflow.control.array_store import ArrayKind
+from asyncflow.control.array_value import ArrayValue
 
 FLOAT = np.dtype("float32")
 

@@ -12,7 +12,7 @@ import pytest
 
 from asyncflow.devices.cpu import CpuDevice
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.devices.protocol import AsynchronousDevice
+from asyncflow.devices.protocol import AsynchronousDevice, Span, recording
 from asyncflow.devices.sim import SimArray, SimDevice, SimMachine
 from asyncflow.devices.sim_links import Lane, first_common_gap
 from asyncflow.errors import SessionClosedError
@@ -402,15 +402,13 @@ def test_the_account_tells_what_is_there(device: SimDevice) -> None:
 
 def test_spans_are_recorded_while_somebody_asks(device: SimDevice, loop: VirtualClockLoop) -> None:
     zeros(device, 8)
-    assert device.take_spans() == []
-    device.record_spans(True)
-    device.record_spans(True)
-    device.record_spans(False)
+    spans: list[Span] = []
+    assert device.record_into(spans) is None
     x = device.feed(np.zeros(10_000, np.uint8))
     y = bind(device, np.negative, "negate")(x)
     bind(device, lambda i: i, "count", may_run_on_host=True)(np.int32(1))
     loop.run_until_complete(fetched(device, y))
-    spans = device.take_spans()
+    assert device.record_into(None) is spans
     assert [(each.label, each.stream, each.nbytes) for each in spans] == [
         ("feed", "h2d", 10_000),
         ("negate", "compute", 0),
@@ -419,16 +417,43 @@ def test_spans_are_recorded_while_somebody_asks(device: SimDevice, loop: Virtual
     ]
     assert (spans[1].started_ns, spans[1].ended_ns) == span(y)
     assert spans[2].ended_ns - spans[2].started_ns == HOST_OP_NS
-    device.record_spans(False)
     zeros(device, 8)
-    assert device.take_spans() == []
+    assert len(spans) == 4
+
+
+def test_recordings_nest(device: SimDevice) -> None:
+    """What another run launches is in nobody else's record."""
+    mine: list[Span] = []
+    with recording(device, mine):
+        with recording(device, None):
+            zeros(device, 8)
+        assert mine == []
+        bind(device, lambda: np.zeros(1), "make")()
+    zeros(device, 8)
+    assert [each.label for each in mine] == ["make"]
+
+
+def test_a_coroutine_launches_for_whoever_called_it(device: SimDevice, loop: VirtualClockLoop) -> None:
+    async def double(x: Any) -> Any:
+        return 2 * x
+
+    called: list[Span] = []
+    kernel = bind(device, double, "double", is_async=True)
+    with recording(device, called):
+        coroutine = kernel(zeros(device, 8))
+    others: list[Span] = []
+    with recording(device, others):
+        loop.run_until_complete(coroutine)
+    assert [each.stream for each in called] == ["compute", "d2h", "h2d"]
+    assert others == []
 
 
 def test_a_second_compute_stream_has_a_name_of_its_own(machine: SimMachine) -> None:
     device = SimDevice(machine, compute_streams=2)
-    device.record_spans(True)
+    spans: list[Span] = []
+    device.record_into(spans)
     bind(device, lambda: np.zeros(1), stream=1)()
-    assert [each.stream for each in device.take_spans()] == ["compute:1"]
+    assert [each.stream for each in spans] == ["compute:1"]
 
 
 def test_when_done_is_called_later_and_once(device: SimDevice, loop: VirtualClockLoop) -> None:
@@ -465,8 +490,9 @@ def history(seed: int, jitter: float) -> list[tuple[int, int]]:
     loop = VirtualClockLoop()
     machine = machine_of(loop, seed=seed, jitter=jitter)
     devices = [SimDevice(machine, i, compute_streams=2) for i in range(2)]
-    for device in devices:
-        device.record_spans(True)
+    recorded: list[list[Span]] = [[], []]
+    for device, spans in zip(devices, recorded, strict=True):
+        device.record_into(spans)
     x = devices[0].feed(np.zeros(1000))
     for i in range(20):
         source, target = devices[i % 2], devices[(i + 1) % 2]
@@ -474,7 +500,7 @@ def history(seed: int, jitter: float) -> list[tuple[int, int]]:
     loop.run_until_complete(fetched(devices[0], x))
     loop.close()
     assert machine.hazards == []
-    return [(each.started_ns, each.ended_ns) for device in devices for each in device.take_spans()]
+    return [(each.started_ns, each.ended_ns) for spans in recorded for each in spans]
 
 
 def test_a_seed_gives_one_history() -> None:

@@ -159,10 +159,15 @@ def test_any_next_call_says_so(machine: SimMachine, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(SimDevice, "hold", lambda *_: None)
     received(other, x, one)
     del x
+
+    def delivered(_: Any, error: BaseException | None) -> None:
+        assert error is not None
+        raise error  # whoever receives gets it, not the sender who calls
+
     calls: dict[str, Any] = {
         "fetch": lambda: one.fetch(y, lambda *_: None),
         "feed": lambda: other.feed(np.ones(3)),
-        "receive": lambda: other.receive(y, one, lambda *_: None),
+        "receive": lambda: other.receive(y, one, delivered),
         "when_done": lambda: other.when_done(lambda: None),
     }
     with pytest.raises(HazardError, match="freed while stream sim:1/peer still reads it"):

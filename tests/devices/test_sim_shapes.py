@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.devices.protocol import Span
 from asyncflow.devices.sim import SimArray, SimDevice, SimMachine
 from asyncflow.devices.sim_values import no_data
 from asyncflow.errors import FetchError, ShapeError
@@ -144,8 +145,9 @@ def random_program(seed: int, n: int, **options: Any) -> tuple[list[Any], int, l
         }
         for device in devices
     ]
-    for device in devices:
-        device.record_spans(True)
+    recorded: list[list[Span]] = [[] for _ in devices]
+    for device, into in zip(devices, recorded, strict=True):
+        device.record_into(into)
     got: list[Any] = []
     values = [devices[i % 3].feed(np.full(n, i, np.float32)) for i in range(4)]
     homes = [i % 3 for i in range(4)]
@@ -170,7 +172,7 @@ def random_program(seed: int, n: int, **options: Any) -> tuple[list[Any], int, l
     values.clear()
     for device in devices:
         loop.run_until_complete(idle(device))
-    spans = [(each.label, each.started_ns, each.ended_ns) for device in devices for each in device.take_spans()]
+    spans = [(each.label, each.started_ns, each.ended_ns) for into in recorded for each in into]
     used = sum(device.memory.used for device in devices)
     loop.close()
     return got, used, spans, machine.hazards

@@ -11,11 +11,14 @@ import pytest
 import asyncflow as af
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op
-from tests.conftest import AuditedRun
+from asyncflow.testing import virtual_clock
+from tests.conftest import AuditedRun, assert_baseline
 from tests.distributed.clusters import COUNTS, Cluster, assert_nothing_left, ring
 from tests.faults.kernels import INT, CoroutineGate, in_flight
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.conftest import OpenSession
 
 LARGE = np.ones(1 << 18, np.float32)
@@ -139,6 +142,25 @@ def test_76_an_abort_ends_all_that_wait(count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sim", "cpu"])
+def test_76_a_coroutine_that_cannot_be_made(kind: Any) -> None:
+    """CONFORMANCE 76: what is called for a coroutine raises instead, and the run ends like any that failed."""
+
+    def call(x: Any) -> Any:
+        raise LookupError("no coroutine")
+
+    async def main(open_session: OpenSession) -> None:
+        broken = Op(name="broken", infer=lambda x: x, kernel=lambda xp: call, is_async=True)
+        with af.Graph() as graph, af.device(cluster.device(1)):
+            lost = apply(broken, af.constant(1.0))[0]
+        async with open_session(graph) as session:
+            with pytest.raises(af.KernelError, match="LookupError: no coroutine"):
+                await session.run(lost)
+
+    cluster = Cluster(2, kind=kind)
+    cluster.run(main)
+
+
+@pytest.mark.parametrize("kind", ["sim", "cpu"])
 def test_76_a_wrong_dtype_is_not_sent(kind: Any) -> None:
     """CONFORMANCE 76: in debug mode, what is not as declared fails where it is made, not where it is received."""
 
@@ -230,6 +252,102 @@ def test_f30_out_of_memory_on_one_device(count: int) -> None:
 
     cluster = Cluster(count)
     cluster.run(main)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_f30_a_feed_that_does_not_fit(count: int) -> None:
+    """FAULTS F30: it names the placeholder's line, and the run is over: nothing of it is left."""
+
+    async def main(open_session: OpenSession) -> None:
+        with af.Graph() as graph:
+            small, x = af.placeholder("float32", (2,)), af.placeholder("float32", LARGE.shape)
+            sums = [af.sum(small), *on_each(cluster, lambda: af.sum(x))]
+        async with open_session(graph, memory_limit=LARGE.nbytes - 1) as session:
+            with pytest.raises(af.OutOfMemoryError) as caught:
+                await session.run(sums, {small: np.ones(2, np.float32), x: LARGE})
+            error = caught.value
+            assert (error.requested, error.limit) == (LARGE.nbytes, LARGE.nbytes - 1)
+            assert error.location == x.node.location
+            assert error.inputs == (f"float32[{LARGE.size}]",)
+            del caught, error
+            assert_nothing_left(session)
+            assert await session.run(sums[0], {small: np.ones(2, np.float32)}) == 2
+
+    cluster = Cluster(count)
+    cluster.run(main)
+
+
+def test_f30_a_constant_that_does_not_fit() -> None:
+    """FAULTS F30: it is on the device before any run, and the error is that of a value in one, with its line."""
+
+    async def main(open_session: OpenSession) -> None:
+        with af.Graph() as graph:
+            large = af.constant(LARGE)
+            (total,) = on_each(cluster, lambda: af.sum(large * 2))
+        async with open_session(graph, memory_limit=LARGE.nbytes - 1, optimize=False) as session:
+            with pytest.raises(af.OutOfMemoryError) as caught:
+                await session.run(total)
+            assert (caught.value.requested, caught.value.device) == (LARGE.nbytes, "sim:0")
+            assert caught.value.location == large.node.location
+
+    cluster = Cluster(1)
+    cluster.run(main)
+
+
+def on_each(cluster: Cluster, build: Callable[[], af.Tensor]) -> list[af.Tensor]:
+    """The same on each device."""
+    built = []
+    for device in cluster.devices:
+        with af.device(device):
+            built.append(build())
+    return built
+
+
+@pytest.mark.parametrize("found_by", ["a copy to the host", "a copy to another device", "an iteration", "the end"])
+def test_a_hazard_ends_the_run_whoever_finds_it(found_by: str) -> None:
+    """Memory that was freed too early is found by the next call of a device, and that raises where nobody waits."""
+
+    async def main() -> None:
+        machine = clock.machine
+
+        @af.op(outputs=lambda x: x)
+        def careless(x: Any) -> Any:
+            machine.hazards.append("freed too early")
+            return x + 1
+
+        graph, fetch = build(careless)
+        async with af.Session(graph, devices=["sim:0", "sim:1"]) as session:
+            with pytest.raises(af.AsyncflowError, match="freed too early"):
+                await session.run(fetch)
+            assert_baseline(session)
+
+    def build(careless: Any) -> tuple[af.Graph, Any]:
+        with af.Graph() as graph, af.device("sim:0"):
+            vector = af.constant(np.ones(3, np.float32))
+            if found_by == "a copy to the host":
+                return graph, careless(vector)
+            if found_by == "an iteration":
+                return graph, looping(careless)
+            made = careless(vector)
+            if found_by == "the end":
+                return graph, made.node
+            with af.device("sim:1"):
+                return graph, (made + 1).node
+
+    def looping(careless: Any) -> af.Node:
+        """A loop whose iteration ends on sim:1 when `careless` is launched there."""
+
+        def body(i: af.Tensor, x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            with af.device("sim:1"):
+                return i + 1, careless(x)
+
+        result = af.while_loop(lambda i, _: i < 1, body, (0, np.ones(3, np.float32)))[1]
+        with af.device("sim:1"):
+            return af.identity(result).node
+
+    with virtual_clock("2 x v100, nvlink2") as clock:
+        clock.run(main())
+    assert AuditedRun.leftovers == []
 
 
 @pytest.mark.parametrize("count", COUNTS)

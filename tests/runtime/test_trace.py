@@ -1,12 +1,22 @@
-"""A trace made while another one records: neither loses anything."""
+"""What a trace records: all of its own runs, also while another one records, and nothing of other runs."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.runtime.frame import Iteration
+from asyncflow.testing import virtual_clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.fixture
@@ -61,3 +71,67 @@ async def test_trace_made_outside_is_independent(session: af.Session, value: af.
         await run(session, value, independent)
     assert len(independent.runs) == 1
     assert outer.runs == []
+
+
+async def test_iterations_that_have_ended_are_let_go(session: af.Session, graph: af.Graph) -> None:
+    """A trace remembers when firings became ready, not the iterations they were in: a long loop stays small."""
+    alive: list[int] = []
+
+    @af.op(outputs=lambda i: i)
+    def count(i: Any) -> Any:
+        if i % 100 == 99:
+            alive.append(sum(isinstance(found, Iteration) for found in gc.get_objects()))
+        return i
+
+    end = af.while_loop(lambda i: i < 300, lambda i: count(i) + 1, (0,), parallel_iterations=2)[0]
+    assert await session.run(end, trace=af.Trace(capacity=10)) == 300
+    assert len(alive) == 3
+    assert alive[2] - alive[0] < 10  # of the 200 between
+
+
+@af.op(outputs=lambda x: x)
+async def slow(x: Any) -> Any:
+    await asyncio.sleep(1e-3)
+    return x + 1
+
+
+def simulated(build: Callable[[af.Tensor], af.Tensor], *beside: Callable[[af.Tensor], af.Tensor]) -> af.Trace:
+    """The trace of a run on a simulated card, with other runs beside it that are not traced."""
+    trace, vector = af.Trace(), np.ones(1000, np.float32)
+    with af.Graph() as graph:
+        x = af.placeholder("float32", vector.shape, name="x")
+        fetch, *others = [each(x) for each in (build, *beside)]
+
+    async def main() -> None:
+        async with af.Session(graph, regions=False) as session:
+            runs = [session.run(other, {x: vector}) for other in others]
+            await asyncio.gather(session.run(fetch, {x: vector}, trace=trace), *runs)
+
+    with virtual_clock("v100") as clock:
+        clock.run(main())
+    return trace
+
+
+def waiting_between(x: af.Tensor) -> af.Tensor:
+    waited: af.Tensor = slow(x * 2)
+    return af.exp(waited)
+
+
+def test_a_coroutine_on_virtual_time() -> None:
+    """Its times are virtual too, and the copies of its values are its own."""
+    trace = simulated(waiting_between)
+    (span,) = trace.runs
+    assert all(span.started_ns <= firing.started_ns <= firing.ended_ns <= span.ended_ns for firing in trace.firings)
+    waited = [firing for firing in trace.firings if firing.node == "slow"]
+    assert {firing.stream for firing in waited} == {"async", "d2h", "h2d"}
+    assert [firing.stream for firing in trace.firings if firing.node == "exp"] == ["compute"]
+
+
+def test_what_other_runs_do_on_the_device_is_not_in_a_trace() -> None:
+    """They launch while the traced one waits."""
+
+    def alone(x: af.Tensor) -> af.Tensor:
+        return af.sin(af.sin(x))
+
+    beside = Counter((firing.node, firing.stream) for firing in simulated(waiting_between, alone, alone).firings)
+    assert beside == Counter((firing.node, firing.stream) for firing in simulated(waiting_between).firings)

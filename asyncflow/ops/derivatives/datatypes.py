@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.graph.op import derivative
 from asyncflow.ops.datatypes import ASTYPE, BROADCAST_ARRAYS, BROADCAST_TO, astype
-from asyncflow.ops.derivatives.shapes import sum_to_like
+from asyncflow.ops.derivatives.shapes import carries_gradient, sum_to_like
 from asyncflow.ops.elementwise import conj, real
 from asyncflow.ops.promotion import kind_of
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def has_gradient(x: Tensor) -> bool:
-    """Whether a gradient may reach `x`: it holds floats or complex numbers."""
-    return kind_of(x.dtype) in "fc"
+    """Whether a gradient may reach `x`: it holds floats or complex numbers, or is an array or store of those."""
+    return carries_gradient(x.spec)
 
 
 def in_dtype_of(grad: Tensor, x: Tensor) -> Tensor | None:

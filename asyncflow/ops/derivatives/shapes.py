@@ -74,7 +74,8 @@ SUM_TO = register(Op(name="sum_to", infer=_sum_to_spec, kernel=_sum_to_kernel))
 def sum_to(x: Tensor, shape: ExtentsLike) -> Tensor:
     """`x` summed over the axes that broadcasting a value of `shape` to the shape of `x` adds or stretches."""
     template, sizes = split_extents(shape)
-    if template is not None and x.shape == template:
+    # Extents that only a run knows may differ, though they look alike here.
+    if is_static(template) and x.shape == template:
         return x
     return apply(SUM_TO, x, *sizes, shape=template)[0]
 
@@ -83,12 +84,13 @@ def sum_to_like(grad: Tensor, like: Tensor) -> Tensor:
     """`grad` as the gradient of `like`, which was broadcast to its shape."""
     if grad.shape is not None and is_static(grad.shape) and grad.shape == like.shape:
         return grad
-    return sum_to(grad, shape_of(like))
+    return ensure_shape(sum_to(grad, shape_of(like)), like.shape)
 
 
 @derivative(SUM_TO)
 def _sum_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [broadcast_to(grad, shape_of(node.inputs[0])), *[None] * (len(node.inputs) - 1)]
+    x, *sizes = node.inputs
+    return [ensure_shape(broadcast_to(grad, shape_of(x)), x.shape), *[None] * len(sizes)]
 
 
 # -- what is known of a shape ----------------------------------------------------------------------------------------

@@ -1,0 +1,41 @@
+"""`stop_gradient`: a value that gradients take for a constant."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.graph import nest
+from asyncflow.graph.build import apply
+from asyncflow.graph.op import Op, not_differentiable, register
+
+if TYPE_CHECKING:
+    from asyncflow.graph.op import Kernel
+
+
+def _kernel(xp: Any) -> Kernel:
+    return lambda value: value
+
+
+STOP_GRADIENT = register(Op(name="stop_gradient", infer=lambda x: x, kernel=_kernel, is_total=True))
+not_differentiable(STOP_GRADIENT, because="that is what it is for")
+
+
+def stop_gradient(x: Any) -> Any:
+    """`x` itself, which counts as a constant in `gradients`: nothing depends on `x` through it, and nothing flows back.
+
+    It costs nothing when the graph runs.
+
+    Args:
+        x: a tensor, or any nest of them.
+
+    >>> import asyncflow as af
+    >>> with af.Graph() as graph:
+    ...     x = af.placeholder("float64", ())
+    ...     slope = af.gradients(x * stop_gradient(x), x)
+    >>> async def main():
+    ...     async with af.Session(graph) as session:
+    ...         return await session.run(slope, {x: 3.0})
+    >>> af.run(main())
+    np.float64(3.0)
+    """
+    return nest.map_leaves(lambda leaf: apply(STOP_GRADIENT, leaf)[0], x)

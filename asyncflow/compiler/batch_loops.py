@@ -1,0 +1,63 @@
+"""Pass: matrix products of many iterations of a loop become one (Cavs' lazy batching, for any loop).
+
+Two kinds of work in a loop's body do not need to wait for their iteration, or need not be done in it:
+
+- products whose rows depend on captures and the loop's counter alone, such as ``xs[t] @ W``, are made ahead, a block of
+  iterations at a time (`batch_rows`);
+- sums over iterations that nothing in the loop reads, such as the gradients of weights, are made up for, a block of
+  iterations at a time (`batch_sums`).
+
+Only pure nodes that stand on one device are moved, and only floats, for which a product of many rows is faster: their
+results are the same within rounding. What may fail stays in the loop as well, and fails there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.batch_rows import batch_rows
+from asyncflow.compiler.batch_sums import batch_sums
+from asyncflow.compiler.replacements import Replacements
+from asyncflow.graph.graph import STRUCTURED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.devices.protocol import Device
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node
+
+_BLOCK_BYTES = 8 << 20
+"""Most bytes of a block: a few MiB stay in the cache from the product to the iterations that use it."""
+
+
+_SHARE = 64
+"""A block takes at most so small a part of a device's memory limit."""
+
+
+def block_bytes(devices: Sequence[Device]) -> int | None:
+    """Most bytes of a block on these devices; None if there is one that is no CPU, where kernels are launched ahead."""
+    if any(device.kind != "cpu" for device in devices):
+        return None
+    limits = (device.memory.limit for device in devices)
+    return min(_BLOCK_BYTES, *(limit // _SHARE for limit in limits if limit is not None), _BLOCK_BYTES)
+
+
+def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
+    """Batches in all loops of `graph`, inner ones first, in place; after what does not change has been hoisted."""
+    replaced = Replacements()
+    ordered: list[Node] = []
+    for node in graph.nodes:
+        if replaced:
+            replaced.apply(node)
+        if node.op.name in STRUCTURED:
+            for body in node.subgraphs:
+                batch_loops(body, block_bytes)
+        if node.op.name == "while":
+            ahead = batch_rows(node, block_bytes)
+            before, after = batch_sums(node, block_bytes, replaced)
+            ordered += [*ahead, *before, node, *after]
+        else:
+            ordered.append(node)
+    graph.nodes[:] = ordered
+    replaced.apply_to_results(graph)

@@ -1,0 +1,288 @@
+"""`dynamic_rnn`: a cell over sequences of different lengths, as one `while_loop`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.control.array_store import ArrayKind
+from asyncflow.control.body import result_tensor, user_function
+from asyncflow.control.primitives.enter import check_parallel_iterations
+from asyncflow.control.tensor_array import ARRAY, TensorArray
+from asyncflow.control.while_loop import add_loop
+from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.graph import nest
+from asyncflow.graph.build import as_tensor, graph_for
+from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.shapes import format_shape, is_static, is_subshape
+from asyncflow.graph.spec import Spec
+from asyncflow.nn.packing import Packing, extent_of, packing, place_rows, reshaped, take_rows
+from asyncflow.ops.elementwise import add
+from asyncflow.ops.indexing import getitem
+from asyncflow.ops.logic import less
+from asyncflow.ops.manipulation import concat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncflow.graph.build import TensorLike
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.shapes import Shape
+
+_COUNTER = Spec(int64, ())
+
+
+def dynamic_rnn(
+    cell: Callable[[Any, Any], tuple[Any, Any]],
+    inputs: Any,
+    initial_state: Any,
+    lengths: TensorLike | None = None,
+    *,
+    parallel_iterations: int = 32,
+    swap_memory: bool = False,
+    name: str | None = None,
+) -> tuple[Any, Any]:
+    """Runs ``output, state = cell(x, state)`` over the time steps of a batch, and only as far as each sequence goes.
+
+    With `lengths`, step t computes the rows of those sequences that have one, and there are as many steps as the
+    longest sequence has: nothing is computed past an end. In whatever order the sequences stand, they are sorted once,
+    in front of the loop, so that those that go on are the first rows of what the cell sees.
+
+    Args:
+        cell: called once, while the graph is built, with the inputs of one step, ``(rows, ...)``, and the state of the
+            same rows; returns its output, any nest of ``(rows, ...)``, and the next state. `rows` is the batch without
+            `lengths`; with them it is known in the run only. Rows do not depend on one another.
+        inputs: ``(steps, batch, ...)``, or a nest of such with the first two extents in common.
+        initial_state: ``(batch, ...)``, or a nest of such. The state keeps its nest, dtypes and shapes.
+        lengths: integers, ``(batch,)``, from 0 to `steps`; None if all sequences have all steps.
+        parallel_iterations: how many steps may be worked on at once, as far as states allow.
+        swap_memory: values saved for gradients may move to host memory.
+        name: of the loop.
+
+    Returns:
+        The outputs, each ``(steps, batch, ...)``, with zeros past a sequence's end; and the state after each
+        sequence's last step, which for one without steps is its initial state.
+
+    Raises:
+        GraphError, DTypeError, ShapeError: the cell does not return an output and a state like the one it is given, or
+            extents do not fit together.
+        AssertionError: (in the run, as the cause of a KernelError) a length out of range.
+
+    >>> import asyncflow as af
+    >>> weights = af.nn.lstm_weights(3, 5)
+    >>> with af.Graph():
+    ...     read = weights.read()
+    ...     zeros = af.zeros((2, 5), dtype="float32")
+    ...     xs = af.ones((7, 2, 3), dtype="float32")
+    ...     outputs, (h, c) = dynamic_rnn(lambda x, s: af.nn.lstm_cell(x, s, read), xs, (zeros, zeros), [7, 4])
+    >>> print(outputs.dtype, outputs.shape, h.shape)
+    float32 (7, 2, 5) (2, 5)
+    """
+    check_parallel_iterations(parallel_iterations)
+    with graph_for(*nest.flatten((inputs, initial_state, lengths))[0]) as graph:
+        sequences = _Sequences(inputs, initial_state)
+        arguments = (
+            f"the inputs of one step, {nest.describe(sequences.structure)}, and the state, "
+            f"{nest.describe(sequences.state_structure)}"
+        )
+        cell = user_function(cell, "cell of dynamic_rnn", 2, arguments)
+        packed = None if lengths is None else packing(lengths, sequences.steps, sequences.batch)
+        loop = _Loop(graph, graph.unique_name("rnn" if name is None else name), sequences, packed)
+        structure = loop.trace(cell)
+        outputs, state = loop.build(parallel_iterations, swap_memory)
+        return structure.unflatten(outputs), sequences.state_structure.unflatten(state)
+
+
+class _Sequences:
+    """The inputs and the initial state, with what is known of steps and batch."""
+
+    def __init__(self, inputs: Any, initial_state: Any) -> None:
+        leaves, self.structure = nest.flatten(inputs)
+        self.inputs = [as_tensor(leaf) for leaf in leaves]
+        leaves, self.state_structure = nest.flatten(initial_state)
+        self.state = [as_tensor(leaf) for leaf in leaves]
+        if not self.inputs or not self.state:
+            raise GraphError(
+                f"dynamic_rnn: needs inputs and a state to begin with; got {inputs!r} and {initial_state!r}"
+                f"\n  written at {user_location()}"
+            )
+        paths = [*self.structure.paths("inputs"), *self.state_structure.paths("initial_state")]
+        self._check(dict(zip(paths, [*self.inputs, *self.state], strict=True)))
+        self.steps = self._extent([(x, 0) for x in self.inputs])
+        self.batch = self._extent([*((x, 1) for x in self.inputs), *((x, 0) for x in self.state)])
+
+    def _check(self, tensors: dict[str, Tensor]) -> None:
+        seen: dict[str, tuple[int, str]] = {}
+        for path, tensor in tensors.items():
+            axes = ("steps", "batch") if path.startswith("inputs") else ("batch",)
+            if tensor.shape is None or len(tensor.shape) < len(axes):
+                raise ShapeError(
+                    f"dynamic_rnn: {path} is [{','.join(axes)},...]; got {tensor!r}\n  written at {user_location()}"
+                )
+            for axis, extent in zip(axes, tensor.shape, strict=False):
+                if extent is not None and seen.setdefault(axis, (extent, path))[0] != extent:
+                    first, where = seen[axis]
+                    raise ShapeError(
+                        f"dynamic_rnn: {where} has {axis} {first}, {path} has {extent}\n  written at {user_location()}"
+                    )
+
+    @staticmethod
+    def _extent(axes: Sequence[tuple[Tensor, int]]) -> int | Tensor:
+        extents = [extent_of(x, axis) for x, axis in axes]
+        return next((extent for extent in extents if isinstance(extent, int)), extents[0])
+
+
+class _Loop:
+    """The loop of a `dynamic_rnn`, built body first: only the cell tells how many outputs there are.
+
+    Loop variables are a counter, the state, an array for each output and, if sequences end before others, an array for
+    each part of the state, where step t puts the rows of those that have ended before it.
+    """
+
+    def __init__(self, graph: Graph, label: str, sequences: _Sequences, packed: Packing | None) -> None:
+        self.label = label
+        self.sequences = sequences
+        self.packed = packed
+        self.condition = Subgraph(graph, f"{label}/cond")
+        self.body = Subgraph(graph, f"{label}/body")
+        self.count = sequences.steps if packed is None else packed.longest
+        self.specs = [Spec(x.dtype, self._rows(x.shape)) for x in sequences.state]
+        self.outputs: list[ArrayKind] = []
+        self.ended = [] if packed is None else [_kind(spec) for spec in self.specs]
+
+    def _rows(self, shape: Shape) -> Shape:
+        """The shape of what has one row for each sequence that goes on."""
+        assert shape is not None
+        return shape if self.packed is None else (None, *shape[1:])
+
+    def trace(self, cell: Callable[[Any, Any], tuple[Any, Any]]) -> nest.Structure:
+        """Builds the body; gives the nest of the outputs."""
+        arrays = [self._input(x) for x in self.sequences.inputs]
+        body = self.body
+        step = body.add_input(_COUNTER, "var")
+        states = [body.add_input(spec, "var") for spec in self.specs]
+        ended = [body.add_input(ARRAY, "var") for _ in self.ended]
+        with body:
+            xs = [array.read(step) for array in arrays]
+            going = states
+            if self.packed is not None:
+                rows = extent_of(xs[0], 0)
+                going = [getitem(x, slice(None, rows)) for x in states]
+                gone = [getitem(x, slice(rows, None)) for x in states]
+                ended_after = self._written(step, ended, self.ended, gone)
+            else:
+                ended_after = []
+            returned = cell(self.sequences.structure.unflatten(xs), self.sequences.state_structure.unflatten(going))
+            structure, values, after = self._returned(returned)
+            self.outputs = [_kind(Spec(x.dtype, self._rows(x.shape))) for x in values]
+            handles = [body.add_input(ARRAY, "var") for _ in values]
+            written = self._written(step, handles, self.outputs, values)
+            body.results = [add(step, 1), *after, *ended_after, *written]
+        # Loop variables come before captures, though the last of them were made after the first captures.
+        body.inputs = [step, *states, *ended, *handles]
+        return structure
+
+    def _input(self, x: Tensor) -> TensorArray:
+        # The rows are views of a tensor that lives anyway, so freeing them one by one would gain nothing.
+        assert x.shape is not None
+        row = Spec(x.dtype, self._rows(x.shape[1:]))
+        array = TensorArray(row.dtype, self.count, element_shape=row.shape, clear_after_read=False)
+        return array.unstack(x) if self.packed is None else array.split(self.packed.pack(x), self.packed.counts)
+
+    @staticmethod
+    def _written(
+        step: Tensor, handles: Sequence[Tensor], kinds: Sequence[ArrayKind], values: Sequence[Tensor]
+    ) -> list[Tensor]:
+        return [
+            TensorArray.from_handle(handle, kind).write(step, value).handle
+            for handle, kind, value in zip(handles, kinds, values, strict=True)
+        ]
+
+    def _returned(self, returned: Any) -> tuple[nest.Structure, list[Tensor], list[Tensor]]:
+        """What the cell returned: the nest and the values of its outputs, and the state."""
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise GraphError(
+                f"the cell of dynamic_rnn returns its output and the next state; got {returned!r}"
+                f"\n  written at {user_location()}"
+            )
+        leaves, structure = nest.flatten(returned[0])
+        values = [result_tensor(self.body, leaf) for leaf in leaves]
+        for path, value in zip(structure.paths("output"), values, strict=True):
+            if value.shape is None or not value.shape:
+                raise ShapeError(
+                    f"{path} of the cell of dynamic_rnn has a row for each sequence, and a rank that is known; got "
+                    f"{value!r}\n  written at {user_location()}"
+                )
+        wanted = self.sequences.state_structure
+        try:
+            found = nest.flatten_like(wanted, returned[1])
+        except nest.StructureMismatch as error:
+            raise GraphError(
+                f"the cell of dynamic_rnn returns a state like the one it is given, {nest.describe(wanted)}: {error}"
+                f"\n  written at {user_location()}"
+            ) from None
+        paths = list(wanted.paths("state"))
+        after = [
+            self._next_state(path, result_tensor(self.body, leaf, x), spec)
+            for path, leaf, x, spec in zip(paths, found, self.sequences.state, self.specs, strict=True)
+        ]
+        return structure, values, after
+
+    def _next_state(self, path: str, x: Tensor, spec: Spec) -> Tensor:
+        if x.dtype != spec.dtype:
+            raise DTypeError(
+                f"{path} of dynamic_rnn begins as {dtype_name(spec.dtype)} but the cell returns "
+                f"{dtype_name(x.dtype)}; convert one with af.astype\n  written at {user_location()}"
+            )
+        if not is_subshape(x.shape, spec.shape):
+            raise ShapeError(
+                f"{path} of dynamic_rnn has shape {format_shape(spec.shape)} but the cell returns "
+                f"{format_shape(x.shape)}; a state keeps its shape\n  written at {user_location()}"
+            )
+        return x
+
+    def build(self, parallel_iterations: int, swap_memory: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Adds the loop; gives the outputs and the last state."""
+        packed, state = self.packed, self.sequences.state
+        if packed is not None:
+            state = [take_rows(x, packed.descending) for x in state]
+        arrays = [
+            TensorArray(kind.dtype, self.count, element_shape=kind.element_shape)
+            for kind in [*self.ended, *self.outputs]
+        ]
+        specs = (_COUNTER, *self.specs, *(ARRAY for _ in arrays))
+        for spec in specs:
+            self.condition.add_input(spec, "var")
+        with self.condition:
+            self.condition.results = [less(self.condition.inputs[0], self.count)]
+        initial = [as_tensor(0, int64), *state, *(array.handle for array in arrays)]
+        node = add_loop(self.condition, self.body, initial, specs, self.label, parallel_iterations, swap_memory)
+        last, handles = node.outputs[1 : 1 + len(state)], node.outputs[1 + len(state) :]
+        ended = handles[: len(self.ended)]
+        outputs = [
+            TensorArray.from_handle(handle, kind, length=self.count if isinstance(self.count, int) else None)
+            for handle, kind in zip(handles[len(ended) :], self.outputs, strict=True)
+        ]
+        if packed is None:
+            return [self._stacked(array) for array in outputs], list(last)
+        finals = [
+            concat([TensorArray.from_handle(handle, kind).concat(), x], axis=0)
+            for handle, kind, x in zip(ended, self.ended, last, strict=True)
+        ]
+        # Those that ended first come first, as in the ascending order.
+        placed = [place_rows(x, packed.ascending, self.sequences.batch) for x in finals]
+        return [packed.unpack(array.concat()) for array in outputs], placed
+
+    def _stacked(self, array: TensorArray) -> Tensor:
+        if is_static(array.element_shape):
+            return array.stack()
+        # A stack of no steps would not know how many sequences there are.
+        steps, batch = self.sequences.steps, self.sequences.batch
+        return reshaped(array.concat(), (steps, batch), 1)
+
+
+def _kind(element: Spec) -> ArrayKind:
+    return ArrayKind(element.dtype, element.shape, dynamic_size=False, clear_after_read=True)
+
+
+__all__ = ["dynamic_rnn"]

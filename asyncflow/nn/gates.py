@@ -1,0 +1,40 @@
+"""Cutting the gates of a cell apart, which are computed side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.errors import ShapeError, user_location
+from asyncflow.graph.shapes import format_shape
+
+if TYPE_CHECKING:
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.shapes import Shape
+
+
+def split_gates(gates: Tensor, count: int, state: Shape) -> list[Tensor]:
+    """`count` pieces of equal extent along the last axis.
+
+    Args:
+        gates: ``(batch, count * hidden)``.
+        count: of gates.
+        state: shape of the cell's state, ``(batch, hidden)``.
+
+    Raises:
+        ShapeError: the extents do not fit, or are not known while the graph is built.
+    """
+    width = gates.shape[-1] if gates.shape else None
+    hidden = state[-1] if state else None
+    if width is None and hidden is not None:
+        width = count * hidden
+    if width is None or width % count or hidden not in (None, width // count):
+        raise ShapeError(
+            f"a cell with {count} gates needs weights of {count} * hidden columns and a state of shape [batch,hidden]; "
+            f"got gates of shape {format_shape(gates.shape)} and a state of shape {format_shape(state)}"
+            f"\n  written at {user_location()}"
+        )
+    hidden = width // count
+    return [gates[..., place * hidden : (place + 1) * hidden] for place in range(count)]
+
+
+__all__ = ["split_gates"]

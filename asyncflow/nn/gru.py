@@ -1,0 +1,98 @@
+"""The GRU cell (Cho et al. 2014), with the reset gate behind the product as cuDNN has it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncflow.graph.build import TensorLike, as_tensor
+from asyncflow.graph.dtypes import DTypeLike, as_dtype, float32
+from asyncflow.graph.ir import Tensor
+from asyncflow.nn.gates import split_gates
+from asyncflow.nn.initializers import glorot_uniform, orthogonal
+from asyncflow.ops.elementwise import tanh
+from asyncflow.ops.linalg import matmul
+from asyncflow.ops.nn import sigmoid
+from asyncflow.state.variable import Variable
+
+
+class GRUWeights(NamedTuple):
+    """What `gru_cell` multiplies by and adds, the three gates side by side: reset, update, candidate."""
+
+    input: TensorLike
+    """Of what enters: ``(n_in, 3 * hidden)``."""
+    recurrent: TensorLike
+    """Of the state: ``(hidden, 3 * hidden)``."""
+    bias: TensorLike
+    """``(3 * hidden,)``"""
+    recurrent_bias: TensorLike
+    """Of the candidate, inside what is reset: ``(hidden,)``."""
+
+    def read(self) -> GRUWeights:
+        """The same as tensors. In front of a loop: the variables are then read once, and not in every iteration."""
+        return GRUWeights(*map(as_tensor, self))
+
+
+def gru_weights(
+    n_in: int,
+    hidden: int,
+    seed: int = 0,
+    *,
+    dtype: DTypeLike = float32,
+    name: str = "gru",
+    container: str | None = None,
+) -> GRUWeights:
+    """Variables for a GRU cell, named after their fields, such as ``<name>/input``; drawn as for `lstm_weights`.
+
+    Args:
+        n_in: extent of the input.
+        hidden: extent of the state.
+        seed: of the random numbers.
+        dtype: of the variables.
+        name: in front of their names.
+        container: they share their values with the sessions that use this container; None for each session its own.
+    """
+    random, found = np.random.default_rng(seed), as_dtype(dtype)
+    values = {
+        "input": glorot_uniform(random, n_in, hidden, 3, dtype=found),
+        "recurrent": orthogonal(random, hidden, 3, dtype=found),
+        "bias": np.zeros(3 * hidden, found),
+        "recurrent_bias": np.zeros(hidden, found),
+    }
+    return GRUWeights(
+        **{field: Variable(value, name=f"{name}/{field}", container=container) for field, value in values.items()}
+    )
+
+
+def gru_cell(x: TensorLike, state: TensorLike, weights: GRUWeights) -> tuple[Tensor, Tensor]:
+    """One step: ``r, z = σ(x @ W + b + h @ U)``; ``n = tanh(x @ W + b + r (h @ U + bᵣ))``; ``h = (1 - z) n + z h``.
+
+    Each gate has its columns of ``W``, ``U`` and ``b``. What depends on the input alone is a product of its own.
+
+    Args:
+        x: ``(batch, n_in)``, floats.
+        state: ``h``, ``(batch, hidden)``, of the dtype of `x`.
+        weights: arrays, tensors or variables.
+
+    Returns:
+        ``h``, as output and as new state.
+
+    >>> import asyncflow as af
+    >>> weights = gru_weights(3, 5)
+    >>> with af.Graph():
+    ...     h, state = gru_cell(af.ones((2, 3), dtype="float32"), af.zeros((2, 5), dtype="float32"), weights)
+    >>> print(h.dtype, h.shape)
+    float32 (2, 5)
+    """
+    h = as_tensor(state)
+    reset_in, update_in, candidate_in = split_gates(matmul(x, weights.input) + weights.bias, 3, h.shape)
+    reset_on, update_on, candidate_on = split_gates(matmul(h, weights.recurrent), 3, h.shape)
+    reset, update = sigmoid(reset_in + reset_on), sigmoid(update_in + update_on)
+    candidate = tanh(candidate_in + reset * (candidate_on + weights.recurrent_bias))
+    # One product less than the formula above, and exact at z = 0 and close to it at 1.
+    h = candidate + update * (h - candidate)
+    return h, h
+
+
+__all__ = ["GRUWeights", "gru_cell", "gru_weights"]

@@ -1,0 +1,49 @@
+"""Random arrays to start training from: NumPy arrays, the same for the same generator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.graph.dtypes import DTypeLike, as_dtype, float32
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def glorot_uniform(
+    random: np.random.Generator, rows: int, columns: int, blocks: int = 1, *, dtype: DTypeLike = float32
+) -> NDArray[Any]:
+    """A matrix that keeps the variance of what is multiplied by it, forward and back (Glorot and Bengio 2010).
+
+    Args:
+        random: where the numbers come from.
+        rows: how many inputs it has.
+        columns: how many outputs, in each block.
+        blocks: how many such matrices stand side by side, as the gates of a cell do.
+        dtype: of the result, which is of shape ``(rows, blocks * columns)``.
+    """
+    limit = (6 / max(rows + columns, 1)) ** 0.5
+    return random.uniform(-limit, limit, (rows, blocks * columns)).astype(as_dtype(dtype))
+
+
+def orthogonal(random: np.random.Generator, size: int, blocks: int = 1, *, dtype: DTypeLike = float32) -> NDArray[Any]:
+    """Random rotations and reflections, which keep the length of what is multiplied by them (Saxe et al. 2014).
+
+    Args:
+        random: where the numbers come from.
+        size: rows and columns of each.
+        blocks: how many stand side by side.
+        dtype: of the result, which is of shape ``(size, blocks * size)``.
+    """
+
+    def rotation() -> NDArray[np.float64]:
+        q, r = np.linalg.qr(random.standard_normal((size, size)))
+        # With signs that depend on the algorithm it would not be drawn evenly.
+        return q * np.sign(np.diag(r))
+
+    return np.hstack([rotation() for _ in range(blocks)]).astype(as_dtype(dtype))
+
+
+__all__ = ["glorot_uniform", "orthogonal"]

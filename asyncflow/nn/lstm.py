@@ -1,0 +1,98 @@
+"""The LSTM cell (Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncflow.graph.build import TensorLike, as_tensor
+from asyncflow.graph.dtypes import DTypeLike, as_dtype, float32
+from asyncflow.graph.ir import Tensor
+from asyncflow.nn.gates import split_gates
+from asyncflow.nn.initializers import glorot_uniform, orthogonal
+from asyncflow.ops.elementwise import tanh
+from asyncflow.ops.linalg import matmul
+from asyncflow.ops.nn import sigmoid
+from asyncflow.state.variable import Variable
+
+
+class LSTMWeights(NamedTuple):
+    """What `lstm_cell` multiplies by and adds, the four gates side by side: input, forget, candidate, output."""
+
+    input: TensorLike
+    """Of what enters: ``(n_in, 4 * hidden)``."""
+    recurrent: TensorLike
+    """Of the state: ``(hidden, 4 * hidden)``."""
+    bias: TensorLike
+    """``(4 * hidden,)``"""
+
+    def read(self) -> LSTMWeights:
+        """The same as tensors. In front of a loop: the variables are then read once, and not in every iteration."""
+        return LSTMWeights(*map(as_tensor, self))
+
+
+def lstm_weights(
+    n_in: int,
+    hidden: int,
+    seed: int = 0,
+    *,
+    dtype: DTypeLike = float32,
+    name: str = "lstm",
+    container: str | None = None,
+) -> LSTMWeights:
+    """Variables for an LSTM cell, named ``<name>/input``, ``<name>/recurrent`` and ``<name>/bias``.
+
+    What multiplies the input is drawn as Glorot and Bengio do, what multiplies the state is orthogonal for each gate,
+    and biases are 0, but 1 for the forget gate, so that the cell remembers before it has learned to.
+
+    Args:
+        n_in: extent of the input.
+        hidden: extent of the state.
+        seed: of the random numbers.
+        dtype: of the variables.
+        name: in front of their names.
+        container: they share their values with the sessions that use this container; None for each session its own.
+    """
+    random = np.random.default_rng(seed)
+    bias = np.zeros(4 * hidden, as_dtype(dtype))
+    bias[hidden : 2 * hidden] = 1
+    return LSTMWeights(
+        Variable(glorot_uniform(random, n_in, hidden, 4, dtype=dtype), name=f"{name}/input", container=container),
+        Variable(orthogonal(random, hidden, 4, dtype=dtype), name=f"{name}/recurrent", container=container),
+        Variable(bias, name=f"{name}/bias", container=container),
+    )
+
+
+def lstm_cell(
+    x: TensorLike, state: tuple[TensorLike, TensorLike], weights: LSTMWeights
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """One step: ``i, f, g, o = x @ W + b + h @ U``; ``c = σ(f) c + σ(i) tanh(g)``; ``h = σ(o) tanh(c)``.
+
+    What depends on the input alone is a product of its own, which a loop may take for many steps at once.
+
+    Args:
+        x: ``(batch, n_in)``, floats.
+        state: ``(h, c)``, each ``(batch, hidden)``, of the dtype of `x`.
+        weights: arrays, tensors or variables.
+
+    Returns:
+        ``h`` and the new state ``(h, c)``.
+
+    >>> import asyncflow as af
+    >>> weights = lstm_weights(3, 5)
+    >>> with af.Graph():
+    ...     zeros = af.zeros((2, 5), dtype="float32")
+    ...     h, (h, c) = lstm_cell(af.ones((2, 3), dtype="float32"), (zeros, zeros), weights)
+    >>> print(h.dtype, h.shape)
+    float32 (2, 5)
+    """
+    h, c = state
+    gates = matmul(x, weights.input) + weights.bias + matmul(h, weights.recurrent)
+    into, forget, candidate, out = split_gates(gates, 4, as_tensor(c).shape)
+    c = sigmoid(forget) * c + sigmoid(into) * tanh(candidate)
+    h = sigmoid(out) * tanh(c)
+    return h, (h, c)
+
+
+__all__ = ["LSTMWeights", "lstm_cell", "lstm_weights"]

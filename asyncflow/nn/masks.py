@@ -1,0 +1,62 @@
+"""Which steps of padded sequences count."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.build import as_tensor
+from asyncflow.ops.creation import arange
+from asyncflow.ops.datatypes import astype, broadcast_to
+from asyncflow.ops.derivatives.shapes import shape_of
+from asyncflow.ops.elementwise import maximum
+from asyncflow.ops.logic import less
+from asyncflow.ops.manipulation import expand_dims
+from asyncflow.ops.searching import count_nonzero, where
+from asyncflow.ops.statistical import sum
+
+if TYPE_CHECKING:
+    from asyncflow.graph.build import TensorLike
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.ops.extents import Extent
+
+
+def sequence_mask(lengths: TensorLike, steps: Extent) -> Tensor:
+    """``t < lengths[b]`` at ``[t, b]``: which steps of a time-major batch lie inside their sequence.
+
+    Args:
+        lengths: integers, ``(batch,)``.
+        steps: extent of the time axis; an int or an integer scalar tensor.
+
+    Returns:
+        Booleans, ``(steps, batch)``.
+
+    >>> import asyncflow as af
+    >>> with af.Graph() as graph:
+    ...     mask = sequence_mask([2, 0, 3], 3)
+    >>> async def main():
+    ...     async with af.Session(graph) as session:
+    ...         print(await session.run(mask))
+    >>> af.run(main())
+    [[ True False  True]
+     [ True False  True]
+     [False False  True]]
+    """
+    tensor = as_tensor(lengths)
+    times = arange(steps, dtype=tensor.dtype)
+    return less(expand_dims(times, axis=1), expand_dims(tensor, axis=0))
+
+
+def masked_mean(values: TensorLike, mask: TensorLike) -> Tensor:
+    """The mean of `values` where `mask` is true, 0 if that is nowhere. What is masked may be anything, even NaN.
+
+    Args:
+        values: floats.
+        mask: booleans, that broadcast to the shape of `values`.
+    """
+    x = as_tensor(values)
+    chosen = broadcast_to(mask, shape_of(x))
+    count = maximum(count_nonzero(chosen), 1)
+    return sum(where(chosen, x, 0)) / astype(count, x.dtype)
+
+
+__all__ = ["masked_mean", "sequence_mask"]

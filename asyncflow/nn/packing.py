@@ -1,0 +1,185 @@
+"""Sequences of different lengths without the steps past their ends: all that is there, step after step.
+
+The rows of a packed batch are those of step 0, then those of step 1, and so on; in each step the longest sequence comes
+first. So the rows of one step are side by side, and those that go on after it are the first of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.errors import DTypeError, ShapeError, user_location
+from asyncflow.graph.build import TensorLike, apply, as_tensor, identity
+from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.op import Op, derivative, register
+from asyncflow.graph.scopes import control_dependencies
+from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.spec import Spec
+from asyncflow.nn.masks import sequence_mask
+from asyncflow.ops.checks import assert_that
+from asyncflow.ops.cost import elements
+from asyncflow.ops.datatypes import astype
+from asyncflow.ops.elementwise import negative
+from asyncflow.ops.extents import shape_reader, split_extents, template_shape
+from asyncflow.ops.indexing import gather, getitem
+from asyncflow.ops.logic import greater_equal, less_equal, logical_and
+from asyncflow.ops.manipulation import reshape
+from asyncflow.ops.searching import count_nonzero, nonzero
+from asyncflow.ops.shape import shape
+from asyncflow.ops.sorting import argsort
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.shapes import Shape
+    from asyncflow.ops.extents import Extent
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+# Each is the derivative of the other. That no row is named twice makes both a plain copy; `gather` has to expect that
+# gradients of one row add up, which costs many times as much.
+
+
+def _take_spec(x: Spec, rows: Spec) -> Spec:
+    return Spec(x.dtype, None if x.shape is None or rows.shape is None else (rows.shape[0], *x.shape[1:]))
+
+
+def _take_kernel(xp: Any) -> Kernel:
+    return lambda x, rows: xp.take(x, rows, axis=0)
+
+
+def _place_spec(values: Spec, rows: Spec, *size: Spec, extent: Shape) -> Spec:
+    whole = template_shape(extent, size)
+    return Spec(values.dtype, None if values.shape is None or whole is None else (*whole, *values.shape[1:]))
+
+
+def _place_kernel(xp: Any, *, extent: Shape) -> Kernel:
+    read = shape_reader(extent)
+
+    def place(values: Any, rows: Any, *size: Any) -> Any:
+        result = xp.zeros((*read(size), *values.shape[1:]), dtype=values.dtype)
+        result[rows] = values
+        return result
+
+    return place
+
+
+def _flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
+    return float(elements(outputs[0]))
+
+
+TAKE_ROWS = register(Op(name="take_rows", infer=_take_spec, kernel=_take_kernel, flops=_flops))
+PLACE_ROWS = register(Op(name="place_rows", infer=_place_spec, kernel=_place_kernel, flops=_flops))
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """``x[rows]``, where no row is named twice."""
+    return apply(TAKE_ROWS, x, rows)[0]
+
+
+def place_rows(values: Tensor, rows: Tensor, extent: Extent) -> Tensor:
+    """Zeros with `extent` rows, but ``values[i]`` in row ``rows[i]``; no row is named twice."""
+    template, size = split_extents((extent,))
+    return apply(PLACE_ROWS, values, rows, *size, extent=template)[0]
+
+
+@derivative(TAKE_ROWS)
+def _take_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, rows = node.inputs
+    return place_rows(grad, rows, extent_of(x, 0)), None
+
+
+@derivative(PLACE_ROWS)
+def _place_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [take_rows(grad, node.inputs[1]), *[None] * (len(node.inputs) - 1)]
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How a time-major batch of some lengths is packed; all are int64.
+
+    Attributes:
+        steps: extent of the time axis.
+        batch: number of sequences.
+        longest: the largest of the lengths: how many steps there are to go; ``()``.
+        counts: how many sequences go on in each step; ``(longest,)``.
+        descending: the sequences from the longest to the shortest; those of one length as they stand; ``(batch,)``.
+        ascending: from the shortest to the longest, likewise.
+        rows: where each packed row is in the batch whose first two axes are joined; ``(sum of counts,)``.
+    """
+
+    steps: int | Tensor
+    batch: int | Tensor
+    longest: Tensor
+    counts: Tensor
+    descending: Tensor
+    ascending: Tensor
+    rows: Tensor
+
+    def pack(self, x: Tensor) -> Tensor:
+        """``(steps, batch, ...)`` without what lies past the ends: ``(rows, ...)``."""
+        return take_rows(reshaped(x, (self.steps * self.batch,), 2), self.rows)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """``(steps, batch, ...)``, with zeros past the ends."""
+        whole = place_rows(packed, self.rows, self.steps * self.batch)
+        return reshaped(whole, (self.steps, self.batch), 1)
+
+
+def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Packing:
+    """How to pack a batch of these lengths.
+
+    Raises:
+        DTypeError, ShapeError: `lengths` are no integers of shape ``(batch,)``.
+        AssertionError: (in the run, as the cause of a KernelError) a length below 0 or above `steps`.
+    """
+    given = as_tensor(lengths)
+    if given.dtype.kind not in "iu":
+        raise DTypeError(f"lengths are integers, not {dtype_name(given.dtype)}\n  written at {user_location()}")
+    known = batch if isinstance(batch, int) else None
+    if not is_compatible(given.shape, (known,)):
+        raise ShapeError(
+            f"lengths are one for each sequence, of shape {format_shape((known,))}; got {given!r}"
+            f"\n  written at {user_location()}"
+        )
+    inside = logical_and(greater_equal(given, 0), less_equal(given, steps))
+    message = "dynamic_rnn: every length is at least 0 and at most the extent of the time axis"
+    with control_dependencies([assert_that(inside, message, data=[given, steps], summarize=8)]):
+        own = identity(given if given.dtype == int64 else astype(given, int64))
+    # Not by `descending=True`: both orders have to agree on sequences of one length.
+    descending, ascending = argsort(negative(own)), argsort(own)
+    mask = sequence_mask(gather(own, descending), steps)
+    counts = count_nonzero(mask, axis=1)
+    longest = count_nonzero(counts)
+    step, place = nonzero(mask)
+    rows = step * batch + gather(descending, place)
+    return Packing(
+        steps=steps,
+        batch=batch,
+        longest=longest,
+        counts=getitem(counts, slice(None, longest)),
+        descending=descending,
+        ascending=ascending,
+        rows=rows,
+    )
+
+
+def extent_of(x: Tensor, axis: int) -> int | Tensor:
+    """How long an axis is: an int if that is known."""
+    known = x.shape[axis] if x.shape is not None else None
+    return getitem(shape(x), axis) if known is None else known
+
+
+def reshaped(x: Tensor, first: tuple[Extent, ...], joined: int) -> Tensor:
+    """`x` with `first` in place of its first `joined` axes."""
+    assert x.shape is not None
+    rest = [extent_of(x, axis) for axis in range(joined, len(x.shape))]
+    return reshape(x, (*first, *rest))
+
+
+__all__ = ["Packing", "extent_of", "packing", "place_rows", "reshaped", "take_rows"]

@@ -1,0 +1,130 @@
+"""Derivatives that users write: what their functions are given, and what they may return."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
+from asyncflow.graph import nest
+from asyncflow.graph.build import as_tensor, refuse_coroutines
+from asyncflow.graph.dtypes import VARIANT, dtype_name
+from asyncflow.graph.graph import current_graph
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, zeros_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from asyncflow.graph.ir import Node
+    from asyncflow.graph.op import Derivative
+
+
+def accepted_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `arguments` that `function` takes by name."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_all or name in parameters}
+
+
+def output_gradients(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What a user's function gets for `outputs`: zeros where nothing has arrived, None for what has no gradient."""
+    return [
+        zeros_of(y) if grad is None and carries_gradient(y.spec) and y.dtype != VARIANT else grad
+        for y, grad in zip(outputs, grads, strict=True)
+    ]
+
+
+def input_gradients(
+    what: str, node: Node, inputs: Sequence[Tensor], structures: Sequence[nest.Structure], returned: Any
+) -> list[Tensor | None]:
+    """What a user's function returned, as the gradient of each tensor of `inputs`.
+
+    Args:
+        what: the function, for messages.
+        node: what it differentiates.
+        inputs: the leaves of all arguments.
+        structures: the nest of each argument; the function returns one gradient each, in a tuple or list, or that of
+            a single one itself.
+        returned: by the function; None, also for a part, where nothing flows.
+
+    Raises:
+        GraphError, DTypeError, ShapeError: it does not fit the inputs.
+    """
+    refuse_coroutines(returned)
+    nests = [None] * len(structures) if returned is None else _one_each(what, node, structures, returned)
+    leaves: list[Any] = []
+    for place, (structure, found) in enumerate(zip(structures, nests, strict=True)):
+        if found is None:
+            leaves += [None] * structure.size
+            continue
+        try:
+            leaves += nest.flatten_like(structure, found, nested_leaves=True)
+        except nest.StructureMismatch as error:
+            raise GraphError(
+                f"{what} returned as gradient {place} {brief(found)}, which is no nest like argument {place}: {error}"
+                f"\n  differentiates {node.name}, built at {node.location}"
+            ) from None
+    return [_of_input(what, node, x, leaf) for x, leaf in zip(inputs, leaves, strict=True)]
+
+
+def _one_each(what: str, node: Node, structures: Sequence[nest.Structure], returned: Any) -> Sequence[Any]:
+    is_list = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
+    if len(structures) == 1 and (not is_list or _fits(structures[0], returned)):
+        return [returned]
+    if not is_list or len(returned) != len(structures):
+        seen = f"{len(returned)} values" if is_list else brief(returned)
+        raise GraphError(
+            f"{what} returns one gradient for each of {len(structures)} arguments, in a tuple; it returned {seen}"
+            f"\n  differentiates {node.name}, built at {node.location}"
+        )
+    found: Sequence[Any] = returned
+    return found
+
+
+def _fits(structure: nest.Structure, returned: Any) -> bool:
+    if structure.kind is None:
+        return False
+    try:
+        nest.flatten_like(structure, returned, nested_leaves=True)
+    except nest.StructureMismatch:
+        return False
+    return True
+
+
+def _of_input(what: str, node: Node, x: Tensor, value: Any) -> Tensor | None:
+    if value is None or not carries_gradient(x.spec):
+        return None
+    is_symbolic = isinstance(value, Tensor)
+    grad = as_tensor(value) if is_symbolic else as_tensor(value, x.dtype)
+    if grad.dtype != x.dtype:
+        raise DTypeError(
+            f"{what} returned {grad!r} as the gradient of {x!r}: it is to be {dtype_name(x.dtype)}; convert it with "
+            f"af.astype\n  differentiates {node.name}, built at {node.location}"
+        )
+    if not is_compatible(grad.shape, x.shape):
+        raise ShapeError(
+            f"{what} returned {grad!r} as the gradient of {x!r}: it is to have shape {format_shape(x.shape)}"
+            f"\n  differentiates {node.name}, built at {node.location}"
+        )
+    graph = current_graph()
+    assert graph is not None
+    return ensure_shape(graph.import_tensor(grad), x.shape)
+
+
+def rule_of_op(name: str, gradient: Callable[..., Any]) -> Derivative:
+    """The derivative of a user's op that has ``gradient(inputs, outputs, grads, **arguments)``; see `@op`."""
+
+    def rule(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
+        structure = nest.flatten(node.attrs["outputs"])[1]
+        inputs = tuple(node.inputs)
+        returned = gradient(
+            inputs,
+            structure.unflatten(node.outputs),
+            structure.unflatten(output_gradients(node.outputs, grads)),
+            **accepted_arguments(gradient, node.attrs["arguments"]),
+        )
+        return input_gradients(f"the gradient of @op {name}", node, inputs, [nest.LEAF] * len(inputs), returned)
+
+    return rule

@@ -1,0 +1,15 @@
+"""Training steps, as ``af.optim``: functions that add to a graph what changes variables along their gradients.
+
+`sgd`, `momentum` and `adam` take pairs of a gradient and a variable, and give the node that makes one step; what they
+remember from step to step is in variables of their own, beside the variable they belong to. `minimize` does it in one
+line, from a loss. Between the gradients and the step, `clip_by_value`, `clip_by_norm` and `clip_by_global_norm` bound
+the gradients.
+"""
+
+from __future__ import annotations
+
+from asyncflow.optim.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
+from asyncflow.optim.minimize import minimize
+from asyncflow.optim.steps import adam, momentum, sgd
+
+__all__ = ["adam", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "minimize", "momentum", "sgd"]

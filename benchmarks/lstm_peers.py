@@ -1,0 +1,91 @@
+"""The training step of an LSTM layer in PyTorch, as a loop and as its own module, and in JAX."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.lstm import cell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from benchmarks.lstm import Model, Step
+
+
+def torch_loop(torch: Any, model: Model, outputs: int, counts: Sequence[int] | None = None) -> Callable[[], Step]:
+    """A loop in Python over the same cell; only the first ``counts[t]`` rows of step t, if given."""
+    tensors = model.map(torch.from_numpy)
+    for tensor in tensors.parameters:
+        tensor.requires_grad_()
+
+    def work() -> Step:
+        h, c = tensors.h, tensors.c
+        total: Any = 0
+        for t, x in enumerate(tensors.xs):
+            if counts is not None:
+                x, h, c = (each[: counts[t]] for each in (x, h, c))
+            h, c = cell(torch, tensors, x, h, c)
+            total = total + h.square().sum()
+        loss = total / outputs
+        return loss.detach(), torch.autograd.grad(loss, tensors.parameters)
+
+    return work
+
+
+def torch_module(torch: Any, model: Model, outputs: int, lengths: Any = None) -> Callable[[], Step]:
+    """`torch.nn.LSTM`; with packed sequences, if `lengths` are given."""
+    hidden = model.h.shape[-1]
+    lstm = torch.nn.LSTM(hidden, hidden)
+    # It has the same order of gates, and the weights of both products transposed.
+    with torch.no_grad():
+        for parameter, value in (
+            (lstm.weight_ih_l0, model.w_x.T),
+            (lstm.weight_hh_l0, model.w_h.T),
+            (lstm.bias_ih_l0, model.bias),
+            (lstm.bias_hh_l0, np.zeros_like(model.bias)),
+        ):
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(value)))
+    xs, h, c = (torch.from_numpy(value) for value in (model.xs, model.h[None], model.c[None]))
+    h.requires_grad_()
+    c.requires_grad_()
+    parameters = lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, h, c
+
+    def work() -> Step:
+        if lengths is None:
+            found = lstm(xs, (h, c))[0]
+        else:
+            found = lstm(torch.nn.utils.rnn.pack_padded_sequence(xs, lengths), (h, c))[0].data
+        loss = found.square().sum() / outputs
+        d_x, d_h, *others = torch.autograd.grad(loss, parameters)
+        return loss.detach(), [d_x.T, d_h.T, *others]
+
+    return work
+
+
+def jax_scan(jax: Any, model: Model, outputs: int) -> Callable[[], Step]:
+    """`lax.scan`, compiled."""
+    arrays = model.map(jax.numpy.asarray)
+
+    class Functions:
+        sigmoid, tanh = staticmethod(jax.nn.sigmoid), staticmethod(jax.numpy.tanh)
+
+    def loss_of(parameters: Any, xs: Any) -> Any:
+        built = replace(model, **dict(zip(("w_x", "w_h", "bias", "h", "c"), parameters, strict=True)))
+
+        def body(state: Any, x: Any) -> Any:
+            h, c = cell(Functions, built, x, *state)
+            return (h, c), h
+
+        found = jax.lax.scan(body, (built.h, built.c), xs)[1]
+        return (found**2).sum() / outputs
+
+    function = jax.jit(jax.value_and_grad(loss_of))
+
+    def work() -> Step:
+        loss, found = function(arrays.parameters, arrays.xs)
+        return np.asarray(loss), [np.asarray(grad) for grad in found]
+
+    return work

@@ -1,0 +1,283 @@
+"""A training step of an LSTM of eight layers, cut over devices, real and simulated (EuroSys '18, fig. 15).
+
+Backward, time step t of a layer needs step t + 1 of the same layer and step t of the one above, so layers on different
+devices work at different steps, as they do forward. The weights of a layer live on its device and are updated there.
+The loss is the mean of the squares of the top layer's outputs; all sequences have one length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+import asyncflow as af
+from benchmarks.harness import ASYNCFLOW, Result, Trial, compare
+from benchmarks.lstm import (
+    TOLERANCE,
+    cell,
+    random_model,
+    tensorflow_functions,
+    timed_step,
+    timed_step_await,
+)
+from benchmarks.peers import NO_PEERS, TENSORFLOW_1, Peers
+from benchmarks.plots import Chart, Timeline, draw_bars, draw_charts, draw_timelines
+from benchmarks.results import curves_of, quotient
+from benchmarks.simulation import PAPER, Curve, Outcome, as_results, devices, in_thread, simulate, spread
+from benchmarks.stacked_lstm import COUNTS, LAYERS, LINK, SPEED_UP, TWO_DEVICES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from benchmarks.lstm import Step
+    from benchmarks.peers import TensorFlow
+
+NAME = "stacked_lstm_training"
+SIMULATED_SPEED_UP = replace(SPEED_UP, name=f"{SPEED_UP.name}, virtual time")
+PAPERS_SPEED_UP = replace(SPEED_UP, name=f"{SPEED_UP.name}, real time")
+PAPERS: Final[dict[str, Curve]] = {"speed-up": {8: 5.5}}
+STEPS, HIDDEN = 200, 512
+TIMELINE_STEPS = 8
+BATCHES = (64, 512)
+CPU_SIZES: Final = {"steps": 20, "batch": 64, "hidden": 256}
+LEARNING_RATE = np.float32(1e-3)
+_ONE_CPU, _TWO_CPUS = ["cpu:0"], ["cpu:0", "cpu:1"]
+
+Layers = list[SimpleNamespace]
+"""By layer, its ``w_x``, ``w_h`` and ``bias``, as arrays of any system."""
+
+
+def _total(system: Any, layers: Layers, xs: Any, steps: Any, zeros: Any, names: Sequence[str], window: int = 32) -> Any:
+    """The sum of the squares of the top layer's outputs, in asyncflow and TensorFlow; layer l is on ``names[l]``."""
+
+    def body(step: Any, total: Any, *states: Any) -> Any:
+        with system.device(names[0]):
+            x = xs[step]
+        after = []
+        for index, (layer, device) in enumerate(zip(layers, names, strict=True)):
+            with system.device(device):
+                # TensorFlow keeps values for the gradient where they are made, and cannot use them elsewhere.
+                x = system.identity(x)
+                x, c = cell(system, layer, x, *states[2 * index : 2 * index + 2])
+            after += [x, c]
+        with system.device(names[-1]):
+            total = total + system.sum(system.square(x))
+        return step + 1, total, *after
+
+    start = (np.int32(0), np.float32(0), *[zeros] * (2 * len(names)))
+    return system.while_loop(lambda step, *_: step < steps, body, start, parallel_iterations=window)[1]
+
+
+# -- simulated ---------------------------------------------------------------------------------------------------
+
+
+def simulated(count: int, *, steps: int, batch: int, hidden: int, window: int = 32, traced: bool = False) -> Outcome:
+    """One step over `count` simulated GPUs, with as many layers on each and at most `window` time steps at once."""
+    names = spread(LAYERS, devices(count))
+    shapes = (hidden, 4 * hidden), (hidden, 4 * hidden), (4 * hidden,)
+    with af.Graph():
+        length = af.placeholder("int32", ())
+        variables = []
+        for device in names:
+            with af.device(device):
+                variables.append([af.Variable(np.zeros(shape, np.float32)) for shape in shapes])
+        with af.device(names[0]):
+            xs = af.constant(np.zeros((steps, batch, hidden), np.float32))
+        zeros = af.constant(np.zeros((batch, hidden), np.float32))
+        layers = [_layer([variable.read() for variable in of_layer]) for of_layer in variables]
+        loss = _total(af, layers, xs, length, zeros, names, window) * np.float32(1 / (steps * batch * hidden))
+        found = af.gradients(loss, variables)
+        updates = []
+        for device, of_layer, grads in zip(names, variables, found, strict=True):
+            with af.device(device):
+                for variable, grad in zip(of_layer, grads, strict=True):
+                    updates.append(variable.assign_sub(grad * LEARNING_RATE))
+        step = af.group(*updates)
+    return simulate(
+        f"{count} x v100, {LINK}",
+        lambda session: session.run(step, {length: steps}),
+        warm_up=lambda session: session.run(step, {length: 1}),
+        traced=traced,
+    )
+
+
+def curves(
+    counts: Sequence[int] = COUNTS, batches: Sequence[int] = BATCHES, *, steps: int = STEPS, hidden: int = HIDDEN
+) -> dict[str, Curve]:
+    """The speed-up over one device by the number of devices, for every batch size."""
+    found = {}
+    for batch in batches:
+        seconds = {
+            count: simulated(count, steps=steps, batch=batch, hidden=hidden).seconds
+            for count in dict.fromkeys([1, *counts])
+        }
+        found[f"batch {batch}"] = {count: seconds[1] / seconds[count] for count in counts}
+    return found
+
+
+# -- real --------------------------------------------------------------------------------------------------------
+
+
+def _random_layers(hidden: int) -> Layers:
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int) -> NDArray[np.float32]:
+        return np.float32(hidden**-0.5) * random.standard_normal(shape, np.float32)
+
+    return [_layer([normal(hidden, 4 * hidden), normal(hidden, 4 * hidden), normal(4 * hidden)]) for _ in range(LAYERS)]
+
+
+def _layer(weights: Sequence[Any]) -> SimpleNamespace:
+    return SimpleNamespace(**dict(zip(("w_x", "w_h", "bias"), weights, strict=True)))
+
+
+def _weights(layers: Layers) -> list[Any]:
+    return [weight for layer in layers for weight in (layer.w_x, layer.w_h, layer.bias)]
+
+
+class _Asyncflow:
+    """The step on CPU devices of this machine, in a session that opens with the first and has to be closed."""
+
+    def __init__(self, layers: Layers, xs: NDArray[np.float32], names: Sequence[str]) -> None:
+        _, batch, hidden = xs.shape
+        on = spread(LAYERS, names)
+        with af.Graph() as graph:
+            fed = af.placeholder("float32", (None, batch, hidden))
+            steps = af.astype(af.shape(fed)[0], "int32")
+            built = []
+            for device, layer in zip(on, layers, strict=True):
+                with af.device(device):
+                    built.append(_layer([af.Variable(weight).read() for weight in _weights([layer])]))
+            zeros = af.constant(np.zeros((batch, hidden), np.float32))
+            loss = _total(af, built, fed, steps, zeros, on) * np.float32(1 / xs.size)
+            self._fetches = loss, af.gradients(loss, _weights(built))
+        self._feeds = {fed: xs}
+        self.session = af.Session(graph, devices=names)
+
+    async def run(self) -> Step:
+        step: Step = await self.session.run(self._fetches, self._feeds)
+        return step
+
+
+def _tensorflow(
+    tensorflow: TensorFlow, layers: Layers, xs: NDArray[np.float32], names: Sequence[str]
+) -> Callable[[], Step]:
+    """The step in TensorFlow 1, with a logical CPU device for each name and as many threads between ops."""
+    v1 = tensorflow.v1
+    _, batch, hidden = xs.shape
+    on = [f"/{name}" for name in spread(LAYERS, names)]
+    with tensorflow.graph() as graph:
+        fed = v1.placeholder(v1.float32, (None, batch, hidden))
+        built = []
+        for device, layer in zip(on, layers, strict=True):
+            with v1.device(device):
+                weights = [v1.Variable(weight, use_resource=True).read_value() for weight in _weights([layer])]
+                built.append(_layer(weights))
+        zeros = v1.zeros((batch, hidden))
+        total = _total(tensorflow_functions(tensorflow), built, fed, v1.shape(fed)[0], zeros, on)
+        loss = total * np.float32(1 / xs.size)
+        # Else all of the gradient is on the first device.
+        fetches = loss, v1.gradients(loss, _weights(built), colocate_gradients_with_ops=True)
+        config = v1.ConfigProto(
+            device_count={"CPU": len(names)},
+            intra_op_parallelism_threads=1,
+            inter_op_parallelism_threads=len(names),
+            use_per_session_threads=True,
+        )
+        session = v1.Session(graph=graph, config=config)
+        session.run(v1.global_variables_initializer())
+    return lambda: session.run(fetches, {fed: xs})
+
+
+async def measure(
+    peers: Peers = NO_PEERS,
+    *,
+    repeats: int = 5,
+    steps: int = CPU_SIZES["steps"],
+    batch: int = CPU_SIZES["batch"],
+    hidden: int = CPU_SIZES["hidden"],
+    counts: Sequence[int] = COUNTS,
+    batches: Sequence[int] = BATCHES,
+    simulated_steps: int = STEPS,
+    simulated_hidden: int = HIDDEN,
+) -> list[Result]:
+    """ms per training step on this CPU, the speed-up of two devices; speed-ups in virtual time, and the paper's."""
+    layers = _random_layers(hidden)
+    xs = random_model(steps, batch, hidden).xs
+    ours = {
+        ASYNCFLOW: _Asyncflow(layers, xs, _ONE_CPU),
+        f"{ASYNCFLOW}, {TWO_DEVICES}": _Asyncflow(layers, xs, _TWO_CPUS),
+    }
+    trials: dict[str, Trial] = {system: timed_step_await(xs.size, model.run) for system, model in ours.items()}
+    if (tensorflow := peers.tensorflow) is not None:
+        trials[TENSORFLOW_1] = timed_step(xs.size, _tensorflow(tensorflow, layers, xs, _ONE_CPU))
+        two = timed_step(xs.size, _tensorflow(tensorflow, layers, xs, _TWO_CPUS))
+        trials[f"{TENSORFLOW_1}, {TWO_DEVICES}"] = two
+    case = f"{LAYERS} layers, hidden {hidden}, batch {batch}, {steps} steps"
+    try:
+        results = await compare(NAME, case, trials, repeats=repeats, tolerance=TOLERANCE)
+    finally:
+        for model in ours.values():
+            await model.session.aclose()
+    found = await in_thread(lambda: curves(counts, batches, steps=simulated_steps, hidden=simulated_hidden))
+    case = _simulated_case("{curve}", "{x}", simulated_steps, simulated_hidden)
+    return [
+        *results,
+        *_speed_ups(results),
+        *as_results(NAME, found, SIMULATED_SPEED_UP, case),
+        *as_results(NAME, PAPERS, PAPERS_SPEED_UP, f"{LAYERS} layers, devices: {{x}}", system=PAPER),
+    ]
+
+
+def _speed_ups(results: Sequence[Result]) -> list[Result]:
+    by_system = {result.system: result for result in results}
+    return [
+        replace(quotient(SPEED_UP, by_system[alone], result), system=system)
+        for system, result in by_system.items()
+        if (alone := system.partition(",")[0]) != system
+    ]
+
+
+def _simulated_case(batch: str, count: int | str, steps: int, hidden: int) -> str:
+    return f"{LAYERS} layers, hidden {hidden}, {batch}, {steps} steps, devices: {count}"
+
+
+def draw(results: Sequence[Result], folder: Path) -> list[Path]:
+    """The simulated speed-ups beside the paper's, how forward turns into backward, and the measured speed-ups."""
+    curves = {}
+    for batch in (f"batch {size}" for size in BATCHES):
+        cases = {count: _simulated_case(batch, count, STEPS, HIDDEN) for count in COUNTS}
+        if found := curves_of(results, SIMULATED_SPEED_UP, cases):
+            curves[batch] = found[ASYNCFLOW]
+    paths = []
+    if curves:
+        chart = Chart(
+            title=f"{LAYERS}-layer LSTM, training step, hidden {HIDDEN}, {STEPS} time steps",
+            x="devices",
+            y=SIMULATED_SPEED_UP.name,
+            curves=curves,
+            paper=PAPERS,
+        )
+        paths.append(
+            draw_charts(folder / "stacked_lstm_training_simulated.png", [chart], note=f"simulated v100, {LINK}")
+        )
+        trace = simulated(COUNTS[-1], steps=TIMELINE_STEPS, batch=BATCHES[-1], hidden=HIDDEN, traced=True).trace
+        title = f"{TIMELINE_STEPS} time steps, forward and backward (colour: iteration; thin: copies)"
+        timeline = Timeline(title=title, trace=trace)
+        paths.append(draw_timelines(folder / "stacked_lstm_training_timeline.png", [timeline]))
+    bars = {
+        result.system: (result.median, result.worst, result.best)
+        for result in results
+        if (result.workload, result.figure) == (NAME, SPEED_UP)
+    }
+    if bars:
+        size = f"hidden {CPU_SIZES['hidden']}, batch {CPU_SIZES['batch']}"
+        title = f"{LAYERS}-layer LSTM, training step, {size}, two cores"
+        paths.append(draw_bars(folder / "stacked_lstm_training.png", title, SPEED_UP.name, bars))
+    return paths

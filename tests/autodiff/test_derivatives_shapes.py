@@ -1,0 +1,77 @@
+"""Broadcasting undone: what is known of shapes is used and kept, and what only looks alike is not taken for equal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asyncflow.autodiff.gradients import gradients
+from asyncflow.control.tensor_array import TensorArray
+from asyncflow.graph.build import identity, placeholder
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Graph
+from asyncflow.ops.derivatives.datatypes import has_gradient, in_dtype_of
+from asyncflow.ops.derivatives.shapes import sum_to, sum_to_like
+from asyncflow.ops.shape import shape
+from tests.autodiff.sweep import KNOWN, assert_derivatives, gradients_at
+
+
+def test_equal_static_shapes_need_no_sum() -> None:
+    with Graph():
+        x = placeholder("float64", (2, 3))
+        assert sum_to(x, (2, 3)) is x
+        assert sum_to_like(x, placeholder("float64", (2, 3))) is x
+
+
+def test_unknown_extents_that_look_alike_may_differ() -> None:
+    """Both are ``[?,3]`` while the graph is built; in the run one is [1,3], the other [4,3]."""
+    with Graph():
+        x = placeholder("float64", (None, 3))
+        like = placeholder("float64", (None, 3))
+        summed = sum_to(x, (shape(like)[0], 3))
+        assert summed is not x
+        assert summed.shape == (None, 3)
+    (of_x, of_like) = gradients_at(lambda a, b: a * b, np.ones((1, 3)), np.full((4, 3), 2.0), known="rank")
+    assert of_x is not None and of_x.shape == (1, 3)
+    assert of_like is not None and of_like.shape == (4, 3)
+
+
+@pytest.mark.parametrize("known", [None, (None, None), (None, 3), (4, 3)])
+def test_the_gradient_has_the_known_extents_of_its_value(known: tuple[int | None, ...] | None) -> None:
+    """Even if nothing is known of what has reached it; and so does the gradient of the gradient."""
+    with Graph():
+        x, grad = placeholder("float64", known), placeholder("float64", None)
+        reached = sum_to_like(grad, x)
+        assert reached.shape == known
+        assert gradients(reached * reached, grad).shape is None
+
+
+@pytest.mark.parametrize("known", KNOWN)
+@pytest.mark.parametrize("extents", [(1, 3), (4, 1), (3,), (1,), ()])
+def test_broadcasting_both_ways(extents: tuple[int, ...], known: str) -> None:
+    """A factor that is stretched, in first and second order."""
+    x, y = np.arange(12.0).reshape(4, 3) / 5 + 0.4, np.full(extents, 1.3)
+    assert_derivatives(lambda a, b: a * b * b, x, y, order=2, known=(known,))
+
+
+def test_arrays_carry_gradients() -> None:
+    """What passes values on passes the gradients of arrays, too."""
+    with Graph():
+        array = TensorArray("float64", 1).write(0, placeholder("float64", (2,)))
+        assert array.handle.dtype == VARIANT
+        assert has_gradient(array.handle)
+        assert in_dtype_of(array.handle, identity(array.handle)) is array.handle
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_floats_carry_gradients(dtype: str) -> None:
+    with Graph():
+        x = placeholder(dtype, (2,))
+        assert has_gradient(x)
+        assert gradients(x * x, x).spec == x.spec
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "string"])
+def test_other_values_carry_none(dtype: str) -> None:
+    with Graph():
+        assert not has_gradient(placeholder(dtype, (2,)))

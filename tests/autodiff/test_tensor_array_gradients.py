@@ -1,0 +1,273 @@
+"""Derivatives of TensorArrays, held against the same programs without arrays; and the values that carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import asyncflow as af
+from asyncflow.autodiff.gradients import gradients
+from asyncflow.autodiff.saved_values import StoreGradient
+from tests.autodiff.sweep import KNOWN, gradients_at
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+def array(size: Any, dtype: Any = "float64", **options: Any) -> af.TensorArray:
+    return af.TensorArray(dtype, size, clear_after_read=False, **options)
+
+
+def rows_of(x: af.Tensor) -> af.TensorArray:
+    return array(af.shape(x)[0], x.dtype).unstack(x)
+
+
+# -- against plain operations ----------------------------------------------------------------------------------------
+
+X = np.arange(12.0).reshape(4, 3) / 7 + 0.3
+Y = np.cos(np.arange(3.0))
+
+PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Array, ...]]] = {
+    "write_read": (
+        lambda x, y: (lambda a: a.read(0) * a.read(1) + a.read(0))(array(2).write(1, y).write(0, x)),
+        lambda x, y: x * y + x,
+        (X, Y),
+    ),
+    "unstack_stack": (lambda x: rows_of(x).stack() ** 2, lambda x: x**2, (X,)),
+    "unstack_gather": (lambda x: rows_of(x).gather([3, 0, 3]) ** 2, lambda x: af.take(x, [3, 0, 3], axis=0) ** 2, (X,)),
+    "scatter_read": (
+        lambda x: (lambda a: a.read(5) * a.read(2) ** 2)(array(6, x.dtype).scatter([2, 0, 5, 1], x)),
+        lambda x: x[2] * x[0] ** 2,
+        (X,),
+    ),
+    "scatter_stack": (
+        lambda x: array(4, x.dtype).scatter([2, 0, 3, 1], x).stack() ** 3,
+        lambda x: af.take(x, [1, 3, 0, 2], axis=0) ** 3,
+        (X,),
+    ),
+    "split_concat": (
+        lambda x: array(3, x.dtype).split(x, [1, 0, 3]).concat() ** 2,
+        lambda x: x**2,
+        (X,),
+    ),
+    "split_read": (
+        lambda x: (lambda a: a.read(2) ** 2 * a.read(0))(array(3, x.dtype).split(x, [1, 1, 2])),
+        lambda x: x[2:] ** 2 * x[:1],
+        (X,),
+    ),
+    "write_concat": (
+        lambda x, y: array(2).write(0, x).write(1, af.expand_dims(y, axis=0)).concat() ** 2,
+        lambda x, y: af.concat([x, af.expand_dims(y, axis=0)]) ** 2,
+        (X, Y),
+    ),
+    "write_stack": (
+        lambda y: array(2, y.dtype).write(1, y).write(0, y * y).stack() ** 2,
+        lambda y: af.stack([y * y, y]) ** 2,
+        (Y,),
+    ),
+    "identity": (lambda x: rows_of(x).identity().read(1) ** 2, lambda x: x[1] ** 2, (X,)),
+    "nothing_read": (lambda x: (rows_of(x), x**3)[1], lambda x: x**3, (X,)),
+    "zeros_read": (
+        lambda x: array(3, x.dtype, element_shape=(3,)).write(0, x[0]).stack() * x[1],
+        lambda x: af.stack([x[0], x[0] * 0, x[0] * 0]) * x[1],
+        (X,),
+    ),
+}
+
+
+def differentiated(build: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradients of `build`, weighted so that their own gradients are not zeros."""
+
+    def built(*xs: af.Tensor) -> list[af.Tensor]:
+        found = gradients(build(*xs), list(xs))
+        return [grad * (k + 2) for k, grad in enumerate(found)]
+
+    return built
+
+
+@pytest.mark.parametrize("known", KNOWN)
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_array_changes_no_derivative(name: str, known: str) -> None:
+    """First and second order, with all, ranks and nothing known of shapes."""
+    with_array, plain, values = PAIRS[name]
+    for order in (lambda build: build, differentiated):
+        found = gradients_at(order(with_array), *values, known=known, find=gradients)
+        expected = gradients_at(order(plain), *values, find=gradients)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine is not None
+            assert theirs is not None
+            np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+def test_every_dtype_keeps_itself(dtype: str) -> None:
+    """A gradient has the dtype of what was written, be it read, stacked or joined, zeros included."""
+    with af.Graph():
+        x = af.placeholder(dtype, (2, 2))
+        a = rows_of(x)
+        pieces = array(2, dtype).split(x, [1, 1])
+        for y in (a.read(0), a.stack(), a.gather([1]), pieces.concat(), pieces.read(1)):
+            assert gradients(y, x).spec == x.spec
+
+
+def test_static_shapes_are_kept() -> None:
+    """What is known of a value is known of its gradient, though a run gives the rest."""
+    with af.Graph():
+        x = af.placeholder("float64", (None, 3))
+        a = rows_of(x)
+        for y in (a.read(0), a.stack(), array(2).split(x, [1, 1]).concat()):
+            assert gradients(y, x).shape == (None, 3)
+
+
+# -- random programs -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """Rows of a value go into an array and come out again.
+
+    Attributes:
+        writer: how they go in.
+        pieces: the rows that each element is made of; one row each, but for `split`.
+        reads: how they come out, and which elements.
+    """
+
+    writer: str
+    pieces: tuple[tuple[int, ...], ...]
+    reads: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def rows(self, elements: Sequence[int]) -> list[int]:
+        """The rows of elements, one after the other."""
+        return [row for element in elements for row in self.pieces[element]]
+
+    def written(self, x: af.Tensor) -> af.TensorArray:
+        """The array."""
+        empty = array(len(self.pieces))
+        if self.writer == "split":
+            return empty.split(x, [len(piece) for piece in self.pieces])
+        if self.writer == "unstack":
+            return empty.unstack(x)
+        order = np.argsort([row for (row,) in self.pieces])
+        if self.writer == "scatter":
+            return empty.scatter(order, x)
+        for row, element in enumerate(order.tolist()):
+            empty = empty.write(element, x[row])
+        return empty
+
+    def results(self, x: af.Tensor) -> list[af.Tensor]:
+        """What comes out: the rows of the elements read, one after the other."""
+        a = self.written(x)
+        readers: dict[str, Callable[[tuple[int, ...]], af.Tensor]] = {
+            "read": lambda elements: a.read(elements[0]),
+            "stack": lambda elements: a.stack(),
+            "gather": lambda elements: a.gather(list(elements)),
+            "concat": lambda elements: a.concat(),
+        }
+        return [af.reshape(readers[name](elements), (-1, 2)) for name, elements in self.reads]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    writer = draw(st.sampled_from(["write", "unstack", "scatter", "split"]))
+    if writer == "split":
+        ends = np.cumsum([0, *draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))]).tolist()
+        pieces = tuple(tuple(range(start, stop)) for start, stop in pairwise(ends))
+    else:
+        rows = list(range(draw(st.integers(1, 5))))
+        pieces = tuple((row,) for row in (rows if writer == "unstack" else draw(st.permutations(rows))))
+    everything = tuple(range(len(pieces)))
+    # Rows alone cannot be joined, nor pieces of different lengths stacked.
+    names = ["read", "concat"] if writer == "split" else ["read", "stack", "gather"]
+    reads = []
+    for name in draw(st.lists(st.sampled_from(names), min_size=1, max_size=4)):
+        some = st.lists(st.sampled_from(everything), min_size=1, max_size=1 if name == "read" else 6)
+        reads.append((name, tuple(draw(some)) if name in ("read", "gather") else everything))
+    return Program(writer, pieces, tuple(reads))
+
+
+@given(programs())
+def test_random_programs(program: Program) -> None:
+    """Arrays only move values: the gradient of each row is the sum of what reaches the places it has come to."""
+    everything = program.rows(range(len(program.pieces)))
+    x, expected = np.arange(2.0 * len(everything)).reshape(-1, 2), np.zeros((len(everything), 2))
+    rng = np.random.default_rng(3)
+    grads = []
+    for _, elements in program.reads:
+        rows = program.rows(elements)
+        grads.append(rng.integers(-9, 10, (len(rows), 2)).astype("float64"))
+        np.add.at(expected, rows, grads[-1])
+    (found,) = gradients_at(program.results, x, grad=grads, known="rank", find=gradients)
+    np.testing.assert_array_equal(found, expected)
+
+
+# -- the values ------------------------------------------------------------------------------------------------------
+
+
+def entries(*indices: int) -> list[tuple[int, Array]]:
+    return [(index, np.full(2, 10.0**place)) for place, index in enumerate(indices)]
+
+
+def test_versions_of_a_store_gradient_keep_their_meaning() -> None:
+    """Two go on from one: the first in place, the second in a copy; none sees what the others got."""
+    base = StoreGradient.of(entries(0))
+    left = base.with_entries(entries(0, 1))
+    right = base.with_entries(entries(1))
+    assert left.log is base.log
+    assert right.log is not base.log
+    assert [index for index, _ in base.entries()] == [0]
+    assert [index for index, _ in left.entries()] == [0, 0, 1]
+    assert [index for index, _ in right.entries()] == [0, 1]
+    assert [len(each.read(0)) for each in (base, left, right)] == [1, 2, 1]
+    assert [len(each.read(1)) for each in (base, left, right)] == [0, 1, 1]
+    assert [each.nbytes for each in (base, left, right)] == [16, 48, 32]
+
+
+def test_merging_appends_the_shorter_one() -> None:
+    """So a loop that adds a few entries to many in each iteration takes time for the few, whichever comes first."""
+    many, few = StoreGradient.of(entries(*range(9))), StoreGradient.of(entries(3))
+    merged = few.merged(many)
+    assert merged.log is many.log
+    assert merged.length == 10
+    assert merged.merged(StoreGradient.of(())) is merged
+    np.testing.assert_array_equal(merged.total(3, (2,), np), [1001, 1001])
+
+
+def test_totals_are_of_one_shape() -> None:
+    """What would broadcast is refused all the same; an element that nothing reached has no total."""
+    found = StoreGradient.of([(0, np.ones(2)), (0, np.ones(1))])
+    with pytest.raises(ValueError, match=r"\[1\] has reached element 0.*\[2\]"):
+        found.total(0, (2,), np)
+    assert found.total(1, (2,), np) is None
+
+
+def test_a_read_in_a_loop_adds_one_entry_an_iteration() -> None:
+    """The gradient loop of reads of a captured array appends to one store; none is made of one entry to be merged."""
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (5,))
+        rows = rows_of(x)
+        _, total = af.while_loop(lambda i, t: i < 5, lambda i, t: (i + 1, t + rows.read(i)), (0, 0.0))
+        gradients(total, x)
+    assert "merge_gradients" not in {node.op.name for node in graph.walk()}
+
+
+def test_no_rule_uses_the_array_itself() -> None:
+    """So forward arrays may be used up, closed and freed before the gradient runs, and loops need not save them."""
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (None, 2))
+        a = rows_of(x)
+        scattered, pieces = array(5).scatter([0, 1], x), array(2).split(x, [1, 1])
+        ys = [a.read(0), a.stack(), a.gather([1]), scattered.read(1), pieces.concat(), array(1).write(0, x).read(0)]
+        before = len(graph.nodes)
+        gradients(ys, x)
+    forward = set(graph.nodes[:before])
+    used = {each.node for node in graph.nodes[before:] for each in node.inputs if each.dtype == object}
+    assert not used & forward

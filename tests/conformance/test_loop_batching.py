@@ -1,0 +1,24 @@
+"""Conformance of loop batching: what is done for many iterations at once gives what one by one gives, anywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import asyncflow as af
+from tests.compiler.batching import Recurrent
+from tests.conftest import OpenSession
+
+
+async def test_batched_loops_equal_unbatched_ones(open_session: OpenSession, graph: af.Graph) -> None:
+    """Forward and backward, within rounding, in every arrangement; twice in one session, and at the same time."""
+    cell = Recurrent(9)
+    y = cell.loop()
+    fetches = [y, *af.gradients(af.mean(y * y), [cell.w, cell.u, cell.h])]
+    async with open_session(graph) as session:
+        found = [await session.run(fetches, dict(cell.feeds)) for _ in range(2)]
+    async with open_session(graph, loop_batching=False) as session:
+        expected = await session.run(fetches, dict(cell.feeds))
+    for run in found:
+        for batched, plain in zip(run, expected, strict=True):
+            assert (batched.dtype, batched.shape) == (plain.dtype, plain.shape)
+            np.testing.assert_allclose(batched, plain, rtol=2e-4, atol=2e-5)

@@ -1,0 +1,103 @@
+"""One step of an LSTM and of a GRU, and the weights they start with."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from tests.nn.recurrent import gru_step, lstm_step
+
+Run = Callable[..., Awaitable[Any]]
+
+pytestmark = pytest.mark.usefixtures("graph")
+
+BATCH, N_IN, HIDDEN = 4, 3, 5
+RNG = np.random.default_rng(11)
+X, H, C = (RNG.standard_normal((BATCH, size)) for size in (N_IN, HIDDEN, HIDDEN))
+
+
+def random_weights(gates: int, *more: int) -> list[np.ndarray]:
+    shapes = [(N_IN, gates * HIDDEN), (HIDDEN, gates * HIDDEN), (gates * HIDDEN,), *((size,) for size in more)]
+    return [RNG.standard_normal(shape) for shape in shapes]
+
+
+async def test_lstm_cell(run: Run) -> None:
+    """Against the formula, gate by gate."""
+    weights = random_weights(4)
+    output, (h, c) = af.nn.lstm_cell(X, (H, C), af.nn.LSTMWeights(*weights))
+    want, (want_h, want_c) = lstm_step(X, (H, C), weights)
+    for found, expected in zip(await run([output, h, c]), [want, want_h, want_c], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+async def test_gru_cell(run: Run) -> None:
+    """Against the formula of the textbook."""
+    weights = random_weights(3, HIDDEN)
+    output, state = af.nn.gru_cell(X, H, af.nn.GRUWeights(*weights))
+    want, _ = gru_step(X, H, weights)
+    for found in await run([output, state]):
+        np.testing.assert_allclose(found, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("make", "gates"), [(af.nn.lstm_weights, 4), (af.nn.gru_weights, 3)], ids=["lstm", "gru"])
+def test_weights(make: Callable[..., Any], gates: int) -> None:
+    """Shapes, names and dtype; the same for the same seed."""
+    weights = make(N_IN, HIDDEN, seed=3, name="layer", dtype="float64")
+    assert [weight.shape for weight in weights[:3]] == [
+        (N_IN, gates * HIDDEN),
+        (HIDDEN, gates * HIDDEN),
+        (gates * HIDDEN,),
+    ]
+    assert [weight.name for weight in weights] == [f"layer/{field}" for field in weights._fields]
+    assert {weight.dtype for weight in weights} == {np.dtype("float64")}
+    for again, weight in zip(make(N_IN, HIDDEN, seed=3, dtype="float64"), weights, strict=True):
+        np.testing.assert_array_equal(again.initial, weight.initial)
+    assert not np.array_equal(make(N_IN, HIDDEN, seed=4).input.initial, weights.input.initial)
+    assert make(N_IN, HIDDEN).input.dtype == "float32"
+
+
+@pytest.mark.parametrize("make", [af.nn.lstm_weights, af.nn.gru_weights])
+def test_each_gate_keeps_the_length_of_the_state(make: Callable[..., Any]) -> None:
+    """The matrix of the state is orthogonal, block by block."""
+    recurrent = make(N_IN, HIDDEN, dtype="float64").recurrent.initial
+    for block in np.split(recurrent, recurrent.shape[1] // HIDDEN, axis=1):
+        np.testing.assert_allclose(block.T @ block, np.eye(HIDDEN), atol=1e-12)
+
+
+def test_inputs_keep_their_variance() -> None:
+    """Glorot's bound, for one gate at a time."""
+    drawn = af.nn.glorot_uniform(np.random.default_rng(0), 300, 100, 4)
+    assert drawn.dtype == "float32"
+    assert drawn.shape == (300, 400)
+    assert np.abs(drawn).max() <= np.sqrt(6 / 400)
+    np.testing.assert_allclose(drawn.var(), 2 / 400, rtol=0.02)
+
+
+def test_forget_gates_are_open_at_first() -> None:
+    bias = af.nn.lstm_weights(N_IN, HIDDEN).bias
+    assert isinstance(bias, af.Variable)
+    np.testing.assert_array_equal(bias.initial, [0] * HIDDEN + [1] * HIDDEN + [0] * 2 * HIDDEN)
+
+
+async def test_weights_read_once_are_tensors(run: Run) -> None:
+    weights = af.nn.lstm_weights(N_IN, HIDDEN)
+    read = weights.read()
+    assert isinstance(read, af.nn.LSTMWeights)
+    assert all(isinstance(tensor, af.Tensor) for tensor in read)
+    np.testing.assert_array_equal(await run(read.input), weights.input.initial)
+
+
+def test_extents_that_do_not_fit() -> None:
+    """A state of another width, and columns that are no whole number of gates."""
+    zeros = np.zeros((BATCH, HIDDEN + 1))
+    with pytest.raises(af.ShapeError, match=r"gates of shape \[4,20\] and a state of shape \[4,6\]"):
+        af.nn.lstm_cell(X, (H, zeros), af.nn.LSTMWeights(*random_weights(4)))
+    with pytest.raises(af.ShapeError, match="a cell with 3 gates"):
+        af.nn.gru_cell(X, H, af.nn.GRUWeights(*random_weights(4, HIDDEN)))
+    unknown = af.placeholder("float64", None)
+    with pytest.raises(af.ShapeError, match="a cell with 4 gates"):
+        af.nn.lstm_cell(unknown, (unknown, unknown), af.nn.LSTMWeights(unknown, unknown, unknown))

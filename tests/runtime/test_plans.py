@@ -1,0 +1,68 @@
+"""The plans of a session: what is known of their costs, and where they are compiled."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, cast
+
+import asyncflow as af
+from asyncflow.runtime.plans import PlanCache, PlanRequest
+from asyncflow.testing import virtual_clock
+
+if TYPE_CHECKING:
+    from asyncflow.compiler.plan import Plan
+
+
+class Growing:
+    """A plan that is being looked at while runs add others: of its graph, and of another."""
+
+    def __init__(self, cache: PlanCache, graph: af.Graph) -> None:
+        self.cache = cache
+        self.graph = graph
+
+    @property
+    def partitions(self) -> list[Any]:
+        for graph in (self.graph, af.Graph()):
+            self.cache.get_nowait(PlanRequest(graph, (), ()), lambda _: empty())
+        return []
+
+
+def empty() -> Plan:
+    return cast("Plan", type("Empty", (), {"partitions": []})())
+
+
+def test_costs_are_asked_for_while_runs_add_plans() -> None:
+    """A thread that compiles does so."""
+    cache = PlanCache()
+    with af.Graph() as graph:
+        x = af.constant(0)
+    cache.get_nowait(PlanRequest(graph, (x,), ()), lambda _: cast("Plan", Growing(cache, graph)))
+    assert cache.measured_costs() == {}
+    assert len(cache) == 3
+
+
+async def compiled_on(cache: PlanCache) -> int:
+    """The thread on which the plan of a large graph is compiled."""
+    threads = []
+
+    def compile(_: PlanRequest) -> Plan:
+        threads.append(threading.get_ident())
+        return empty()
+
+    with af.Graph() as graph:
+        x = af.constant(0)
+        for _ in range(1000):
+            x = af.identity(x)
+    await cache.get(PlanRequest(graph, (x,), ()), compile, None)
+    return threads[0]
+
+
+async def test_a_large_graph_compiles_beside_the_event_loop() -> None:
+    """So that other coroutines go on."""
+    assert await compiled_on(PlanCache()) != threading.get_ident()
+
+
+def test_on_virtual_time_it_does_not() -> None:
+    """Simulated devices know one thread, and the order of what happens is the same every time."""
+    with virtual_clock() as clock:
+        assert clock.run(compiled_on(PlanCache())) == threading.get_ident()
