@@ -1,17 +1,17 @@
 """An LSTM over a sequence: as a loop of a length known only in the run, against the same cells written out.
 
-The forward pass; all outputs are kept. Every system runs one cell, `_cell`, on weights of its own type.
+The forward pass; all outputs are kept. Every system runs one cell on weights of its own type.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 import asyncflow as af
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Trial, compare, timed, timed_await
+from benchmarks.lstm import Model, cell, random_model
 from benchmarks.peers import JAX, NO_PEERS, NUMPY, TENSORFLOW_1, TORCH, Peers
 
 if TYPE_CHECKING:
@@ -25,55 +25,11 @@ TENSORFLOW_UNROLLED: Final = f"{TENSORFLOW_1} unrolled"
 TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Inputs, initial state and weights, as arrays of any system.
-
-    Shape:
-        xs: ``(steps, batch, hidden)``. state: ``(batch, hidden)``. w_x, w_h: ``(hidden, 4 * hidden)``.
-        bias: ``(4 * hidden,)``.
-    """
-
-    xs: Any
-    state: Any
-    w_x: Any
-    w_h: Any
-    bias: Any
-
-    def map(self, convert: Callable[[Any], Any]) -> Model:
-        """The same in another system."""
-        return Model(convert(self.xs), convert(self.state), convert(self.w_x), convert(self.w_h), convert(self.bias))
-
-
-def _model(steps: int, batch: int, hidden: int) -> Model:
-    random = np.random.default_rng(0)
-
-    def normal(*shape: int, scale: float = 1.0) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return (scale * random.standard_normal(shape)).astype(np.float32)
-
-    return Model(
-        normal(steps, batch, hidden),
-        np.zeros((batch, hidden), np.float32),
-        normal(hidden, 4 * hidden, scale=hidden**-0.5),
-        normal(hidden, 4 * hidden, scale=hidden**-0.5),
-        normal(4 * hidden),
-    )
-
-
-def _cell(functions: Any, model: Model, x: Any, h: Any, c: Any) -> tuple[Any, Any]:
-    """The next h and c; `functions` has `sigmoid` and `tanh`."""
-    gates = x @ model.w_x + h @ model.w_h + model.bias
-    hidden = gates.shape[-1] // 4
-    into, forget, candidate, out = (gates[:, k * hidden : (k + 1) * hidden] for k in range(4))
-    c = functions.sigmoid(forget) * c + functions.sigmoid(into) * functions.tanh(candidate)
-    return functions.sigmoid(out) * functions.tanh(c), c
-
-
 async def measure(
     peers: Peers = NO_PEERS, *, repeats: int = 5, steps: int = 100, batch: int = 64, hidden: int = 512
 ) -> list[Result]:
     """ms per sequence: asyncflow in both ways, NumPy by hand, TensorFlow in both ways, PyTorch, JAX."""
-    model = _model(steps, batch, hidden)
+    model = random_model(steps, batch, hidden)
     with af.Graph() as graph:
         xs = af.placeholder("float32", (None, batch, hidden), name="xs")
         known = af.placeholder("float32", (steps, batch, hidden), name="known")
@@ -94,31 +50,31 @@ async def measure(
 
 def _dynamic(system: Any, model: Model, xs: Any, steps: Any) -> Any:
     """The loop, in asyncflow and TensorFlow."""
-    shape = model.state.shape
+    shape = model.h.shape
     inputs = system.TensorArray("float32", size=steps, element_shape=shape).unstack(xs)
     outputs = system.TensorArray("float32", size=steps, element_shape=shape)
 
     def body(t: Any, h: Any, c: Any, outputs: Any) -> Any:
-        h, c = _cell(system, model, inputs.read(t), h, c)
+        h, c = cell(system, model, inputs.read(t), h, c)
         return t + 1, h, c, outputs.write(t, h)
 
-    start = (np.int32(0), model.state, model.state, outputs)
+    start = (np.int32(0), model.h, model.c, outputs)
     return system.while_loop(lambda t, *_: t < steps, body, start)[-1].stack()
 
 
 def _unrolled(system: Any, model: Model, xs: Any) -> Any:
     """The cells one after the other, in asyncflow and TensorFlow."""
-    h = c = model.state
+    h, c = model.h, model.c
     outputs = []
     for x in xs:
-        h, c = _cell(system, model, x, h, c)
+        h, c = cell(system, model, x, h, c)
         outputs.append(h)
     return system.stack(outputs)
 
 
 def _by_hand(model: Model) -> Any:
     """Into buffers made once."""
-    h, c = model.state.copy(), model.state.copy()
+    h, c = model.h.copy(), model.c.copy()
     outputs = np.empty_like(model.xs)
     gates = np.empty((*h.shape[:-1], 4 * h.shape[-1]), h.dtype)
     recurrent = np.empty_like(gates)
@@ -189,10 +145,10 @@ def _jax(model: Model, jax: Any) -> Callable[[], Any]:
     def function(xs: Any, steps: Any) -> Any:
         def body(t: Any, state: Any) -> Any:
             h, c, outputs = state
-            h, c = _cell(Functions, arrays, xs[t], h, c)
+            h, c = cell(Functions, arrays, xs[t], h, c)
             return h, c, outputs.at[t].set(h)
 
-        start = (arrays.state, arrays.state, jax.numpy.zeros_like(xs))
+        start = (arrays.h, arrays.c, jax.numpy.zeros_like(xs))
         return jax.lax.fori_loop(0, steps, body, start)[-1]
 
     steps = np.int32(len(model.xs))

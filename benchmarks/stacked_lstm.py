@@ -18,6 +18,7 @@ import asyncflow as af
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Trial, compare, timed, timed_await
 from benchmarks.peers import NO_PEERS, NUMPY, TENSORFLOW_1, Peers
 from benchmarks.plots import Chart, draw_bars, draw_charts
+from benchmarks.results import quotient
 from benchmarks.simulation import STEPS_RATE, Curve, Outcome, as_results, devices, in_thread, simulate, spread
 
 if TYPE_CHECKING:
@@ -241,23 +242,16 @@ async def measure(
         for model in ours.values():
             await model.session.aclose()
     found = await in_thread(lambda: curves(counts, steps=steps, batch=batch, hidden=hidden))
-    return [*results, *_speed_ups(results), *as_results(NAME, found, STEPS_RATE, f"{case}, v100: {{x}}, {{curve}}")]
+    return [*results, *speed_ups(results), *as_results(NAME, found, STEPS_RATE, f"{case}, v100: {{x}}, {{curve}}")]
 
 
-def _speed_ups(results: Sequence[Result]) -> list[Result]:
-    """Of two devices, streams or threads over one, repeat by repeat: trials of one repeat ran next to each other."""
+def speed_ups(results: Sequence[Result]) -> list[Result]:
+    """Of two devices, streams or threads over one."""
     by_system = {result.system: result for result in results}
     return [
-        replace(
-            result,
-            figure=SPEED_UP,
-            ratio=None,
-            values=tuple(
-                alone / together for alone, together in zip(by_system[system].values, result.values, strict=True)
-            ),
-        )
-        for name, result in by_system.items()
-        if (system := name.partition(",")[0]) != name
+        replace(quotient(SPEED_UP, by_system[alone], result), system=system)
+        for system, result in by_system.items()
+        if (alone := system.partition(",")[0]) != system
     ]
 
 

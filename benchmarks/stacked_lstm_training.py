@@ -25,9 +25,9 @@ from benchmarks.lstm import (
 )
 from benchmarks.peers import NO_PEERS, TENSORFLOW_1, Peers
 from benchmarks.plots import Chart, Timeline, draw_bars, draw_charts, draw_timelines
-from benchmarks.results import curves_of, quotient
+from benchmarks.results import curves_of
 from benchmarks.simulation import PAPER, Curve, Outcome, as_results, devices, in_thread, simulate, spread
-from benchmarks.stacked_lstm import COUNTS, LAYERS, LINK, SPEED_UP, TWO_DEVICES
+from benchmarks.stacked_lstm import COUNTS, LAYERS, LINK, SPEED_UP, TWO_DEVICES, speed_ups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -229,18 +229,9 @@ async def measure(
     case = _simulated_case("{curve}", "{x}", simulated_steps, simulated_hidden)
     return [
         *results,
-        *_speed_ups(results),
+        *speed_ups(results),
         *as_results(NAME, found, SIMULATED_SPEED_UP, case),
         *as_results(NAME, PAPERS, PAPERS_SPEED_UP, f"{LAYERS} layers, devices: {{x}}", system=PAPER),
-    ]
-
-
-def _speed_ups(results: Sequence[Result]) -> list[Result]:
-    by_system = {result.system: result for result in results}
-    return [
-        replace(quotient(SPEED_UP, by_system[alone], result), system=system)
-        for system, result in by_system.items()
-        if (alone := system.partition(",")[0]) != system
     ]
 
 

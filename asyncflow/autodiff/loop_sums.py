@@ -1,33 +1,33 @@
 """What a gradient loop adds up: what reaches the captures and variables of the forward loop, iteration by iteration.
 
 What reaches a part of a value, such as one row, is not made as large as the whole in each iteration. A part that is the
-same in all of them is added up as it is, and put in its place behind the loop; rows that are picked by number go to a
-store of gradients, one entry each.
+same in all of them is added up as it is, and put in its place behind the loop; rows that are picked by number go to
+stores of gradients, with one entry an iteration.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.autodiff.gradient_body import is_constant, zeros_if_none
 from asyncflow.autodiff.saved_values import (
+    ROWS_GRADIENT,
     STORE,
     element_gradients,
     merge_gradients,
     no_gradient,
     rows_gradient,
-    stacked_gradients,
 )
 from asyncflow.autodiff.sweep import add_gradients, sum_gradients
-from asyncflow.graph.build import constant
+from asyncflow.graph.build import apply, constant
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import is_static, size_of
-from asyncflow.ops.creation import zeros
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.scatter import SCATTER_TO, WHOLE, scatter_to
-from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of
+from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
 from asyncflow.ops.elementwise import remainder
 from asyncflow.ops.keys import ELLIPSIS
 
@@ -45,22 +45,22 @@ _FEW = 4
 
 
 class _Sum(Protocol):
-    """One loop variable of a gradient loop."""
+    """One or several loop variables of a gradient loop."""
 
-    def spec(self, values: Sequence[Tensor]) -> Spec:
-        """Of the loop variable."""
+    def specs(self, grads: Sequence[Tensor]) -> Sequence[Spec]:
+        """Of the loop variables."""
         ...
 
-    def start(self, total: Tensor) -> Tensor:
-        """Its initial value, in the graph around the loop."""
+    def starts(self) -> Sequence[Tensor]:
+        """Their initial values, in the graph around the loop."""
         ...
 
-    def added(self, total: Tensor, values: Sequence[Tensor]) -> Tensor:
-        """Its next value, in the body, with what has come in this iteration."""
+    def added(self, totals: Sequence[Tensor], grads: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
+        """Their next values, in the body, with what has come in iteration number `index` of the forward loop."""
         ...
 
-    def finished(self, output: Tensor) -> Tensor:
-        """The gradient that its last value stands for, in the graph around the loop."""
+    def finished(self, outputs: Sequence[Tensor], count: Tensor) -> Tensor:
+        """The gradient that their last values stand for after `count` iterations, in the graph around the loop."""
         ...
 
 
@@ -69,52 +69,59 @@ class LoopSums:
 
     Args:
         body: of the gradient loop.
+        index: the number of the forward iteration, in `body`.
 
     Attributes:
         parameters: the loop variables, as `body` sees them; it gets their next values.
     """
 
-    def __init__(self, body: GradientBody) -> None:
+    def __init__(self, body: GradientBody, index: Tensor) -> None:
         self.body = body
+        self.index = index
         self.parameters: list[Tensor] = []
-        self._sums: list[tuple[Tensor | Variable, _Sum]] = []
+        self._sums: list[tuple[Tensor | Variable, _Sum, int]] = []
 
     def add(self, target: Tensor | Variable, grads: Sequence[Tensor]) -> None:
         """Adds what reaches `target`, from outside the loop, in an iteration; the body is the current graph."""
         kinds: dict[Hashable, tuple[_Sum, list[Tensor]]] = {}
         for grad in grads:
-            key, kind, value = self._kind(target, grad)
-            kinds.setdefault(key, (kind, []))[1].append(value)
-        for kind, values in kinds.values():
-            total = self.body.add_input(kind.spec(values), "var")
-            with device(values[0].node.device):
-                self.body.results.append(ensure_shape(kind.added(total, values), total.shape))
-            self.parameters.append(total)
-            self._sums.append((target, kind))
+            key, kind = self._kind(target, grad)
+            kinds.setdefault(key, (kind, []))[1].append(grad)
+        for kind, alike in kinds.values():
+            totals = [self.body.add_input(spec, "var") for spec in kind.specs(alike)]
+            with device(alike[0].node.device):
+                added = kind.added(totals, alike, self.index)
+                self.body.results += [ensure_shape(x, total.shape) for x, total in zip(added, totals, strict=True)]
+            self.parameters += totals
+            self._sums.append((target, kind, len(totals)))
 
     def starts(self) -> list[Tensor]:
         """The initial values; the graph around the loop is the current one."""
-        return [kind.start(total) for (_, kind), total in zip(self._sums, self.parameters, strict=True)]
+        return [start for _, kind, _ in self._sums for start in kind.starts()]
 
-    def totals(self, outputs: Sequence[Tensor]) -> dict[Tensor | Variable, Tensor]:
-        """What has reached each target in all iterations; those that nothing has reached are left out."""
+    def totals(self, outputs: Sequence[Tensor], count: Tensor) -> dict[Tensor | Variable, Tensor]:
+        """What has reached each target in `count` iterations; those that nothing has reached are left out."""
         found: dict[Tensor | Variable, list[Tensor]] = {}
-        for (target, kind), output in zip(self._sums, outputs, strict=True):
-            found.setdefault(target, []).append(kind.finished(output))
+        left = iter(outputs)
+        for target, kind, length in self._sums:
+            found.setdefault(target, []).append(kind.finished(list(islice(left, length)), count))
         return {target: sum_gradients(grads) for target, grads in found.items()}
 
-    def _kind(self, target: Tensor | Variable, grad: Tensor) -> tuple[Hashable, _Sum, Tensor]:
-        """How to sum up `grad` and those of equal key, and what of it."""
+    def _kind(self, target: Tensor | Variable, grad: Tensor) -> tuple[Hashable, _Sum]:
+        """How to sum up `grad` and those of equal key."""
         node = grad.node
         if node.op is SCATTER_TO and len(node.attrs["keys"]) == 1:
             (key,) = node.attrs["keys"]
             value, indices, _ = _scattered(node)
             outer = self._outside(indices)
             if outer is not None and is_static(value.shape):
-                return ("part", key, *map(id, outer)), _Part(target, key, outer), value
+                return ("part", key, *map(id, outer)), _Part(target, node, outer)
             if _names_rows(key) and _are_few(value, indices[0], target):
-                return "rows", _Rows(target), grad
-        return "whole", _Whole(target), grad
+                if indices[0].ndim == 0:
+                    return "rows", _Rows(target)
+                if is_static(value.shape) and is_static(indices[0].shape):
+                    return ("picked", id(node)), _Picked(target, node)
+        return "whole", _Whole(target)
 
     def _outside(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """Values of the body that are the same in all iterations, as they are outside; None if one is not."""
@@ -130,64 +137,97 @@ class _Whole:
     def __init__(self, target: Tensor | Variable) -> None:
         self.target = target
 
-    def spec(self, values: Sequence[Tensor]) -> Spec:
-        return self.target.spec
+    def specs(self, grads: Sequence[Tensor]) -> Sequence[Spec]:
+        return [self.target.spec]
 
-    def start(self, total: Tensor) -> Tensor:
-        return zeros_if_none(None, self.target)
+    def starts(self) -> Sequence[Tensor]:
+        return [zeros_if_none(None, self.target)]
 
-    def added(self, total: Tensor, values: Sequence[Tensor]) -> Tensor:
-        return add_gradients(total, sum_gradients(values))
+    def added(self, totals: Sequence[Tensor], grads: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
+        return [add_gradients(totals[0], sum_gradients(grads))]
 
-    def finished(self, output: Tensor) -> Tensor:
-        return output
+    def finished(self, outputs: Sequence[Tensor], count: Tensor) -> Tensor:
+        return outputs[0]
 
 
 class _Part:
-    """A sum of what reaches ``target[key]``."""
+    """A sum of what reaches ``target[key]``, the same in all iterations."""
 
-    def __init__(self, target: Tensor | Variable, key: Key, indices: Sequence[Tensor]) -> None:
+    def __init__(self, target: Tensor | Variable, node: Node, indices: Sequence[Tensor]) -> None:
         self.target = target
-        self.key = key
+        self.key = node.attrs["keys"][0]
+        self.value = node.inputs[0]
         self.indices = indices
 
-    def spec(self, values: Sequence[Tensor]) -> Spec:
-        return values[0].spec
+    def specs(self, grads: Sequence[Tensor]) -> Sequence[Spec]:
+        return [self.value.spec]
 
-    def start(self, total: Tensor) -> Tensor:
-        return zeros(shape_of(total), dtype=total.dtype)
+    def starts(self) -> Sequence[Tensor]:
+        return [zeros_of(self.value)]
 
-    def added(self, total: Tensor, values: Sequence[Tensor]) -> Tensor:
-        return add_gradients(total, sum_gradients(values))
+    def added(self, totals: Sequence[Tensor], grads: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
+        return [add_gradients(totals[0], sum_gradients([grad.node.inputs[0] for grad in grads]))]
 
-    def finished(self, output: Tensor) -> Tensor:
+    def finished(self, outputs: Sequence[Tensor], count: Tensor) -> Tensor:
         like = _tensor(self.target)
         indices = [constant(x.node.attrs["value"]) if is_constant(x) else x for x in self.indices]
-        return scatter_to(output, self.key, indices, shape_of(like), known=like.shape)
+        return scatter_to(outputs[0], self.key, indices, shape_of(like), known=like.shape)
 
 
 class _Rows:
-    """What reaches rows of a value, as a store of gradients."""
+    """What reaches rows of a value, one at a time, as a store of their gradients."""
 
     def __init__(self, target: Tensor | Variable) -> None:
         self.target = target
 
-    def spec(self, values: Sequence[Tensor]) -> Spec:
-        return STORE
+    def specs(self, grads: Sequence[Tensor]) -> Sequence[Spec]:
+        return [STORE]
 
-    def start(self, total: Tensor) -> Tensor:
-        return no_gradient()
+    def starts(self) -> Sequence[Tensor]:
+        return [no_gradient()]
 
-    def added(self, total: Tensor, values: Sequence[Tensor]) -> Tensor:
-        for grad in values:
-            value, (rows,), _ = _scattered(grad.node)
-            numbers = rows if rows.dtype.kind == "u" else remainder(astype(rows, int64), _count_of_rows(grad.node))
-            entries = element_gradients(numbers, value) if rows.ndim == 0 else stacked_gradients(value, numbers)
-            total = merge_gradients(total, entries)
-        return total
+    def added(self, totals: Sequence[Tensor], grads: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
+        total = totals[0]
+        for grad in grads:
+            value, (row,), _ = _scattered(grad.node)
+            if row.dtype.kind == "i":  # it may count from the end
+                row = remainder(astype(row, int64), _count_of_rows(grad.node))
+            total = merge_gradients(total, element_gradients(row, value))
+        return [total]
 
-    def finished(self, output: Tensor) -> Tensor:
-        return rows_gradient(output, _tensor(self.target))
+    def finished(self, outputs: Sequence[Tensor], count: Tensor) -> Tensor:
+        return rows_gradient(outputs[0], _tensor(self.target))
+
+
+class _Picked:
+    """What reaches several rows of a value at a time, in stores of one entry an iteration: values, and their rows."""
+
+    def __init__(self, target: Tensor | Variable, node: Node) -> None:
+        self.target = target
+        self.key = node.attrs["keys"][0]
+        self.kept = node.inputs[:2]
+
+    def specs(self, grads: Sequence[Tensor]) -> Sequence[Spec]:
+        return [STORE, STORE]
+
+    def starts(self) -> Sequence[Tensor]:
+        return [no_gradient(), no_gradient()]
+
+    def added(self, totals: Sequence[Tensor], grads: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
+        pairs = zip(totals, self.kept, strict=True)
+        return [merge_gradients(total, element_gradients(index, value)) for total, value in pairs]
+
+    def finished(self, outputs: Sequence[Tensor], count: Tensor) -> Tensor:
+        like = _tensor(self.target)
+        values, rows = (_stacked(store, x.spec, count) for store, x in zip(outputs, self.kept, strict=True))
+        return scatter_to(values, self.key, [rows], shape_of(like), known=like.shape)
+
+
+def _stacked(store: Tensor, entry: Spec, count: Tensor) -> Tensor:
+    """All entries of a store that has one for each iteration."""
+    assert entry.shape is not None
+    shape = (None, *entry.shape)
+    return apply(ROWS_GRADIENT, store, count, is_scattered=False, dtype=entry.dtype, shape=shape)[0]
 
 
 def _tensor(target: Tensor | Variable) -> Tensor:

@@ -75,7 +75,11 @@ class Sweep:
         for tensor, grad in seeds.items():
             self.give(tensor, grad)
         for node in reversed(self.nodes):
-            if any(tensor in self._grads and tensor not in self.stopped for tensor in node.outputs):
+            if not any(tensor in self._grads and tensor not in self.stopped for tensor in node.outputs):
+                continue
+            if node.op.name == "variable_read":
+                self._leave(node)
+            elif node.inputs or node.op is CUSTOM_GRADIENT:
                 self._step(node)
 
     def give(self, tensor: Tensor, grad: Tensor) -> None:
@@ -116,6 +120,11 @@ class Sweep:
         """Whether anything has reached a variable."""
         return variable.serial in self._of_variables
 
+    def _leave(self, read: Node) -> None:
+        serial = read.attrs["variable"].serial
+        if serial in self.variables:
+            self._of_variables.setdefault(serial, []).extend(self.contributions(read.outputs[0]))
+
     def _step(self, node: Node) -> None:
         graph = current_graph()
         assert graph is not None
@@ -141,13 +150,6 @@ class Sweep:
             return self._structured(node, grads, self)
         if node.op is CUSTOM_GRADIENT:
             return differentiate_custom(node, grads, self.connected, self.variables)
-        if node.op.name == "variable_read":
-            serial = node.attrs["variable"].serial
-            if serial in self.variables and grads[0] is not None:
-                self.give_variable(serial, grads[0])
-            return ()
-        if not node.inputs:
-            return ()
         rule = derivative_of(node.op)
         if rule is not None:
             return rule(node, *grads)

@@ -113,7 +113,7 @@ class _WhileGradient:
             reverse.run({})
             body.results.append(kept.indexes[body])
             body.results += [ensure_shape(zeros_if_none(reverse.gradient(x), x), x.shape) for x in in_body]
-            sums = LoopSums(body)
+            sums = LoopSums(body, kept.indexes[body])
             for x, around in zip(captured, outer, strict=True):
                 sums.add(around, reverse.contributions(x))
             for variable in self.variables:
@@ -126,7 +126,7 @@ class _WhileGradient:
         reached: list[Tensor | None] = [None] * len(node.inputs)
         for x, output in zip(in_body, loop.outputs[1:], strict=False):
             reached[places[x]] = ensure_shape(output, node.inputs[places[x]].shape)
-        totals = sums.totals(loop.outputs[len(parameters) :])
+        totals = sums.totals(loop.outputs[len(parameters) :], starts[0])
         for x, around in zip(captured, outer, strict=True):
             reached[places[x]] = totals.get(around)
         for variable in self.variables:

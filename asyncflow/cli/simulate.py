@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +48,8 @@ class SimulationOptions:
 def simulate(target: str, options: SimulationOptions, arguments: Sequence[str]) -> int:
     """Runs `target` on a simulated machine, prints what it would take there, and gives the exit code.
 
-    Event loops that the program starts (`asyncflow.run`, `asyncio.run`, `asyncio.Runner`) run on virtual time, one
-    after the other on one clock; a session that names no devices opens all of the machine's. Loops of other threads
+    Event loops that the program starts (`asyncflow.run`, `asyncio.run`, `asyncio.Runner`, `uvloop.run`) run on virtual
+    time, one after the other on one clock; a session that names no devices opens all of the machine's. Loops of other threads
     stay real.
 
     Args:
@@ -90,6 +90,9 @@ def simulated_loops(options: SimulationOptions) -> Iterator[None]:
         places: list[Any] = [asyncio.events, asyncio, asyncflow_loops]
         if (uvloop := sys.modules.get("uvloop")) is not None:
             places.append(uvloop)
+            # It looks nowhere, and insists on a loop of its own kind.
+            cleanup.callback(setattr, uvloop, "run", uvloop.run)
+            uvloop.run = loops.runner(uvloop.run)
         for place in places:
             real = place.new_event_loop
             cleanup.callback(setattr, place, "new_event_loop", real)
@@ -119,6 +122,16 @@ class _Loops:
             return self._take() if threading.get_ident() == self._thread else real()
 
         return new_event_loop
+
+    def runner(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """A function to stand in for `real`, which is ``uvloop.run``."""
+
+        def run(main: Coroutine[Any, Any, Any], **options: Any) -> Any:
+            if threading.get_ident() != self._thread or "loop_factory" in options:
+                return real(main, **options)
+            return asyncflow_loops.run(main, **options)
+
+        return run
 
     def _take(self) -> asyncio.AbstractEventLoop:
         if self._next.is_taken:  # and not closed: the program wants a second one beside it

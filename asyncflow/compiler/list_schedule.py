@@ -1,8 +1,9 @@
 """Which device each task should run on: a search that judges by a simulated execution.
 
 Tasks are put where they would finish first, those with the longest way to the end first (HEFT, Topcuoglu 2002; white
-paper 2015 §3.2.1 without the ranks). That is compared with keeping everything together and with cutting the tasks into
-stages; small problems are then bettered by moving one group at a time.
+paper 2015 §3.2.1 without the ranks). That is compared with keeping everything together, with cutting the tasks into
+stages, and with doing the same on the fastest devices only; small problems are then bettered by moving one group at a
+time.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ _MOST_TRIALS = 60_000
 
 _MOST_GATHERINGS = 4
 """So many devices are tried as the one where everything is kept together."""
+
+_MOST_ON_FEWER = 60_000
+"""So many tasks, times the devices that each may go to, are placed on fewer devices than there are."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +71,12 @@ def search(problem: Problem) -> Solution:
         return _evaluated(problem, devices)
     greedy = _Greedy(problem).run()
     gathered = _gathered(problem, greedy)
-    found = [greedy, gathered, *_pipelines(problem, greedy)]
+    fastest = _fastest(problem)
+    found = [greedy, gathered, *_pipelines(problem, greedy, range(len(problem.limits)))]
+    for fewer in _fewer(problem, fastest):
+        # What looks good task by task may use a slow device, or one too many.
+        on_fewer = _Greedy(problem, fewer).run()
+        found += [on_fewer, *_pipelines(problem, on_fewer, sorted(fewer))]
     found = _improved(problem, [_with_fewest_crossings(found), *found])
     best = _with_fewest_crossings(found)
     if gathered.overflow <= best.overflow and best.span > GAIN * gathered.span:
@@ -106,6 +115,23 @@ def _added(problem: Problem, devices: Sequence[int]) -> float:
     return max(*loads(problem, devices, problem.first_part), both - first)
 
 
+def _fastest(problem: Problem) -> list[tuple[float, int]]:
+    """The ns of all work on each device, and the device, the fastest first."""
+    pairs = ((sum(task.times[device] for task in problem.tasks), device) for device in range(len(problem.limits)))
+    return sorted(pairs)
+
+
+def _fewer(problem: Problem, fastest: Sequence[tuple[float, int]]) -> Iterator[frozenset[int]]:
+    """The fastest 2 devices, 3 and so on, but not all; first those that leave out what is slower than the rest."""
+    sizes = sorted(range(2, len(fastest)), key=lambda size: (fastest[size - 1][0] == fastest[size][0], -size))
+    budget = _MOST_ON_FEWER
+    for size in sizes:
+        budget -= size * len(problem.tasks)
+        if budget < 0:
+            return
+        yield frozenset(device for _, device in fastest[:size])
+
+
 def _gathered(problem: Problem, greedy: Solution) -> Solution:
     """The best of those that keep what is free to go anywhere on one device."""
     pinned = [0.0] * len(problem.limits)
@@ -131,20 +157,20 @@ def _gathered(problem: Problem, greedy: Solution) -> Solution:
     return best
 
 
-def _pipelines(problem: Problem, greedy: Solution) -> Iterator[Solution]:
-    """Those that cut what is free into as many stages of equal work as there are devices, or fewer."""
+def _pipelines(problem: Problem, greedy: Solution, usable: Sequence[int]) -> Iterator[Solution]:
+    """Those that cut what is free into as many stages of equal work as there are usable devices, or fewer."""
     free = [index for index, group in enumerate(problem.groups) if len(group.allowed) > 1]
     free.sort(key=lambda index: problem.groups[index].tasks[0])
     work = {index: sum(min(problem.tasks[task].times) for task in problem.groups[index].tasks) for index in free}
-    n_stages = min(len(problem.limits), len(free))
+    n_stages = min(len(usable), len(free))
     total = sum(work.values())
     while n_stages > 1 and total > 0.0:
         devices, done = greedy.devices.copy(), 0.0
         for index in free:
             stage = min(n_stages - 1, int((done + work[index] / 2) * n_stages / total))
             done += work[index]
-            if stage in problem.groups[index].allowed:
-                devices[index] = stage
+            if usable[stage] in problem.groups[index].allowed:
+                devices[index] = usable[stage]
         yield _evaluated(problem, devices, greedy)
         n_stages //= 2
 
@@ -195,11 +221,13 @@ def _moved(problem: Problem, start: Solution, group: int) -> Solution:
 class _Greedy:
     """Puts groups where their first task, and with it the work of all others, would finish first.
 
-    `promised` is the work of the groups on each device, done or not.
+    With `usable`, they go to no other device if they may go to one of these. `promised` is the work of the groups on
+    each device, done or not.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, usable: frozenset[int] | None = None) -> None:
         self.problem = problem
+        self.usable = usable
         self.groups = groups = problem.groups
         self.devices = [group.allowed[0] if len(group.allowed) == 1 else None for group in groups]
         self.places = Places(problem, self.devices)
@@ -246,6 +274,8 @@ class _Greedy:
     def _choose(self, task: Task) -> int:
         group = self.groups[task.group]
         allowed = group.allowed
+        if self.usable is not None:
+            allowed = [device for device in allowed if device in self.usable] or allowed
         if self.memory is not None:
             needs = {device: self.memory.needs(task, device) for device in allowed}
             fitting = [device for device in allowed if needs[device] <= self.memory.room(device)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +74,22 @@ def open_devices(
         )
         for name in names
     )
+
+
+def check_event_loop(devices: Sequence[Device], loop: asyncio.AbstractEventLoop) -> None:
+    """Raise unless the time of `loop` is that of the simulated devices: on another, nothing would ever be done.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    for device in devices:
+        if isinstance(device, SimDevice) and device.machine.loop is not loop:
+            raise RuntimeError(
+                f"device {device.name} is simulated, and this event loop ({type(loop).__module__}."
+                f"{type(loop).__qualname__}) is not on its virtual time; start the program's coroutine by "
+                "clock.run(main()) inside `with virtual_clock() as clock`, and by asyncio.run(main()) or af.run(main()) "
+                "under `asyncflow simulate`"
+            )
 
 
 def available_devices() -> tuple[DeviceDescription, ...]:

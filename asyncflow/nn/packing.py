@@ -20,7 +20,6 @@ from asyncflow.nn.masks import sequence_mask
 from asyncflow.ops.checks import assert_that
 from asyncflow.ops.cost import elements
 from asyncflow.ops.datatypes import astype
-from asyncflow.ops.elementwise import negative
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import gather, getitem
 from asyncflow.ops.logic import greater_equal, less_equal, logical_and
@@ -151,8 +150,8 @@ def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Pa
     message = "dynamic_rnn: every length is at least 0 and at most the extent of the time axis"
     with control_dependencies([assert_that(inside, message, data=[given, steps], summarize=8)]):
         own = identity(given if given.dtype == int64 else astype(given, int64))
-    # Not by `descending=True`: both orders have to agree on sequences of one length.
-    descending, ascending = argsort(negative(own)), argsort(own)
+    # Stable, both of them, so that they agree on sequences of one length.
+    descending, ascending = argsort(own, descending=True), argsort(own)
     mask = sequence_mask(gather(own, descending), steps)
     counts = count_nonzero(mask, axis=1)
     longest = count_nonzero(counts)

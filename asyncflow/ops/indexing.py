@@ -45,7 +45,8 @@ def _getitem_kernel(xp: Any, *, key: Key) -> Kernel:
 
 
 def _getitem_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, key: Key) -> float:
-    views = all(entry[0] != "input" for entry in key)
+    # An integer from a tensor indexes as a written one does: the result is a view.
+    views = all(index == () for index in inputs[1:])
     return free(inputs, outputs) if views else float(elements(outputs[0]))
 
 

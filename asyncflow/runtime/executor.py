@@ -163,6 +163,8 @@ class Executor:
                     if self.stopped:
                         break
                     budget = 0
+                elif is_eager and self._ports.incoming:
+                    self._ports.take_incoming()
                 else:
                     break
                 budget -= 1
@@ -192,6 +194,8 @@ class Executor:
         """The device has caught up with what was launched on it."""
         self._throttled = False
         self.in_flight -= 1
+        while self._ports.incoming and not self.stopped:  # they must not wait for ever behind a loop that is always ready
+            self._ports.take_incoming()
         self.go_on()
 
     @property
@@ -200,7 +204,8 @@ class Executor:
         if self.in_flight:
             return False
         scheduler = self.scheduler
-        return self.stopped or not (scheduler.ready or scheduler.ended or self._ports.untaken)
+        ports = self._ports
+        return self.stopped or not (scheduler.ready or scheduler.ended or ports.untaken or ports.incoming)
 
     def check_quiet(self) -> None:
         """Tells the owner if nothing is left to do or in flight."""
@@ -424,6 +429,7 @@ class Executor:
             return
         self.stopped = True
         self.scheduler.abort()
+        self._ports.incoming.clear()
         for task in self._tasks:
             task.cancel()
         self.in_flight -= len(self._suspended)

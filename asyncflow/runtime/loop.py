@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -64,6 +65,11 @@ def _not_a_coroutine(main: object) -> str:
 def is_virtual(loop: asyncio.AbstractEventLoop) -> TypeGuard[VirtualClockLoop]:
     """Whether the loop's clock is virtual."""
     return isinstance(loop, VirtualClockLoop)
+
+
+def thread_waits(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
+    """Inside, a thread waits for what `loop` does: virtual time must not stand still until that thread is done."""
+    return loop.outside_waits() if is_virtual(loop) else nullcontext()
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], int]:

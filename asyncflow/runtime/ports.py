@@ -8,6 +8,7 @@ far apart. On an asynchronous device an iteration has ended when what it launche
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -131,12 +132,15 @@ class Ports:
 
     Attributes:
         untaken: streamed items that the consumer has not taken.
+        incoming: values on their way to an asynchronous device. Whatever uses one holds up its stream until the copy is
+            done, so all that is ready without it is launched first.
     """
 
-    __slots__ = ("_asynchronous", "_executor", "_run", "untaken")
+    __slots__ = ("_asynchronous", "_executor", "_run", "incoming", "untaken")
 
     def __init__(self, executor: Partitioned, device: Device, run: Scope) -> None:
         self.untaken = 0
+        self.incoming: deque[tuple[PlanNode, Iteration, Any, int]] = deque()
         self._executor: Partitioned = executor
         self._run = run
         self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
@@ -215,7 +219,11 @@ class Ports:
             if error is not None:
                 executor.kernel_failed(error, node, iteration, ())
             elif not executor.stopped:
-                self._received(node, iteration, copied, sent_ns)
+                if self._asynchronous is None:
+                    self._received(node, iteration, copied, sent_ns)
+                else:
+                    self.incoming.append((node, iteration, copied, sent_ns))
+                    self._run.turn.enqueue(executor)
             if executor.stopped:
                 executor.go_on()
 
@@ -232,6 +240,10 @@ class Ports:
         executor.record_spans(here, device, node, iteration, value)
         if sender is not None:  # a copy through the host has a part there
             executor.record_spans(there, sender, node, iteration, value)
+
+    def take_incoming(self) -> None:
+        """Hands the oldest incoming value to whoever waits for it."""
+        self._received(*self.incoming.popleft())
 
     def _received(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
         if self._executor.recorder is not None:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.devices.blas import acquire_blas_threads
-from asyncflow.devices.registry import open_devices
+from asyncflow.devices.registry import check_event_loop, open_devices
 from asyncflow.errors import GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.channel import Channel
 from asyncflow.runtime.feeds import as_feeds
 from asyncflow.runtime.fetches import user_value, user_values
-from asyncflow.runtime.loop import burst_clock
+from asyncflow.runtime.loop import burst_clock, thread_waits
 from asyncflow.runtime.options import as_timeout, check_graph, check_integer, check_trace, check_transfer_dtype
 from asyncflow.runtime.plans import PlanCache
 from asyncflow.runtime.prepared import Call, CallCache, Prepared
@@ -192,6 +192,7 @@ class Session:
                 "this session is bound to a different event loop; make one session per loop, or use "
                 "session.run_threadsafe(...) from another thread"
             )
+        check_event_loop(self.devices, loop)
         self._loop = loop
         self._thread_id = threading.get_ident()
         self._turn = Turn(loop, burst_clock(loop))
@@ -456,7 +457,11 @@ class Session:
             raise SessionClosedError("the session's event loop is closed; make a new session on a new loop")
         if self._thread_id == threading.get_ident():
             raise RuntimeError("this is the thread of the session's event loop; use `await session.run(...)` here")
-        return asyncio.run_coroutine_threadsafe(self.run(fetches, feeds, timeout=timeout), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._run_for_thread(fetches, feeds, timeout), self._loop)
+
+    async def _run_for_thread(self, fetches: Any, feeds: Mapping[Any, Any] | None, timeout: float | None) -> Any:
+        with thread_waits(asyncio.get_running_loop()):
+            return await self.run(fetches, feeds, timeout=timeout)
 
     # -- plans ---------------------------------------------------------------------------------------------------
 

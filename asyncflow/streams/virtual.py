@@ -4,7 +4,8 @@ Rules, in the order in which they are tried whenever no callback is ready:
 
 1. Timers that are due run.
 2. While work is out on threads (`run_in_executor`, `asyncio.to_thread`, `VirtualClockLoop.outside_work`), the loop
-   really waits for it and time stands still: no timeout passes because a thread was slow.
+   really waits for it and time stands still: no timeout passes because a thread was slow. Work that itself waits for
+   the loop (`VirtualClockLoop.outside_waits`) does not stop time.
 3. Time jumps to the next timer. A tick is one such jump; everything due at that nanosecond runs in it, in the order in
    which it was scheduled.
 4. While sockets, pipes or signal handlers are registered, the loop really waits for them.
@@ -69,6 +70,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._order = itertools.count()
         self._cancelled = 0
         self._outside = 0
+        self._outside_waiting = 0
         self._signals: set[int] = set()
         self._ticks = 0
         self.on_tick = None
@@ -180,11 +182,11 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         Raises:
             RuntimeError: there is nothing to wait for.
         """
-        if self._outside:
+        if self._outside > self._outside_waiting:
             return False
         when_ns = self._next_ns()
         if when_ns is None:
-            if files or self._signals:
+            if files or self._signals or self._outside:
                 return False
             raise RuntimeError(self._deadlock())
         self._now_ns = when_ns
@@ -219,6 +221,18 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
             yield
         finally:
             self._outside -= 1
+
+    @contextmanager
+    def outside_waits(self) -> Iterator[None]:
+        """Let time move although one piece of work is out, as that waits for what the loop does meanwhile.
+
+        Enter and leave it on the loop's thread.
+        """
+        self._outside_waiting += 1
+        try:
+            yield
+        finally:
+            self._outside_waiting -= 1
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[_Args]], _Result], *args: *_Args

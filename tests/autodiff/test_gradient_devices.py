@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import asyncflow as af
-from asyncflow.autodiff.gradients import gradients
 from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
 from asyncflow.compiler.transfers import SEND
 from asyncflow.graph.dtypes import VARIANT
@@ -42,21 +41,35 @@ def _two_layers() -> list[af.Tensor]:
 
     start = af.constant(np.ones((64, 64), np.float32))
     _, x = af.while_loop(lambda i, x: i < 3, body, (np.int32(0), start))
-    found: list[af.Tensor] = gradients(af.sum(x), weights)
+    found: list[af.Tensor] = af.gradients(af.sum(x), weights)
     return found
 
 
 def test_values_are_saved_and_read_where_they_are_made() -> None:
     with af.Graph():
         plan = _plan(_two_layers())
-    kept = {op: set() for op in (NEW_STORE, SAVE, READ_SAVED)}
+    kept: dict[object, set[str]] = {op: set() for op in (NEW_STORE, SAVE, READ_SAVED)}
     for partition in plan.partitions:
         for node in partition.nodes:
             if node.source.op in kept:
                 kept[node.source.op].add(partition.device)
             if node.source.op is SEND:
                 assert node.source.inputs[0].dtype != VARIANT
-    assert kept == dict.fromkeys(kept, {"sim:0", "sim:1"})
+    assert all(devices == {"sim:0", "sim:1"} for devices in kept.values())
+
+
+def test_shapes_are_saved_where_their_values_are() -> None:
+    with af.Graph() as graph:
+        with af.device("cpu:0"):
+            w = af.constant(np.eye(4, dtype=np.float32))
+        x = af.placeholder("float32", (None, 4))
+        with af.device("cpu:1"):
+            _, y = af.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, af.tanh(y @ w + y)), (0, x))
+            loss = af.sum(y)
+        slope = af.gradients(loss, w)
+    plan = af.Session(graph, devices=["cpu:0", "cpu:1"]).plan([loss, slope], [x])
+    # Both loops are whole regions: nothing in them crosses.
+    assert "frame" not in plan.explain()
 
 
 def test_each_layer_is_differentiated_on_its_device() -> None:
@@ -86,7 +99,7 @@ def test_stores_of_inner_loops_stay_with_those_that_keep_them() -> None:
 
         with af.device("sim:0"):
             _, y = af.while_loop(lambda i, v: i < 3, outer, (np.int32(0), x))
-        plan = _plan(gradients(y, x))
+        plan = _plan(af.gradients(y, x))
     sent = [node.source.inputs[0] for part in plan.partitions for node in part.nodes if node.source.op is SEND]
     assert sent
     assert all(tensor.dtype != VARIANT for tensor in sent)

@@ -206,9 +206,11 @@ def test_a_control_edge_to_a_cond_holds_back_its_predicate(graph: af.Graph) -> N
         %feed_1 = feed() {index=1, spec=int64[]} : int64[]
         %square = square(%feed_1) : int64[]
         %pick/pred = identity(%feed) after(%square) : bool[]
-        %pick/switch = switch(%pick/pred, %pick/pred) : (bool[], bool[])
-        %pick/merge = merge(%pick/switch, %pick/switch:1) : (bool[], int32[])
-        %negative = negative(%feed_1) after(%pick/merge) : int64[]
+        %pick/switch = switch(%feed_1, %pick/pred) : (int64[], int64[])
+        %pick/false/negative = negative(%pick/switch) : int64[]
+        %pick/merge = merge(%pick/false/negative, %pick/switch:1) : (int64[], int32[])
+        %identity = identity(%pick/merge) : int64[]
+        %negative = negative(%feed_1) after(%identity) : int64[]
         %fetch = fetch(%negative) : ()
     """)
 
@@ -232,7 +234,8 @@ def test_a_control_edge_to_a_loop_holds_back_its_entry(graph: af.Graph) -> None:
         %loop/body/multiply = multiply(%loop/switch:1, %loop/switch:1) : int64[]
         %loop/next_iteration = next_iteration(%loop/body/multiply) : int64[]
         %loop/exit = exit(%loop/switch) : int64[]
-        %negative = negative(%feed) after(%loop/exit) : int64[]
+        %identity = identity(%loop/exit) : int64[]
+        %negative = negative(%feed) after(%identity) : int64[]
         %fetch = fetch(%negative) : ()
     """)
 

@@ -127,3 +127,44 @@ def test_large_graphs_use_their_devices() -> None:
     on = devices(*(f"sim:{index}" for index in range(4)))
     alone = run(jobs, [0] * len(jobs), on)
     assert run(jobs, found(jobs, on), on) < alone / 3.2
+
+
+def chains(n: int, length: int) -> list[Job]:
+    """Chains of long jobs and short ones in turn, of large values, and a last job that needs a number of each."""
+    jobs, ends = [Job((), 0.2, 16_000_000)], []
+    for _ in range(n):
+        jobs.append(Job((0,), 0.2, 16_000_000))
+        for _ in range(length):
+            jobs.append(Job((0, len(jobs) - 1), 10.0, 16_000_000))
+            jobs.append(Job((len(jobs) - 1,), 0.2, 16_000_000))
+        jobs.append(Job((len(jobs) - 1,), 0.2, 1))
+        ends.append(len(jobs) - 1)
+    return [*jobs, Job(tuple(ends), 0.01, 1)]
+
+
+def machine(*slowness: float) -> list[Device]:
+    """Devices with fast links, each so many times slower than the usual one."""
+    each = [
+        devices(f"sim:{index}", slowness=slow, latency=2e3, ns_per_byte=0.02) for index, slow in enumerate(slowness)
+    ]
+    return [device for devices_of in each for device in devices_of]
+
+
+@pytest.mark.parametrize(
+    ("slowness", "without_slow"),
+    [((1, 1, 1, 4.2), (1, 1, 1)), ((4.2, 1, 1, 1), (1, 1, 1)), ((1, 1, 4.2), (1, 1)), ((1, 4, 4, 4), (1,))],
+)
+def test_more_devices_are_not_worse_than_the_fastest_of_them(
+    slowness: tuple[float, ...], without_slow: tuple[float, ...]
+) -> None:
+    """A slow card beside fast ones is only used if that helps."""
+    jobs, all_of_them, fast = chains(4, 6), machine(*slowness), machine(*without_slow)
+    assert run(jobs, found(jobs, all_of_them), all_of_them) <= 1.01 * run(jobs, found(jobs, fast), fast)
+
+
+@pytest.mark.parametrize("n_devices", [2, 3, 4, 5])
+def test_one_device_more_is_not_worse(n_devices: int) -> None:
+    """Work that does not divide by the number of devices."""
+    jobs, on = chains(4, 6), machine(*[1.0] * n_devices)
+    fewer = on[:-1]
+    assert run(jobs, found(jobs, on), on) <= 1.01 * run(jobs, found(jobs, fewer), fewer)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff.gradients import gradients
 from tests.nn.recurrent import differences, lstm_step, sequence_by_sequence
 
 Run = Callable[..., Awaitable[Any]]
@@ -28,7 +27,7 @@ async def test_a_training_step_of_an_lstm(run: Run) -> None:
     cell = partial(af.nn.lstm_cell, weights=weights.read())
     outputs, _ = af.nn.dynamic_rnn(cell, INPUTS, (ZEROS, ZEROS), LENGTHS)
     loss = af.sum(outputs**2)
-    grads = gradients(loss, weights)
+    grads = af.gradients(loss, weights)
     train = af.optim.sgd(zip(grads, weights, strict=True), 0.5)
     before = {name: np.array(variable.initial) for name, variable in zip("wub", weights, strict=True)}
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff.gradients import gradients
 from tests.nn.recurrent import differences, gru_step, lstm_step, sequence_by_sequence
 
 Run = Callable[..., Awaitable[Any]]
@@ -104,7 +103,7 @@ async def test_gradients(run: Run, lengths: list[int] | None) -> None:
     shares = [np.cos(np.arange(size)).reshape(shape) for size, shape in ((48, (3, 4, 4)), (16, (4, 4)), (16, (4, 4)))]
     outputs, (h, c) = cell
     loss = sum((af.sum(x * share) for x, share in zip((outputs, h, c), shares, strict=True)), start=af.constant(0.0))
-    found = await run(gradients(loss, feeds), {feeds[name]: value for name, value in at.items()})
+    found = await run(af.gradients(loss, feeds), {feeds[name]: value for name, value in at.items()})
 
     def by_hand(values: Any) -> float:
         state = values["h"], values["c"]
@@ -121,7 +120,7 @@ async def test_gradients_of_nothing(run: Run) -> None:
     """No steps at all: the loss depends on the first state alone."""
     xs, h, weights = af.constant(INPUTS), af.constant(H), [af.constant(item) for item in LSTM]
     outputs, (last, _) = af.nn.dynamic_rnn(lambda x, s: lstm(x, s, weights), xs, (h, C), [0] * BATCH)
-    found = await run(gradients(af.sum(outputs) + af.sum(last * 2), [xs, h, *weights]))
+    found = await run(af.gradients(af.sum(outputs) + af.sum(last * 2), [xs, h, *weights]))
     for grad, given, value in zip(found, [INPUTS, H, *LSTM], [0, 2, 0, 0, 0], strict=True):
         np.testing.assert_array_equal(grad, np.full_like(given, value))
 
@@ -134,7 +133,7 @@ async def test_gradients_of_variables(run: Run) -> None:
         used = weights.read() if read else weights
         cell = partial(af.nn.lstm_cell, weights=used)
         outputs, _ = af.nn.dynamic_rnn(cell, INPUTS, (H, C), LENGTHS["unsorted"])
-        found.append(await run(gradients(af.sum(outputs**2), weights)))
+        found.append(await run(af.gradients(af.sum(outputs**2), weights)))
     assert isinstance(found[0], af.nn.LSTMWeights)
     for a, b in zip(*found, strict=True):
         assert np.abs(a).max() > 0
@@ -169,7 +168,7 @@ async def test_what_is_past_an_end_does_not_matter(run: Run) -> None:
     for inputs in (INPUTS, spoiled):
         xs, h = af.constant(inputs), af.constant(H)
         outputs, last = af.nn.dynamic_rnn(gru, xs, h, LENGTHS["unsorted"])
-        values.append(await run([outputs, last, *gradients(af.sum(outputs**2) + af.sum(last), [xs, h])]))
+        values.append(await run([outputs, last, *af.gradients(af.sum(outputs**2) + af.sum(last), [xs, h])]))
     for a, b in zip(*values, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -202,7 +201,7 @@ async def test_two_layers(run: Run) -> None:
     above, _ = af.nn.dynamic_rnn(
         lambda x, s: af.nn.gru_cell(x, s, upper), below, np.zeros((BATCH, 2)), LENGTHS["unsorted"]
     )
-    found = await run(gradients(af.sum(above), xs))
+    found = await run(af.gradients(af.sum(above), xs))
 
     def by_hand(values: Any) -> float:
         lengths = LENGTHS["unsorted"]
@@ -260,3 +259,12 @@ def test_cells_that_do_not_fit() -> None:
     for cell, error, message in cells:
         with pytest.raises(error, match=message):
             af.nn.dynamic_rnn(cell, INPUTS, H, LENGTHS["full"])
+
+
+def test_options_of_the_loop() -> None:
+    """They are those of `while_loop`."""
+    outputs, _ = af.nn.dynamic_rnn(gru, INPUTS, H, parallel_iterations=3, swap_memory=True, name="layer")
+    loop = next(node for node in outputs.graph.nodes if node.op.name == "while")
+    assert (loop.name, loop.attrs["parallel_iterations"], loop.attrs["swap_memory"]) == ("layer", 3, True)
+    with pytest.raises(af.GraphError, match="parallel_iterations"):
+        af.nn.dynamic_rnn(gru, INPUTS, H, parallel_iterations=0)

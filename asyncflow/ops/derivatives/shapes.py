@@ -11,6 +11,7 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.op import Kernel, Op, derivative, register
+from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import Shape, is_static, is_subshape, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import zeros
@@ -37,7 +38,7 @@ def shape_of(x: Tensor) -> Extents:
         return tuple(extent for extent in x.shape if extent is not None)
     known = x.graph.shapes
     if x not in known:
-        with reopened(x.graph):
+        with reopened(x.graph), device(x.node.device):
             known[x] = shape(x)
     return known[x]
 
