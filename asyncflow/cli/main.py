@@ -35,6 +35,7 @@ examples:
   asyncflow profile train.py:main -o trace.json.gz --epochs 3        arguments for the program come last
   asyncflow profile train.py:main -o trace.json -- -o model.bin      or after two dashes
 
+To show every node, runs are interpreted while they are recorded, and take longer than the compiled ones otherwise do.
 Open .json and .json.gz at https://ui.perfetto.dev, .html in any browser, offline; .png and .svg need matplotlib.
 """
 
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "devices":
         print(list_devices())
         return 0
+    if options.command == "simulate" and options.devices is None:
+        options.refuse(_no_devices(program_arguments))
     try:
         if options.command == "simulate":
             return simulate(options.target, _simulation(options), program_arguments)
@@ -97,6 +100,16 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
             target_seen = not argument.startswith("-")
         position += 1
     return arguments, []
+
+
+def _no_devices(program_arguments: Sequence[str]) -> str:
+    """What to say to one who did not give ``--devices``, or gave it to the program."""
+    if any(argument.partition("=")[0] == "--devices" for argument in program_arguments):
+        return (
+            f"--devices comes after {program_arguments[0]!r}, an argument of the program, and so goes to the program; "
+            "put the options of simulate before those of the program"
+        )
+    return "the following arguments are required: --devices"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,9 +164,9 @@ def _add_simulate(commands: _Commands) -> None:
         "--devices",
         metavar="MACHINE",
         type=_machine,
-        required=True,
         help='cards and links, such as "8 x v100, nvlink2"',
     )
+    simulated.set_defaults(refuse=simulated.error)
     simulated.add_argument(
         "--seed", metavar="N", type=_seed, default=0, help="of the jitter: the same one gives the same times"
     )

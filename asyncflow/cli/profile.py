@@ -19,6 +19,8 @@ def profile(
 ) -> int:
     """Runs `target`, prints a summary, writes the timeline to every one of `outputs`, and gives the exit code.
 
+    Traced runs are interpreted, so that every node shows, and take longer than they would.
+
     Args:
         target: ``file.py:name`` or ``package.module:name``.
         outputs: files ending in .json, .json.gz, .html, .png or .svg; checked before anything runs.

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from asyncflow.cli.profile import how_to_open
 from asyncflow.cli.program import run_program
 from asyncflow.cli.target import Target
 from asyncflow.devices.memory import format_bytes
-from asyncflow.devices.presets import MachineSpec, format_machine
+from asyncflow.devices.presets import Card, MachineSpec, format_machine
 from asyncflow.devices.sim_machine import SimMachine, use_machine
 from asyncflow.profiler import Summary, save, summarize
 from asyncflow.profiler.save import check_destination
-from asyncflow.profiler.summary import align, format_duration
+from asyncflow.profiler.summary import COPY_STREAMS, align, format_duration
 from asyncflow.runtime import loop as asyncflow_loops
 from asyncflow.runtime.trace import Trace
 from asyncflow.streams.virtual import VirtualClockLoop
@@ -49,8 +50,8 @@ def simulate(target: str, options: SimulationOptions, arguments: Sequence[str]) 
     """Runs `target` on a simulated machine, prints what it would take there, and gives the exit code.
 
     Event loops that the program starts (`asyncflow.run`, `asyncio.run`, `asyncio.Runner`, `uvloop.run`) run on virtual
-    time, one after the other on one clock; a session that names no devices opens all of the machine's. Loops of other threads
-    stay real.
+    time, one after the other on one clock; a session that names no devices opens all of the machine's. Loops of other
+    threads stay real.
 
     Args:
         target: ``file.py:name`` or ``package.module:name``.
@@ -88,7 +89,8 @@ def simulated_loops(options: SimulationOptions) -> Iterator[None]:
         loops = _Loops(options, cleanup)
         # Where `asyncio.Runner` looks, where programs look, and where `asyncflow.run` does.
         places: list[Any] = [asyncio.events, asyncio, asyncflow_loops]
-        if (uvloop := sys.modules.get("uvloop")) is not None:
+        uvloop: Any = sys.modules.get("uvloop")
+        if uvloop is not None:
             places.append(uvloop)
             # It looks nowhere, and insists on a loop of its own kind.
             cleanup.callback(setattr, uvloop, "run", uvloop.run)
@@ -183,10 +185,12 @@ def format_report(trace: Trace, machine: MachineSpec) -> str:
     if not trace.runs and not trace.firings:
         return f"{head}\nnothing ran on it: the program made no graph run"
     summary = summarize(trace)
-    lines = [head, f"runs       {summary.runs}", *_step_time(trace), f"makespan   {format_duration(summary.wall_ns)}"]
+    lines = [head, *_unused_cards(summary), f"runs       {summary.runs}", *_step_time(trace)]
+    lines.append(f"makespan   {format_duration(summary.wall_ns)}")
     streams = [
         (lane.device, lane.stream, f"{lane.busy_fraction:.1%}", format_duration(lane.busy_ns), str(lane.firings))
         for lane in summary.lanes
+        if lane.busy_ns or lane.stream not in COPY_STREAMS  # copies of simulated CPUs take no time
     ]
     parts = ["\n".join(lines)]
     if streams:
@@ -209,15 +213,29 @@ def _step_time(trace: Trace) -> list[str]:
     return lines
 
 
+def _unused_cards(summary: Summary) -> list[str]:
+    """Says so if the machine asked for had nothing to do."""
+    used = list(dict.fromkeys(lane.device for lane in summary.lanes))
+    if not used or any(device.startswith("sim:") for device in used):
+        return []
+    return [f"cards      ran nothing: the program's sessions name their own devices, and all was on {', '.join(used)}"]
+
+
 def _memory(summary: Summary, machine: MachineSpec) -> list[tuple[str, ...]]:
-    peaks = {f"sim:{index}": 0 for index in range(len(machine.cards))}
-    peaks.update((device.device, device.peak_nbytes) for device in summary.devices)
+    """Rows: the cards, idle neighbours in one, then the other devices."""
+    peaks = {device.device: device.peak_nbytes for device in summary.devices}
+    cards = [(f"sim:{index}", card) for index, card in enumerate(machine.cards)]
     rows: list[tuple[str, ...]] = []
-    for device, peak in peaks.items():
-        kind, _, index = device.partition(":")
-        card = machine.cards[int(index)] if kind == "sim" else None
-        limit = (
-            (card.name, format_bytes(card.memory_bytes), f"{peak / card.memory_bytes:.1%}") if card else ("", "", "")
-        )
-        rows.append((device, limit[0], format_bytes(peak), *limit[1:]))
+    for (is_used, card), group in groupby(cards, key=lambda pair: (pair[0] in peaks, pair[1])):
+        names = [name for name, _ in group]
+        if is_used:
+            rows += [_memory_row(name, card, peaks[name]) for name in names]
+        else:
+            rows.append((names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}", card.name, "idle", "", ""))
+    rows += [(name, "", format_bytes(peak), "", "") for name, peak in peaks.items() if not name.startswith("sim:")]
     return rows
+
+
+def _memory_row(name: str, card: Card, peak: int) -> tuple[str, ...]:
+    limit = card.memory_bytes
+    return name, card.name, format_bytes(peak), format_bytes(limit), f"{peak / limit:.1%}"

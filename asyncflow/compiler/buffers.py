@@ -1,8 +1,8 @@
 """Which buffers of a straight line of nodes may be written again, so that loop bodies allocate nothing once warm.
 
-A value's buffer is dead after its last use, if every use is by a ufunc, which keeps nothing of its inputs, or by an op
-that gives a view, whose uses then count as uses of the buffer. Anything else may keep the value: a TensorArray, a
-variable, a body it is passed into.
+A value's buffer is dead after its last use, if every use is by a ufunc or another kernel that keeps nothing of its
+inputs, or by an op that gives a view, whose uses then count as uses of the buffer. Anything else may keep the value: a
+TensorArray, a variable, a body it is passed into.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 
 from asyncflow.compiler.kernels import is_small_spec
 from asyncflow.graph.builtin import CONSTANT
-from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.shapes import is_static
 
 if TYPE_CHECKING:
@@ -38,6 +37,23 @@ _VIEWS = frozenset(
     }
 )
 """Ops whose result may look into their input's memory, and that keep nothing else of it."""
+
+READERS = frozenset(
+    {
+        "concat",
+        "gelu",
+        "log_softmax",
+        "mean",
+        "sigmoid",
+        "silu",
+        "softmax",
+        "softplus",
+        "stack",
+        "sum",
+        "where",
+    }
+)
+"""Ops that are no ufuncs, and whose results are in memory of their own."""
 
 
 def dead_values(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> dict[int, list[Tensor]]:
@@ -93,7 +109,7 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor], kernel_of: Call
             last[buffer] = index
             if is_view:
                 owner[node.outputs[0]] = buffer
-            elif node.op.name in STRUCTURED or not isinstance(kernel_of(node), np.ufunc):
+            elif node.op.name not in READERS and not isinstance(kernel_of(node), np.ufunc):
                 kept.add(buffer)
     kept.update(owner.get(tensor, tensor) for tensor in escaping)
     return Uses(last, frozenset(kept))
@@ -101,7 +117,8 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor], kernel_of: Call
 
 def writes_to_buffer(node: Node, kernel: Kernel | None) -> bool:
     """Whether the node can write its result to a buffer that it is given, and that is worth it."""
-    if not (isinstance(kernel, np.ufunc) and kernel.nout == 1 and node.single):
+    takes_out = kernel.nout == 1 if isinstance(kernel, np.ufunc) else getattr(kernel, "takes_out", False)
+    if not (takes_out and node.single):
         return False
     spec = node.outputs[0].spec
     return is_static(spec.shape) and not is_small_spec(spec)
@@ -155,13 +172,12 @@ class Buffers:
         output = node.outputs[0]
         if self.uses.dies_at(output) is None and output not in self.carried:
             return None
-        assert isinstance(kernel, np.ufunc)
         slot = self._in_place(node, index, kernel) or self._reused(output.spec) or new_slot()
         self.slots[output] = slot
         return slot
 
-    def _in_place(self, node: Node, index: int, kernel: np.ufunc) -> str | None:
-        if kernel.signature is not None:
+    def _in_place(self, node: Node, index: int, kernel: Kernel) -> str | None:
+        if not isinstance(kernel, np.ufunc) or kernel.signature is not None:
             return None  # such as matmul, which reads its inputs more than once
         for tensor in node.inputs:
             dies_here = self.uses.dies_at(tensor) == index and tensor not in self.carried

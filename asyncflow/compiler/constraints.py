@@ -168,9 +168,11 @@ class _Groups:
         for node in asking:
             spec = _parse(node)
             if not _matching(str(spec), devices):
+                others = f"{devices[0].name!r}{', ...' if len(devices) > 1 else ''}"
                 raise PlacementError(
-                    f"no device fits {node.device!r}: this session has {_names(devices)}; ask for one with "
-                    f"Session(devices=[...])\n  asked for by {_described(node)}"
+                    f"no device fits {node.device!r}: this session has {_names(devices)}; ask for one of these, or add "
+                    f"it to the session's: Session(devices=[{others}, {node.device!r}])"
+                    f"\n  asked for by {_described(node)}"
                 )
             specs.setdefault(spec, node)
         if not any(all(spec.matches(device.name) for spec in specs) for device in devices):

@@ -283,7 +283,7 @@ class Partition:
         return sorted((node for frame in self.frames.values() for node in frame.nodes), key=lambda node: node.id)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, repr=False)
 class Plan:
     """A compiled graph, ready to run any number of times.
 
@@ -303,6 +303,11 @@ class Plan:
     straight: Straight | None = None
     saved: tuple[Saved, ...] = ()
 
+    def __repr__(self) -> str:
+        parts = (f"{_counted(len(partition.nodes), 'node')} on {partition.device}" for partition in self.partitions)
+        where = ", ".join(parts)
+        return f"<Plan: {where}; explain() tells more>"
+
     def explain(self, *, source: bool = False, memory: bool = False) -> str:
         """What will run: per device the frames, and every node with its inputs.
 
@@ -317,11 +322,12 @@ class Plan:
             return "\n".join(explain_saved(self.saved))
         lines = [*self._explain_transfers(), *self._explain_batching()]
         for partition in self.partitions:
-            lines.append(f"partition on {partition.device}: {len(partition.nodes)} nodes")
+            lines.append(f"partition on {partition.device}: {_counted(len(partition.nodes), 'node')}")
             for path, frame in partition.frames.items():
                 name = f"frame {'/'.join(path)!r}, up to {frame.parallel_iterations} iterations" if path else "root"
                 lines.append(f"  {name}")
-                lines.extend(f"    {_explain(node)}{self._why(node)}" for node in frame.nodes)
+                for node in frame.nodes:
+                    lines += self._explain_node(node)
             if source:
                 lines.extend(f"\n# {n.name}\n{n.region.source}" for n in partition.nodes if n.region is not None)
         return "\n".join(lines)
@@ -333,7 +339,7 @@ class Plan:
             for node in partition.nodes
             if node.crossing == Crossing.SEND
         )
-        return [f"{source} sends {count} values to {target}" for (source, target), count in pairs.items()]
+        return [f"{source} sends {_counted(count, 'value')} to {target}" for (source, target), count in pairs.items()]
 
     def _explain_batching(self) -> list[str]:
         lines: list[str] = []
@@ -349,13 +355,23 @@ class Plan:
                         lines.append(f"{node.name}: summed up{joined}, for several iterations at once")
         return lines
 
-    def _why(self, node: PlanNode) -> str:
-        """Why a node is where it is, if it could have been elsewhere; a region's reason is that of its first node."""
+    def _explain_node(self, node: PlanNode) -> list[str]:
+        """A node, and why it is where it is, if it could have been elsewhere; of a region, why each of its nodes is."""
+        line = f"    {_explain(node)}"
         if len(self.partitions) == 1:
-            return ""
-        inside = node.source.attrs["region"].nodes[0].name if node.source.op is REGION else node.name
-        reason = self.placement.reasons.get(inside)
-        return f"  # {reason}" if reason else ""
+            return [line]
+        reasons = self.placement.reasons
+        if node.source.op is not REGION:
+            return [f"{line}  # {reasons[node.name]}" if node.name in reasons else line]
+        names: dict[str, list[str]] = {}
+        for inner in node.source.attrs["region"].nodes:
+            if inner.name in reasons:
+                names.setdefault(reasons[inner.name], []).append(inner.name)
+        return [line, *(f"      # {', '.join(together)}: {reason}" for reason, together in names.items())]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _explain(node: PlanNode) -> str:

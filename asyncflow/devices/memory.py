@@ -66,8 +66,11 @@ class MemoryLimitExceeded(Exception):
         self.limit = limit
         self.top = top
         largest = ", ".join(f"{buffer.label or 'unnamed'} {format_bytes(buffer.nbytes)}" for buffer in top)
+        held, most = format_bytes(used), format_bytes(limit)
+        if held == most:
+            held, most = f"{used} bytes", f"{limit} bytes"
         super().__init__(
-            f"{device} holds {format_bytes(used)}, over its limit of {format_bytes(limit)}, after a value of "
+            f"{device} holds {held}, over its limit of {most}, after a value of "
             f"{format_bytes(requested)}; largest now: {largest}; raise memory_limit=, or run fewer iterations or "
             "requests at once"
         )

@@ -180,6 +180,9 @@ _HOST_LINKS = {
 }
 _NETWORKS = ("ethernet10", "ethernet100", "infiniband")
 
+_MOST_CARDS = 1024
+"""More than anybody has in one machine: what is asked for beyond is a slip of the hand, and would take minutes."""
+
 _PART = re.compile(r"(?:(\d+)\s*x\s*)?([a-z][a-z0-9]*)", re.IGNORECASE)
 _EXAMPLE = "'8 x v100, nvlink2'"
 
@@ -193,7 +196,7 @@ def parse_machine(text: str) -> MachineSpec:
     messages take its latency.
 
     Raises:
-        ValueError: a name that is unknown, a count of 0, no card, or two links for one purpose.
+        ValueError: a name that is unknown, a count of 0, no card, over 1024 of them, or two links for one purpose.
     """
     cards: list[Card] = []
     links: dict[str, Link] = {}
@@ -205,6 +208,9 @@ def parse_machine(text: str) -> MachineSpec:
         if name in CARDS:
             if count is not None and int(count) == 0:
                 raise ValueError(f"{part.strip()!r} in {text!r} is no card at all; a count is at least 1")
+            total = len(cards) + int(count or 1)
+            if total > _MOST_CARDS:
+                raise ValueError(f"{text!r} names {total} cards; a machine has at most {_MOST_CARDS}")
             cards += [CARDS[name]] * int(count or 1)
         elif name not in LINKS:
             raise ValueError(f"unknown card or link {match[2]!r} in {text!r}{_suggestion(name)}; {_known()}")

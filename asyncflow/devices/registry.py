@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncflow.devices import hardware
@@ -51,6 +51,10 @@ def open_devices(
     machine = current_machine()
     if isinstance(specs, str):
         raise PlacementError(f"devices= is a list of names, not one str; say devices=[{specs!r}]")
+    if specs is not None and not isinstance(specs, Iterable):
+        raise PlacementError(
+            f"devices= is a list of names, such as ['cpu:0', 'cpu:1']; got {type(specs).__name__} {specs!r}"
+        )
     if specs is None:
         specs = _DEFAULT if machine is None else [f"sim:{index}" for index in range(len(machine.spec.cards))]
     names = [_full_name(spec) for spec in specs]
@@ -87,8 +91,8 @@ def check_event_loop(devices: Sequence[Device], loop: asyncio.AbstractEventLoop)
             raise RuntimeError(
                 f"device {device.name} is simulated, and this event loop ({type(loop).__module__}."
                 f"{type(loop).__qualname__}) is not on its virtual time; start the program's coroutine by "
-                "clock.run(main()) inside `with virtual_clock() as clock`, and by asyncio.run(main()) or af.run(main()) "
-                "under `asyncflow simulate`"
+                "clock.run(main()) inside `with virtual_clock() as clock`, and by asyncio.run(main()) or "
+                "af.run(main()) under `asyncflow simulate`"
             )
 
 

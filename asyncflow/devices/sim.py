@@ -181,7 +181,10 @@ class SimDevice:
         """
         for stream in self._streams.values():
             stream.stop()
-        return all(await asyncio.gather(*(stream.aclose(grace_s) for stream in self._streams.values())))
+        have_ended = all(await asyncio.gather(*(stream.aclose(grace_s) for stream in self._streams.values())))
+        if have_ended:
+            self.machine.host.forget(self._streams.values())
+        return have_ended
 
     def describe(self) -> str:
         """One line for people: name, card, memory in use, limit."""

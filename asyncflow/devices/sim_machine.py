@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,10 +50,9 @@ class SimMachine:
         """Build the machine.
 
         Raises:
-            ValueError: `jitter` is not in 0 <= jitter < 1.
+            TypeError, ValueError: see `check_chance`.
         """
-        if not 0.0 <= jitter < 1.0:
-            raise ValueError(f"jitter is a fraction of a kernel's time, 0 <= jitter < 1, not {jitter!r}")
+        check_chance(seed, jitter)
         self.spec = spec
         self.loop = loop
         self.host = HostClock(loop)
@@ -133,6 +133,21 @@ class SimMachine:
         return None if entry is None else entry[1]
 
 
+def check_chance(seed: object, jitter: object) -> None:
+    """Raise unless these can be a machine's.
+
+    Raises:
+        TypeError: `seed` is no integer, or `jitter` no real number.
+        ValueError: `jitter` is not in 0 <= jitter < 1.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"seed is an integer; got {type(seed).__name__} {seed!r}")
+    if isinstance(jitter, bool) or not isinstance(jitter, numbers.Real):
+        raise TypeError(f"jitter is a fraction of a kernel's time, such as 0.1; got {type(jitter).__name__} {jitter!r}")
+    if not 0.0 <= float(jitter) < 1.0:
+        raise ValueError(f"jitter is a fraction of a kernel's time, 0 <= jitter < 1, not {jitter!r}")
+
+
 def _early_free(storage: Storage, event: SimEvent, verb: str) -> str:
     pool, other = storage.pool.name, event.stream.name
     return (
@@ -160,4 +175,4 @@ def use_machine(machine: SimMachine) -> Iterator[SimMachine]:
         _current.reset(token)
 
 
-__all__ = ["SimMachine", "current_machine", "use_machine"]
+__all__ = ["SimMachine", "check_chance", "current_machine", "use_machine"]

@@ -19,7 +19,8 @@ Kernel: TypeAlias = Callable[..., Any]
 """Takes input values and returns the output value (one output) or a tuple of them (several).
 
 A value of rank 0 may be a NumPy scalar or a 0-d array: kernels accept both and may return either. Kernels never
-write to their inputs.
+write to their inputs. One that can write its result to a given buffer takes it by ``out=``, as ufuncs do, and has an
+attribute `takes_out` that is true.
 """
 
 

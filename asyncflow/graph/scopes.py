@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ from asyncflow.graph.ir import Node, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+_DEVICE = re.compile(r"[a-z]+(:(0|[1-9][0-9]*))?")
+_LIKE_A_DEVICE = re.compile(r"(?:.*[/:])?([a-z]+)[ :]*([0-9]+)?")
 
 
 @contextmanager
@@ -31,9 +35,18 @@ def name_scope(name: str) -> Iterator[str]:
 
 @contextmanager
 def device(spec: str | None) -> Iterator[None]:
-    """Asks for nodes to be placed on a device: ``"cpu"``, ``"cuda:1"``; None lifts the constraint."""
+    """Asks for nodes to be placed on a device: ``"cpu"``, ``"cuda:1"``; None lifts the constraint.
+
+    Raises:
+        GraphError: `spec` does not read like the name of a device. Which ones there are is known when a session runs.
+    """
     if not isinstance(spec, str | None):
         raise GraphError(f"device({spec!r}): a device is a string such as 'cpu' or 'cuda:1', or None")
+    if spec is not None and not _DEVICE.fullmatch(spec):
+        raise GraphError(
+            f"device({spec!r}): a device is a kind, such as 'cpu', or a kind and an index, such as 'cuda:1'"
+            f"{_device_suggestion(spec)}"
+        )
     graph = graph_for()
     saved = graph.device
     graph.device = spec
@@ -43,12 +56,30 @@ def device(spec: str | None) -> Iterator[None]:
         graph.device = saved
 
 
+def _device_suggestion(spec: str) -> str:
+    """Guesses what ``CPU:0``, ``cpu0`` or ``/device:CPU:0`` mean."""
+    match = _LIKE_A_DEVICE.fullmatch(spec.strip().lower())
+    if match is None:
+        return ""
+    kind, index = match.groups()
+    return f"; did you mean {kind if index is None else f'{kind}:{int(index)}'!r}?"
+
+
 @contextmanager
-def colocate_with(x: Tensor | Node) -> Iterator[None]:
-    """Asks for nodes to be placed on the device of `x`."""
+def colocate_with(x: Tensor | Node | SupportsTensor) -> Iterator[None]:
+    """Asks for nodes to be placed on the device of `x`: a tensor, a node or a variable.
+
+    Raises:
+        GraphError: `x` is none of these, or belongs to another graph.
+    """
+    if not isinstance(x, Tensor | Node | SupportsTensor):
+        raise GraphError(f"colocate_with({x!r}): pass a tensor, a node or a variable; for a device there is af.device")
     graph = graph_for(x)
+    node = x if isinstance(x, Node) else (x if isinstance(x, Tensor) else x.__asyncflow_tensor__()).node
+    if node.graph.root is not graph.root:
+        raise GraphError(f"colocate_with({x!r}): it belongs to another graph; built at {node.location}")
     saved = graph.colocated_with
-    graph.colocated_with = (x.node if isinstance(x, Tensor) else x).name
+    graph.colocated_with = node.name
     try:
         yield
     finally:

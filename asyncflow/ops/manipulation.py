@@ -80,9 +80,15 @@ def _stack_spec(*xs: Spec, axis: int) -> Spec:
     return Spec(dtype, tuple(dims))
 
 
-CONCAT = register(
-    Op(name="concat", infer=_concat_spec, kernel=lambda xp, axis: lambda *xs: xp.concatenate(xs, axis=axis))
-)
+def _concat_kernel(xp: Any, *, axis: int | None) -> Kernel:
+    def concat(*xs: Any, out: Any = None) -> Any:
+        return xp.concatenate(xs, axis=axis, out=out)
+
+    concat.takes_out = True  # type: ignore[attr-defined]
+    return concat
+
+
+CONCAT = register(Op(name="concat", infer=_concat_spec, kernel=_concat_kernel))
 STACK = register(Op(name="stack", infer=_stack_spec, kernel=lambda xp, axis: lambda *xs: xp.stack(xs, axis=axis)))
 
 

@@ -59,8 +59,12 @@ def _activation(name: str, function: Callable[[Any, Any], Any], flops: float) ->
 
 
 def _sigmoid(xp: Any, x: Any) -> Any:
-    # Two exponentials of arguments that are not positive: neither overflows, and both tails keep their digits.
-    return xp.exp(xp.minimum(x, 0)) / (1 + xp.exp(-xp.abs(x)))
+    # Both tails keep their digits; where the exponential overflows, the result is below the smallest normal number.
+    grown = xp.exp(xp.negative(x))
+    if not grown.ndim:
+        return 1 / (1 + grown)
+    grown += 1
+    return xp.divide(1, grown, out=grown)
 
 
 def _softplus(xp: Any, x: Any) -> Any:
@@ -81,8 +85,8 @@ def _relu_kernel(xp: Any) -> Kernel:
 
 
 RELU = register(Op(name="relu", infer=_relu_spec, kernel=_relu_kernel, is_total=True))
-SIGMOID = _activation("sigmoid", _sigmoid, 8)
-SILU = _activation("silu", lambda xp, x: x * _sigmoid(xp, x), 9)
+SIGMOID = _activation("sigmoid", _sigmoid, 4)
+SILU = _activation("silu", lambda xp, x: x * _sigmoid(xp, x), 5)
 SOFTPLUS = _activation("softplus", _softplus, 8)
 GELU = _activation("gelu", _gelu, 12)
 

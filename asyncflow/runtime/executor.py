@@ -194,7 +194,8 @@ class Executor:
         """The device has caught up with what was launched on it."""
         self._throttled = False
         self.in_flight -= 1
-        while self._ports.incoming and not self.stopped:  # they must not wait for ever behind a loop that is always ready
+        # They must not wait for ever behind a loop that is always ready.
+        while self._ports.incoming and not self.stopped:
             self._ports.take_incoming()
         self.go_on()
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Fetch: TypeAlias = Tensor | Node | SupportsTensor
 
+_NO_NODES = Graph()
+"""The graph of a run that fetches nothing but variables: they belong to none."""
+
 
 def read_fetches(fetches: Any, graph: Graph | None) -> tuple[list[Fetch], nest.Structure]:
     """The fetches and their nest; names are looked up in `graph`.
@@ -112,7 +115,7 @@ def graph_of(fetches: Sequence[Fetch], graph: Graph | None) -> Graph:
     """The one root graph that all fetches belong to.
 
     Raises:
-        FetchError: there are two, or none is known.
+        FetchError: there are two, or no fetches and no graph.
     """
     for fetch in fetches:
         if isinstance(fetch, Tensor | Node):
@@ -120,9 +123,13 @@ def graph_of(fetches: Sequence[Fetch], graph: Graph | None) -> Graph:
             if graph is not None and root is not graph:
                 raise FetchError(f"{fetch!r} belongs to another graph than this session or the other fetches")
             graph = root
-    if graph is None:
-        raise FetchError("these fetches belong to no graph; give one to Session(graph)")
-    return graph
+    if graph is not None:
+        return graph
+    if not fetches:
+        raise FetchError(
+            "nothing is fetched, and no graph is known; fetch something, or give a graph to Session(graph)"
+        )
+    return _NO_NODES
 
 
 def user_values(

@@ -56,7 +56,16 @@ class HostClock:
 
     def has_seen(self, event: SimEvent) -> bool:
         """Whether the host knows that the event is done."""
-        return self.seen.get(event.stream, 0) >= event.count
+        return self.seen.get(event.stream, 0) >= event.count or event.stream.is_over
+
+    def forget(self, streams: Iterable[SimStream]) -> None:
+        """Streams that are closed, and have ended before the eyes of the host: now everyone has seen all their work.
+
+        Else clocks would grow with every session that a machine has ever had.
+        """
+        for stream in streams:
+            stream.is_over = True
+        self.seen = {stream: count for stream, count in self.seen.items() if not stream.is_over}
 
 
 class SimEvent:
@@ -135,6 +144,7 @@ class SimStream:
     Attributes:
         host: the clock that all streams of a machine share.
         free_at_ns: when all work given so far has ended.
+        is_over: it is closed, and all know that its work is done.
     """
 
     __slots__ = (
@@ -151,12 +161,14 @@ class SimStream:
         "_waits_ns",
         "free_at_ns",
         "host",
+        "is_over",
     )
 
     def __init__(self, name: str, host: HostClock) -> None:
         self._name = name
         self.host = host
         self.free_at_ns = 0
+        self.is_over = False
         self._waits_ns = 0
         self._count = 0
         self._seen: _Seen = {}
@@ -203,11 +215,7 @@ class SimStream:
 
     def has_seen(self, event: SimEvent) -> bool:
         """Whether the work before `event` comes before whatever is given to this stream from here on."""
-        return (
-            event.stream is self
-            or self._seen.get(event.stream, 0) >= event.count
-            or self.host.seen.get(event.stream, 0) >= event.count
-        )
+        return event.stream is self or self._seen.get(event.stream, 0) >= event.count or self.host.has_seen(event)
 
     # -- the `Stream` protocol -----------------------------------------------------------------------------------
 
@@ -372,10 +380,10 @@ class _Job:
 
 
 def _merged(seen: _Seen, counts: Iterable[tuple[SimStream, int]], own: SimStream | None = None) -> _Seen:
-    """`seen` and `counts` together, without what a stream would say of itself."""
-    merged = dict(seen)
+    """`seen` and `counts` together, without what a stream would say of itself, and without streams that are over."""
+    merged = {stream: count for stream, count in seen.items() if not stream.is_over}
     for stream, count in counts:
-        if stream is not own and merged.get(stream, 0) < count:
+        if stream is not own and not stream.is_over and merged.get(stream, 0) < count:
             merged[stream] = count
     return merged
 

@@ -8,7 +8,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from asyncflow.devices.presets import MachineSpec, parse_machine
-from asyncflow.devices.sim_machine import SimMachine, current_machine, use_machine
+from asyncflow.devices.sim_machine import SimMachine, check_chance, current_machine, use_machine
 from asyncflow.streams.virtual import VirtualClockLoop
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def virtual_clock(
         shapes_only: large arrays carry no data, so that a paper-sized experiment takes seconds and little memory.
 
     Raises:
-        ValueError: a card or link that is unknown.
+        TypeError: an argument of another type.
+        ValueError: a card or link that is unknown, or a jitter that is not in 0 <= jitter < 1.
 
     >>> import asyncio
     >>> with virtual_clock() as clock:
@@ -42,6 +43,12 @@ def virtual_clock(
     60.0
     """
     spec = parse_machine(machine) if isinstance(machine, str) else machine
+    if not isinstance(spec, MachineSpec):
+        raise TypeError(
+            "a machine is a str such as '8 x v100, nvlink2', or a MachineSpec; "
+            f"got {type(machine).__name__} {machine!r}"
+        )
+    check_chance(seed, jitter)
     return VirtualClock(spec, seed=seed, jitter=jitter, shapes_only=shapes_only)
 
 

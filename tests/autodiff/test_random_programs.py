@@ -25,9 +25,8 @@ from tests.autodiff.programs import (
     Numbers,
     Program,
     evaluate,
-    programs,
-    write_program,
 )
+from tests.autodiff.strategies import programs, write_program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,7 +38,7 @@ MARGIN = 1e-2
 
 settings.register_profile(
     "random-gradients",
-    max_examples=40 * int(os.environ.get("ASYNCFLOW_SEEDS", "1")),
+    max_examples=120 * int(os.environ.get("ASYNCFLOW_SEEDS", "1")),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

@@ -139,6 +139,22 @@ async def test_counters_of_every_kind(run: Run, start: Any) -> None:
     assert await run(af.gradients(y, x), {x: 1.0}) == sum(np.sum(np.float64(count)) for count in counts)
 
 
+@pytest.mark.parametrize("start", [np.int64(5), np.int32(-3), np.int8(126), np.uint64(7)])
+async def test_a_counter_is_counted_again(run: Run, start: Any) -> None:
+    """From where it starts, in its own dtype; nothing is saved for it."""
+    x = af.placeholder("float64", ())
+
+    def body(i: Any, count: Any, y: Any) -> Any:
+        return i + 1, count + start.dtype.type(1), y + x * af.astype(count, af.float64)
+
+    y = af.while_loop(lambda i, *_: i < 3, body, (0, start, np.float64(0)))[2]
+    with np.errstate(over="ignore"):
+        counts = [start + start.dtype.type(step) for step in range(3)]
+    trace = af.Trace()
+    assert await run(af.gradients(y, x), {x: 1.0}, trace=trace) == sum(np.float64(count) for count in counts)
+    assert "save_value" not in {firing.op for firing in trace.firings}
+
+
 async def test_a_value_that_ends_the_loop_at_once(run: Run) -> None:
     """No iteration: gradients are those of what was given, and nothing reaches captures."""
     x, a = af.placeholder("float64", (2,)), af.placeholder("float64", (2,))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
+import uvloop
 
 from asyncflow.cli.main import main
 from asyncflow.cli.simulate import SimulationOptions, format_report, simulated_loops
@@ -31,6 +32,7 @@ import sys
 import threading
 
 import numpy as np
+import uvloop
 import asyncflow as af
 
 with af.Graph() as graph:
@@ -52,6 +54,30 @@ async def sleeps():
 
 def sleeps_plainly():
     asyncio.run(sleeps())
+
+
+def sleeps_on_uvloop():
+    uvloop.run(sleeps(), debug=False)
+
+
+def insists_on_uvloop():
+    uvloop.run(steps(), loop_factory=uvloop.Loop)
+
+
+def other_thread_on_uvloop():
+    async def look():
+        print("uvloop", isinstance(asyncio.get_running_loop(), uvloop.Loop))
+
+    thread = threading.Thread(target=lambda: uvloop.run(look()))
+    thread.start()
+    thread.join()
+
+
+async def on_cpus():
+    async with af.Session(devices=["cpu:0"]) as session:
+        with af.Graph():
+            y = af.matmul(np.ones((8, 8), np.float32), np.ones((8, 8), np.float32)) * 2
+        print(np.sum(await session.run(y)))
 
 
 def runs_often():
@@ -105,13 +131,24 @@ async def fails():
 '''
 
 
+def event_loop_makers() -> tuple[object, ...]:
+    """What programs get event loops from."""
+    return (
+        asyncio.new_event_loop,
+        asyncio.events.new_event_loop,
+        asyncflow_loops.new_event_loop,
+        uvloop.new_event_loop,
+        uvloop.run,
+    )
+
+
 @pytest.fixture(autouse=True)
 def _modules() -> Iterator[None]:
     """The program's module is its own, and every way to make an event loop is given back."""
     before = set(sys.modules)
-    makers = (asyncio.new_event_loop, asyncio.events.new_event_loop, asyncflow_loops.new_event_loop)
+    makers = event_loop_makers()
     yield
-    assert (asyncio.new_event_loop, asyncio.events.new_event_loop, asyncflow_loops.new_event_loop) == makers
+    assert event_loop_makers() == makers
     assert current_machine() is None
     for name in set(sys.modules) - before:
         del sys.modules[name]
@@ -143,7 +180,7 @@ def simulate(name: str, *arguments: str, devices: str = "2 x v100, nvlink2") -> 
 # -- time --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sleeps", "sleeps_plainly"])
+@pytest.mark.parametrize("name", ["sleeps", "sleeps_plainly", "sleeps_on_uvloop"])
 def test_time_is_virtual(program: Path, output: Output, name: str) -> None:
     assert simulate(name, "--seed", "3", "data", "--seed", "4") == 0
     out, _ = output()
@@ -159,6 +196,14 @@ def test_loops_follow_one_another_on_one_clock(program: Path, output: Output) ->
 def test_loops_of_other_threads_are_real(program: Path, output: Output) -> None:
     assert simulate("other_thread") == 0
     assert "virtual False" in output()[0]
+    assert simulate("other_thread_on_uvloop") == 0
+    assert "uvloop True" in output()[0]
+
+
+def test_a_loop_that_is_not_virtual_is_refused(program: Path, output: Output) -> None:
+    """A session with simulated devices would hang on it."""
+    assert simulate("insists_on_uvloop") == 1
+    assert "sim:0 is simulated, and this event loop (uvloop.Loop) is not on its virtual time" in output()[1]
 
 
 def test_each_loop_has_a_machine_that_is_there_before_it() -> None:
@@ -209,6 +254,9 @@ def test_deadlock_of_the_program_is_its_error(program: Path, output: Output) -> 
     ("arguments", "reason"),
     [
         (["program.py:sleeps"], "the following arguments are required: --devices"),
+        (["program.py:sleeps", "--epochs", "3", "--devices", "v100"], "--devices comes after '--epochs', an argument"),
+        (["program.py:sleeps", "--epochs", "3", "--devices=v100"], "put the options of simulate before"),
+        (["program.py:sleeps", "--devices", "100000 x v100"], "names 100000 cards; a machine has at most 1024"),
         (["--devices", "v100"], "the following arguments are required: target"),
         (["program.py:sleeps", "--devices", "v10O"], "unknown card or link 'v10O' in 'v10O', did you mean 'v100'?"),
         (["program.py:sleeps", "--devices", "nvlink2"], "'nvlink2' names no card"),
@@ -301,8 +349,31 @@ def test_report() -> None:
         "------  ----  -----------  --------  -----\n"
         "sim:0   v100        512 B  16.0 GiB   0.0%\n"
         "sim:1   v100      2.0 GiB  16.0 GiB  12.5%\n"
-        "sim:2   v100          0 B  16.0 GiB   0.0%"
+        "sim:2   v100         idle"
     )
+
+
+def test_report_joins_idle_cards() -> None:
+    """Neighbours of one kind, so that many cards make no long table."""
+    trace = Trace(firings=[firing("sim:2", "compute", 0, 500)], runs=[RunSpan(0, "run 0", 0, 500, "ok")])
+    lines = format_report(trace, parse_machine("600 x v100, 400 x k40")).splitlines()
+    rows = [line.split("  ") for line in lines[lines.index("") :] if line.startswith("sim:")]
+    assert [(row[0], row[-1].split()[-1]) for row in rows[1:]] == [
+        ("sim:0 to sim:1", "idle"),
+        ("sim:2", "0.0%"),
+        ("sim:3 to sim:599", "idle"),
+        ("sim:600 to sim:999", "idle"),
+    ]
+
+
+def test_report_says_that_the_cards_ran_nothing(program: Path, output: Output) -> None:
+    """The session names CPU devices, which are simulated as well, so that there are times."""
+    assert simulate("on_cpus", devices="4 x v100") == 0
+    out, _ = output()
+    assert "1024.0" in out
+    assert "cards      ran nothing: the program's sessions name their own devices, and all was on cpu:0\n" in out
+    assert "sim:0 to sim:3" in out and "idle" in out
+    assert "d2h" not in out and "h2d" not in out  # its copies take no time
 
 
 def test_report_of_one_run_has_no_spread() -> None:

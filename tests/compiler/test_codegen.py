@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.compiler.buffers import READERS
 from asyncflow.compiler.codegen import RegionCode, generate
 from asyncflow.compiler.kernels import bind_kernel
+from asyncflow.graph.op import find_op
 from asyncflow.state.containers import StateStore
 from tests.compiler.stages import golden, regions_made
 from tests.conformance.gates import Gate
@@ -715,3 +717,31 @@ async def test_max_iterations_counts_each_activation(graph: af.Graph, regions: b
     _, total = af.while_loop(lambda i, _: i < 5, outer, (0, 0))
     async with af.Session(graph, regions=regions, max_iterations=5) as session:
         assert await session.run(total) == 25
+
+
+@pytest.mark.parametrize("name", sorted(READERS))
+def test_kernels_that_are_said_to_keep_nothing_give_memory_of_their_own(name: str) -> None:
+    x = np.ones((2, 3))
+    attrs: dict[str, Any] = {"axis": 0} if name in ("concat", "stack", "softmax", "log_softmax") else {}
+    if name in ("sum", "mean"):
+        attrs = {"axis": (), "keepdims": False, "dtype": af.float64}
+    kernel = find_op(name).kernel(np, **attrs)
+    inputs = (np.True_, x, x) if name == "where" else (x,)
+    assert not np.shares_memory(kernel(*inputs), x)
+
+
+async def test_a_concatenation_writes_to_a_buffer(graph: af.Graph) -> None:
+    x = af.placeholder("float32", (64, 64), name="x")
+
+    def body(i: af.Tensor, y: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        return i + 1, af.tanh(af.concat([y[:32] * 2, y[32:]]) @ x)
+
+    _, y = af.while_loop(lambda i, y: i < 3, body, (np.int32(0), x))
+    value = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    async with af.Session(graph) as session:
+        assert "k_concat(multiply, getitem_1, out=" in session.plan(y, [x]).explain(source=True)
+        found = await session.run(y, {x: value})
+    expected = value
+    for _ in range(3):
+        expected = np.tanh(np.concatenate([expected[:32] * 2, expected[32:]]) @ value)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

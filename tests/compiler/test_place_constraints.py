@@ -40,11 +40,32 @@ def test_no_device_fits_a_request() -> None:
     with af.Graph() as graph, af.device("cuda"):
         y = af.identity(x4(), name="y")
     expected = (
-        r"no device fits 'cuda': this session has cpu:0, cpu:1; ask for one with Session\(devices=\[\.\.\.\]\)"
+        r"no device fits 'cuda': this session has cpu:0, cpu:1; ask for one of these, or add it to the session's: "
+        r"Session\(devices=\['cpu:0', \.\.\., 'cuda'\]\)"
         r"\n  asked for by y \(identity\), built at .*test_place_constraints\.py:\d+"
     )
     with pytest.raises(af.PlacementError, match=expected):
         placed(graph, [y], devices("cpu:0", "cpu:1"))
+
+
+def test_a_device_that_is_missing_is_added_to_those_there_are() -> None:
+    """In a simulation, naming a CPU alone would leave the cards idle."""
+    with af.Graph() as graph, af.device("cpu:0"):
+        y = work(x4())
+    with pytest.raises(af.PlacementError, match=r"Session\(devices=\['sim:0', 'cpu:0'\]\)"):
+        placed(graph, [y], devices("sim:0"))
+
+
+def test_colocated_with_a_variable() -> None:
+    """It is where the nodes that use it are."""
+    with af.Graph() as graph:
+        variable = af.Variable(np.zeros(4, np.float32))
+        with af.device("sim:1"):
+            read = variable.read()
+        with af.colocate_with(variable):
+            y = work(x4())
+    result = placed(graph, [read, y], devices("sim:0", "sim:1"))
+    assert result[y] == result[read] == "sim:1"
 
 
 def test_one_device_is_no_excuse() -> None:

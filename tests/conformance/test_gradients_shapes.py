@@ -30,7 +30,7 @@ def repeat(times: Any, body: Callable[..., Any], initial: Any, **options: Any) -
 async def test_63_a_captured_value_of_unknown_shape(run: Run, shape: Any) -> None:
     """CONFORMANCE 63: ``v = x * v`` five times from [2] gives 2 x**5, and 10 x**4 is 810 and 2560 at 3 and 4."""
     x = af.placeholder("float32", shape)
-    y = repeat(5, lambda i, v: x * v, np.float32([2.0]), shape_invariants=((), None))
+    y = repeat(5, lambda i, v: x * v, np.array([2.0], np.float32), shape_invariants=((), None))
     slope = af.gradients(y, x)
     assert slope.shape == shape
     np.testing.assert_allclose(await run(slope, {x: [3.0, 4.0]}), [810.0, 2560.0])
@@ -71,7 +71,8 @@ async def test_63_broadcasts_in_the_body(run: Run, known: bool) -> None:
     slopes = await run(
         af.gradients(y, inputs), {row: np.ones(3), column: np.array([[1.0], [2.0]]), scalar: np.float64(5)}
     )
-    for slope, expected in zip(slopes, ([6.0, 6.0, 6.0], [[45.0], [45.0]], 27.0), strict=True):
+    totals: list[Any] = [[6.0, 6.0, 6.0], [[45.0], [45.0]], 27.0]
+    for slope, expected in zip(slopes, totals, strict=True):
         np.testing.assert_allclose(slope, expected)
 
 

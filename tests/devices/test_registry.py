@@ -36,6 +36,7 @@ def test_devices_come_in_the_order_named_and_share_nothing() -> None:
         (["tpu:0"], "unknown kind of device in 'tpu:0'"),
         ([], "devices= is empty and a session needs one"),
         ("cpu:0", r"devices= is a list of names, not one str; say devices=\['cpu:0'\]"),
+        (2, r"devices= is a list of names, such as \['cpu:0', 'cpu:1'\]; got int 2"),
     ],
 )
 def test_devices_that_cannot_be_had(specs: list[str], message: str) -> None:

@@ -192,6 +192,45 @@ def test_memory_for_a_copy_may_still_be_in_use_by_compute(machine: SimMachine) -
     assert device.h2d.has_seen(x.written)
 
 
+def test_closed_devices_are_forgotten(machine: SimMachine) -> None:
+    """A machine on which many sessions come and go remembers nothing of them, and takes what they leave for no hazard.
+
+    One device stays open, and receives from all of them.
+    """
+    staying = SimDevice(machine, 1)
+    kept: list[SimArray] = []
+
+    async def session() -> None:
+        device = SimDevice(machine, 0)
+        x = array(device)
+        kept.append(x)
+        received(staying, x, device)
+        await fetched(staying, array(staying))
+        assert await device.aclose(1.0)
+
+    for _ in range(20):
+        machine.loop.run_until_complete(session())
+    n_streams = 4
+    assert len(machine.host.seen) <= n_streams
+    array(staying)
+    assert all(len(stream._seen) <= n_streams for stream in staying._streams.values())
+    kept.clear()
+    array(staying)
+    machine.check()
+
+
+@pytest.mark.usefixtures("unordered")
+def test_a_closed_device_that_has_not_ended_is_not_forgotten(machine: SimMachine) -> None:
+    """Its work may go on, so that a read of it is a hazard as before."""
+    one, other = SimDevice(machine, 0), SimDevice(machine, 1)
+    x = bind(one, np.ones, "slow", flops=1e12, infer=lambda _: None)(8)
+    machine.loop.run_until_complete(idle(other))
+    assert not machine.loop.run_until_complete(one.aclose(0.001))
+    errors: list[BaseException | None] = []
+    other.receive(x, one, lambda _, error: errors.append(error))
+    assert isinstance(errors[0], HazardError) and "'slow' writes it on stream sim:0/compute" in str(errors[0])
+
+
 @pytest.mark.parametrize("held", [True, False])
 def test_a_cancelled_run_leaves_buffers_to_copies(
     machine: SimMachine, monkeypatch: pytest.MonkeyPatch, held: bool

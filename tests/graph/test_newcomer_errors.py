@@ -36,6 +36,11 @@ async def fetch(value: Any) -> Any:
     return value
 
 
+def other_graphs_tensor() -> Any:
+    with af.Graph():
+        return af.constant(1.0)
+
+
 def set_item(x: Any) -> None:
     x[0] = 1.0
 
@@ -226,6 +231,15 @@ def test_dtypes_and_constants_are_refused(make: Callable[[Any], object], message
         (lambda x: af.cond(True, lambda: 1, lambda: 2, name=""), "not empty"),
         (lambda x: af.name_scope(3).__enter__(), r"name_scope\(3\): a scope's name .* is a string"),
         (lambda x: af.device(3).__enter__(), "a device is a string"),
+        (lambda x: af.device("cpu0").__enter__(), r"device\('cpu0'\): a device is a kind.* did you mean 'cpu:0'\?"),
+        (lambda x: af.device("CPU:0").__enter__(), "did you mean 'cpu:0'"),
+        (lambda x: af.device("/cpu:0").__enter__(), "did you mean 'cpu:0'"),
+        (lambda x: af.device("/device:CUDA:01").__enter__(), "did you mean 'cuda:1'"),
+        (lambda x: af.device("CUDA").__enter__(), "did you mean 'cuda'"),
+        (lambda x: af.device("").__enter__(), "such as 'cuda:1'$"),
+        (lambda x: af.colocate_with(3.0).__enter__(), r"colocate_with\(3\.0\): pass a tensor, a node or a variable"),
+        (lambda x: af.colocate_with("cpu:0").__enter__(), r"for a device there is af\.device"),
+        (lambda x: af.colocate_with(other_graphs_tensor()).__enter__(), r"another graph; built at .*\.py:\d+"),
         (lambda x: af.control_dependencies(x).__enter__(), "pass a list"),
         (lambda x: af.control_dependencies(3).__enter__(), "pass a list"),
         (lambda x: af.control_dependencies([3]).__enter__(), "neither a tensor"),

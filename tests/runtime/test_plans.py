@@ -66,3 +66,24 @@ def test_on_virtual_time_it_does_not() -> None:
     """Simulated devices know one thread, and the order of what happens is the same every time."""
     with virtual_clock() as clock:
         assert clock.run(compiled_on(PlanCache())) == threading.get_ident()
+
+
+async def test_plans_are_explained() -> None:
+    """How many values are sent, and why each node of a region is where it is; in short if it is only looked at."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (64, 64), name="x")
+        with af.device("cpu:0"):
+            a = af.matmul(x, x)
+        with af.device("cpu"), af.colocate_with(a):
+            b = af.tanh(a)
+        with af.device("cpu:1"):
+            c = af.tanh(b)
+    async with af.Session(graph, devices=["cpu:0", "cpu:1"]) as session:
+        plan = session.plan(c, [x])
+    lines = plan.explain().splitlines()
+    assert lines[0] == "cpu:0 sends 1 value to cpu:1"
+    here = "tests/runtime/test_plans.py:"
+    assert any(line.startswith("      # matmul: asked for 'cpu:0' at ") and here in line for line in lines)
+    assert "      # tanh: colocated with matmul" in lines
+    assert any(line.startswith("    tanh_1 = tanh(") and "  # asked for 'cpu:1' at " in line for line in lines)
+    assert repr(plan) == "<Plan: 3 nodes on cpu:0, 3 nodes on cpu:1; explain() tells more>"

@@ -513,3 +513,16 @@ async def test_unordered_graphs_take_variables_too() -> None:
         new = v.assign_add(1)
     async with af.Session() as session:
         assert await session.run(new) == 2
+
+
+async def test_a_variable_alone_needs_no_graph() -> None:
+    """It belongs to none; nothing else says what to run."""
+    with af.Graph():
+        v = af.Variable(3)
+        add = v.assign_add(1)
+    async with af.Session() as session:
+        assert await session.run(v) == 3
+        await session.run(add)
+        assert await session.run([v, {"again": v}]) == [4, {"again": 4}]
+        with pytest.raises(af.FetchError, match="nothing is fetched, and no graph is known"):
+            await session.run([])

@@ -423,6 +423,76 @@ def test_time_goes_on_when_a_thread_is_no_longer_awaited() -> None:
     assert run(main()) == 5.0
 
 
+def test_time_moves_while_a_thread_waits_for_the_loop() -> None:
+    """A thread of an executor asks the loop for something that takes a while, and waits for it."""
+
+    async def main() -> tuple[float, float]:
+        loop = clock()
+
+        async def takes_5_s() -> float:
+            with loop.outside_waits():
+                await asyncio.sleep(5)
+            return loop.time()
+
+        def ask() -> float:
+            return asyncio.run_coroutine_threadsafe(takes_5_s(), loop).result(10)
+
+        return await asyncio.to_thread(ask), loop.time()
+
+    assert run(main()) == (5.0, 5.0)
+
+
+def test_time_stands_still_while_another_thread_works() -> None:
+    """One thread waits for the loop, and another does not."""
+
+    async def main() -> list[float]:
+        loop, gate, ended = clock(), threading.Event(), []
+
+        async def takes_5_s() -> None:
+            with loop.outside_waits():
+                await asyncio.sleep(5)
+            ended.append(loop.time())
+
+        working = asyncio.ensure_future(asyncio.to_thread(gate.wait, 10))
+        asking = asyncio.ensure_future(
+            asyncio.to_thread(lambda: asyncio.run_coroutine_threadsafe(takes_5_s(), loop).result(10))
+        )
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert loop.time() == 0.0
+        gate.set()
+        await asyncio.gather(working, asking)
+        return ended
+
+    assert run(main()) == [5.0]
+
+
+def test_silence_is_no_deadlock_while_a_thread_waits_for_the_loop() -> None:
+    """What the thread waits for may be what another thread of the program brings."""
+
+    async def main() -> str:
+        loop = clock()
+        found: asyncio.Future[str] = loop.create_future()
+        gate = threading.Event()
+
+        async def wait() -> str:
+            with loop.outside_waits():
+                loop.call_soon(gate.set)
+                return await found
+
+        def bring() -> None:
+            assert gate.wait(10)
+            loop.call_soon_threadsafe(found.set_result, "found")
+
+        thread = threading.Thread(target=bring)
+        thread.start()
+        result = await asyncio.to_thread(lambda: asyncio.run_coroutine_threadsafe(wait(), loop).result(10))
+        thread.join()
+        return result
+
+    assert run(main()) == "found"
+
+
 def test_threads_of_the_program_are_announced() -> None:
     async def main() -> tuple[str, float]:
         loop = clock()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import uvloop
 
 import asyncflow as af
 from asyncflow.devices.presets import CARDS, LINKS, MachineSpec
@@ -164,6 +165,23 @@ def test_run_takes_a_coroutine() -> None:
             clock.run(wrong)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"machine": None}, TypeError, "a machine is a str such as .* or a MachineSpec; got NoneType None"),
+        ({"machine": 4}, TypeError, "a machine is a str .* got int 4"),
+        ({"seed": "a"}, TypeError, "seed is an integer; got str 'a'"),
+        ({"seed": True}, TypeError, "seed is an integer; got bool True"),
+        ({"jitter": "x"}, TypeError, "jitter is a fraction .* got str 'x'"),
+        ({"jitter": 1.5}, ValueError, "0 <= jitter < 1, not 1.5"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    """And not only when the block begins."""
+    with pytest.raises(error, match=message):
+        virtual_clock(**arguments)
+
+
 def test_unknown_cards_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="unknown card or link 'v101'"):
         virtual_clock("v101")
@@ -179,6 +197,33 @@ def test_sessions_open_the_machines_devices() -> None:
 
     with virtual_clock("3 x v100") as clock:
         assert clock.run(main()) == [["sim:0", "sim:1", "sim:2"], ["sim:2", "sim:0"]]
+
+
+@pytest.mark.parametrize("start", [af.run, asyncio.run, uvloop.run])
+def test_sessions_refuse_a_loop_that_is_not_on_the_clock(start: Callable[[Any], object]) -> None:
+    """There, nothing that the simulated devices do would ever be done."""
+
+    async def main() -> None:
+        async with af.Session():
+            pass
+
+    with virtual_clock("v100"), pytest.raises(RuntimeError, match=r"sim:0 is simulated.*clock\.run\(main\(\)\)"):
+        start(main())
+
+
+def test_run_threadsafe_takes_virtual_time() -> None:
+    """The thread waits for the run, so that time must not wait for the thread."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", ())
+        y = x * 2
+
+    async def main() -> tuple[float, bool]:
+        async with af.Session(graph) as session:
+            value = await asyncio.to_thread(lambda: session.run_threadsafe(y, {x: 3.0}).result(10))
+            return float(value), await now() > 0.0
+
+    with virtual_clock("v100") as clock:
+        assert clock.run(main()) == (6.0, True)
 
 
 def test_a_graph_takes_virtual_time() -> None:
