@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import repeat
+from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -120,24 +121,50 @@ class _Step:
         return zip(self.inputs, self.varies, strict=True)
 
     def product(self, values: Sequence[Any], count: int, work: _Work) -> list[Any]:
-        """All in one product, as far as the rows are of one shape."""
-        rows: Sequence[Array] = values[self.inputs[self.row_input]][:count]
+        """All in one product, as far as the rows fit below one another."""
+        rows: Sequence[Array] | Array = values[self.inputs[self.row_input]][:count]
         matrix = values[self.inputs[1 - self.row_input]]
         first = rows[0]
-        is_joined = isinstance(rows, np.ndarray)
-        alike = count if is_joined else next((n for n, row in enumerate(rows) if row.shape != first.shape), count)
         is_left = self.row_input == 0
-        if alike > 1 and matrix.ndim == 2 and first.ndim >= 1 and (is_left or first.ndim == 1):
-            by = matrix if is_left else matrix.T
-            if first.shape[-1] == by.shape[0]:
-                joined = np.asarray(rows) if is_joined else np.stack(rows[:alike])
-                product = self.kernel(joined.reshape(-1, by.shape[0]), by)
-                product = product.reshape(alike, *first.shape[:-1], by.shape[1])
-                work.add(first, matrix, product[0])
-                return list(product)
+        by = matrix if is_left or matrix.ndim != 2 else matrix.T
+        fits = matrix.ndim == 2 and first.ndim >= 1 and (is_left or first.ndim == 1) and first.shape[-1] == by.shape[0]
+        alike = _alike(rows) if fits else 1
+        if alike > 1:
+            rows = rows[:alike]
+            products = _split(self.kernel(_below_one_another(rows, by.shape[0]), by), rows)
+            work.add(first, matrix, products[0])
+            return products
         only = self.kernel(first, matrix) if is_left else self.kernel(matrix, first)
         work.add(first, matrix, only)
         return [only]
+
+
+def _alike(rows: Sequence[Array] | Array) -> int:
+    """How many of the first of `rows` fit below one another: matrices may have different numbers of rows."""
+    if isinstance(rows, np.ndarray):
+        return len(rows)
+    first = rows[0]
+    fixed = 1 if first.ndim == 2 else 0
+    others = (
+        place for place, row in enumerate(rows) if row.ndim != first.ndim or row.shape[fixed:] != first.shape[fixed:]
+    )
+    return next(others, len(rows))
+
+
+def _below_one_another(rows: Sequence[Array] | Array, columns: int) -> Array:
+    if isinstance(rows, np.ndarray):
+        return rows.reshape(-1, columns)
+    return np.concatenate([row.reshape(-1, columns) for row in rows])
+
+
+def _split(product: Array, rows: Sequence[Array] | Array) -> list[Any]:
+    """The products of each of `rows`, which were one below the other."""
+    found, start = [], 0
+    for row in rows:
+        end = start + prod(row.shape[:-1])
+        found.append(product[start:end].reshape(*row.shape[:-1], product.shape[1]))
+        start = end
+    return found
 
 
 def _neighbours(array: Array, indices: Sequence[Any], count: int) -> Any:
