@@ -32,7 +32,7 @@ TOLERANCE: Final = 1e-4
 
 
 async def measure(
-    peers: Peers = NO_PEERS, *, repeats: int = 2, steps: int = 1_000, batch: int = 32, hidden: int = 256
+    peers: Peers = NO_PEERS, *, repeats: int = 1, steps: int = 1_000, batch: int = 64, hidden: int = 512
 ) -> list[Result]:
     """MiB that the first step adds at its peak to the process with the graph in it, and those of the whole process."""
     if not CAN_MEASURE:
@@ -66,6 +66,7 @@ def _main(system: str, *sizes: int) -> None:
 
 
 def _asyncflow(model: Model) -> Callable[[], Step]:
+    model.xs.flags.writeable = False  # so that it is not copied when it is fed
     step = AsyncflowStep(model, looped, model.xs.size, [_length(model)])
     runner = asyncio.Runner()
     runner.run(_entered(step))

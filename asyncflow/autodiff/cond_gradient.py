@@ -50,11 +50,11 @@ def differentiate_cond(
     for side, forward in zip(("true", "false"), node.subgraphs, strict=True):
         branch = GradientBody(graph, f"{label}/{side}", forward, partial(_restore, node))
         with branch:
-            inner = Sweep(forward, [forward.inputs[place] for place in wanted], variables, (), structured)
+            inner = Sweep(forward.nodes, [forward.inputs[place] for place in wanted], variables, (), structured)
             for result, grad in zip(forward.results[:n_results], grads, strict=True):
                 if grad is not None and result in inner.connected:
                     inner.give(result, ensure_shape(branch.import_tensor(grad), result.shape))
-            inner.run({})
+            inner.run()
         branches.append(branch)
         sweeps.append(inner)
     reached = [

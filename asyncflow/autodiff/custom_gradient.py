@@ -87,6 +87,8 @@ def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
         GraphError: `fn` does not return such a pair. From `gradients`: one is asked for that would flow into something
             else than an argument of `fn` that it uses, which would be lost: a tensor from outside, or a variable. Pass
             them as arguments, or cut them with `stop_gradient`.
+        DTypeError, ShapeError: from `gradients`: what `grad_fn` returns does not fit the arguments.
+        ValueError: (in the run, as the cause of a KernelError) the same of shapes that only a run knows.
 
     >>> import asyncflow as af
     >>> @custom_gradient

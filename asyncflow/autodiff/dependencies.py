@@ -14,13 +14,22 @@ from asyncflow.graph.captures import body_offset
 from asyncflow.graph.graph import STRUCTURED
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
 
-CUT = frozenset({"stop_gradient"})
-"""Ops that nothing depends through."""
+
+def nodes_behind(graph: Graph, tensors: Iterable[Tensor]) -> list[Node]:
+    """The nodes of `graph` that make these values of it, or what they are made of, in its order."""
+    needed: set[Node] = set()
+    open_ = [tensor.node for tensor in tensors]
+    while open_:
+        node = open_.pop()
+        if node not in needed:
+            needed.add(node)
+            open_ += [tensor.node for tensor in node.inputs]
+    return [node for node in graph.nodes if node in needed]
 
 
 class Dependencies:
@@ -34,11 +43,19 @@ class Dependencies:
         self.variables = variables
         self._outputs: dict[Node, tuple[list[int], list[int]]] = {}
 
-    def of(self, graph: Graph, sources: Mapping[Tensor, int], cut: Collection[Tensor] = ()) -> dict[Tensor, int]:
-        """The sources that each value of `graph` depends on; those without any are left out, and so are those `cut`."""
+    def of(
+        self, nodes: Iterable[Node], sources: Mapping[Tensor, int], cut: Collection[Tensor] = ()
+    ) -> dict[Tensor, int]:
+        """The sources that each value `nodes` make depends on; those without any are left out, and so are those `cut`.
+
+        Args:
+            nodes: of one graph, in its order.
+            sources: their bits.
+            cut: values that depend on nothing.
+        """
         found: dict[Tensor, int] = dict(sources)
-        for node in graph.nodes:
-            if node.op.name in CUT:
+        for node in nodes:
+            if node.op.name == "stop_gradient":
                 continue
             given = [found.get(tensor, 0) for tensor in node.inputs]
             if node.op.name in STRUCTURED:
@@ -83,7 +100,7 @@ class Dependencies:
         sources = {tensor: 1 << place for place, tensor in enumerate(inputs, start=offset)}
         shift = len(node.inputs)
         inside = Dependencies({serial: mask << shift for serial, mask in self.variables.items()})
-        found = inside.of(body, sources)
+        found = inside.of(body.nodes, sources)
         return [found.get(result, 0) for result in results]
 
     def _of_cond(self, node: Node) -> tuple[list[int], list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.autodiff.saved_values import no_gradient
+from asyncflow.autodiff.store_gradients import no_gradient
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
@@ -15,6 +15,7 @@ from asyncflow.ops.derivatives.shapes import zeros_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from asyncflow.graph.ir import Node
     from asyncflow.state.variable import Variable
 
 _CHEAP = frozenset(
@@ -35,6 +36,9 @@ _CHEAP = frozenset(
     }
 )
 """Ops that cost next to nothing, most of them as they only look at their input in another way."""
+
+_FEW = 32
+"""Steps that are taken again at most: in a longer chain, some values are kept."""
 
 
 class GradientBody(Subgraph):
@@ -65,10 +69,6 @@ class GradientBody(Subgraph):
             self._restored[tensor] = self.restore(self, tensor)
         return self._restored[tensor]
 
-    def has_restored(self, tensor: Tensor) -> bool:
-        """Whether a value of the forward body is here already."""
-        return tensor in self._restored
-
     def restored(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """The values of the forward body that are here, and what they are here."""
         return tuple(self._restored.items())
@@ -83,14 +83,20 @@ class GradientBody(Subgraph):
         return again.outputs[tensor.index]
 
     def is_cheap(self, tensor: Tensor, is_there: Callable[[Tensor], bool]) -> bool:
-        """Whether a value is computed again from what is there, rather than kept."""
-        node = tensor.node
-        if node.op.name not in _CHEAP or node.control_inputs:
-            return False
-        return all(
-            is_constant(each) or self.has_restored(each) or is_there(each) or self.is_cheap(each, is_there)
-            for each in node.inputs
-        )
+        """Whether a value is computed again, in few steps from what is there, rather than kept."""
+        steps: set[Node] = set()
+        open_ = [tensor]
+        while open_:
+            each = open_.pop()
+            node = each.node
+            is_known = each is not tensor and (is_constant(each) or each in self._restored or is_there(each))
+            if is_known or node in steps:
+                continue
+            if node.op.name not in _CHEAP or node.control_inputs or len(steps) == _FEW:
+                return False
+            steps.add(node)
+            open_ += node.inputs
+        return True
 
 
 def is_constant(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncflow.autodiff.dependencies import Dependencies
+from asyncflow.autodiff.dependencies import Dependencies, nodes_behind
 from asyncflow.autodiff.gradient_body import GradientBody
 from asyncflow.autodiff.structured import differentiate_structured
 from asyncflow.autodiff.sweep import Sweep, add_gradients
@@ -19,7 +19,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.ops.creation import ones
 from asyncflow.ops.derivatives import all as _rules
-from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, shape_of, zeros_of
+from asyncflow.ops.derivatives.shapes import carries_gradient, checked_shape, shape_of, zeros_of
 from asyncflow.state.variable import Variable
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def gradients(
     Raises:
         GraphError: an op on the way has no derivative, or tensors belong to other graphs or bodies.
         DTypeError, ShapeError: a grad_y does not fit its y.
+        ValueError: (in the run, as the cause of a KernelError) the same of shapes that only a run knows.
 
     >>> import asyncflow as af
     >>> with af.Graph() as graph:
@@ -151,12 +152,14 @@ class _Gradients:
         self.graphs = tuple(_graphs_around(graph))
         self.sweeps: dict[Graph, Sweep] = {}
         variables = [x for x in sources if isinstance(x, Variable)]
+        ends = [*targets, *(outer for level in self.graphs for outer, _ in _taken(level))]
         for level in self.graphs:
             wanted = [x for x in sources if isinstance(x, Tensor) and x.graph is level]
             wanted += [inner for outer, inner in _taken(level) if outer in self.sweeps[outer.graph].connected]
             # What is taken goes back to where it was made, not to what it may be computed from again here.
-            ends = self.stopped.union(inner for _, inner in _taken(level))
-            self.sweeps[level] = Sweep(level, wanted, variables, ends, differentiate_structured)
+            cut = self.stopped.union(inner for _, inner in _taken(level))
+            nodes = nodes_behind(level, [tensor for tensor in ends if tensor.graph is level])
+            self.sweeps[level] = Sweep(nodes, wanted, variables, cut, differentiate_structured)
 
     def find(self, given: list[TensorLike | None]) -> list[Tensor | None]:
         """The gradient of each source."""
@@ -165,7 +168,7 @@ class _Gradients:
                 self.sweeps[y.graph].give(y, _seed(y, grad))
         for level in reversed(self.graphs):
             sweep = self.sweeps[level]
-            sweep.run({})
+            sweep.run()
             for outer, inner in _taken(level):
                 reached = sweep.gradient(inner) if inner in sweep.wanted else None
                 if reached is not None:
@@ -185,11 +188,11 @@ class _Gradients:
         if isinstance(x, Variable):
             return
         dependencies = Dependencies({})
-        outside = dependencies.of(x.graph, {x: 1})
+        outside = dependencies.of(x.graph.nodes, {x: 1})
         for level in self.graphs:
             starts = level.starts if isinstance(level, Subgraph) else {}
             inside = [inner for inner, outer in starts.items() if outer in outside]
-            depends = dependencies.of(level, dict.fromkeys(inside, 1)) if inside else {}
+            depends = dependencies.of(self.sweeps[level].nodes, dict.fromkeys(inside, 1)) if inside else {}
             if any(y in depends for y in self.targets):
                 raise GraphError(
                     f"gradients: in the body of {level.label}, {x!r} only matters for what the loop starts with, and "
@@ -218,7 +221,7 @@ class _Gradients:
             known = {x: mask for x, mask in bits.items() if x.graph is level}
             for outer, inner in _taken(level):
                 known[inner] = known.get(inner, 0) | bits.get(outer, 0)
-            bits.update(dependencies.of(level, known, self.stopped))
+            bits.update(dependencies.of(self.sweeps[level].nodes, known, self.stopped))
         return reduce(or_, (bits.get(y, 0) for y in self.targets if carries_gradient(y.spec)), 0)
 
 
@@ -254,4 +257,4 @@ def _seed(y: Tensor, given: TensorLike | None) -> Tensor:
             f"the grad_y of {y!r} has shape {format_shape(grad.shape)}; it has that of its y"
             f"\n  written at {user_location()}"
         )
-    return ensure_shape(grad, y.shape)
+    return checked_shape(grad, y, f"the grad_y of {y!r}")

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.autodiff.gradient_body import is_constant, zeros_if_none
-from asyncflow.autodiff.saved_values import (
+from asyncflow.autodiff.store_gradients import (
     ROWS_GRADIENT,
     STORE,
     element_gradients,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT, differentiate_custom
 from asyncflow.autodiff.dependencies import Dependencies
-from asyncflow.autodiff.saved_values import merge_gradients
+from asyncflow.autodiff.store_gradients import merge_gradients
 from asyncflow.errors import GraphError, user_location
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
@@ -24,9 +24,8 @@ from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.elementwise import add
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
-    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
     from asyncflow.state.variable import Variable
 
@@ -43,7 +42,7 @@ class Sweep:
     """What reaches the values of one graph or body.
 
     Args:
-        source: the graph.
+        nodes: of the graph, in its order: at least those behind what is given.
         wanted: values of it whose gradients are asked for.
         variables: variables whose gradients are asked for, wherever they are read.
         stopped: values that count as constants.
@@ -52,28 +51,26 @@ class Sweep:
 
     def __init__(
         self,
-        source: Graph,
+        nodes: Iterable[Node],
         wanted: Collection[Tensor],
         variables: Sequence[Variable],
         stopped: Collection[Tensor],
         structured: StructuredRule,
     ) -> None:
-        self.nodes = tuple(source.nodes)  # those of the gradients may join the same graph
+        self.nodes = tuple(nodes)  # those of the gradients may join the same graph
         self.wanted = frozenset(wanted)
         self.stopped = frozenset(stopped)
         self.variables = {variable.serial: variable for variable in variables}
         self.bits = {serial: 1 << place for place, serial in enumerate(self.variables, start=1)}
         self.dependencies = Dependencies(self.bits)
-        self.connected = self.dependencies.of(source, dict.fromkeys(wanted, 1), self.stopped)
+        self.connected = self.dependencies.of(self.nodes, dict.fromkeys(wanted, 1), self.stopped)
         self._structured = structured
         self._location = user_location()
         self._grads: dict[Tensor, list[Tensor]] = {}
         self._of_variables: dict[int, list[Tensor]] = {}
 
-    def run(self, seeds: Mapping[Tensor, Tensor]) -> None:
-        """Sweeps, from these gradients of some values."""
-        for tensor, grad in seeds.items():
-            self.give(tensor, grad)
+    def run(self) -> None:
+        """Sweeps, from the gradients that were given."""
         for node in reversed(self.nodes):
             if not any(tensor in self._grads and tensor not in self.stopped for tensor in node.outputs):
                 continue

@@ -106,11 +106,11 @@ class _WhileGradient:
         parameters = [body.add_input(spec, "var") for spec in (_COUNT, *(x.spec for x in in_body))]
         with body:
             kept.indexes[body] = subtract(parameters[0], 1)
-            reverse = Sweep(self.forward, [*in_body, *captured], self.variables, (), self.structured)
+            reverse = Sweep(self.forward.nodes, [*in_body, *captured], self.variables, (), self.structured)
             for result, grad in zip(results, parameters[1:], strict=True):
                 if result in reverse.connected:
                     reverse.give(result, ensure_shape(grad, result.shape))
-            reverse.run({})
+            reverse.run()
             body.results.append(kept.indexes[body])
             body.results += [ensure_shape(zeros_if_none(reverse.gradient(x), x), x.shape) for x in in_body]
             sums = LoopSums(body, kept.indexes[body])

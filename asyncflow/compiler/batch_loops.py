@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 8 << 20
 """Most bytes of a block: a few MiB stay in the cache from the product to the iterations that use it."""
 
-
 _SHARE = 64
 """A block takes at most so small a part of a device's memory limit."""
 
@@ -40,7 +39,7 @@ def block_bytes(devices: Sequence[Device]) -> int | None:
     if any(device.kind != "cpu" for device in devices):
         return None
     limits = (device.memory.limit for device in devices)
-    return min(_BLOCK_BYTES, *(limit // _SHARE for limit in limits if limit is not None), _BLOCK_BYTES)
+    return min([_BLOCK_BYTES, *(limit // _SHARE for limit in limits if limit is not None)])
 
 
 def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:

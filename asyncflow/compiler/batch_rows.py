@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.compiler.detached import detached_node
 from asyncflow.compiler.purity import awaited_nodes, cannot_fail, has_variants, is_constant
 from asyncflow.compiler.rows_ahead import ENOUGH_ROWS, ROW_AHEAD, ROWS_AHEAD
 from asyncflow.control.tensor_array import READ, UNSTACK
@@ -26,9 +27,9 @@ from asyncflow.ops.linalg import MATMUL
 from asyncflow.ops.logic import GREATER, GREATER_EQUAL, LESS, LESS_EQUAL, LOGICAL_AND
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
-    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Op
 
@@ -50,23 +51,6 @@ def batch_rows(loop: Node, block_bytes: int) -> list[Node]:
         if found is not None:
             moved += _Move(loop, place, step, found, block_bytes).run()
     return moved
-
-
-def new_node(
-    graph: Graph,
-    op: Op,
-    inputs: Sequence[Tensor],
-    attrs: dict[str, Any],
-    like: Node,
-    specs: Spec | tuple[Spec, ...],
-    *,
-    name: str | None = None,
-) -> Node:
-    """A node that the caller finds a place for in `graph`, on the device of `like`; `name` is one that has got free."""
-    node = graph.add_node(op, inputs, attrs, specs, reserved_name=name, location=like.location)
-    graph.nodes.pop()
-    node.device, node.colocated_with = like.device, like.colocated_with
-    return node
 
 
 # -- what can be made ahead ------------------------------------------------------------------------------------------
@@ -267,7 +251,7 @@ class _Move:
         if bound is not None:
             value = bound.value
             if is_constant(value):
-                front.append(new_node(self.loop.graph, CONSTANT, (), value.node.attrs, like, value.spec))
+                front.append(detached_node(self.loop.graph, CONSTANT, (), value.node.attrs, like, value.spec))
                 value = front[-1].outputs[0]
             outer.append(value)
         numbers = {node: 1 + len(outer) + place for place, node in enumerate(self.found.program)}
@@ -276,7 +260,7 @@ class _Move:
             for node, inputs in zip(self.found.program, sources, strict=True)
         )
         counter = self.body.inputs[self.place]
-        ahead = new_node(self.loop.graph, ROWS_AHEAD, outer, {}, like, Spec(VARIANT))
+        ahead = detached_node(self.loop.graph, ROWS_AHEAD, outer, {}, like, Spec(VARIANT))
         rows = add_capture(self.loop, ahead.outputs[0])[self.loop.subgraphs.index(self.body)]
         kept = self._replace(rows, counter)
         ahead.attrs.update(
@@ -289,8 +273,6 @@ class _Move:
             is_exact=bound is not None and bound.is_exact,
             block_bytes=self.block_bytes,
         )
-        for part in self.loop.subgraphs:  # the new parameters were added behind the nodes that use them
-            part.nodes.sort(key=lambda node: node.op.name != "parameter")
         return [*front, ahead]
 
     def _source(self, node: Node, tensor: Tensor) -> int | Node:
@@ -345,4 +327,4 @@ def _as_step(node: Node, inputs: tuple[int, ...]) -> tuple[str, dict[str, Any], 
     return node.op.name, node.attrs, inputs
 
 
-__all__ = ["FAST", "batch_rows", "new_node"]
+__all__ = ["FAST", "batch_rows"]

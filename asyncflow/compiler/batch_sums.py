@@ -11,11 +11,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.batch_rows import FAST, new_node
+from asyncflow.compiler.batch_rows import FAST
+from asyncflow.compiler.detached import detached_node
 from asyncflow.compiler.pending_sums import ADD_PRODUCTS, NEW_SUMS, SUMS, pays
 from asyncflow.compiler.purity import awaited_nodes
 from asyncflow.compiler.replacements import Replacements
-from asyncflow.graph.captures import add_variable, drop_inputs
+from asyncflow.graph.captures import add_variable, drop_inputs, keep_variables
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.shapes import is_compatible, is_static
 from asyncflow.graph.spec import Spec
@@ -24,7 +25,7 @@ from asyncflow.ops.elementwise import ADD
 from asyncflow.ops.linalg import MATMUL
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
@@ -158,7 +159,7 @@ def _move(loop: Node, group: Sequence[_Sum], block_bytes: int) -> tuple[Node, No
     like = next(total.product for total in group if total.product.op is MATMUL)
     initial = [loop.inputs[place] for place in places]
     specs = tuple(total.output.spec for total in group)
-    new = new_node(loop.graph, NEW_SUMS, initial, {"block_bytes": block_bytes}, like, Spec(VARIANT))
+    new = detached_node(loop.graph, NEW_SUMS, initial, {"block_bytes": block_bytes}, like, Spec(VARIANT))
     inner, pending = add_variable(loop, new.outputs[0])
     numbers: dict[Tensor, int] = {}
     for total in group:
@@ -169,7 +170,7 @@ def _move(loop: Node, group: Sequence[_Sum], block_bytes: int) -> tuple[Node, No
         for total in group
     )
     attrs = {"operands": operands}
-    adding = new_node(body, ADD_PRODUCTS, [inner, *numbers], attrs, like, Spec(VARIANT), name=like.name)
+    adding = detached_node(body, ADD_PRODUCTS, [inner, *numbers], attrs, like, Spec(VARIANT), reserved_name=like.name)
     leaving = {node for total in group for node in (*total.adding, total.product)}
     last = max(index for index, node in enumerate(body.nodes) if node in leaving)
     body.nodes[:] = [
@@ -178,15 +179,6 @@ def _move(loop: Node, group: Sequence[_Sum], block_bytes: int) -> tuple[Node, No
         *body.nodes[last + 1 :],
     ]
     body.results.append(adding.outputs[0])
-    _drop_variables(loop, places)
-    return new, new_node(loop.graph, SUMS, [pending], {"values": specs}, like, specs)
-
-
-def _drop_variables(loop: Node, places: Collection[int]) -> None:
-    body: Subgraph = loop.attrs["body"]
     drop_inputs(loop, places)
-    body.results = [result for place, result in enumerate(body.results) if place not in places]
-    loop.outputs = tuple(output for place, output in enumerate(loop.outputs) if place not in places)
-    for index, output in enumerate(loop.outputs):
-        output.index = index
-    loop.attrs["n_vars"] -= len(places)
+    keep_variables(loop, [place for place in range(loop.attrs["n_vars"]) if place not in places])
+    return new, detached_node(loop.graph, SUMS, [pending], {"values": specs}, like, specs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncflow.compiler.detached import detached_node
 from asyncflow.compiler.purity import awaited_nodes, cannot_fail, is_constant, nbytes
 from asyncflow.compiler.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
@@ -92,21 +93,12 @@ class _Hoist:
         for node in body.nodes:
             inside.apply(node)
         inside.apply_to_results(body)
-        _parameters_first(self.loop)
 
     def _outside(self, tensor: Tensor) -> Tensor:
         if tensor not in self.outside:
             constant = tensor.node
-            copied = self.loop.graph.add_node(
-                CONSTANT,
-                (),
-                constant.attrs,
-                tensor.spec,
-                name=constant.name.rpartition("/")[2],
-                location=constant.location,
-            )
-            self.loop.graph.nodes.pop()  # it stands in front of the loop, with what is moved
-            copied.device, copied.colocated_with = constant.device, constant.colocated_with
+            name = constant.name.rpartition("/")[2]
+            copied = detached_node(self.loop.graph, CONSTANT, (), constant.attrs, constant, tensor.spec, name=name)
             self.moved.append(copied)
             self.outside[tensor] = copied.outputs[0]
         return self.outside[tensor]
@@ -124,9 +116,3 @@ def _is_repeatable(node: Node) -> bool:
 def _is_worthwhile(node: Node) -> bool:
     made = sum(nbytes(output.spec) or 0 for output in node.outputs)
     return made <= max(_SMALL, sum(nbytes(tensor.spec) or 0 for tensor in node.inputs))
-
-
-def _parameters_first(loop: Node) -> None:
-    """New parameters were added behind the nodes that use them."""
-    for body in loop.subgraphs:
-        body.nodes.sort(key=lambda node: node.op.name != "parameter")

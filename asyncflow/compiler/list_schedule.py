@@ -71,12 +71,12 @@ def search(problem: Problem) -> Solution:
         return _evaluated(problem, devices)
     greedy = _Greedy(problem).run()
     gathered = _gathered(problem, greedy)
-    fastest = _fastest(problem)
     found = [greedy, gathered, *_pipelines(problem, greedy, range(len(problem.limits)))]
-    for fewer in _fewer(problem, fastest):
+    for fewer in _fewer(problem):
         # What looks good task by task may use a slow device, or one too many.
         on_fewer = _Greedy(problem, fewer).run()
         found += [on_fewer, *_pipelines(problem, on_fewer, sorted(fewer))]
+    found.sort(key=lambda solution: solution.cost)
     found = _improved(problem, [_with_fewest_crossings(found), *found])
     best = _with_fewest_crossings(found)
     if gathered.overflow <= best.overflow and best.span > GAIN * gathered.span:
@@ -115,21 +115,17 @@ def _added(problem: Problem, devices: Sequence[int]) -> float:
     return max(*loads(problem, devices, problem.first_part), both - first)
 
 
-def _fastest(problem: Problem) -> list[tuple[float, int]]:
-    """The ns of all work on each device, and the device, the fastest first."""
-    pairs = ((sum(task.times[device] for task in problem.tasks), device) for device in range(len(problem.limits)))
-    return sorted(pairs)
-
-
-def _fewer(problem: Problem, fastest: Sequence[tuple[float, int]]) -> Iterator[frozenset[int]]:
+def _fewer(problem: Problem) -> Iterator[frozenset[int]]:
     """The fastest 2 devices, 3 and so on, but not all; first those that leave out what is slower than the rest."""
-    sizes = sorted(range(2, len(fastest)), key=lambda size: (fastest[size - 1][0] == fastest[size][0], -size))
+    times = {d: sum(task.times[d] for task in problem.tasks) for d in range(len(problem.limits))}
+    fastest = sorted(times, key=lambda device: (times[device], device))
+    sizes = range(2, len(fastest))
     budget = _MOST_ON_FEWER
-    for size in sizes:
+    for size in sorted(sizes, key=lambda size: (times[fastest[size - 1]] == times[fastest[size]], -size)):
         budget -= size * len(problem.tasks)
         if budget < 0:
             return
-        yield frozenset(device for _, device in fastest[:size])
+        yield frozenset(fastest[:size])
 
 
 def _gathered(problem: Problem, greedy: Solution) -> Solution:

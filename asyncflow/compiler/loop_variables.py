@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from asyncflow.compiler.cse import Unhashable, attrs_key
 from asyncflow.compiler.purity import has_variants
 from asyncflow.compiler.replacements import Replacements
-from asyncflow.graph.captures import drop_inputs
+from asyncflow.graph.captures import drop_inputs, keep_variables
 from asyncflow.graph.graph import STRUCTURED
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable
+    from collections.abc import Hashable
 
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node, Tensor
@@ -53,16 +53,7 @@ def _capture_invariants(node: Node, replaced: Replacements) -> None:
     node.inputs = [node.inputs[place] for place in order]
     for part in node.subgraphs:
         part.inputs = [part.inputs[place] for place in order]
-    _keep_results(node, variables)
-
-
-def _keep_results(node: Node, variables: Collection[int]) -> None:
-    body: Subgraph = node.attrs["body"]
-    body.results = [body.results[place] for place in variables]
-    node.outputs = tuple(node.outputs[place] for place in variables)
-    for index, output in enumerate(node.outputs):
-        output.index = index
-    node.attrs["n_vars"] = len(variables)
+    keep_variables(node, variables)
 
 
 def _join_equal(node: Node, replaced: Replacements) -> None:
@@ -86,7 +77,7 @@ def _join_equal(node: Node, replaced: Replacements) -> None:
         joined.apply_to_results(part)
     replaced.tensors.update((node.outputs[later], node.outputs[earlier]) for later, earlier in stands_for.items())
     drop_inputs(node, stands_for)
-    _keep_results(node, [place for place in range(n_vars) if place not in stands_for])
+    keep_variables(node, [place for place in range(n_vars) if place not in stands_for])
 
 
 def _course(node: Node, body: Subgraph, place: int) -> Hashable:

@@ -20,6 +20,7 @@ from asyncflow.compiler.frames import assign_frames, has_primitives
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.graph.build import constant, identity
 from asyncflow.graph.builtin import PARAMETER
+from asyncflow.graph.captures import add_output
 from asyncflow.graph.graph import Graph, Subgraph, node_effects
 from asyncflow.graph.op import Access
 
@@ -100,7 +101,7 @@ def _order_branches(node: Node, has_side_effect: bool) -> None:
         if has_side_effect:
             branch.results.append(_after(branch, [n for turn in turns.values() for n in turn.nodes()]))
     if has_side_effect:
-        _add_output(node, node.subgraphs[0].results[-1])
+        add_output(node, node.subgraphs[0].results[-1].spec)
 
 
 def _order_iterations(node: Node, written: list[Hashable]) -> None:
@@ -128,7 +129,7 @@ def _order_iterations(node: Node, written: list[Hashable]) -> None:
         condition.results[0] = pred
     for resource in written:
         body.results.append(_after(body, body_turns[resource].nodes()))
-        _add_output(node, body.results[-1])
+        add_output(node, body.results[-1].spec)
     node.attrs["n_vars"] = position + len(written)
 
 
@@ -148,8 +149,3 @@ def _after(body: Subgraph, nodes: list[Node]) -> Tensor:
         done = identity(constant(True, name="turn"), name="turn")
     done.node.control_inputs = nodes
     return done
-
-
-def _add_output(node: Node, like: Tensor) -> None:
-    tensor = type(like)(node, len(node.outputs), like.spec)
-    node.outputs = (*node.outputs, tensor)

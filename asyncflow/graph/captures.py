@@ -14,6 +14,8 @@ from asyncflow.graph.ir import Tensor
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from asyncflow.errors import SourceLocation
+    from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node
     from asyncflow.graph.spec import Spec
 
@@ -35,9 +37,9 @@ def add_capture(node: Node, outer: Tensor) -> list[Tensor]:
     name, spec = f"capture_{outer.node.name.rpartition('/')[2]}", outer.spec
     added: list[Tensor] = []
     for body in node.subgraphs:
-        parameter = body.add_node(PARAMETER, (), {"spec": spec}, spec, name=name, location=outer.node.location)
-        body.inputs.append(parameter.outputs[0])
-        added.append(parameter.outputs[0])
+        inner = _add_parameter(body, spec, name, outer.node.location)
+        body.inputs.append(inner)
+        added.append(inner)
     return added
 
 
@@ -50,15 +52,30 @@ def add_variable(node: Node, initial: Tensor) -> tuple[Tensor, Tensor]:
     node.inputs.insert(position, initial)
     inner: Tensor | None = None
     for body in node.subgraphs:
-        attrs = {"spec": initial.spec}
-        parameter = body.add_node(PARAMETER, (), attrs, initial.spec, name="var", location=node.location)
-        parameter.control_inputs = []
-        body.nodes.insert(0, body.nodes.pop())  # nodes stand behind what they use
-        body.inputs.insert(position, parameter.outputs[0])
-        inner = parameter.outputs[0]
+        inner = _add_parameter(body, initial.spec, "var", node.location)
+        body.inputs.insert(position, inner)
     assert inner is not None
     node.attrs["n_vars"] = position + 1
     return inner, add_output(node, initial.spec)
+
+
+def _add_parameter(body: Graph, spec: Spec, name: str, location: SourceLocation) -> Tensor:
+    parameter = body.add_node(PARAMETER, (), {"spec": spec}, spec, name=name, location=location)
+    parameter.control_inputs = []
+    # Nodes stand behind what they use.
+    first = next(place for place, node in enumerate(body.nodes) if node.op is not PARAMETER or node is parameter)
+    body.nodes.insert(first, body.nodes.pop())
+    return parameter.outputs[0]
+
+
+def keep_variables(node: Node, places: Collection[int]) -> None:
+    """Leaves a `while` only these results and outputs, in this order; its inputs are the caller's to move or drop."""
+    body: Subgraph = node.attrs["body"]
+    body.results = [body.results[place] for place in places]
+    node.outputs = tuple(node.outputs[place] for place in places)
+    for index, output in enumerate(node.outputs):
+        output.index = index
+    node.attrs["n_vars"] = len(places)
 
 
 def add_output(node: Node, spec: Spec) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncflow.errors import DTypeError, user_location
 from asyncflow.graph.build import as_tensor
+from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.ops.creation import arange
 from asyncflow.ops.datatypes import astype, broadcast_to
 from asyncflow.ops.derivatives.shapes import shape_of
@@ -30,6 +32,9 @@ def sequence_mask(lengths: TensorLike, steps: Extent) -> Tensor:
     Returns:
         Booleans, ``(steps, batch)``.
 
+    Raises:
+        DTypeError: `lengths` are no integers.
+
     >>> import asyncflow as af
     >>> with af.Graph() as graph:
     ...     mask = sequence_mask([2, 0, 3], 3)
@@ -41,9 +46,19 @@ def sequence_mask(lengths: TensorLike, steps: Extent) -> Tensor:
      [ True False  True]
      [False False  True]]
     """
+    return less(expand_dims(arange(steps, dtype=int64), axis=1), expand_dims(as_lengths(lengths), axis=0))
+
+
+def as_lengths(lengths: TensorLike) -> Tensor:
+    """Lengths as int64, since those of a small dtype may not count as far as there are steps.
+
+    Raises:
+        DTypeError: they are no integers.
+    """
     tensor = as_tensor(lengths)
-    times = arange(steps, dtype=tensor.dtype)
-    return less(expand_dims(times, axis=1), expand_dims(tensor, axis=0))
+    if tensor.dtype.kind not in "iu":
+        raise DTypeError(f"lengths are integers, not {dtype_name(tensor.dtype)}\n  written at {user_location()}")
+    return tensor if tensor.dtype == int64 else astype(tensor, int64)
 
 
 def masked_mean(values: TensorLike, mask: TensorLike) -> Tensor:
@@ -59,4 +74,4 @@ def masked_mean(values: TensorLike, mask: TensorLike) -> Tensor:
     return sum(where(chosen, x, 0)) / astype(count, x.dtype)
 
 
-__all__ = ["masked_mean", "sequence_mask"]
+__all__ = ["as_lengths", "masked_mean", "sequence_mask"]

@@ -9,17 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import DTypeError, ShapeError, user_location
-from asyncflow.graph.build import TensorLike, apply, as_tensor, identity
-from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.errors import ShapeError, user_location
+from asyncflow.graph.build import TensorLike, apply, identity
 from asyncflow.graph.op import Op, derivative, register
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
-from asyncflow.nn.masks import sequence_mask
+from asyncflow.nn.masks import as_lengths, sequence_mask
 from asyncflow.ops.checks import assert_that
 from asyncflow.ops.cost import elements
-from asyncflow.ops.datatypes import astype
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import gather, getitem
 from asyncflow.ops.logic import greater_equal, less_equal, logical_and
@@ -137,9 +135,7 @@ def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Pa
         DTypeError, ShapeError: `lengths` are no integers of shape ``(batch,)``.
         AssertionError: (in the run, as the cause of a KernelError) a length below 0 or above `steps`.
     """
-    given = as_tensor(lengths)
-    if given.dtype.kind not in "iu":
-        raise DTypeError(f"lengths are integers, not {dtype_name(given.dtype)}\n  written at {user_location()}")
+    given = as_lengths(lengths)
     known = batch if isinstance(batch, int) else None
     if not is_compatible(given.shape, (known,)):
         raise ShapeError(
@@ -149,7 +145,7 @@ def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Pa
     inside = logical_and(greater_equal(given, 0), less_equal(given, steps))
     message = "dynamic_rnn: every length is at least 0 and at most the extent of the time axis"
     with control_dependencies([assert_that(inside, message, data=[given, steps], summarize=8)]):
-        own = identity(given if given.dtype == int64 else astype(given, int64))
+        own = identity(given)
     # Stable, both of them, so that they agree on sequences of one length.
     descending, ascending = argsort(own, descending=True), argsort(own)
     mask = sequence_mask(gather(own, descending), steps)

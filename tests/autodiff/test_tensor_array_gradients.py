@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.autodiff.gradients import gradients
-from asyncflow.autodiff.saved_values import StoreGradient
+from asyncflow.autodiff.store_gradients import StoreGradient
 from tests.autodiff.sweep import KNOWN, gradients_at
 
 if TYPE_CHECKING:

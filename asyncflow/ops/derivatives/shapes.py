@@ -12,8 +12,9 @@ from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import reopened
 from asyncflow.graph.op import Kernel, Op, derivative, register
 from asyncflow.graph.scopes import device
-from asyncflow.graph.shapes import Shape, is_static, is_subshape, merge
+from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape, merge
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import free
 from asyncflow.ops.creation import zeros
 from asyncflow.ops.datatypes import broadcast_to
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
@@ -118,3 +119,39 @@ def ensure_shape(x: Tensor, shape: Shape) -> Tensor:
 @derivative(ENSURE_SHAPE)
 def _ensure_shape(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [grad]
+
+
+def _check_shape_spec(x: Spec, *sizes: Spec, shape: Shape, what: str) -> Spec:
+    return Spec(x.dtype, merge(x.shape, template_shape(shape, sizes)))
+
+
+def _check_shape_kernel(xp: ModuleType, *, shape: Shape, what: str) -> Kernel:
+    read = shape_reader(shape)
+
+    def check(x: Any, *sizes: Any) -> Any:
+        expected = read(sizes)
+        if x.shape != expected:
+            raise ValueError(f"{what} has shape {format_shape(x.shape)}; it is to have shape {format_shape(expected)}")
+        return x
+
+    return check
+
+
+CHECK_SHAPE = register(Op(name="check_shape", infer=_check_shape_spec, kernel=_check_shape_kernel, flops=free))
+"""Its input, once it is found to have that shape. It is not broadcast: what it is used for would be wrong."""
+
+
+def checked_shape(x: Tensor, like: Tensor, what: str) -> Tensor:
+    """`x`, which users have made, as something of the shape of the forward value `like`.
+
+    What is known while the graph is built is checked by the caller, and the rest in the run, where `what` names `x`.
+    """
+    if is_static(x.shape) and x.shape == like.shape:
+        return x
+    template, sizes = split_extents(shape_of(like))
+    return ensure_shape(apply(CHECK_SHAPE, x, *sizes, shape=template, what=what)[0], like.shape)
+
+
+@derivative(CHECK_SHAPE)
+def _check_shape(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [grad, *[None] * (len(node.inputs) - 1)]

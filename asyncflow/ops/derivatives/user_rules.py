@@ -12,7 +12,7 @@ from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
-from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, zeros_of
+from asyncflow.ops.derivatives.shapes import carries_gradient, checked_shape, zeros_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ def input_gradients(
         returned: by the function; None, also for a part, where nothing flows.
 
     Raises:
-        GraphError, DTypeError, ShapeError: it does not fit the inputs.
+        GraphError, DTypeError, ShapeError: it does not fit the inputs. Shapes that only a run knows are checked there.
     """
     refuse_coroutines(returned)
     nests = [None] * len(structures) if returned is None else _one_each(what, node, structures, returned)
@@ -110,7 +110,7 @@ def _of_input(what: str, node: Node, x: Tensor, value: Any) -> Tensor | None:
         )
     graph = current_graph()
     assert graph is not None
-    return ensure_shape(graph.import_tensor(grad), x.shape)
+    return checked_shape(graph.import_tensor(grad), x, f"what {what} returned as the gradient of {x!r}")
 
 
 def rule_of_op(name: str, gradient: Callable[..., Any]) -> Derivative:
