@@ -7,9 +7,11 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
+from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.captures import body_offset
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.graph import STRUCTURED, node_effects
+from asyncflow.graph.op import Access
 from asyncflow.graph.shapes import is_static
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class Saved:
         value: the value's name.
         spec: its dtype and shape.
         readers: the forward nodes whose gradients read it.
+        is_shared: it is one value in all iterations, which share its memory.
     """
 
     loop: str
@@ -38,11 +41,15 @@ class Saved:
     value: str
     spec: Spec
     readers: tuple[str, ...]
+    is_shared: bool
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes an iteration; None where the shape is known only in a run, and 0 for what an inner loop has saved."""
-        if self.spec.dtype == VARIANT:
+        """Bytes an iteration; None where the shape is known only in a run.
+
+        0 for what is shared, and for what an inner loop has saved.
+        """
+        if self.spec.dtype == VARIANT or self.is_shared:
             return 0
         return _nbytes(self.spec)
 
@@ -63,8 +70,8 @@ def explain_saved(saved: Iterable[Saved]) -> list[str]:
     for loop, values in loops.items():
         sizes = [value.nbytes for value in values]
         known = sum(size for size in sizes if size is not None)
-        more = " and what is known only in a run" if None in sizes else ""
-        lines.append(f"loop {loop} ({values[0].location}) saves {known:,} bytes{more} an iteration for its gradient")
+        more = ", and values of a size known only in a run" if None in sizes else ""
+        lines.append(f"loop {loop} ({values[0].location}) saves {known:,} bytes an iteration for its gradient{more}")
         lines.extend(f"  {_line(value)}" for value in values)
     return lines
 
@@ -72,6 +79,8 @@ def explain_saved(saved: Iterable[Saved]) -> list[str]:
 def _line(value: Saved) -> str:
     if value.spec.dtype == VARIANT:
         size = "the saved values or the array of an inner loop"
+    elif value.is_shared:
+        size = f"{value.spec}, the same in all iterations and kept once"
     elif value.nbytes is None:
         size = f"{value.spec}, of a size known only in a run"
     else:
@@ -93,10 +102,27 @@ def _saved_in(graph: Graph, readers: _Readers) -> Iterator[Saved]:
             for place, result in enumerate(body.results):
                 if result.node.op is SAVE:
                     value = result.node.inputs[2]
-                    found = readers.of(node.outputs[place])
-                    yield Saved(node.name, node.location, value.node.name, value.spec, found)
+                    yield Saved(
+                        loop=node.name,
+                        location=node.location,
+                        value=value.node.name,
+                        spec=value.spec,
+                        readers=readers.of(node.outputs[place]),
+                        is_shared=_is_shared(value, node),
+                    )
         for part in node.subgraphs:
             yield from _saved_in(part, readers)
+
+
+def _is_shared(value: Tensor, loop: Node) -> bool:
+    """Whether a value of the body is made outside the loop, or by reading a variable that the loop does not change."""
+    body = loop.attrs["body"]
+    if value.node.op is PARAMETER:
+        return all(value is not variable for variable in body.inputs[: loop.attrs["n_vars"]])
+    if value.node.op.name != "variable_read":
+        return False
+    (resource, _), *_ = node_effects(value.node)
+    return all(touched != resource or access is Access.READ for touched, access in node_effects(loop))
 
 
 class _Readers:

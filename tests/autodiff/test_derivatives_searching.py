@@ -89,7 +89,6 @@ def test_equal_elements_keep_their_order() -> None:
         af.count_nonzero,
         lambda x: af.searchsorted(x, x),
         lambda x: af.unique_counts(x).counts,
-        af.unique_values,
     ],
 )
 def test_nothing_flows_through_positions_and_counts(build: Any) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import asyncflow as af
-from asyncflow.autodiff.gradients import gradients
 
 
 def _explained(fetches: object, *feeds: af.Tensor) -> list[str]:
@@ -17,7 +17,7 @@ def test_a_loop_lists_what_it_saves_with_bytes_and_readers() -> None:
     with af.Graph():
         x = af.placeholder("float32", (4, 3), name="x")
         _, y = af.while_loop(lambda i, v: i < 5, lambda i, v: (i + 1, af.sin(v)), (0, x), name="loop")
-        slope = gradients(y, x)
+        slope = af.gradients(y, x)
     heading, line = _explained(slope, x)
     assert heading.startswith("loop loop (")
     assert heading.endswith(f"{__file__.rpartition('/')[2]}:19) saves 48 bytes an iteration for its gradient")
@@ -28,7 +28,7 @@ def test_uses_of_a_shape_alone_save_no_value() -> None:
     with af.Graph():
         x = af.placeholder("float64", (None,), name="x")
         _, y = af.while_loop(lambda i, v: i < 5, lambda i, v: (i + 1, v + af.sum(v)), (0, x), name="loop")
-        slope = gradients(y, x)
+        slope = af.gradients(y, x)
     heading, *lines = _explained(slope, x)
     assert "saves 8 bytes an iteration" in heading
     (line,) = lines
@@ -39,9 +39,9 @@ def test_sizes_that_only_a_run_knows_are_said_to_be_so() -> None:
     with af.Graph():
         x = af.placeholder("float64", (None,), name="x")
         _, y = af.while_loop(lambda i, v: i < 5, lambda i, v: (i + 1, v * v), (0, x), name="loop")
-        slope = gradients(y, x)
+        slope = af.gradients(y, x)
     heading, line = _explained(slope, x)
-    assert "saves 0 bytes and what is known only in a run an iteration" in heading
+    assert heading.endswith("saves 0 bytes an iteration for its gradient, and values of a size known only in a run")
     assert "float64[?], of a size known only in a run; for the gradient of loop/body/multiply" in line
 
 
@@ -54,7 +54,7 @@ def test_inner_loops_and_predicates_of_branches_are_told() -> None:
             return i + 1, af.cond(af.sum(w) > 0, lambda: w * v, lambda: af.cos(w), name="branch")
 
         _, y = af.while_loop(lambda i, v: i < 3, body, (np.int32(0), x), name="loop")
-        slope = gradients(y, x)
+        slope = af.gradients(y, x)
     lines = _explained(slope, x)
     assert "  loop/body/greater: bool[], 1 bytes; for the gradient of loop/body/branch" in lines
     stores = [line for line in lines if "the saved values or the array of an inner loop" in line]
@@ -68,3 +68,23 @@ def test_without_gradients_nothing_is_saved() -> None:
         x = af.placeholder("float64", (), name="x")
         _, y = af.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, v * v), (0, x))
     assert _explained(y, x) == ["no loop saves values for a gradient"]
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_variable_is_kept_once_unless_the_loop_changes_it(is_changed: bool) -> None:
+    w = af.Variable(np.ones(3), name="w")
+    with af.Graph():
+        x = af.placeholder("float64", (3,), name="x")
+
+        def body(i: af.Tensor, v: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            v = v * w
+            if is_changed:
+                with af.control_dependencies([w.assign_add(np.ones(3))]):
+                    v = af.identity(v)
+            return i + 1, v
+
+        _, y = af.while_loop(lambda i, v: i < 5, body, (0, x), name="loop")
+        slope = af.gradients(y, x)
+    heading, line = _explained(slope, x)
+    assert f"saves {24 if is_changed else 0} bytes an iteration" in heading
+    assert ("float64[3], 24 bytes" if is_changed else "float64[3], the same in all iterations and kept once") in line
