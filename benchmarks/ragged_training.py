@@ -1,7 +1,7 @@
 """A training step of an LSTM layer over sequences of different lengths, sorted by them: longest first.
 
 asyncflow runs the loop over the rows whose sequences have not ended, as NumPy by hand and PyTorch do. *Masked* is the
-loop over all rows, in which those that have ended keep their state: what `dynamic_rnn` does, in TensorFlow 1 and here.
+loop over all rows, in which those that have ended keep their state: what `dynamic_rnn` of TensorFlow 1 does.
 """
 
 from __future__ import annotations

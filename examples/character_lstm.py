@@ -290,23 +290,52 @@ def progress(steps: int) -> Iterator[Callable[[int, float], None]]:
         yield lambda number, cost: bars.update(bar, completed=number, cost=cost)
 
 
+def at_least_one(text: str) -> int:
+    """A number on the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1")
+    return int(text)
+
+
+def folder(text: str) -> Path:
+    """A folder on the command line, which may have to be made."""
+    path = Path(text)
+    nearest = next(place for place in [path, *path.absolute().parents] if place.exists())
+    if not nearest.is_dir():
+        raise argparse.ArgumentTypeError(f"{nearest} is no folder")
+    return path
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Gives 0 if letters that were held out cost at most the target, else 1."""
+    """Gives 0 if letters that were held out cost at most the target, 1 if they cost more, and 130 if interrupted."""
+    try:
+        return demonstrate(argv)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def demonstrate(argv: Sequence[str] | None) -> int:
+    """Reads the command line, trains and reports."""
     parser = argparse.ArgumentParser(description="Teaches an LSTM to write like the standard library's documentation.")
-    parser.add_argument("--output", type=Path, default=Path("demo-out"), help="folder for the timelines")
-    parser.add_argument("--steps", type=int, default=500, help="steps of training")
-    parser.add_argument("--batch", type=int, default=16, help="paragraphs a step, at least one a device")
-    parser.add_argument("--hidden", type=int, default=128, help="extent of the LSTM's state")
+    parser.add_argument("--output", type=folder, default=Path("demo-out"), help="folder for the timelines")
+    parser.add_argument("--steps", type=at_least_one, default=500, help="steps of training")
+    parser.add_argument("--batch", type=at_least_one, default=16, help="paragraphs a step, at least one a device")
+    parser.add_argument("--hidden", type=at_least_one, default=128, help="extent of the LSTM's state")
     parser.add_argument("--devices", nargs="+", default=list(DEVICES), help="each reads a part of the batch")
-    parser.add_argument("--files", type=int, help="read only so many files of the library")
+    parser.add_argument("--files", type=at_least_one, help="read only so many files of the library")
     parser.add_argument("--seed", type=int, default=0, help="of what it writes")
     parser.add_argument("--target", type=float, default=2.6, help="bits that a letter may cost at the end")
     options = parser.parse_args(argv)
+    if options.batch < len(options.devices):
+        parser.error(f"argument --batch: {len(options.devices)} devices read one paragraph each, or more")
 
     print(f"reading the documentation of Python {sys.version.split()[0]}'s standard library ...")
     text = read_text(options.files)
     letters = sum(map(len, text.train))
     print(f"  {len(text.train)} paragraphs, {letters} letters, {len(text.alphabet)} different ones")
+    if options.batch > len(text.train):
+        parser.error(f"argument --batch: there are no more than {len(text.train)} paragraphs")
 
     print(f"training for {options.steps} steps on {', '.join(options.devices)} ...")
     outcome = af.run(

@@ -1,7 +1,7 @@
 """The gradient of `cond`: a `cond` on the same predicate, whose branches differentiate those of the forward one.
 
 Values of a forward branch that its gradient needs become results of the forward `cond`; on the other side they are
-empty, and nobody looks at them.
+empty, and nobody looks at them (EuroSys '18 §5).
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asyncflow.autodiff.gradient_body import GradientBody, is_constant, zeros_if_none
+from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
 from asyncflow.autodiff.saved_values import new_store, store_node
 from asyncflow.autodiff.sweep import StructuredRule, Sweep
 from asyncflow.control.cond import add_cond
 from asyncflow.graph.build import constant
+from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.captures import add_output, body_offset
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import current_graph, reopened

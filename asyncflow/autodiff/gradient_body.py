@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.store_gradients import no_gradient
-from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
@@ -97,11 +97,6 @@ class GradientBody(Subgraph):
             steps.add(node)
             open_ += node.inputs
         return True
-
-
-def is_constant(tensor: Tensor) -> bool:
-    """Whether a value is known while the graph is built."""
-    return tensor.node.op is CONSTANT and not tensor.node.control_inputs
 
 
 def zeros_if_none(grad: Tensor | None, x: Tensor | Variable) -> Tensor:

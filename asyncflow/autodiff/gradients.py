@@ -40,7 +40,7 @@ def gradients(
     stop_gradients: Any = (),
     unconnected: Literal["none", "zero"] = "none",
 ) -> Any:
-    """The derivatives of the sum of all elements of `ys` with respect to each of `xs`.
+    """The derivatives of the sum of all elements of `ys` with respect to each of `xs` (EuroSys '18 §5).
 
     Works in reverse through every operation, branch and loop, nested anyhow, and through what it gives itself, so that
     gradients of gradients are gradients. It adds nodes to the graph; a loop built before may get more results, which

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from asyncflow.autodiff.gradient_body import is_constant, zeros_if_none
+from asyncflow.autodiff.gradient_body import zeros_if_none
 from asyncflow.autodiff.store_gradients import (
     ROWS_GRADIENT,
     STORE,
@@ -21,6 +21,7 @@ from asyncflow.autodiff.store_gradients import (
 )
 from asyncflow.autodiff.sweep import add_gradients, sum_gradients
 from asyncflow.graph.build import apply, constant
+from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.scopes import device

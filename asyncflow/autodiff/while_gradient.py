@@ -1,25 +1,29 @@
 """The gradient of `while`: a `while` that runs as many iterations as the forward one did, from the last to the first.
 
 Its loop variables are a counter, what reaches each loop variable of the forward loop, and what has reached each capture
-and variable so far. Values of the forward body that it needs are saved, one store per value (`saved_values`); what is
-cheap is computed again from what is there: constants, captures, counters, casts and reshapes (DESIGN §8).
+and variable so far (EuroSys '18 §5). Values of the forward body that it needs are saved, one store per value
+(`saved_values`); what is cheap is computed again from what is there: constants, captures, counters, casts and reshapes
+(DESIGN §8).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.autodiff.gradient_body import GradientBody, is_constant, zeros_if_none
+from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
 from asyncflow.autodiff.loop_sums import LoopSums
 from asyncflow.autodiff.saved_values import new_store, save, saved_value, store_node
 from asyncflow.autodiff.sweep import StructuredRule, Sweep
 from asyncflow.control.while_loop import add_loop
 from asyncflow.graph.build import constant
-from asyncflow.graph.captures import add_variable
+from asyncflow.graph.builtin import PARAMETER, is_constant
+from asyncflow.graph.captures import add_capture, add_variable
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph, current_graph, reopened
 from asyncflow.graph.scopes import colocate_with, device
@@ -36,7 +40,6 @@ if TYPE_CHECKING:
     from asyncflow.state.variable import Variable
 
 _COUNT = Spec(int64, ())
-_LARGEST = np.iinfo(np.int64).max
 
 
 def differentiate_while(
@@ -170,8 +173,8 @@ class _Kept:
         self.node = node
         self.indexes: dict[GradientBody, Tensor] = {}
         self.stores: dict[Tensor, Tensor] = {}
-        self._count: Tensor | None = None
-        self._counters: dict[Tensor, int] | None = None
+        self._number_and_count: tuple[Tensor, Tensor] | None = None
+        self._counters: dict[Tensor, Tensor] | None = None
 
     @property
     def forward(self) -> Subgraph:
@@ -180,37 +183,46 @@ class _Kept:
         return body
 
     def count(self) -> Tensor:
-        """How many iterations the loop has run: a result it has, or gets."""
-        if self._count is None:
-            counters = self.counters()
-            for place, parameter in enumerate(self.forward.inputs[: self.node.attrs["n_vars"]]):
-                if counters.get(parameter) == 0 and parameter.spec == _COUNT:
-                    self._count = self.node.outputs[place]
-                    break
-            else:
-                inner, self._count = self._add_variable(lambda: constant(0, int64))
-                with reopened(self.forward):
-                    self.forward.results.append(add(inner, 1))
-                counters[inner] = 0
-        return self._count
+        """How many iterations the loop has run."""
+        return self._counted()[1]
 
     def number(self) -> Tensor:
         """The number of the iteration, in the forward body."""
-        self.count()
-        return next(
-            parameter for parameter, first in self.counters().items() if first == 0 and parameter.spec == _COUNT
-        )
+        return self._counted()[0]
 
-    def counters(self) -> dict[Tensor, int]:
-        """The loop variables that go up by one from a known integer, and that integer."""
+    def _counted(self) -> tuple[Tensor, Tensor]:
+        """Number and count: by a counter that the loop has, or gets.
+
+        What a counter begins with is a constant, which the compiler knows, but a run may feed another value.
+        """
+        if self._number_and_count is None:
+            counter = next((variable for variable in self.counters() if variable.spec == _COUNT), None)
+            if counter is None:
+                inner, count = self._add_variable(lambda: constant(0, int64))
+                with reopened(self.forward):
+                    self.forward.results.append(add(inner, 1))
+                self._number_and_count = inner, count
+            else:
+                place, first = self._place(counter), self.counters()[counter]
+                inner = self._captured_inside(first)
+                with reopened(self.forward):
+                    number = subtract(counter, inner)
+                with reopened(self.node.graph):
+                    self._number_and_count = number, subtract(self.node.outputs[place], first)
+        return self._number_and_count
+
+    def counters(self) -> dict[Tensor, Tensor]:
+        """The loop variables that go up by one from a constant integer, and that."""
         if self._counters is None:
-            self._counters = {}
-            pairs = zip(self.forward.inputs, self.node.inputs, self.forward.results, strict=False)
-            for parameter, initial, result in pairs:
-                if parameter.dtype.kind in "iu" and is_constant(initial) and _is_successor(result, parameter):
-                    first = np.asarray(initial.node.attrs["value"])
-                    if first.shape == parameter.shape == () and first <= _LARGEST:
-                        self._counters[parameter] = int(first)
+            triples = zip(self.forward.inputs, self.node.inputs, self.forward.results, strict=False)
+            self._counters = {
+                parameter: initial
+                for parameter, initial, result in triples
+                if parameter.dtype.kind in "iu"
+                and is_constant(initial)
+                and initial.shape == parameter.shape == ()
+                and _is_successor(result, parameter)
+            }
         return self._counters
 
     def restore(self, body: GradientBody, tensor: Tensor) -> Tensor:
@@ -218,11 +230,12 @@ class _Kept:
         if is_constant(tensor):
             with body:
                 return constant(tensor.node.attrs["value"])
+        if tensor is self.number():
+            return self.indexes[body]
         if tensor in self.counters():
-            first = self.counters()[tensor]
             with body:
-                value = self.indexes[body] if first == 0 else add(self.indexes[body], first)
-                return value if tensor.dtype == int64 else astype(value, tensor.dtype)
+                first = astype(body.import_tensor(self.counters()[tensor]), int64)
+                return astype(add(self.indexes[body], first), tensor.dtype)
         capture = self.captured(tensor)
         if capture is not None:
             return body.import_tensor(capture)
@@ -235,15 +248,20 @@ class _Kept:
 
     def captured(self, tensor: Tensor) -> Tensor | None:
         """The value outside that a body's input stands for in every iteration; None for anything else."""
-        n_vars = self.node.attrs["n_vars"]
-        for place, (inner, outer) in enumerate(zip(self.forward.inputs, self.node.inputs, strict=True)):
-            if inner is tensor:
-                return outer if place >= n_vars or self.forward.results[place] is inner else None
-        return None
+        if tensor.node.op is not PARAMETER:
+            return None
+        place = self._place(tensor)
+        is_fixed = place >= self.node.attrs["n_vars"] or self.forward.results[place] is tensor
+        return self.node.inputs[place] if is_fixed else None
 
     def is_there(self, tensor: Tensor) -> bool:
         """Whether a value need not be saved for its own sake."""
-        return tensor in self.counters() or tensor in self.stores or self.captured(tensor) is not None
+        return (
+            tensor is self.number()
+            or tensor in self.counters()
+            or tensor in self.stores
+            or self.captured(tensor) is not None
+        )
 
     def store(self, tensor: Tensor) -> Tensor:
         """The result of the forward loop that holds a value of each iteration: a store beside what makes the value."""
@@ -253,17 +271,37 @@ class _Kept:
             home = _home(store)
             if (inside := store_node(tensor)) is not None:
                 home.colocated_with = inside.name
+            number = self.number()
             with reopened(self.forward), device(self.request(tensor)), colocate_with(home):
-                self.forward.results.append(save(inner, self.number(), tensor))
+                self.forward.results.append(save(inner, number, tensor))
         return self.stores[tensor]
 
     def request(self, tensor: Tensor) -> str | None:
         """The device asked for by the node that makes a value of the forward body, or the next of a loop variable."""
-        for variable, result in zip(self.forward.inputs, self.forward.results, strict=False):
-            if variable is tensor:
-                tensor = result
+        if tensor.node.op is PARAMETER:
+            tensor = self.forward.results[self._place(tensor)]
         # What is asked for a branch or loop is not asked for what it gives.
         return None if tensor.node.op.name in STRUCTURED else tensor.node.device
+
+    def _place(self, parameter: Tensor) -> int:
+        """Where an input of the body stands among all of them."""
+        return next(place for place, inner in enumerate(self.forward.inputs) if inner is parameter)
+
+    def _captured_inside(self, outer: Tensor) -> Tensor:
+        """A value outside, as the forward body sees it."""
+        with self._unlocked():
+            return add_capture(self.node, outer)[self.node.subgraphs.index(self.forward)]
+
+    @contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """Lets parameters join the finished bodies."""
+        for part in self.node.subgraphs:
+            part.closed = False
+        try:
+            yield
+        finally:
+            for part in self.node.subgraphs:
+                part.closed = True
 
     def _add_variable(self, make: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """A loop variable more, with its initial value in front of the loop."""
@@ -275,13 +313,8 @@ class _Kept:
         del graph.nodes[before:]
         place = graph.nodes.index(self.node)
         graph.nodes[place:place] = made
-        for part in self.node.subgraphs:
-            part.closed = False
-        try:
+        with self._unlocked():
             return add_variable(self.node, initial)
-        finally:
-            for part in self.node.subgraphs:
-                part.closed = True
 
 
 def _home(store: Tensor) -> Node:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.detached import detached_node
-from asyncflow.compiler.purity import awaited_nodes, cannot_fail, has_variants, is_constant
+from asyncflow.compiler.purity import awaited_nodes, cannot_fail, has_variants
 from asyncflow.compiler.rows_ahead import ENOUGH_ROWS, ROW_AHEAD, ROWS_AHEAD
 from asyncflow.control.tensor_array import READ, UNSTACK
-from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.builtin import CONSTANT, is_constant
 from asyncflow.graph.captures import add_capture
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.shapes import size_of

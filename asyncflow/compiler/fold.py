@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.compiler.kernels import bind_kernel
-from asyncflow.compiler.purity import awaited_nodes, has_variants, is_constant, nbytes
+from asyncflow.compiler.purity import awaited_nodes, has_variants, nbytes
 from asyncflow.compiler.replacements import Replacements
-from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
 from asyncflow.graph.captures import body_offset, drop_inputs, first_capture
 from asyncflow.graph.graph import STRUCTURED, has_side_effect
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.detached import detached_node
-from asyncflow.compiler.purity import awaited_nodes, cannot_fail, is_constant, nbytes
+from asyncflow.compiler.purity import awaited_nodes, cannot_fail, nbytes
 from asyncflow.compiler.replacements import Replacements
-from asyncflow.graph.builtin import CONSTANT, IDENTITY
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, is_constant
 from asyncflow.graph.captures import add_capture
 from asyncflow.graph.graph import STRUCTURED
 

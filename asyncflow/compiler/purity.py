@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.shapes import size_of
 
@@ -14,11 +13,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
-
-
-def is_constant(tensor: Tensor) -> bool:
-    """Whether the value is known and there from the start."""
-    return tensor.node.op is CONSTANT and not tensor.node.control_inputs
 
 
 def nbytes(spec: Spec) -> int | None:

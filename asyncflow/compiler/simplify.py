@@ -12,9 +12,9 @@ import numpy as np
 
 from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
-from asyncflow.compiler.purity import awaited_nodes, is_constant
+from asyncflow.compiler.purity import awaited_nodes
 from asyncflow.compiler.replacements import Replacements
-from asyncflow.graph.builtin import CONSTANT, IDENTITY
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, is_constant
 from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.shapes import is_static
 from asyncflow.ops.datatypes import ASTYPE, BROADCAST_TO

@@ -8,6 +8,7 @@ from asyncflow.graph.op import Op, register
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
+    from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
 
 
@@ -30,6 +31,11 @@ PARAMETER = register(Op(name="parameter", infer=_spec_attr))
 CONSTANT = register(Op(name="constant", infer=_constant_spec, kernel=_constant_kernel, is_total=True))
 IDENTITY = register(Op(name="identity", infer=lambda x: x, kernel=lambda xp: _same, is_total=True))
 NO_OP = register(Op(name="no_op", infer=lambda *_: (), kernel=lambda xp: _nothing))
+
+
+def is_constant(tensor: Tensor) -> bool:
+    """Whether the value is known while the graph is built, and there from the start of a run."""
+    return tensor.node.op is CONSTANT and not tensor.node.control_inputs
 
 
 def _same(value: Any) -> Any:

@@ -37,7 +37,8 @@ def add_capture(node: Node, outer: Tensor) -> list[Tensor]:
     name, spec = f"capture_{outer.node.name.rpartition('/')[2]}", outer.spec
     added: list[Tensor] = []
     for body in node.subgraphs:
-        inner = _add_parameter(body, spec, name, outer.node.location)
+        front = next((place for place, each in enumerate(body.nodes) if each.op is not PARAMETER), len(body.nodes))
+        inner = _add_parameter(body, spec, name, outer.node.location, front)
         body.inputs.append(inner)
         added.append(inner)
     return added
@@ -52,19 +53,18 @@ def add_variable(node: Node, initial: Tensor) -> tuple[Tensor, Tensor]:
     node.inputs.insert(position, initial)
     inner: Tensor | None = None
     for body in node.subgraphs:
-        inner = _add_parameter(body, initial.spec, "var", node.location)
+        inner = _add_parameter(body, initial.spec, "var", node.location, 0)
         body.inputs.insert(position, inner)
     assert inner is not None
     node.attrs["n_vars"] = position + 1
     return inner, add_output(node, initial.spec)
 
 
-def _add_parameter(body: Graph, spec: Spec, name: str, location: SourceLocation) -> Tensor:
+def _add_parameter(body: Graph, spec: Spec, name: str, location: SourceLocation, place: int) -> Tensor:
+    """A parameter of `body` at this place among its nodes, in front of all that may use it."""
     parameter = body.add_node(PARAMETER, (), {"spec": spec}, spec, name=name, location=location)
     parameter.control_inputs = []
-    # Nodes stand behind what they use.
-    first = next(place for place, node in enumerate(body.nodes) if node.op is not PARAMETER or node is parameter)
-    body.nodes.insert(first, body.nodes.pop())
+    body.nodes.insert(place, body.nodes.pop())
     return parameter.outputs[0]
 
 

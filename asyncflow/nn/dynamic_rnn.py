@@ -56,7 +56,7 @@ def dynamic_rnn(
         initial_state: ``(batch, ...)``, or a nest of such. The state keeps its nest, dtypes and shapes.
         lengths: integers, ``(batch,)``, from 0 to `steps`; None if all sequences have all steps.
         parallel_iterations: how many steps may be worked on at once, as far as states allow.
-        swap_memory: values saved for gradients may move to host memory.
+        swap_memory: values saved for gradients may move to host memory; this version keeps them where they are.
         name: of the loop.
 
     Returns:
@@ -66,7 +66,8 @@ def dynamic_rnn(
     Raises:
         GraphError, DTypeError, ShapeError: the cell does not return an output and a state like the one it is given, or
             extents do not fit together.
-        AssertionError: (in the run, as the cause of a KernelError) a length out of range.
+        AssertionError: (in the run, as the cause of a KernelError) a length out of range, or lengths that are not one
+            for each sequence.
 
     >>> import asyncflow as af
     >>> weights = af.nn.lstm_weights(3, 5)

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from asyncflow.graph.shapes import Shape
 
 
+def plus(gates: Tensor, bias: Tensor | None) -> Tensor:
+    """With a bias, if there is one."""
+    return gates if bias is None else gates + bias
+
+
 def split_gates(gates: Tensor, count: int, state: Shape) -> list[Tensor]:
     """`count` pieces of equal extent along the last axis.
 
@@ -27,7 +32,13 @@ def split_gates(gates: Tensor, count: int, state: Shape) -> list[Tensor]:
     hidden = state[-1] if state else None
     if width is None and hidden is not None:
         width = count * hidden
-    if width is None or width % count or hidden not in (None, width // count):
+    if width is None:
+        raise ShapeError(
+            f"a cell with {count} gates needs to know `hidden` while the graph is built: give the state a shape "
+            f"[batch,hidden] or the weights one of {count} * hidden columns, in which only other extents are None"
+            f"\n  written at {user_location()}"
+        )
+    if width % count or hidden not in (None, width // count):
         raise ShapeError(
             f"a cell with {count} gates needs weights of {count} * hidden columns and a state of shape [batch,hidden]; "
             f"got gates of shape {format_shape(gates.shape)} and a state of shape {format_shape(state)}"
@@ -37,4 +48,4 @@ def split_gates(gates: Tensor, count: int, state: Shape) -> list[Tensor]:
     return [gates[..., place * hidden : (place + 1) * hidden] for place in range(count)]
 
 
-__all__ = ["split_gates"]
+__all__ = ["plus", "split_gates"]

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncflow.graph.build import TensorLike, as_tensor
+from asyncflow.graph.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.dtypes import DTypeLike, as_dtype, float32
 from asyncflow.graph.ir import Tensor
-from asyncflow.nn.gates import split_gates
+from asyncflow.nn.cell_arguments import cell_arguments, check_weights
+from asyncflow.nn.gates import plus, split_gates
 from asyncflow.nn.initializers import glorot_uniform, orthogonal
 from asyncflow.ops.elementwise import tanh
 from asyncflow.ops.linalg import matmul
@@ -25,13 +26,13 @@ class GRUWeights(NamedTuple):
     recurrent: TensorLike
     """Of the state: ``(hidden, 3 * hidden)``."""
     bias: TensorLike
-    """``(3 * hidden,)``"""
+    """``(3 * hidden,)``; None for none."""
     recurrent_bias: TensorLike
-    """Of the candidate, inside what is reset: ``(hidden,)``."""
+    """Of the candidate, inside what is reset: ``(hidden,)``; None for none."""
 
     def read(self) -> GRUWeights:
         """The same as tensors. In front of a loop: the variables are then read once, and not in every iteration."""
-        return GRUWeights(*map(as_tensor, self))
+        return GRUWeights(*(None if x is None else as_tensor(x) for x in self))
 
 
 def gru_weights(
@@ -73,10 +74,13 @@ def gru_cell(x: TensorLike, state: TensorLike, weights: GRUWeights) -> tuple[Ten
     Args:
         x: ``(batch, n_in)``, floats.
         state: ``h``, ``(batch, hidden)``, of the dtype of `x`.
-        weights: arrays, tensors or variables.
+        weights: arrays, tensors or variables, of the dtype of `x`.
 
     Returns:
         ``h``, as output and as new state.
+
+    Raises:
+        GraphError, DTypeError, ShapeError: the state is no tensor, dtypes differ, or extents that are known do not fit.
 
     >>> import asyncflow as af
     >>> weights = gru_weights(3, 5)
@@ -85,14 +89,17 @@ def gru_cell(x: TensorLike, state: TensorLike, weights: GRUWeights) -> tuple[Ten
     >>> print(h.dtype, h.shape)
     float32 (2, 5)
     """
-    h = as_tensor(state)
-    reset_in, update_in, candidate_in = split_gates(matmul(x, weights.input) + weights.bias, 3, h.shape)
-    reset_on, update_on, candidate_on = split_gates(matmul(h, weights.recurrent), 3, h.shape)
-    reset, update = sigmoid(reset_in + reset_on), sigmoid(update_in + update_on)
-    candidate = tanh(candidate_in + reset * (candidate_on + weights.recurrent_bias))
-    # One product less than the formula above, and exact at z = 0 and close to it at 1.
-    h = candidate + update * (h - candidate)
-    return h, h
+    check_weights("gru_cell", weights, GRUWeights)
+    with graph_for(x, state, *weights):
+        read = weights.read()
+        x, h = cell_arguments("gru_cell", x, {"h": state}, read._asdict())
+        reset_in, update_in, candidate_in = split_gates(plus(matmul(x, read.input), read.bias), 3, h.shape)
+        reset_on, update_on, candidate_on = split_gates(matmul(h, read.recurrent), 3, h.shape)
+        reset, update = sigmoid(reset_in + reset_on), sigmoid(update_in + update_on)
+        candidate = tanh(candidate_in + reset * plus(candidate_on, read.recurrent_bias))
+        # One product less than the formula above, and exact at z = 0 and close to it at 1.
+        h = candidate + update * (h - candidate)
+        return h, h
 
 
 __all__ = ["GRUWeights", "gru_cell", "gru_weights"]

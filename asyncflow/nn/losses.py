@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError, user_location
-from asyncflow.graph.build import as_tensor, graph_for
+from asyncflow.graph.build import apply, as_tensor, constant, graph_for
+from asyncflow.graph.op import Op, not_differentiable, register
 from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import multiply, negative, square, subtract
 from asyncflow.ops.indexing import take_along_axis
 from asyncflow.ops.manipulation import expand_dims, squeeze
 from asyncflow.ops.nn import log_softmax, softplus
-from asyncflow.ops.promotion import kind_of
+from asyncflow.ops.promotion import is_weak, kind_of, same
 from asyncflow.ops.statistical import mean, sum
 
 if TYPE_CHECKING:
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.op import Kernel
     from asyncflow.ops.axes import Axes
+
+
+def _class_numbers_kernel(xp: Any) -> Kernel:
+    def check(labels: Any, scores: Any) -> Any:
+        classes = scores.shape[-1]
+        # A negative one would count from the last class. GPUs wrap all of them around: to look at them is to wait.
+        if xp is np and labels.size and not 0 <= labels.min() <= labels.max() < classes:
+            wrong = labels.min() if labels.min() < 0 else labels.max()
+            raise IndexError(f"label {wrong} is no class: they are numbered from 0, and there are {classes}")
+        return labels
+
+    return check
+
+
+CLASS_NUMBERS = register(Op(name="class_numbers", infer=same, kernel=_class_numbers_kernel))
+not_differentiable(CLASS_NUMBERS, because="labels are integers")
 
 
 def softmax_cross_entropy(logits: TensorLike, labels: TensorLike) -> Tensor:
@@ -25,23 +46,24 @@ def softmax_cross_entropy(logits: TensorLike, labels: TensorLike) -> Tensor:
 
     Args:
         logits: floats, ``(..., classes)``.
-        labels: integers ``(...)``, the number of the class, from 0; or floats of the shape and dtype of `logits`, the
-            weight of every class, such as `one_hot` gives.
+        labels: integers ``(...)``, the number of the class, from 0, also where the loss is masked afterwards; or floats
+            of the shape and dtype of `logits`, the weight of every class, such as `one_hot` gives.
 
     Returns:
         ``(...)``, of the dtype of `logits`.
 
     Raises:
         DTypeError, ShapeError: `labels` are neither.
-        IndexError: (in the run on a CPU, as the cause of a KernelError) a label of `classes` or more.
+        IndexError: (in the run on a CPU, as the cause of a KernelError) a label below 0, or of `classes` or more.
     """
     with graph_for(logits, labels):
         x, y = as_tensor(logits), as_tensor(labels)
         if kind_of(y.dtype) in "iu":
             if x.shape is not None and not is_compatible(y.shape, x.shape[:-1]):
                 raise _unfit(x, y)
-            picked = take_along_axis(log_softmax(x), expand_dims(y, axis=-1), axis=-1)
-            return negative(squeeze(picked, axis=-1))
+            scores = log_softmax(x)
+            checked = apply(CLASS_NUMBERS, y, scores)[0]
+            return negative(squeeze(take_along_axis(scores, expand_dims(checked, axis=-1), axis=-1), axis=-1))
         if y.dtype != x.dtype:
             raise DTypeError(
                 f"softmax_cross_entropy: labels are integers, or floats of the dtype of the logits; got {y!r} for {x!r}"
@@ -64,10 +86,26 @@ def sigmoid_cross_entropy(logits: TensorLike, labels: TensorLike) -> Tensor:
 
     Args:
         logits: floats.
-        labels: of the same dtype, from 0 to 1; they broadcast with `logits`.
+        labels: of the same dtype, from 0 to 1, or integers or booleans; they broadcast with `logits`.
+
+    Returns:
+        Of the dtype of `logits`, and the shape they broadcast to.
+
+    Raises:
+        DTypeError: `logits` are no floats, or `labels` floats of another dtype.
     """
     with graph_for(logits, labels):
-        x, z = as_tensor(logits), as_tensor(labels)
+        x = as_tensor(logits)
+        if kind_of(x.dtype) != "f":
+            raise DTypeError(f"sigmoid_cross_entropy: logits are floats; got {x!r}\n  written at {user_location()}")
+        z = constant(labels, x.dtype) if is_weak(labels) else as_tensor(labels)
+        if kind_of(z.dtype) in "biu":
+            z = astype(z, x.dtype)
+        if z.dtype != x.dtype:
+            raise DTypeError(
+                f"sigmoid_cross_entropy: labels are of the dtype of the logits, or integers or booleans; got {z!r} for "
+                f"{x!r}\n  written at {user_location()}"
+            )
         # Two terms without a difference of large numbers, whose derivatives are exact, too.
         return z * softplus(negative(x)) + (1 - z) * softplus(x)
 
@@ -79,6 +117,9 @@ def mean_squared_error(predictions: TensorLike, targets: TensorLike, *, axis: Ax
         predictions: floats.
         targets: likewise; they broadcast together.
         axis: an axis or several.
+
+    Returns:
+        Of their dtype, with the axes that are left; a scalar if `axis` is None.
     """
     return mean(square(subtract(predictions, targets)), axis=axis)
 

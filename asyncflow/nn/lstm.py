@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncflow.graph.build import TensorLike, as_tensor
+from asyncflow.graph.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.dtypes import DTypeLike, as_dtype, float32
 from asyncflow.graph.ir import Tensor
-from asyncflow.nn.gates import split_gates
+from asyncflow.nn.cell_arguments import cell_arguments, check_weights, pair
+from asyncflow.nn.gates import plus, split_gates
 from asyncflow.nn.initializers import glorot_uniform, orthogonal
 from asyncflow.ops.elementwise import tanh
 from asyncflow.ops.linalg import matmul
@@ -25,11 +26,11 @@ class LSTMWeights(NamedTuple):
     recurrent: TensorLike
     """Of the state: ``(hidden, 4 * hidden)``."""
     bias: TensorLike
-    """``(4 * hidden,)``"""
+    """``(4 * hidden,)``; None for none."""
 
     def read(self) -> LSTMWeights:
         """The same as tensors. In front of a loop: the variables are then read once, and not in every iteration."""
-        return LSTMWeights(*map(as_tensor, self))
+        return LSTMWeights(*(None if x is None else as_tensor(x) for x in self))
 
 
 def lstm_weights(
@@ -74,10 +75,13 @@ def lstm_cell(
     Args:
         x: ``(batch, n_in)``, floats.
         state: ``(h, c)``, each ``(batch, hidden)``, of the dtype of `x`.
-        weights: arrays, tensors or variables.
+        weights: arrays, tensors or variables, of the dtype of `x`.
 
     Returns:
         ``h`` and the new state ``(h, c)``.
+
+    Raises:
+        GraphError, DTypeError, ShapeError: the state is no pair, dtypes differ, or extents that are known do not fit.
 
     >>> import asyncflow as af
     >>> weights = lstm_weights(3, 5)
@@ -87,12 +91,16 @@ def lstm_cell(
     >>> print(h.dtype, h.shape)
     float32 (2, 5)
     """
-    h, c = state
-    gates = matmul(x, weights.input) + weights.bias + matmul(h, weights.recurrent)
-    into, forget, candidate, out = split_gates(gates, 4, as_tensor(c).shape)
-    c = sigmoid(forget) * c + sigmoid(into) * tanh(candidate)
-    h = sigmoid(out) * tanh(c)
-    return h, (h, c)
+    check_weights("lstm_cell", weights, LSTMWeights)
+    before = pair("lstm_cell", state)
+    with graph_for(x, *before, *weights):
+        read = weights.read()
+        x, h, c = cell_arguments("lstm_cell", x, dict(zip("hc", before, strict=True)), read._asdict())
+        gates = plus(matmul(x, read.input), read.bias) + matmul(h, read.recurrent)
+        into, forget, candidate, out = split_gates(gates, 4, c.shape)
+        c = sigmoid(forget) * c + sigmoid(into) * tanh(candidate)
+        h = sigmoid(out) * tanh(c)
+        return h, (h, c)
 
 
 __all__ = ["LSTMWeights", "lstm_cell", "lstm_weights"]

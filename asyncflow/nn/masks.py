@@ -64,9 +64,16 @@ def as_lengths(lengths: TensorLike) -> Tensor:
 def masked_mean(values: TensorLike, mask: TensorLike) -> Tensor:
     """The mean of `values` where `mask` is true, 0 if that is nowhere. What is masked may be anything, even NaN.
 
+    What is masked has a gradient of 0. If it is NaN because of what computed it, such as the square root of a padding
+    below 0, the gradients in front of that are NaN all the same, as 0 times NaN is. Mask what goes in there, too:
+    ``masked_mean(af.sqrt(af.where(mask, x, 1.0)), mask)``.
+
     Args:
         values: floats.
         mask: booleans, that broadcast to the shape of `values`.
+
+    Returns:
+        A scalar of the dtype of `values`.
     """
     x = as_tensor(values)
     chosen = broadcast_to(mask, shape_of(x))

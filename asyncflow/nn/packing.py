@@ -20,11 +20,12 @@ from asyncflow.ops.checks import assert_that
 from asyncflow.ops.cost import elements
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import gather, getitem
-from asyncflow.ops.logic import greater_equal, less_equal, logical_and
+from asyncflow.ops.logic import equal, greater_equal, less_equal, logical_and
 from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.searching import count_nonzero, nonzero
 from asyncflow.ops.shape import shape
 from asyncflow.ops.sorting import argsort
+from asyncflow.ops.utility import all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,7 +134,8 @@ def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Pa
 
     Raises:
         DTypeError, ShapeError: `lengths` are no integers of shape ``(batch,)``.
-        AssertionError: (in the run, as the cause of a KernelError) a length below 0 or above `steps`.
+        AssertionError: (in the run, as the cause of a KernelError) a length below 0 or above `steps`, or more or fewer
+            of them than sequences.
     """
     given = as_lengths(lengths)
     known = batch if isinstance(batch, int) else None
@@ -143,8 +145,15 @@ def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Pa
             f"\n  written at {user_location()}"
         )
     inside = logical_and(greater_equal(given, 0), less_equal(given, steps))
-    message = "dynamic_rnn: every length is at least 0 and at most the extent of the time axis"
-    with control_dependencies([assert_that(inside, message, data=[given, steps], summarize=8)]):
+    count = extent_of(given, 0)
+    if not (isinstance(count, int) and isinstance(batch, int)):
+        # All of them first: with no lengths at all nothing would be left to check.
+        inside = logical_and(all(inside), equal(count, batch))
+    message = (
+        "dynamic_rnn: lengths are one for each sequence, and every length is at least 0 and at most the extent of the "
+        "time axis; lengths, steps, sequences:"
+    )
+    with control_dependencies([assert_that(inside, message, data=[given, steps, batch], summarize=8)]):
         own = identity(given)
     # Stable, both of them, so that they agree on sequences of one length.
     descending, ascending = argsort(own, descending=True), argsort(own)

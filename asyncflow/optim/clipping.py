@@ -1,34 +1,47 @@
-"""Bounds for gradients. Each takes a nest of float tensors, in which None stands for no gradient and stays None."""
+"""Bounds for gradients. Each takes a nest of floats, in which None stands for no gradient and stays None."""
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import GraphError, user_location
+from asyncflow.errors import DTypeError, GraphError, user_location
 from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor, constant
-from asyncflow.graph.dtypes import float32
-from asyncflow.graph.ir import Tensor
-from asyncflow.ops.datatypes import astype
+from asyncflow.graph.build import as_tensor
+from asyncflow.graph.dtypes import float32, float64
 from asyncflow.ops.elementwise import add, clip, maximum, sqrt, square
-from asyncflow.ops.promotion import is_weak
+from asyncflow.ops.logic import isfinite
+from asyncflow.ops.promotion import kind_of, promoted_dtype
+from asyncflow.ops.searching import where
 from asyncflow.ops.statistical import sum
+from asyncflow.optim.scalars import as_dtype_of, as_scalar, is_number
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from asyncflow.graph.build import TensorLike
+    from asyncflow.graph.ir import Tensor
 
 
 def clip_by_value(grads: Any, low: TensorLike, high: TensorLike) -> Any:
     """`grads` with every element at least `low` and at most `high`.
+
+    Args:
+        grads: a nest of floats.
+        low: a number, or a tensor of the same dtype that broadcasts with each of them.
+        high: likewise.
+
+    Raises:
+        DTypeError: `grads` are no floats.
 
     >>> import asyncflow as af
     >>> with af.Graph():
     ...     clip_by_value([af.ones(3), None], -0.5, 0.5)
     [<Tensor clip:0 float64[3]>, None]
     """
-    leaves, structure = nest.flatten(grads)
-    return structure.unflatten([clip(as_tensor(x), low, high) for x in leaves])
+    tensors, structure = _floats("clip_by_value", grads)
+    return structure.unflatten([clip(x, low, high) for x in tensors])
 
 
 def clip_by_norm(grads: Any, max_norm: TensorLike) -> Any:
@@ -37,11 +50,18 @@ def clip_by_norm(grads: Any, max_norm: TensorLike) -> Any:
     Args:
         grads: a nest of floats.
         max_norm: above 0; a number or a scalar tensor.
+
+    Returns:
+        The scaled nest, of the dtypes and shapes of `grads`. What has a norm that is not finite becomes NaN.
+
+    Raises:
+        GraphError: `max_norm` is a number that is not above 0.
+        DTypeError, ShapeError: `grads` are no floats, or `max_norm` is no scalar.
     """
-    _check_norm(max_norm)
-    leaves, structure = nest.flatten(grads)
-    tensors = [as_tensor(leaf) for leaf in leaves]
-    return structure.unflatten([_scaled(x, sqrt(_squares(x)), max_norm) for x in tensors])
+    _check_norm("clip_by_norm", max_norm)
+    tensors, structure = _floats("clip_by_norm", grads)
+    factors = [_factor("clip_by_norm", _norm([x]), max_norm) for x in tensors]
+    return structure.unflatten([_scaled(x, factor) for x, factor in zip(tensors, factors, strict=True)])
 
 
 def clip_by_global_norm(grads: Any, max_norm: TensorLike) -> tuple[Any, Tensor]:
@@ -53,34 +73,50 @@ def clip_by_global_norm(grads: Any, max_norm: TensorLike) -> tuple[Any, Tensor]:
 
     Returns:
         The scaled nest, and the norm that `grads` had: a scalar of their dtype, float32 at least. Where it is not
-        finite the scaled gradients are not either.
+        finite, all scaled gradients are NaN. Squares are added up in float64, so float32 gradients do not overflow.
 
     Raises:
         GraphError: there is no gradient in `grads`, or `max_norm` is a number that is not above 0.
+        DTypeError, ShapeError: `grads` are no floats, or `max_norm` is no scalar.
     """
-    _check_norm(max_norm)
-    leaves, structure = nest.flatten(grads)
-    tensors = [as_tensor(leaf) for leaf in leaves]
+    _check_norm("clip_by_global_norm", max_norm)
+    tensors, structure = _floats("clip_by_global_norm", grads)
     if not tensors:
         raise GraphError(f"clip_by_global_norm: there is no gradient in {grads!r}\n  written at {user_location()}")
-    norm = sqrt(reduce(add, [_squares(x) for x in tensors]))
-    return structure.unflatten([_scaled(x, norm, max_norm) for x in tensors]), norm
+    norm = _norm(tensors)
+    factor = _factor("clip_by_global_norm", norm, max_norm)
+    return structure.unflatten([_scaled(x, factor) for x in tensors]), norm
 
 
-def _check_norm(max_norm: TensorLike) -> None:
-    if isinstance(max_norm, int | float) and not max_norm > 0:
-        raise GraphError(f"max_norm is above 0; got {max_norm!r}\n  written at {user_location()}")
+def _floats(what: str, grads: Any) -> tuple[list[Tensor], nest.Structure]:
+    leaves, structure = nest.flatten(grads)
+    tensors = [as_tensor(leaf) for leaf in leaves]
+    for x in tensors:
+        if kind_of(x.dtype) != "f":
+            raise DTypeError(f"{what}: takes gradients that are floats; got {x!r}\n  written at {user_location()}")
+    return tensors, structure
 
 
-def _squares(x: Tensor) -> Tensor:
-    """The sum of the squares of all elements, in float32 at least: half precision ends at 65504."""
-    return sum(square(x if x.dtype.itemsize >= float32.itemsize else astype(x, float32)))
+def _check_norm(what: str, max_norm: TensorLike) -> None:
+    if is_number(max_norm) and not max_norm > 0:
+        raise GraphError(f"{what}: max_norm is above 0; got {max_norm!r}\n  written at {user_location()}")
 
 
-def _scaled(x: Tensor, norm: Tensor, max_norm: TensorLike) -> Tensor:
-    bound = constant(max_norm, norm.dtype) if is_weak(max_norm) else astype(max_norm, norm.dtype)
-    factor = bound / maximum(norm, bound)
-    return x * (factor if factor.dtype == x.dtype else astype(factor, x.dtype))
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of all elements together, in their common dtype, float32 at least."""
+    squares = reduce(add, [sum(square(as_dtype_of(x, float64))) for x in tensors])
+    return as_dtype_of(sqrt(squares), promoted_dtype([float32, *(x.dtype for x in tensors)]))
+
+
+def _factor(what: str, norm: Tensor, max_norm: TensorLike) -> Tensor:
+    """What to multiply by, at most 1."""
+    bound = as_scalar(f"{what}: max_norm", max_norm, norm.dtype)
+    # Not 0 for an infinite norm: a step of zeros would look as if all were well.
+    return where(isfinite(norm), bound / maximum(norm, bound), math.nan)
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    return x * as_dtype_of(factor, x.dtype)
 
 
 __all__ = ["clip_by_global_norm", "clip_by_norm", "clip_by_value"]

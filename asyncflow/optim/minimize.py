@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.autodiff.gradients import gradients
+from asyncflow.control.body import user_function
 from asyncflow.graph import nest
+from asyncflow.optim.loss import as_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -13,25 +15,33 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.state.variable import Variable
 
+_PAIRS = "pairs of (gradient, variable) alone (as partial(af.optim.sgd, learning_rate=0.1) is)"
+
 
 def minimize(loss: Tensor, variables: Any, step: Callable[[Iterable[tuple[Any, Variable]]], Node]) -> Node:
     """Adds the gradients of `loss` and a step along them.
 
     Args:
         loss: what is to become smaller, a float scalar.
-        variables: a nest of variables; `loss` depends on each.
+        variables: a nest of variables of floats; `loss` depends on each.
         step: called with pairs of a gradient and a variable, such as ``partial(af.optim.sgd, learning_rate=0.1)``.
 
     Returns:
         What `step` returns: the node to run.
+
+    Raises:
+        GraphError, DTypeError, ShapeError: `loss` is no float scalar, `step` no function of pairs; and as from
+            `gradients` and from `step`, which refuses a variable that `loss` does not depend on.
 
     >>> import asyncflow as af
     >>> w = af.Variable(3.0, name="w")
     >>> with af.Graph():
     ...     train = minimize(w * w, [w], lambda pairs: af.optim.adam(pairs, learning_rate=0.01))
     """
+    change: Callable[[Any], Node] = user_function(step, "step of minimize", 1, _PAIRS)
+    target = as_loss("minimize: the loss", loss)
     listed = nest.flatten(variables)[0]
-    return step(zip(gradients(loss, listed), listed, strict=True))
+    return change(zip(gradients(target, listed), listed, strict=True))
 
 
 __all__ = ["minimize"]

@@ -6,24 +6,26 @@ each take effect in full, on the values that are there when they write.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
-from asyncflow.graph.build import TensorLike, as_tensor, constant, graph_for, group
+from asyncflow.errors import DTypeError, GraphError, ShapeError, brief, user_location
+from asyncflow.graph import nest
+from asyncflow.graph.build import TensorLike, as_tensor, graph_for, group
 from asyncflow.graph.dtypes import dtype_name, float32, float64, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import sqrt, square
-from asyncflow.ops.promotion import is_weak, kind_of
+from asyncflow.ops.promotion import kind_of
+from asyncflow.optim.scalars import as_dtype_of, as_scalar, is_number, share
 from asyncflow.state.variable import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from asyncflow.graph.dtypes import DType, DTypeLike
+    from asyncflow.graph.dtypes import DTypeLike
+    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
 
 Pairs: TypeAlias = "Iterable[tuple[TensorLike | None, Variable]]"
@@ -36,14 +38,14 @@ def sgd(pairs: Pairs, learning_rate: TensorLike) -> Node:
     Args:
         pairs: a gradient and its variable each, such as ``zip(af.gradients(loss, weights), weights)``. Floats; a
             gradient has the dtype and shape of its variable.
-        learning_rate: a number or a scalar tensor.
+        learning_rate: a number or a scalar tensor, which is converted to the dtype of each variable.
 
     Returns:
         The node that has run when all variables have changed.
 
     Raises:
-        GraphError: no gradient (None) for a variable, a variable twice, or none at all.
-        DTypeError, ShapeError: a gradient does not fit its variable.
+        GraphError: no pairs, no gradient (None) for a variable, or a variable twice.
+        DTypeError, ShapeError: a gradient does not fit its variable, or the learning rate is no scalar.
 
     >>> import asyncflow as af
     >>> w = af.Variable(3.0, name="w")
@@ -56,9 +58,14 @@ def sgd(pairs: Pairs, learning_rate: TensorLike) -> Node:
     >>> af.run(main())
     1.5
     """
-    return group(
-        *(variable.assign_sub(_scalar(learning_rate, grad.dtype) * grad) for grad, variable in _checked("sgd", pairs))
-    )
+    graph, checked = _checked("sgd", pairs)
+    with graph:
+        return group(
+            *(
+                variable.assign_sub(as_scalar("sgd: learning_rate", learning_rate, grad.dtype) * grad)
+                for grad, variable in checked
+            )
+        )
 
 
 def momentum(pairs: Pairs, learning_rate: TensorLike, momentum: TensorLike = 0.9, *, nesterov: bool = False) -> Node:
@@ -68,8 +75,8 @@ def momentum(pairs: Pairs, learning_rate: TensorLike, momentum: TensorLike = 0.9
 
     Args:
         pairs: as for `sgd`.
-        learning_rate: a number or a scalar tensor.
-        momentum: what is kept of ``v`` from step to step; a number or a scalar tensor.
+        learning_rate: as for `sgd`.
+        momentum: what is kept of ``v`` from step to step; a number, at least 0 and below 1, or a scalar tensor.
         nesterov: look ahead along ``v``: ``w -= learning_rate * (g + momentum * v)``.
 
     Returns:
@@ -77,14 +84,20 @@ def momentum(pairs: Pairs, learning_rate: TensorLike, momentum: TensorLike = 0.9
         zeros; each call makes its own, unless they are in a container.
 
     Raises:
-        GraphError, DTypeError, ShapeError: as for `sgd`; and a variable whose shape is not known in full.
+        GraphError, DTypeError, ShapeError: as for `sgd`; a variable whose shape is not known in full; and a momentum
+            out of range.
     """
-    steps = []
-    for grad, variable in _checked("momentum", pairs):
-        rate, kept = _scalar(learning_rate, grad.dtype), _scalar(momentum, grad.dtype)
-        velocity = _slot(variable, "momentum").update(lambda v, g, kept: kept * v + g, grad, kept)
-        steps.append(variable.assign_sub(rate * (grad + kept * velocity if nesterov else velocity)))
-    return group(*steps)
+    if is_number(momentum):
+        share("momentum: momentum", momentum)
+    graph, checked = _checked("momentum", pairs, remembers=True)
+    with graph:
+        steps = []
+        for grad, variable in checked:
+            rate = as_scalar("momentum: learning_rate", learning_rate, grad.dtype)
+            kept = as_scalar("momentum: momentum", momentum, grad.dtype)
+            velocity = _slot(variable, "momentum").update(lambda v, g, kept: kept * v + g, grad, kept)
+            steps.append(variable.assign_sub(rate * (grad + kept * velocity if nesterov else velocity)))
+        return group(*steps)
 
 
 def adam(
@@ -103,10 +116,10 @@ def adam(
 
     Args:
         pairs: as for `sgd`.
-        learning_rate: a number or a scalar tensor.
-        beta1: how much of the mean gradient stays in a step, at least 0 and below 1.
+        learning_rate: as for `sgd`.
+        beta1: how much of the mean gradient stays in a step; a number, at least 0 and below 1.
         beta2: how much of the mean square stays in a step, likewise.
-        epsilon: keeps the quotient finite.
+        epsilon: keeps the quotient finite; a number, at least 0.
 
     Returns:
         The node that has run when all variables have changed. Three variables for each remember its past:
@@ -114,38 +127,46 @@ def adam(
         container.
 
     Raises:
-        GraphError, DTypeError, ShapeError: as for `momentum`; and a `beta` out of range.
+        GraphError, DTypeError, ShapeError: as for `momentum`; and a `beta` or `epsilon` out of range.
     """
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= beta < 1:
-            raise GraphError(f"adam: {name} is at least 0 and below 1; got {beta!r}\n  written at {user_location()}")
-    steps = []
-    for grad, variable in _checked("adam", pairs):
-        dtype = float32 if grad.dtype.itemsize < float32.itemsize else grad.dtype
-        grad = _cast(grad, dtype)
-        # In float64: in float32, 1 - 0.999**t is off in the fourth digit when t is small.
-        t = astype(_slot(variable, "adam_step", (), int64).assign_add(1), float64)
-        bias1, bias2 = 1 - beta1**t, 1 - beta2**t
-        rate = astype(_scalar(learning_rate, float64) / bias1, dtype)
-        scale = astype(1 / sqrt(bias2), dtype)
-        mean = _slot(variable, "adam_mean", dtype=dtype).update(lambda m, g: beta1 * m + (1 - beta1) * g, grad)
-        squares = _slot(variable, "adam_square", dtype=dtype).update(
-            lambda s, g: beta2 * s + (1 - beta2) * square(g), grad
+    beta1, beta2 = share("adam: beta1", beta1), share("adam: beta2", beta2)
+    if not is_number(epsilon) or not epsilon >= 0:
+        raise GraphError(f"adam: epsilon is a number, at least 0; got {brief(epsilon)}\n  written at {user_location()}")
+    graph, checked = _checked("adam", pairs, remembers=True)
+    with graph:
+        return group(
+            *(_adam_step(grad, variable, learning_rate, beta1, beta2, float(epsilon)) for grad, variable in checked)
         )
-        step = rate * mean / (scale * sqrt(squares) + epsilon)
-        steps.append(variable.assign_sub(_cast(step, variable.dtype)))
-    return group(*steps)
 
 
-def _checked(what: str, pairs: Pairs) -> Iterator[tuple[Tensor, Variable]]:
-    """The pairs, with gradients as tensors, in the graph they are in."""
-    listed = list(pairs)
-    if not listed:
-        raise GraphError(f"{what}: there is no variable to change\n  written at {user_location()}")
+def _adam_step(
+    grad: Tensor, variable: Variable, learning_rate: TensorLike, beta1: float, beta2: float, epsilon: float
+) -> Tensor:
+    given = as_scalar("adam: learning_rate", learning_rate, float64)
+    dtype = float32 if grad.dtype.itemsize < float32.itemsize else grad.dtype
+    grad = as_dtype_of(grad, dtype)
+    # In float64: in float32, 1 - 0.999**t is off in the fourth digit when t is small.
+    t = astype(_slot(variable, "adam_step", (), int64).assign_add(1), float64)
+    bias1, bias2 = 1 - beta1**t, 1 - beta2**t
+    rate = astype(given / bias1, dtype)
+    scale = astype(1 / sqrt(bias2), dtype)
+    mean = _slot(variable, "adam_mean", dtype=dtype).update(lambda m, g: beta1 * m + (1 - beta1) * g, grad)
+    squares = _slot(variable, "adam_square", dtype=dtype).update(lambda s, g: beta2 * s + (1 - beta2) * square(g), grad)
+    step = rate * mean / (scale * sqrt(squares) + epsilon)
+    return variable.assign_sub(as_dtype_of(step, variable.dtype))
+
+
+def _checked(what: str, pairs: Pairs, *, remembers: bool = False) -> tuple[Graph, list[tuple[Tensor, Variable]]]:
+    """The graph to build in, and the pairs, with gradients as tensors. All are checked before anything is built.
+
+    Args:
+        what: names the step in messages.
+        pairs: what the user gave.
+        remembers: the step needs variables like those of the pairs.
+    """
+    listed = _listed(what, pairs)
     seen = set()
     for grad, variable in listed:
-        if not isinstance(variable, Variable):
-            raise GraphError(f"{what}: takes (gradient, variable); got {variable!r}\n  written at {user_location()}")
         if variable.effect_key in seen:
             raise GraphError(
                 f"{what}: variable {variable.name!r} comes twice; add its gradients up\n  written at {user_location()}"
@@ -156,10 +177,38 @@ def _checked(what: str, pairs: Pairs) -> Iterator[tuple[Tensor, Variable]]:
                 f"{what}: variable {variable.name!r} has no gradient, as the loss does not depend on it; leave it out"
                 f"\n  written at {user_location()}"
             )
-        with graph_for(grad):
-            tensor = as_tensor(grad)
-            _check_fits(what, tensor, variable)
-            yield tensor, variable
+        if _is_nest(grad):
+            raise GraphError(
+                f"{what}: the gradient of variable {variable.name!r} is one tensor; got {brief(grad)}; what "
+                f"clip_by_global_norm returns is (gradients, norm): take its [0]\n  written at {user_location()}"
+            )
+    graph = graph_for(*(grad for grad, _ in listed))
+    with graph:
+        found = [(as_tensor(grad), variable) for grad, variable in listed]
+        for grad, variable in found:
+            _check_fits(what, grad, variable)
+            if remembers:
+                _static_shape(variable)
+    return graph, found
+
+
+def _listed(what: str, pairs: Any) -> list[tuple[TensorLike | None, Variable]]:
+    rule = f"{what}: takes pairs of (gradient, variable), such as zip(af.gradients(loss, weights), weights)"
+    if isinstance(pairs, Tensor | Variable | Mapping) or not isinstance(pairs, Iterable):
+        raise GraphError(f"{rule}; got {brief(pairs)}\n  written at {user_location()}")
+    listed = list(pairs)
+    if not listed:
+        raise GraphError(f"{what}: there is no variable to change\n  written at {user_location()}")
+    for pair in listed:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], Variable):
+            raise GraphError(f"{rule}; got {brief(pair)}\n  written at {user_location()}")
+    return listed
+
+
+def _is_nest(grad: Any) -> bool:
+    """Whether it holds several tensors; a list of numbers is one."""
+    leaves, structure = nest.flatten(grad)
+    return structure.kind is not None and not all(map(is_number, leaves))
 
 
 def _check_fits(what: str, grad: Tensor, variable: Variable) -> None:
@@ -184,24 +233,17 @@ def _slot(
     variable: Variable, name: str, shape: tuple[int, ...] | None = None, dtype: DTypeLike | None = None
 ) -> Variable:
     """A variable that remembers something of another, of its shape unless told; at first zeros."""
-    if shape is None:
-        if variable.shape is None or not is_static(variable.shape):
-            raise GraphError(
-                f"variable {variable.name!r} is {variable.spec}, and what is remembered for it needs a shape that is "
-                f"known in full: give it one, Variable(..., shape=...)\n  written at {user_location()}"
-            )
-        shape = tuple(extent for extent in variable.shape if extent is not None)
-    zeros = np.zeros(shape, variable.dtype if dtype is None else dtype)
+    zeros = np.zeros(_static_shape(variable) if shape is None else shape, variable.dtype if dtype is None else dtype)
     return Variable(zeros, name=f"{variable.name}/{name}", container=variable.container)
 
 
-def _scalar(x: TensorLike, dtype: DType) -> Tensor:
-    """A number or tensor as a tensor of that dtype."""
-    return constant(x, dtype) if is_weak(x) else _cast(as_tensor(x), dtype)
-
-
-def _cast(x: Tensor, dtype: DType) -> Tensor:
-    return x if x.dtype == dtype else astype(x, dtype)
+def _static_shape(variable: Variable) -> tuple[int, ...]:
+    if variable.shape is None or not is_static(variable.shape):
+        raise GraphError(
+            f"variable {variable.name!r} is {variable.spec}, and what is remembered for it needs a shape that is "
+            f"known in full: give it one, Variable(..., shape=...)\n  written at {user_location()}"
+        )
+    return tuple(extent for extent in variable.shape if extent is not None)
 
 
 __all__ = ["Pairs", "adam", "momentum", "sgd"]

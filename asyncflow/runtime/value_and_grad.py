@@ -7,12 +7,13 @@ from functools import partial, wraps
 from typing import Any
 
 from asyncflow.autodiff.gradients import gradients
-from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.errors import DTypeError, GraphError, brief, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, refuse_coroutines
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.ir import Tensor
 from asyncflow.ops.derivatives.shapes import carries_gradient
+from asyncflow.optim.loss import as_loss
 from asyncflow.runtime.function import Function
 from asyncflow.state.variable import Variable
 
@@ -28,7 +29,8 @@ def value_and_grad(
     Args:
         fn: returns a float scalar.
         argnums: the number of the argument to differentiate by, or several: any nests of floats, complex numbers and
-            variables. They are passed by position.
+            variables, where a list is a nest of its items and no array. They are passed by position; of a method that
+            is decorated in its class, argument 0 is `self`.
         has_aux: `fn` returns ``(value, aux)``, of which `aux`, any nest, is only passed on: ``((value, aux), grads)``.
 
     Returns:
@@ -57,10 +59,11 @@ def value_and_grad(
 
 def _differentiated(fn: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool) -> Callable[..., Any]:
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    places = [argnums] if isinstance(argnums, int) else list(argnums)
+    places = list(argnums) if isinstance(argnums, Sequence) else [argnums]
     if not places or any(isinstance(place, bool) or not isinstance(place, int) for place in places):
+        advice = "; did you mean has_aux=True?" if argnums is True else ""
         raise GraphError(
-            f"value_and_grad of {name}: argnums is the number of an argument, or several; got {argnums!r}"
+            f"value_and_grad of {name}: argnums is the number of an argument, or several; got {argnums!r}{advice}"
             f"\n  written at {user_location()}"
         )
 
@@ -74,7 +77,12 @@ def _differentiated(fn: Callable[..., Any], argnums: int | Sequence[int], has_au
                     f"\n  written at {user_location()}"
                 )
             passed[place] = nest.map_leaves(partial(_source, name, place), passed[place])
-        returned = fn(*passed, **kwargs)
+        try:
+            returned = fn(*passed, **kwargs)
+        except TypeError as error:
+            for place in places:
+                _explain_list(error, place, args[place])
+            raise
         value = _value(name, returned, has_aux)
         found = gradients(value, [passed[place] for place in places], unconnected="zero")
         grads = found[0] if isinstance(argnums, int) else tuple(found)
@@ -85,7 +93,14 @@ def _differentiated(fn: Callable[..., Any], argnums: int | Sequence[int], has_au
 
 def _source(name: str, place: int, leaf: Any) -> Tensor | Variable:
     """What to differentiate by: a variable stays one, so that all its reads count."""
-    source = leaf if isinstance(leaf, Variable) else as_tensor(leaf)
+    try:
+        source = leaf if isinstance(leaf, Variable) else as_tensor(leaf)
+    except DTypeError as error:
+        raise DTypeError(
+            f"value_and_grad of {name}: argument {place} is {brief(leaf)}, and gradients are by floats and complex "
+            f"numbers: name another with argnums, such as argnums=1 for a method, whose argument 0 is self"
+            f"\n  written at {user_location()}"
+        ) from error
     if not carries_gradient(source.spec):
         raise DTypeError(
             f"value_and_grad of {name}: argument {place} is {dtype_name(source.spec.dtype)}, and gradients are by "
@@ -94,28 +109,24 @@ def _source(name: str, place: int, leaf: Any) -> Tensor | Variable:
     return source
 
 
+def _explain_list(error: TypeError, place: int, argument: Any) -> None:
+    """Adds a note if `argument` is a list where an array may have been meant."""
+    if isinstance(argument, list) and all(map(_is_scalar, nest.flatten(argument)[0])):
+        error.add_note(
+            f"argument {place} of value_and_grad is a list, which is a nest and stays one: pass np.array(...) to "
+            f"differentiate by an array"
+        )
+
+
+def _is_scalar(leaf: Any) -> bool:
+    return leaf.shape == () if isinstance(leaf, Tensor) else isinstance(leaf, int | float | complex)
+
+
 def _value(name: str, returned: Any, has_aux: bool) -> Tensor:
     if has_aux and not (isinstance(returned, tuple | list) and len(returned) == 2):
         raise GraphError(
             f"value_and_grad of {name}: with has_aux it returns (value, aux); got {returned!r}"
             f"\n  written at {user_location()}"
         )
-    value = returned[0] if has_aux else returned
-    if nest.flatten(value)[1].kind is not None:
-        advice = "" if has_aux else "; has_aux=True takes (value, aux)"
-        raise GraphError(
-            f"value_and_grad of {name}: it returns one tensor to differentiate; got {value!r}{advice}"
-            f"\n  written at {user_location()}"
-        )
-    tensor = as_tensor(value)
-    if tensor.dtype.kind != "f" and tensor.dtype.name != "bfloat16":
-        raise DTypeError(
-            f"value_and_grad of {name}: its value is {tensor!r}; only a float has a gradient"
-            f"\n  written at {user_location()}"
-        )
-    if tensor.shape not in ((), None):
-        raise ShapeError(
-            f"value_and_grad of {name}: its value is {tensor!r}; it is to be a scalar: take its af.sum or af.mean"
-            f"\n  written at {user_location()}"
-        )
-    return tensor
+    what = f"value_and_grad of {name}: its value"
+    return as_loss(what, returned[0]) if has_aux else as_loss(what, returned, "; has_aux=True takes (value, aux)")

@@ -59,6 +59,17 @@ async def test_what_grad_fn_gets_where_nothing_arrives(run: Run) -> None:
     assert seen == [None]
 
 
+async def test_the_gradient_of_a_single_argument(run: Run) -> None:
+    """As it is, or alone in a tuple; so for a nest, which may be a tuple itself."""
+    x, w = af.constant(1.0), af.constant(2.0)
+    for grad_fn in (lambda grad: grad, lambda grad: (grad,), lambda grad: [grad]):
+        custom = af.custom_gradient(lambda x, grad_fn=grad_fn: (x * 2.0, grad_fn))
+        assert await run(af.gradients(custom(x), x)) == 1.0
+    for nested in (lambda grad: (grad, None), lambda grad: ((grad, None),)):
+        custom = af.custom_gradient(lambda pair, grad_fn=nested: (pair[0] * pair[1], grad_fn))
+        assert await run(af.gradients(custom((x, w)), [x, w], unconnected="zero")) == [1.0, 0.0]
+
+
 async def test_none_where_nothing_flows(run: Run) -> None:
     """For an argument, for all of them, and for a leaf of one."""
     x, y = af.constant(2.0), af.constant(3.0)
@@ -210,6 +221,24 @@ def test_gradients_that_do_not_fit(wrong: str) -> None:
         af.gradients(custom(x, y), [x, y])
     with pytest.raises(kind, match=f"(?s)the gradient of @op product .*{message}.*differentiates product, built at"):
         af.gradients(of_op(x, y), [x, y])
+
+
+async def test_gradients_whose_shape_only_a_run_knows(run: Run) -> None:
+    """They are compared there, and not broadcast; of custom_gradient and of ops alike."""
+
+    def grad_fn(grad: Any) -> Any:
+        return grad[:1]
+
+    x, vector = af.placeholder("float64", (None,)), af.spec("float64", (None,))
+    custom = af.custom_gradient(lambda x: (x * 2.0, grad_fn))
+    of_op = af.op(outputs=vector, name="double", gradient=lambda xs, out, grad: grad_fn(grad))(lambda x: x * 2.0)
+    for slope, what in (
+        (af.gradients(custom(x), x), "grad_fn of .*<lambda> returned as the gradient of"),
+        (af.gradients(of_op(x), x), "the gradient of @op double returned as the gradient of"),
+    ):
+        assert (await run(slope, {x: [3.0]})).tolist() == [1.0]
+        with pytest.raises(af.KernelError, match=rf"what {what} .* has shape \[1\]; it is to have shape \[2\]"):
+            await run(slope, {x: [3.0, 4.0]})
 
 
 def test_a_gradient_of_another_nest() -> None:

@@ -202,6 +202,36 @@ def test_grad_ys_that_do_not_fit() -> None:
         af.gradients(x, x, grad_ys=[1.0, 2.0, 3.0])
 
 
+@pytest.mark.parametrize("known", [(3,), (None,), None])
+async def test_grad_ys_that_do_not_fit_in_the_run(run: Run, known: Any) -> None:
+    """Where only a run knows the shapes, they are compared there: what would broadcast is refused all the same."""
+    x, weight = af.placeholder("float64", known), af.placeholder("float64", None if known == (3,) else known)
+    slope = af.gradients(x * x, x, grad_ys=weight)
+    values = np.arange(3.0)
+    for wrong in (np.ones(1), np.ones(2)) if known == (None,) else (np.ones(1), np.ones((2, 3)), 1.0):
+        with pytest.raises(
+            af.KernelError, match=r"(?s)the grad_y of .* has shape .*; it is to have shape \[3\].*"
+        ) as e:
+            await run(slope, {x: values, weight: wrong})
+        assert isinstance(e.value.__cause__, ValueError)
+        assert re.search(HERE, str(e.value))
+    assert (await run(slope, {x: values, weight: np.ones(3)})).tolist() == [0.0, 2.0, 4.0]
+
+
+async def test_gradients_by_a_grad_y(run: Run) -> None:
+    """A check of its shape is differentiated like everything else, also in a loop whose values change their shape."""
+    x, weight = af.placeholder("float64", (None,)), af.placeholder("float64", (None,))
+
+    def body(i: Any, total: Any) -> Any:
+        part = x[:i]
+        slope = af.gradients(part * part, part, grad_ys=weight[:i])
+        return i + 1, total + af.sum(slope)
+
+    _, y = af.while_loop(lambda i, _: i < 3, body, (1, 0.0))
+    by_weight = af.gradients(y, weight)
+    assert (await run(by_weight, {x: [1.0, 2.0, 3.0], weight: [1.0, 1.0, 1.0]})).tolist() == [4.0, 4.0, 0.0]
+
+
 def test_an_op_without_a_derivative() -> None:
     """The message names the op and the node, says what to do, and where the node was built; not if nothing flows."""
     bare = af.op(outputs=af.spec("float64", ()), name="bare")(lambda x: x)

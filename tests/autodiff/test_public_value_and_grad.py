@@ -137,6 +137,45 @@ def test_argnums_are_numbers(argnums: Any) -> None:
         af.value_and_grad(loss, argnums)
 
 
+def test_argnums_that_may_be_something_else() -> None:
+    """A third argument in the place of the second, and things that are no sequence."""
+    with pytest.raises(af.GraphError, match=r"got True; did you mean has_aux=True\?"):
+        af.value_and_grad(loss, True)
+    wrong: Any
+    for wrong in (0.5, None):
+        with pytest.raises(af.GraphError, match=f"argnums is the number of an argument, or several; got {wrong}"):
+            af.value_and_grad(loss, wrong)
+
+
+def test_a_method_that_is_decorated_in_its_class(graph: af.Graph) -> None:
+    """Its argument 0 is self, which has no gradient."""
+
+    class Model:
+        @af.value_and_grad
+        def value(self, x: Any) -> Any:
+            return x * x
+
+    with pytest.raises(af.DTypeError, match=r"argument 0 is <.*, and gradients are by .* argnums=1 for a method"):
+        Model().value(2.0)
+
+
+async def test_a_list_is_no_array(graph: af.Graph) -> None:
+    """It is passed on as the nest it is; the error of the function says what to pass."""
+    for wrong in (lambda x: x**2, af.function(lambda x: x**2)):
+        with pytest.raises(TypeError) as caught:
+            await af.value_and_grad(wrong)([1.0, 2.0])
+        assert "argument 0 of value_and_grad is a list" in caught.value.__notes__[0]
+    with pytest.raises(TypeError) as caught:
+        af.value_and_grad(lambda x: x["w"] ** "2")({"w": 1.0})
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_outside_a_graph() -> None:
+    """The message is about the graph, not about the argument."""
+    with pytest.raises(af.GraphError, match="no graph is being built here"):
+        af.value_and_grad(lambda x: x * x)(2.0)
+
+
 def test_what_is_refused(graph: af.Graph) -> None:
     """Things that are no functions, arguments without gradients or by name, values that are no float scalars."""
     wrong: Any = 3
@@ -151,7 +190,7 @@ def test_what_is_refused(graph: af.Graph) -> None:
         square(np.array([1.0, 2.0]))
     with pytest.raises(af.DTypeError, match="only a float has a gradient"):
         af.value_and_grad(af.argmax)(np.array([1.0, 2.0]))
-    with pytest.raises(af.GraphError, match=r"it returns one tensor to differentiate; .*has_aux=True takes"):
+    with pytest.raises(af.GraphError, match=r"its value is one tensor to differentiate; .*has_aux=True takes"):
         af.value_and_grad(lambda x: (x, x))(1.0)
     with pytest.raises(af.GraphError, match=r"with has_aux it returns \(value, aux\); got"):
         af.value_and_grad(lambda x: x, has_aux=True)(1.0)

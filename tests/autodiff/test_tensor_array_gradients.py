@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.autodiff.gradients import gradients
-from asyncflow.autodiff.store_gradients import StoreGradient
+from asyncflow.autodiff.store_gradients import JOINED_GRADIENTS, StoreGradient
 from tests.autodiff.sweep import KNOWN, gradients_at
 
 if TYPE_CHECKING:
@@ -247,6 +247,15 @@ def test_totals_are_of_one_shape() -> None:
     with pytest.raises(ValueError, match=r"\[1\] has reached element 0.*\[2\]"):
         found.total(0, (2,), np)
     assert found.total(1, (2,), np) is None
+
+
+def test_joined_gradients_are_as_long_as_their_pieces() -> None:
+    """Slices of too few rows would be empty without a word."""
+    split = JOINED_GRADIENTS.kernel
+    assert split is not None
+    assert [grad.tolist() for _, grad in split(np)(np.arange(3.0), np.array([1, 2])).entries()] == [[0], [1, 2]]
+    with pytest.raises(ValueError, match=r"\[2\] has reached the joined elements .* lengths add up to 3"):
+        split(np)(np.arange(2.0), np.array([1, 2]))
 
 
 def test_a_read_in_a_loop_adds_one_entry_an_iteration() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff.dependencies import Dependencies
+from asyncflow.autodiff.dependencies import Dependencies, nodes_behind
 from asyncflow.graph.ir import Node
 from tests.conftest import OpenSession
 
@@ -238,6 +238,16 @@ def test_nothing_flows_to_what_only_ops_without_a_derivative_connect() -> None:
     assert loop_of(by_x).attrs["n_vars"] == 2
 
 
+async def test_a_loop_that_only_integers_connect(run: Run) -> None:
+    """It is not gone through again."""
+    a = af.placeholder("float64", (3,))
+    place = af.argmax(a)
+    y = repeat(3, lambda y: y + af.astype(place, af.float64), af.constant(0.0))
+    slope = af.gradients(y, a)
+    assert [node for node in slope.graph.nodes if node.op.name == "while"] == [y.node]
+    assert (await run(slope, {a: np.ones(3)})).tolist() == [0.0, 0.0, 0.0]
+
+
 def test_what_a_grown_loop_depends_on_is_looked_at_anew() -> None:
     """Captures stand further behind when values have been saved."""
     x, a = af.placeholder("float64", ()), af.placeholder("float64", ())
@@ -246,6 +256,18 @@ def test_what_a_grown_loop_depends_on_is_looked_at_anew() -> None:
     before = dependencies.of(y.graph.nodes, {a: 1})[y]
     af.gradients(y, x)
     assert dependencies.of(y.graph.nodes, {a: 1})[y] == before == 1
+
+
+def test_only_what_a_value_is_made_of_is_looked_at() -> None:
+    """So that many gradients in one graph do not look at each other's nodes."""
+    x = af.placeholder("float64", ())
+    y = repeat(3, lambda y: y * x, x)
+    first = af.gradients(y, x)
+    assert first.node not in nodes_behind(y.graph, [y])
+    assert {node.op.name for node in nodes_behind(y.graph, [y])} == {"placeholder", "constant", "while", "saved_values"}
+    behind = nodes_behind(y.graph, [first])
+    assert {first.node, y.node, x.node} <= set(behind)
+    assert behind == [node for node in y.graph.nodes if node in set(behind)]
 
 
 @pytest.mark.parametrize("shape", [(100, 8), (None, 8)])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.compiler.rows_ahead import ROWS_AHEAD
 from tests.compiler.batching import WIDTH, Array, Recurrent, run_both, values, where
 
 if TYPE_CHECKING:
@@ -260,3 +261,28 @@ async def test_operands_that_do_not_fit_fail_as_in_the_loop(graph: af.Graph) -> 
         seen.append(where(failed.value))
     assert seen[0] == seen[1]
     assert seen[0][:2] == ("loop/body/matmul", "loop/0")
+
+
+def test_bytes_of_what_is_ahead() -> None:
+    """None before the first look; then those of the last two blocks."""
+    steps = (("getitem", {"key": (("input", 0),)}, (1, 0)), ("matmul", {"dtype": np.dtype("float32")}, (3, 2)))
+    bind = ROWS_AHEAD.kernel
+    assert bind is not None
+    ahead = bind(
+        np,
+        steps=steps,
+        results=(4,),
+        n_inputs=2,
+        counter=np.dtype("int64"),
+        step=1,
+        margin=None,
+        is_exact=False,
+        block_bytes=1 << 20,
+    )
+    rows, matrix = values(20, 3, 8), values(8, 2)
+    held = ahead(rows, matrix)
+    sizes = [held.nbytes]
+    for index in range(7):
+        np.testing.assert_allclose(held.row(0, index), rows[index] @ matrix, rtol=1e-5)
+        sizes.append(held.nbytes)
+    assert sizes == [0, 24, 72, 72, 144, 144, 144, 144]

@@ -181,7 +181,7 @@ async def test_values_streamed_out_of_the_loop_stay_in_it(graph: af.Graph) -> No
     for batching in (True, False):
         async with af.Session(debug=True, loop_batching=batching) as session:
             found.append([total async for total in session.stream(seen[0], sums.feeds)])
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(found[0], found[1])
     assert len(found[0]) == 4
 
 
@@ -240,6 +240,22 @@ def test_sums_whose_operands_turn_out_to_differ_are_added_one_by_one() -> None:
     first, second = pending.settle()
     np.testing.assert_allclose(first, 3 * (x.T @ g), rtol=1e-5)
     np.testing.assert_allclose(second, x.T @ (2 * g + other), rtol=1e-4, atol=1e-6)
+
+
+def test_operands_that_do_not_fit_a_block_are_multiplied_as_they_are() -> None:
+    """They broadcast, or fail, as in the loop."""
+    x, g = values(4, M), values(4, N)
+    for total, right, left in (
+        (np.zeros((2, M, N), "float32"), np.stack([g, g]), x.T),
+        (np.zeros((M, N), "float32"), g, np.stack([x.T, x.T])),
+        (np.zeros((1, N), "float32"), g, None),
+    ):
+        pending = PendingSums([total], 1 << 20)
+        pending.add([right], [left])
+        (found,) = pending.settle()
+        np.testing.assert_allclose(found, total + (right.sum(axis=0) if left is None else left @ right), rtol=1e-5)
+    with pytest.raises(ValueError, match="matmul"):
+        PendingSums([np.zeros((M, N), "float32")], 1 << 20).add([g], [x])
 
 
 def test_a_product_of_many_rows_is_not_worth_copying_them() -> None:

@@ -219,3 +219,33 @@ async def test_62_the_gradient_of_a_stopped_gradient(run: Run) -> None:
     stopped = af.stop_gradient(af.gradients(y, x))
     assert af.gradients(stopped, x) is None
     assert await run(af.gradients(x * stopped, x), {x: 2.0}) == 32.0
+
+
+# -- counters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 1, np.int32(0), np.uint8(2)])
+async def test_a_run_may_feed_what_a_counter_begins_with(run: Run, first: Any) -> None:
+    """How many iterations there are, what is saved and what a counter is worth is then another matter."""
+    start, x = af.constant(first), af.placeholder("float64", ())
+
+    def body(i: Any, y: Any) -> Any:
+        return i + 1, af.sin(y) * af.astype(i, "float64")
+
+    y = af.while_loop(lambda i, _: i < 6, body, (start, x))[1]
+    scaled = af.while_loop(lambda i, _: i < 6, lambda i, y: (i + 1, y * 2.0), (start, x))[1]
+    slope = af.gradients(y, x)
+    fetches = [slope, af.gradients(slope, x), af.gradients(scaled, x)]
+    for begin in (int(first), 4):
+
+        def by_hand(at: float, begin: int = begin) -> float:
+            for i in range(begin, 6):
+                at = np.sin(at) * i
+            return at
+
+        at, step = 0.7, 1e-4
+        found = await run(fetches, {x: at, start: np.array(begin, start.dtype)})
+        up, middle, down = by_hand(at + step), by_hand(at), by_hand(at - step)
+        assert found[0] == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-5)
+        assert found[1] == pytest.approx((up - 2 * middle + down) / step**2, rel=1e-4, abs=1e-4)
+        assert found[2] == 2.0 ** (6 - begin)

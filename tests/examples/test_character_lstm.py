@@ -105,6 +105,43 @@ def test_cost_of_letter_pairs() -> None:
     assert character_lstm.bits(character_lstm.loss_of_pairs(either)) == pytest.approx(0.5, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "argument --steps: 0 is no number from 1"),
+        (["--steps", "-3"], "argument --steps: -3 is no number from 1"),
+        (["--hidden", "0"], "argument --hidden: 0 is no number from 1"),
+        (["--files", "-1"], "argument --files: -1 is no number from 1"),
+        (["--batch", "0"], "argument --batch: 0 is no number from 1"),
+        (["--batch", "few"], "argument --batch: few is no number from 1"),
+        (["--batch", "1"], "argument --batch: 2 devices read one paragraph each, or more"),
+        (["--batch", "100000", "--files", "25"], "argument --batch: there are no more than"),
+        (["--output", __file__], "test_character_lstm.py is no folder"),
+        (["--output", f"{__file__}/new/folder"], "test_character_lstm.py is no folder"),
+    ],
+    ids=lambda value: value[0] + value[1][-7:] if isinstance(value, list) else "",
+)
+def test_options_that_make_no_sense(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are refused before anything is trained, with the usage and status 2."""
+    with pytest.raises(SystemExit) as caught:
+        character_lstm.main(options)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "training" not in printed.out
+
+
+def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the status that shells give for it."""
+
+    async def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(character_lstm, "train", interrupted)
+    assert character_lstm.main(["--files", "25", "--hidden", "4"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
 def test_too_little_to_read() -> None:
     with pytest.raises(SystemExit, match="too little documentation"):
         character_lstm.read_text(most_files=0)

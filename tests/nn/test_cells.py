@@ -83,6 +83,15 @@ def test_forget_gates_are_open_at_first() -> None:
     np.testing.assert_array_equal(bias.initial, [0] * HIDDEN + [1] * HIDDEN + [0] * 2 * HIDDEN)
 
 
+async def test_gates_of_weights_of_unknown_width(run: Run) -> None:
+    """The state tells how wide they are."""
+    weights = random_weights(3, HIDDEN)
+    fed = [af.placeholder("float64", (None,) * weight.ndim) for weight in weights]
+    output, _ = af.nn.gru_cell(X, H, af.nn.GRUWeights(*fed))
+    found = await run(output, dict(zip(fed, weights, strict=True)))
+    np.testing.assert_allclose(found, gru_step(X, H, weights)[0], rtol=1e-12)
+
+
 async def test_weights_read_once_are_tensors(run: Run) -> None:
     weights = af.nn.lstm_weights(N_IN, HIDDEN)
     read = weights.read()
@@ -94,10 +103,79 @@ async def test_weights_read_once_are_tensors(run: Run) -> None:
 def test_extents_that_do_not_fit() -> None:
     """A state of another width, and columns that are no whole number of gates."""
     zeros = np.zeros((BATCH, HIDDEN + 1))
+    columns = [*random_weights(4)[:2], None]
     with pytest.raises(af.ShapeError, match=r"gates of shape \[4,20\] and a state of shape \[4,6\]"):
-        af.nn.lstm_cell(X, (H, zeros), af.nn.LSTMWeights(*random_weights(4)))
+        af.nn.lstm_cell(X, (af.placeholder("float64", (None, None)), zeros), af.nn.LSTMWeights(*columns))
     with pytest.raises(af.ShapeError, match="a cell with 3 gates"):
         af.nn.gru_cell(X, H, af.nn.GRUWeights(*random_weights(4, HIDDEN)))
     unknown = af.placeholder("float64", None)
-    with pytest.raises(af.ShapeError, match="a cell with 4 gates"):
+    with pytest.raises(af.ShapeError, match="a cell with 4 gates needs to know `hidden` while the graph is built"):
         af.nn.lstm_cell(unknown, (unknown, unknown), af.nn.LSTMWeights(unknown, unknown, unknown))
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_an_lstm_has_a_pair_as_state(batch: int) -> None:
+    """A tensor with two rows is none."""
+    weights = af.nn.LSTMWeights(*random_weights(4))
+    for state in (af.zeros((batch, HIDDEN)), H[:batch], (H, C, C)):
+        with pytest.raises(af.GraphError, match=r"lstm_cell: its state is a pair \(h, c\), each of .*; got"):
+            af.nn.lstm_cell(X[:batch], state, weights)  # type: ignore[arg-type]
+    with pytest.raises(af.GraphError, match="lstm_cell: its state c is one tensor; got a tuple of 2 values"):
+        af.nn.lstm_cell(X, (H, (C, C)), weights)
+
+
+def test_a_gru_has_a_tensor_as_state() -> None:
+    """What an LSTM takes is named."""
+    with pytest.raises(af.GraphError, match="gru_cell: its state h is one tensor; got a tuple of 2 values"):
+        af.nn.gru_cell(X, (H, H), af.nn.GRUWeights(*random_weights(3, HIDDEN)))
+
+
+@pytest.mark.parametrize("state", [H[0], H[:1], H[:, :1], H[None]], ids=["row", "batch", "hidden", "rank"])
+def test_states_do_not_broadcast(state: np.ndarray) -> None:
+    """One row for each of the input, and as wide as the other part."""
+    message = r"x is \[batch,n_in\] and its state \[batch,hidden\]; got x \[4,3\], h "
+    for pair in ((H, state), (state, H), (state, state)):
+        if pair[0].shape != pair[1].shape or state.shape[-1] != 1:
+            with pytest.raises(af.ShapeError, match=f"lstm_cell: {message}"):
+                af.nn.lstm_cell(X, pair, af.nn.LSTMWeights(*random_weights(4)))
+    if state.shape != (BATCH, 1):
+        with pytest.raises(af.ShapeError, match=f"gru_cell: {message}"):
+            af.nn.gru_cell(X, state, af.nn.GRUWeights(*random_weights(3, HIDDEN)))
+
+
+def test_dtypes_do_not_mix() -> None:
+    """A state or an input of another dtype would change that of the state."""
+    weights = af.nn.lstm_weights(N_IN, HIDDEN)
+    x, h = X.astype(np.float32), H.astype(np.float32)
+    for arguments, message in [
+        ((x, (H, h)), "lstm_cell: x is float32 and h is float64; all are of one dtype"),
+        ((x, (h, H)), "lstm_cell: x is float32 and c is float64"),
+        ((X, (H, H)), "lstm_cell: x is float64 and weights.input is float32"),
+        ((np.ones((BATCH, N_IN), np.int64), (h, h)), "lstm_cell: x is floats; got"),
+    ]:
+        with pytest.raises(af.DTypeError, match=message):
+            af.nn.lstm_cell(*arguments, weights)
+    with pytest.raises(af.DTypeError, match="gru_cell: x is float32 and h is float64"):
+        af.nn.gru_cell(x, H, af.nn.gru_weights(N_IN, HIDDEN))
+
+
+def test_weights_of_another_cell() -> None:
+    with pytest.raises(af.GraphError, match=r"gru_cell: weights are GRUWeights, .*gru_weights gives; got LSTMWeights"):
+        af.nn.gru_cell(X, H, af.nn.LSTMWeights(*random_weights(4)))  # type: ignore[arg-type]
+    with pytest.raises(af.GraphError, match=r"lstm_cell: weights are LSTMWeights, .* gives; got list"):
+        af.nn.lstm_cell(X, (H, C), random_weights(4))  # type: ignore[arg-type]
+
+
+async def test_without_bias(run: Run) -> None:
+    """As with zeros; `read` leaves None as it is."""
+    w, u, b = random_weights(4)
+    without = af.nn.LSTMWeights(w, u, None).read()
+    assert without.bias is None
+    found, want = await run(
+        [af.nn.lstm_cell(X, (H, C), weights)[0] for weights in (without, af.nn.LSTMWeights(w, u, b * 0))]
+    )
+    np.testing.assert_array_equal(found, want)
+    w, u, b, r = random_weights(3, HIDDEN)
+    cells = [af.nn.GRUWeights(w, u, None, None).read(), af.nn.GRUWeights(w, u, b * 0, r * 0)]
+    found, want = await run([af.nn.gru_cell(X, H, weights)[0] for weights in cells])
+    np.testing.assert_array_equal(found, want)

@@ -222,12 +222,32 @@ async def test_windows(run: Run, window: int, lengths: list[int] | None) -> None
         np.testing.assert_array_equal(a, b)
 
 
+async def test_lengths_of_a_small_dtype(run: Run) -> None:
+    """There may be more steps than it can count."""
+    xs = np.ones((300, 2, 1))
+    _, last = af.nn.dynamic_rnn(lambda x, s: (s, s + x), xs, np.zeros((2, 1)), np.array([200, 3], np.uint8))
+    assert (await run(last)).tolist() == [[200.0], [3.0]]
+
+
 @pytest.mark.parametrize("lengths", [[7, 0, 0, 0, 0], [0, 0, -1, 0, 0]])
 async def test_lengths_out_of_range(run: Run, lengths: list[int]) -> None:
     """The message says what holds, and shows the lengths."""
     with pytest.raises(af.KernelError, match="every length is at least 0") as caught:
         await run(af.nn.dynamic_rnn(gru, INPUTS, H, lengths))
     assert str(np.array(lengths)) in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4])
+async def test_fewer_or_more_lengths_than_sequences(run: Run, count: int) -> None:
+    """Of a batch that only the run knows, with 3 sequences: none is lost."""
+    xs, h = af.placeholder("float64", (None, None, N_IN)), af.placeholder("float64", (None, HIDDEN))
+    lengths = af.placeholder("int64", (None,))
+    outputs, last = af.nn.dynamic_rnn(gru, xs, h, lengths)
+    feeds = {xs: INPUTS[:, :3], h: H[:3], lengths: np.full(count, 2)}
+    for fetched in (outputs, last):
+        with pytest.raises(af.KernelError, match="lengths are one for each sequence") as caught:
+            await run(fetched, feeds)
+        assert isinstance(caught.value.__cause__, AssertionError)
 
 
 def test_arguments_that_do_not_fit() -> None:

@@ -109,6 +109,18 @@ async def test_sequence_mask(run: Run, fed: bool) -> None:
     np.testing.assert_array_equal(found, [[1, 0, 1], [1, 0, 1], [0, 0, 1]])
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+async def test_sequence_mask_of_small_integers(run: Run, dtype: type[np.integer[Any]]) -> None:
+    """There may be more steps than such a dtype can count."""
+    mask = await run(af.nn.sequence_mask(np.array([2, 100], dtype), 300))
+    assert mask.sum(axis=0).tolist() == [2, 100]
+
+
+def test_sequence_mask_of_floats() -> None:
+    with pytest.raises(af.DTypeError, match="lengths are integers, not float64"):
+        af.nn.sequence_mask([2.0, 1.0], 3)
+
+
 async def test_masked_mean(run: Run) -> None:
     """What is masked may even be NaN; of nothing it is 0. Its gradient is 0 where the mask is false."""
     x = af.constant([1.0, np.nan, 3.0, np.inf])
@@ -155,7 +167,40 @@ def test_labels_that_do_not_fit() -> None:
         af.nn.softmax_cross_entropy(LOGITS, LOGITS.astype(np.float32))
 
 
-async def test_a_label_out_of_range(run: Run) -> None:
-    with pytest.raises(af.KernelError) as caught:
-        await run(af.nn.softmax_cross_entropy(LOGITS, LABELS + 1))
+@pytest.mark.parametrize(("label", "dtype"), [(4, np.int64), (-1, np.int64), (-1, np.int8), (200, np.uint8)])
+async def test_a_label_out_of_range(run: Run, label: int, dtype: type[np.integer[Any]]) -> None:
+    """Below 0 as well: it would count from the last class."""
+    labels = LABELS.astype(dtype)
+    labels[1, 1] = label
+    with pytest.raises(af.KernelError, match=f"label {label} is no class: .* from 0, and there are 4") as caught:
+        await run(af.nn.softmax_cross_entropy(LOGITS, labels))
     assert isinstance(caught.value.__cause__, IndexError)
+
+
+async def test_no_labels_at_all(run: Run) -> None:
+    """Nor a scalar one; both are in range."""
+    empty, scalar = (
+        af.nn.softmax_cross_entropy(LOGITS[:, :0], LABELS[:, :0]),
+        af.nn.softmax_cross_entropy(LOGITS[0, 0], 3),
+    )
+    found = await run([empty, scalar])
+    assert found[0].shape == (2, 0)
+    np.testing.assert_allclose(found[1], -log_softmax(LOGITS)[0, 0, 3])
+
+
+@pytest.mark.parametrize("labels", [np.array([0, 1, 1]), np.array([False, True, True]), [0, 1, 1], 1, True, 0.25])
+async def test_labels_take_the_dtype_of_the_logits(run: Run, labels: Any) -> None:
+    """Integers and booleans, and Python's numbers."""
+    x = np.array([-2.0, 0.5, 3.0], np.float32)
+    found = await run(af.nn.sigmoid_cross_entropy(x, labels))
+    assert found.dtype == np.float32
+    want = await run(af.nn.sigmoid_cross_entropy(x.astype(np.float64), np.asarray(labels, np.float64)))
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
+def test_floats_that_do_not_fit() -> None:
+    """Neither is converted silently."""
+    with pytest.raises(af.DTypeError, match=r"labels are of the dtype of the logits, or .*float64.* for .*float32"):
+        af.nn.sigmoid_cross_entropy(LOGITS.astype(np.float32), LOGITS)
+    with pytest.raises(af.DTypeError, match="logits are floats; got"):
+        af.nn.sigmoid_cross_entropy(LABELS, LABELS)

@@ -56,6 +56,36 @@ async def test_half_precision_does_not_overflow(run: Run) -> None:
     np.testing.assert_allclose(found, [3, -4], rtol=2e-3)
 
 
+@pytest.mark.parametrize("size", [1e20, 1e-30])
+async def test_squares_that_float32_cannot_hold(run: Run, size: float) -> None:
+    """Neither an infinite norm nor one of 0."""
+    x = np.array([3 * size, -4 * size], np.float32)
+    found, norm = await run(af.optim.clip_by_global_norm({"x": x}, size))
+    np.testing.assert_allclose(norm, 5 * size, rtol=1e-6)
+    assert norm.dtype == found["x"].dtype == np.float32
+    np.testing.assert_allclose(found["x"], [0.6 * size, -0.8 * size], rtol=1e-6)
+    np.testing.assert_allclose(await run(af.optim.clip_by_norm(x, size)), found["x"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [[np.inf, 1.0], [np.nan, 1.0], [1e300, 1.0]], ids=["inf", "nan", "overflow"])
+async def test_a_norm_that_is_not_finite(run: Run, wrong: list[float]) -> None:
+    """It spoils every gradient, so that nobody trains on zeros without noticing."""
+    (a, b), norm = await run(af.optim.clip_by_global_norm([np.array(wrong), np.ones(2)], 1.0))
+    assert not np.isfinite(norm)
+    assert np.isnan([*a, *b]).all()
+
+
+def test_integers_are_refused() -> None:
+    """Rounded to integers, a scaled gradient would be 0."""
+    grads = [A, np.array([3, 4])]
+    with pytest.raises(af.DTypeError, match=r"clip_by_value: takes gradients that are floats; got .*int64"):
+        af.optim.clip_by_value(grads, -1, 1)
+    with pytest.raises(af.DTypeError, match=r"clip_by_norm: takes gradients that are floats; got .*int64"):
+        af.optim.clip_by_norm(grads, 1.0)
+    with pytest.raises(af.DTypeError, match=r"clip_by_global_norm: takes gradients that are floats; got .*int64"):
+        af.optim.clip_by_global_norm(grads, 1.0)
+
+
 def test_none_stays_none() -> None:
     """As `gradients` gives it for what the loss does not depend on."""
     assert af.optim.clip_by_value([None, A], 0, 1)[0] is None
@@ -69,5 +99,9 @@ def test_limits_that_make_no_sense() -> None:
             af.optim.clip_by_norm([A], limit)
         with pytest.raises(af.GraphError, match="max_norm is above 0"):
             af.optim.clip_by_global_norm([A], limit)
+    wrong: Any
+    for wrong in ([1.0, 2.0], "1", None, 1j):
+        with pytest.raises(af.GraphError, match="max_norm is a number or a scalar tensor; got"):
+            af.optim.clip_by_global_norm([A], wrong)
     with pytest.raises(af.GraphError, match="no gradient"):
         af.optim.clip_by_global_norm([None], 1.0)

@@ -18,6 +18,7 @@ Run = Callable[..., Awaitable[Any]]
 
 pytestmark = pytest.mark.usefixtures("graph")
 
+STEPS_BY_NAME = {"sgd": af.optim.sgd, "momentum": af.optim.momentum, "adam": af.optim.adam}
 STEPS = 6
 START = np.array([[1.5, -2.0, 0.25], [0.0, 3.0, -0.5]])
 RATE = 0.1
@@ -163,7 +164,7 @@ def test_pairs_that_do_not_fit(step: Callable[..., af.Node]) -> None:
         ([(None, w)], af.GraphError, "'w' has no gradient"),
         ([(g, w), (g, w)], af.GraphError, "'w' comes twice"),
         ([], af.GraphError, "no variable"),
-        ([(w, g)], af.GraphError, r"takes \(gradient, variable\)"),
+        ([(w, g)], af.GraphError, r"takes pairs of \(gradient, variable\)"),
         ([(af.zeros(3, dtype="float32"), w)], af.DTypeError, "'w', which holds float64, has another dtype"),
         ([(af.zeros(4), w)], af.ShapeError, "'w', of shape \\[3\\], has another shape"),
         ([(af.zeros(3, dtype="int64"), af.Variable([1, 2, 3], name="n"))], af.DTypeError, "only floats"),
@@ -178,8 +179,113 @@ def test_what_is_remembered_needs_a_shape() -> None:
         af.optim.momentum([(af.zeros(3), w)], 0.1)
 
 
-@pytest.mark.parametrize("betas", [{"beta1": 1.0}, {"beta2": -0.1}, {"beta1": float("nan")}])
+@pytest.mark.parametrize("betas", [{"beta1": 1.0}, {"beta2": -0.1}, {"beta1": float("nan")}, {"beta2": "0.9"}])
 def test_betas_out_of_range(betas: dict[str, float]) -> None:
     w = af.Variable(0.0, name="w")
-    with pytest.raises(af.GraphError, match=r"beta[12] is at least 0 and below 1"):
+    with pytest.raises(af.GraphError, match=r"adam: beta[12] is a number, at least 0 and below 1; got"):
         af.optim.adam([(af.constant(1.0), w)], **betas)
+
+
+def test_betas_are_no_tensors() -> None:
+    """They are used while the graph is built."""
+    with pytest.raises(af.GraphError, match=r"beta1 is a number, .*got <Tensor"):
+        af.optim.adam([(af.constant(1.0), af.Variable(0.0))], beta1=af.constant(0.9))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("epsilon", [-1e-8, float("nan"), "1e-8"])
+def test_epsilon_out_of_range(epsilon: Any) -> None:
+    with pytest.raises(af.GraphError, match="adam: epsilon is a number, at least 0; got"):
+        af.optim.adam([(af.constant(1.0), af.Variable(0.0))], epsilon=epsilon)
+
+
+@pytest.mark.parametrize("kept", [1.5, 1, -0.1, np.float32(2)])
+def test_momentum_out_of_range(kept: Any) -> None:
+    with pytest.raises(af.GraphError, match="momentum: momentum is a number, at least 0 and below 1; got"):
+        af.optim.momentum([(af.constant(1.0), af.Variable(0.0))], 0.1, kept)
+
+
+@pytest.mark.parametrize("step", STEPS_BY_NAME.values(), ids=STEPS_BY_NAME.keys())
+@pytest.mark.parametrize("rate", [[0.1, 0.2], np.ones(3), "0.1", None, True, 1j, len], ids=repr)
+def test_learning_rates_are_scalars(step: Callable[..., af.Node], rate: Any) -> None:
+    """A vector would broadcast, and a string might be read as a number."""
+    with pytest.raises(af.GraphError, match="learning_rate is a number or a scalar tensor; got"):
+        step([(af.zeros(3), af.Variable(np.zeros(3)))], rate)
+
+
+@pytest.mark.parametrize("rate", [1, np.float32(1), np.array(1.0), np.int64(1)], ids=repr)
+async def test_learning_rates_of_any_dtype(run: Run, rate: Any) -> None:
+    """They are converted to that of the variable."""
+    w = af.Variable(np.ones(2, np.float32))
+    await run(af.optim.sgd([(af.ones(2, dtype="float32"), w)], rate))
+    assert (await run(w.read())).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("step", STEPS_BY_NAME.values(), ids=STEPS_BY_NAME.keys())
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        lambda g, w: (g, w),
+        lambda g, w: [g, g],
+        lambda g, w: g,
+        lambda g, w: [(g, w), 3],
+        lambda g, w: [(g, w), (g, w, w)],
+        lambda g, w: {w: g},
+        lambda g, w: 0.5,
+    ],
+    ids=["a-pair", "gradients", "a-gradient", "a-number", "three", "mapping", "none"],
+)
+def test_what_is_no_pairs(step: Callable[..., af.Node], pairs: Callable[..., Any]) -> None:
+    """The message shows what pairs are."""
+    w = af.Variable(np.zeros((2, 3)), name="w")
+    with pytest.raises(af.GraphError, match=r"takes pairs of \(gradient, variable\), such as zip"):
+        step(pairs(w * 2, w), 0.1)
+
+
+def test_the_norm_that_clipping_returns_is_no_gradient() -> None:
+    """Forgotten, its [0] makes a pair of all gradients and the first variable."""
+    weights = [af.Variable(np.zeros(3), name="a"), af.Variable(np.zeros(3), name="b")]
+    clipped = af.optim.clip_by_global_norm([af.zeros(3), af.zeros(3)], 1.0)
+    with pytest.raises(af.GraphError, match=r"gradient of variable 'a' is one tensor; got .*: take its \[0\]"):
+        af.optim.sgd(zip(clipped, weights, strict=True), 0.1)
+
+
+async def test_a_gradient_that_is_a_list_of_numbers(run: Run) -> None:
+    w = af.Variable([1.0, 2.0])
+    await run(af.optim.sgd([([1.0, 1.0], w)], 1.0))
+    assert (await run(w.read())).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("step", STEPS_BY_NAME.values(), ids=STEPS_BY_NAME.keys())
+def test_a_step_that_is_refused_adds_nothing(step: Callable[..., af.Node], graph: af.Graph) -> None:
+    """Not even for the pairs in front of the wrong one."""
+    w, v = af.Variable(np.zeros(3), name="w"), af.Variable(np.zeros(3), name="v")
+    good, wrong = af.zeros(3), af.zeros(2)
+    before = len(graph.nodes)
+    with pytest.raises(af.ShapeError, match="'v'"):
+        step([(good, w), (wrong, v)], 0.1)
+    assert len(graph.nodes) == before
+
+
+def test_minimize_checks_its_loss() -> None:
+    """As `value_and_grad` does."""
+    w = af.Variable(np.ones(3), name="w")
+    loss: Any
+    for loss, error, message in [
+        (w * 2, af.ShapeError, r"minimize: the loss is .*; it is to be a scalar: take its af.sum or af.mean"),
+        (af.argmax(w), af.DTypeError, "minimize: the loss is .*int64.*; only a float has a gradient"),
+        ((af.sum(w), w), af.GraphError, "minimize: the loss is one tensor to differentiate; got"),
+    ]:
+        with pytest.raises(error, match=message):
+            af.optim.minimize(loss, [w], partial(af.optim.sgd, learning_rate=0.1))
+
+
+def test_minimize_checks_its_step() -> None:
+    """The message shows how to bind a learning rate."""
+    w = af.Variable(1.0, name="w")
+    step: Any
+    for step, message in [
+        (0.1, r"step of minimize is a function of pairs .*\(as partial\(af.optim.sgd, learning_rate=0.1\) is\); got 0"),
+        (af.optim.sgd, r"called with pairs .*\(as partial\(.* which sgd.* does not take: missing .*'learning_rate'"),
+    ]:
+        with pytest.raises(af.GraphError, match=message):
+            af.optim.minimize(w * w, [w], step)

@@ -16,17 +16,12 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
 
 
-def has_gradient(x: Tensor) -> bool:
-    """Whether a gradient may reach `x`: it holds floats or complex numbers, or is an array or store of those."""
-    return carries_gradient(x.spec)
-
-
 def in_dtype_of(grad: Tensor, x: Tensor) -> Tensor | None:
     """`grad` as what reaches `x`, which was converted to the dtype of `grad`; None if nothing does.
 
     To a real tensor comes the real part: the imaginary one says where `x` cannot go.
     """
-    if not has_gradient(x):
+    if not carries_gradient(x.spec):
         return None
     if grad.dtype == x.dtype:
         return grad
@@ -58,4 +53,4 @@ def _broadcast_arrays(node: Node, *grads: Tensor | None) -> Sequence[Tensor | No
     return [None if grad is None else sum_to_like(grad, x) for grad, x in pairs]
 
 
-__all__ = ["conjugated", "has_gradient", "in_dtype_of"]
+__all__ = ["conjugated", "in_dtype_of"]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops import elementwise as ew
 from asyncflow.ops.datatypes import astype
-from asyncflow.ops.derivatives.datatypes import conjugated, has_gradient, in_dtype_of
-from asyncflow.ops.derivatives.shapes import sum_to_like, zeros_of
+from asyncflow.ops.derivatives.datatypes import conjugated, in_dtype_of
+from asyncflow.ops.derivatives.shapes import carries_gradient, sum_to_like, zeros_of
 from asyncflow.ops.elementwise import log, negative, sign, sqrt, square
 from asyncflow.ops.extents import static_value
 from asyncflow.ops.logic import isinf, logical_and, logical_or
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 def reaching(x: Tensor, grad: Callable[[], Tensor]) -> Tensor | None:
     """What ``grad()``, of the shape of `x`, brings to it in its own dtype; None for integers, unbuilt."""
-    return in_dtype_of(grad(), x) if has_gradient(x) else None
+    return in_dtype_of(grad(), x) if carries_gradient(x.spec) else None
 
 
 def _shared(x: Tensor, others: Sequence[Tensor], grad: Callable[[], Tensor]) -> Tensor | None:
     """What ``grad()`` brings to `x`, which was promoted and broadcast with `others`."""
-    if not has_gradient(x):
+    if not carries_gradient(x.spec):
         return None
     found = grad()
     return in_dtype_of(sum_to_like(found, x) if _may_stretch(x, others) else found, x)

@@ -13,9 +13,9 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import per_input_element
 from asyncflow.ops.creation import zeros_like
 from asyncflow.ops.datatypes import astype
-from asyncflow.ops.derivatives.datatypes import has_gradient, in_dtype_of
+from asyncflow.ops.derivatives.datatypes import in_dtype_of
 from asyncflow.ops.derivatives.indexing import at_position, sliced
-from asyncflow.ops.derivatives.shapes import Extents, shape_of
+from asyncflow.ops.derivatives.shapes import Extents, carries_gradient, shape_of
 from asyncflow.ops.elementwise import negative
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.manipulation import (
@@ -64,7 +64,7 @@ def _concat(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
         starts.append(starts[-1] + (_size(x) if axis is None else _extent(x, axis)))
     grads: list[Tensor | None] = []
     for x, start, stop in zip(node.inputs, starts, [*starts[1:], None], strict=True):
-        part = in_dtype_of(sliced(grad, axis or 0, start, stop), x) if has_gradient(x) else None
+        part = in_dtype_of(sliced(grad, axis or 0, start, stop), x) if carries_gradient(x.spec) else None
         grads.append(reshape(part, shape_of(x)) if axis is None and part is not None else part)
     return grads
 

@@ -12,7 +12,6 @@ from asyncflow.graph.dtypes import float32
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops import nn
 from asyncflow.ops.datatypes import astype
-from asyncflow.ops.derivatives.datatypes import has_gradient
 from asyncflow.ops.derivatives.scatter import scatter_to
 from asyncflow.ops.derivatives.shapes import shape_of, sum_to_like
 from asyncflow.ops.elementwise import clip, exp, sqrt, square, tanh
@@ -43,7 +42,7 @@ def _narrowed(x: Tensor, dtype: DType) -> Tensor:
 def _relu(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """0 at 0."""
     (y,) = node.outputs
-    return [where(y > 0, grad, 0) if has_gradient(y) else None]
+    return [where(y > 0, grad, 0)]
 
 
 @derivative(nn.SIGMOID)
@@ -130,8 +129,6 @@ def _layer_norm(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 def _embedding(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """The rows of one id add up."""
     table, ids = node.inputs
-    if not has_gradient(table):
-        return [None, None]
     return [scatter_to(grad, (("input", 0),), [ids], shape_of(table), known=table.shape), None]
 
 

@@ -16,10 +16,10 @@ from asyncflow.graph.shapes import is_static
 from asyncflow.ops.axes import Axes, normalize_axes
 from asyncflow.ops.creation import ones_like
 from asyncflow.ops.datatypes import astype, broadcast_to
-from asyncflow.ops.derivatives.datatypes import conjugated, has_gradient, in_dtype_of
+from asyncflow.ops.derivatives.datatypes import conjugated, in_dtype_of
 from asyncflow.ops.derivatives.indexing import sliced
 from asyncflow.ops.derivatives.recurrence import linear_recurrence, shifted
-from asyncflow.ops.derivatives.shapes import shape_of
+from asyncflow.ops.derivatives.shapes import carries_gradient, shape_of
 from asyncflow.ops.elementwise import maximum
 from asyncflow.ops.indexing import gather
 from asyncflow.ops.logic import equal
@@ -74,7 +74,7 @@ def _sum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 @derivative(MEAN)
 def _mean(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     (x,) = node.inputs
-    return [_spread(_divided(grad, node, 0.0, 1.0), node) if has_gradient(x) else None]
+    return [_spread(_divided(grad, node, 0.0, 1.0), node) if carries_gradient(x.spec) else None]
 
 
 def _divided(x: Tensor, node: Node, correction: float, least: float) -> Tensor:
@@ -106,7 +106,7 @@ def _count(node: Node) -> int | Tensor:
 @derivative(VAR)
 def _var(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     (x,) = node.inputs
-    if not has_gradient(x):
+    if not carries_gradient(x.spec):
         return [None]
     return [_deviations(node) * _with_axes(_divided(2 * grad, node, node.attrs["correction"], 0.0), node)]
 
@@ -115,7 +115,7 @@ def _var(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 def _std(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Where all elements of a slice are equal its gradient is 0."""
     (x,) = node.inputs
-    if not has_gradient(x):
+    if not carries_gradient(x.spec):
         return [None]
     (spread,) = node.outputs
     zero = constant(0, spread.dtype)
@@ -149,7 +149,7 @@ def _extreme(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 def _prod(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Each element's gradient is the product of all others, found without dividing by it."""
     (x,) = node.inputs
-    if not has_gradient(x):
+    if not carries_gradient(x.spec):
         return [None]
     others = _products_of_others(x if x.dtype == grad.dtype else astype(x, grad.dtype), node.attrs["axis"])
     return [in_dtype_of(_with_axes(grad, node) * conjugated(others), x)]
@@ -187,7 +187,7 @@ def _running(node: Node, grad: Tensor) -> tuple[int, Tensor]:
 @derivative(CUMULATIVE_SUM)
 def _cumulative_sum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     (x,) = node.inputs
-    if not has_gradient(x):
+    if not carries_gradient(x.spec):
         return [None]
     axis, own = _running(node, grad)
     return [in_dtype_of(flip(cumulative_sum(flip(own, axis=axis), axis=axis), axis=axis), x)]
@@ -197,7 +197,7 @@ def _cumulative_sum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 def _cumulative_prod(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """The product before each element times what the later products pass back; zeros need no care."""
     (x,) = node.inputs
-    if not has_gradient(x):
+    if not carries_gradient(x.spec):
         return [None]
     axis, own = _running(node, grad)
     (product,) = node.outputs

@@ -1,0 +1,109 @@
+"""What a cell is called with: its input and the parts of its state, checked against one another and the weights.
+
+Without these checks a wrong state would broadcast or be promoted, and a loss would be what it should not be.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.errors import DTypeError, GraphError, ShapeError, brief, user_location
+from asyncflow.graph import nest
+from asyncflow.graph.build import as_tensor
+from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.shapes import format_shape
+from asyncflow.ops.promotion import kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from asyncflow.graph.build import TensorLike
+
+
+def cell_arguments(
+    what: str, x: TensorLike, state: Mapping[str, TensorLike], weights: Mapping[str, Tensor | None]
+) -> list[Tensor]:
+    """The input and the parts of the state as tensors, ``(batch, n_in)`` and ``(batch, hidden)`` each.
+
+    Args:
+        what: names the cell in messages.
+        x: the input.
+        state: the parts of the state, by name.
+        weights: what has been read of the weights, by name.
+
+    Raises:
+        DTypeError: the input is no float, or another has another dtype.
+        ShapeError: extents that are known do not fit.
+    """
+    parts = {"x": as_tensor(x)}
+    for name, part in state.items():
+        if _is_nest(part):
+            found = nest.describe(nest.flatten(part)[1])
+            raise GraphError(f"{what}: its state {name} is one tensor; got {found}\n  written at {user_location()}")
+        parts[name] = as_tensor(part)
+    _check_dtypes(what, {**parts, **{f"weights.{name}": x for name, x in weights.items() if x is not None}})
+    _check_shapes(what, parts)
+    return list(parts.values())
+
+
+def pair(what: str, state: Any) -> tuple[TensorLike, TensorLike]:
+    """The two parts of a state.
+
+    Raises:
+        GraphError: it is no pair. A tensor with two rows is none either.
+    """
+    if not isinstance(state, tuple | list) or len(state) != 2:
+        raise GraphError(
+            f"{what}: its state is a pair (h, c), each of shape [batch,hidden]; got {brief(state)}"
+            f"\n  written at {user_location()}"
+        )
+    return state[0], state[1]
+
+
+def check_weights(what: str, weights: object, kind: type) -> None:
+    """Raises GraphError unless `weights` are of that class."""
+    if not isinstance(weights, kind):
+        raise GraphError(
+            f"{what}: weights are {kind.__name__}, such as af.nn.{what.removesuffix('_cell')}_weights gives; got "
+            f"{type(weights).__name__}\n  written at {user_location()}"
+        )
+
+
+def _is_nest(part: Any) -> bool:
+    """Whether it is several tensors; lists of numbers are one."""
+    leaves, structure = nest.flatten(part)
+    return structure.kind is not None and not all(isinstance(leaf, int | float) for leaf in leaves)
+
+
+def _check_dtypes(what: str, tensors: Mapping[str, Tensor]) -> None:
+    x = tensors["x"]
+    if kind_of(x.dtype) != "f":
+        raise DTypeError(f"{what}: x is floats; got {x!r}\n  written at {user_location()}")
+    for name, tensor in tensors.items():
+        if tensor.dtype != x.dtype:
+            raise DTypeError(
+                f"{what}: x is {dtype_name(x.dtype)} and {name} is {dtype_name(tensor.dtype)}; all are of one dtype: "
+                f"convert one with af.astype\n  written at {user_location()}"
+            )
+
+
+def _check_shapes(what: str, tensors: Mapping[str, Tensor]) -> None:
+    """That each is a matrix, and that they agree on `batch` and the parts of the state on `hidden`."""
+    seen: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        axes = ("batch", "n_in" if name == "x" else "hidden")
+        if tensor.shape is None:
+            continue
+        extents = tensor.shape
+        if len(extents) != 2 or any(
+            extent is not None and seen.setdefault(axis, extent) != extent
+            for axis, extent in zip(axes, extents, strict=True)
+        ):
+            shapes = ", ".join(f"{name} {format_shape(tensor.shape)}" for name, tensor in tensors.items())
+            raise ShapeError(
+                f"{what}: x is [batch,n_in] and its state [batch,hidden]; got {shapes}\n  written at {user_location()}"
+            )
+
+
+__all__ = ["cell_arguments", "check_weights", "pair"]
