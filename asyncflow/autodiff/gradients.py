@@ -51,7 +51,8 @@ def gradients(
 
     Args:
         ys: a tensor, or a nest of tensors, of floats or complex numbers; others have no gradient.
-        xs: a tensor or `Variable`, or a nest of them. The gradient of a variable is that of all its reads.
+        xs: a tensor or `Variable`, or a nest of them. The gradient of a variable is that of all its reads; what was
+            assigned to it before is no part of that, as a variable's value comes from outside the graph.
         grad_ys: what to multiply each y's derivatives by, in the same nest; ones if None, also for a part of it.
         stop_gradients: tensors that count as constants.
         unconnected: ``"none"`` gives None for an x on which no y depends, ``"zero"`` zeros. An x that only ops without

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
 
-_BLOCK_BYTES = 8 << 20
-"""Most bytes of a block: a few MiB stay in the cache from the product to the iterations that use it."""
+_BLOCK_BYTES = 32 << 20
+"""Most bytes of a block. Larger ones gain nothing more: their products are as fast as one of all rows."""
 
 _SHARE = 64
 """A block takes at most so small a part of a device's memory limit."""

@@ -34,8 +34,8 @@ def split_gates(gates: Tensor, count: int, state: Shape) -> list[Tensor]:
         width = count * hidden
     if width is None:
         raise ShapeError(
-            f"a cell with {count} gates needs to know `hidden` while the graph is built: give the state a shape "
-            f"[batch,hidden] or the weights one of {count} * hidden columns, in which only other extents are None"
+            f"a cell with {count} gates needs to know `hidden` while the graph is built: give the state the shape "
+            f"[None,hidden], or the weights [None,{count} * hidden]"
             f"\n  written at {user_location()}"
         )
     if width % count or hidden not in (None, width // count):

@@ -303,7 +303,13 @@ def _embedding_spec(table: Spec, ids: Spec) -> Spec:
 
 
 def _embedding_kernel(xp: Any) -> Kernel:
-    return lambda table, ids: table[ids]
+    def look_up(table: Any, ids: Any) -> Any:
+        # GPUs wrap around: to look at the ids is to wait.
+        if xp is np and ids.size and ids.min() < 0:
+            raise IndexError(f"id {ids.min()} is below 0: ids are rows, counted from 0")
+        return table[ids]
+
+    return look_up
 
 
 EMBEDDING = register(Op(name="embedding", infer=_embedding_spec, kernel=_embedding_kernel))
@@ -312,7 +318,7 @@ EMBEDDING = register(Op(name="embedding", infer=_embedding_spec, kernel=_embeddi
 def embedding(table: TensorLike, ids: TensorLike, /) -> Tensor:
     """Row ``ids[...]`` of `table` at each position: shape ``ids.shape + table.shape[1:]``, the dtype of `table`.
 
-    On the CPU an id out of range fails the run; GPUs wrap it around.
+    On the CPU an id below 0 or past the last row fails the run; GPUs wrap it around.
     """
     return apply(EMBEDDING, table, as_tensor(ids))[0]
 

@@ -164,6 +164,8 @@ def test_embedding(evaluate: Evaluate) -> None:
     assert nn.embedding(table, ids).shape == (None, 2, 3)
     with pytest.raises(IndexError):
         evaluate(nn.embedding(table, 4))
+    with pytest.raises(IndexError, match=r"id -1 is below 0"):
+        evaluate(nn.embedding(table, [2, -1]))
     with pytest.raises(DTypeError, match=r"embedding: takes integer ids, not float64"):
         nn.embedding(table, 1.0)
     with pytest.raises(ShapeError, match=r"embedding: takes a table of rank 1 or more"):
