@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 32 << 20
 """Most bytes of a block. Larger ones gain nothing more: their products are as fast as one of all rows."""
 
+_OVERLAPPED = 16
+"""Blocks are so much smaller where iterations overlap: while a block is made, others wait for what goes from lane to
+lane."""
+
 _SHARE = 64
 """A block takes at most so small a part of a device's memory limit."""
 
@@ -39,7 +43,10 @@ def block_bytes(devices: Sequence[Device]) -> int | None:
     if any(device.kind != "cpu" for device in devices):
         return None
     limits = (device.memory.limit for device in devices)
-    return min([_BLOCK_BYTES, *(limit // _SHARE for limit in limits if limit is not None)])
+    most = _BLOCK_BYTES
+    if any(len(device.compute_streams) > 1 for device in devices):
+        most //= _OVERLAPPED
+    return min([most, *(limit // _SHARE for limit in limits if limit is not None)])
 
 
 def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
@@ -53,10 +60,17 @@ def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
             for body in node.subgraphs:
                 batch_loops(body, block_bytes)
         if node.op.name == "while":
-            ahead = batch_rows(node, block_bytes)
-            before, after = batch_sums(node, block_bytes, replaced)
+            most = block_bytes // _OVERLAPPED if _is_cut(node) else block_bytes
+            ahead = batch_rows(node, most)
+            before, after = batch_sums(node, most, replaced)
             ordered += [*ahead, *before, node, *after]
         else:
             ordered.append(node)
     graph.nodes[:] = ordered
     replaced.apply_to_results(graph)
+
+
+def _is_cut(loop: Node) -> bool:
+    """Whether nodes of the loop's body ask for different devices."""
+    asked = {node.device for node in loop.attrs["body"].walk() if node.device is not None}
+    return len(asked) > 1

@@ -116,3 +116,11 @@ async def test_a_cancelled_run_leaves_nothing(graph: af.Graph) -> None:
         expected = await session.run(y, dict(cell.feeds))
     for found in several:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_are_smaller_where_iterations_overlap() -> None:
+    one, two = CpuDevice(), CpuDevice(compute_streams=2)
+    alone, together = block_bytes([one]), block_bytes([two])
+    assert alone is not None
+    assert together is not None
+    assert together < alone
