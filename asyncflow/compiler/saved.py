@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
@@ -12,10 +11,10 @@ from asyncflow.graph.captures import body_offset
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import STRUCTURED, node_effects
 from asyncflow.graph.op import Access
-from asyncflow.graph.shapes import is_static
+from asyncflow.graph.shapes import size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.graph import Graph
@@ -51,12 +50,33 @@ class Saved:
         """
         if self.spec.dtype == VARIANT or self.is_shared:
             return 0
-        return _nbytes(self.spec)
+        size = size_of(self.spec.shape)
+        return None if size is None else size * self.spec.dtype.itemsize
 
 
 def find_saved(graph: Graph) -> tuple[Saved, ...]:
     """Everything that loops of `graph` save, from the outermost loop inward."""
-    return tuple(_saved_in(graph, _Readers(graph)))
+    found = [
+        (node, place, result.node.inputs[2])
+        for node in graph.walk()
+        if node.op.name == "while"
+        for place, result in enumerate(node.attrs["body"].results)
+        if result.node.op is SAVE
+    ]
+    if not found:
+        return ()
+    readers = _Readers(graph)
+    return tuple(
+        Saved(
+            loop=loop.name,
+            location=loop.location,
+            value=value.node.name,
+            spec=value.spec,
+            readers=readers.of(loop.outputs[place]),
+            is_shared=_is_shared(value, loop),
+        )
+        for loop, place, value in found
+    )
 
 
 def explain_saved(saved: Iterable[Saved]) -> list[str]:
@@ -87,31 +107,6 @@ def _line(value: Saved) -> str:
         size = f"{value.spec}, {value.nbytes:,} bytes"
     readers = ", ".join(value.readers)
     return f"{value.value}: {size}; " + (f"for the gradient of {readers}" if readers else "not read in this run")
-
-
-def _nbytes(spec: Spec) -> int | None:
-    if spec.shape is None or not is_static(spec.shape):
-        return None
-    return prod(extent for extent in spec.shape if extent is not None) * spec.dtype.itemsize
-
-
-def _saved_in(graph: Graph, readers: _Readers) -> Iterator[Saved]:
-    for node in graph.nodes:
-        if node.op.name == "while":
-            body = node.attrs["body"]
-            for place, result in enumerate(body.results):
-                if result.node.op is SAVE:
-                    value = result.node.inputs[2]
-                    yield Saved(
-                        loop=node.name,
-                        location=node.location,
-                        value=value.node.name,
-                        spec=value.spec,
-                        readers=readers.of(node.outputs[place]),
-                        is_shared=_is_shared(value, node),
-                    )
-        for part in node.subgraphs:
-            yield from _saved_in(part, readers)
 
 
 def _is_shared(value: Tensor, loop: Node) -> bool:
