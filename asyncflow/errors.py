@@ -104,6 +104,10 @@ class HazardError(AsyncflowError):
     """Two streams touch one buffer and no event orders them; only simulated devices can tell."""
 
 
+class DeviceLostError(AsyncflowError):
+    """A device that a failed kernel has broken: none of its values is left, and CUDA takes no more work."""
+
+
 class InternalError(AsyncflowError):
     """A bug in asyncflow: please report it with the text of the error."""
 

@@ -2,11 +2,12 @@
 
 A workload gives one `Trial` per system. Trials alternate (A B C, B C A, …), so that a slow moment of the machine hits
 all systems alike, and whatever they computed has to be the same: bit for bit, or within a tolerance that the workload
-states.
+states. A trial begins when the threads of the one before have come to rest.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -16,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -94,6 +95,7 @@ async def compare(
     *,
     repeats: int,
     warm_ups: int = 1,
+    lead_ins: int = 0,
     baselines: Collection[str] = (),
     tolerance: float = 0.0,
 ) -> list[Result]:
@@ -105,6 +107,9 @@ async def compare(
         trials: by system.
         repeats: measured trials of each system.
         warm_ups: trials before those; 0 where a trial makes everything anew.
+        lead_ins: unmeasured trials of the same system right before each trial, for work that is done over and over in
+            practice. Memory that a system gives back between its steps is cheap to get again at once. After the others'
+            turns a virtual machine may have passed it on to its host, which makes a page cost ten times as much.
         baselines: systems that others are not compared with.
         tolerance: largest difference of two answers, relative to the larger of 1 and the value.
 
@@ -112,20 +117,60 @@ async def compare(
         DifferentAnswers: two systems computed different values or dtypes.
     """
     systems = list(trials)
-    samples: dict[str, list[Sample]] = {system: [] for system in systems}
+    taken: dict[str, list[Mapping[Figure, float]]] = {system: [] for system in systems}
     expected: tuple[str, object] | None = None
     for repeat in range(-warm_ups, repeats):
         turn = repeat % len(systems)
         for system in systems[turn:] + systems[:turn]:
-            # Else a trial pays for the garbage of the one before it.
-            gc.collect()
-            sample = await trials[system]()
+            for _ in range(lead_ins):
+                await _undisturbed(trials[system])
+            sample = await _undisturbed(trials[system])
             if sample.answer is not None:
                 expected = expected or (system, sample.answer)
                 _require_equal(f"{workload}, {case}", expected, (system, sample.answer), tolerance)
             if repeat >= 0:
-                samples[system].append(sample)
-    return _summarise(workload, case, samples, baselines)
+                # Not the answer: it would lie among the memory that the next trials use again, and take some from them.
+                taken[system].append(sample.figures)
+            del sample
+    return _summarise(workload, case, taken, baselines)
+
+
+async def _undisturbed(trial: Trial) -> Sample:
+    """Once nothing is left of the trial before, or this one pays for its garbage and shares cores with its threads."""
+    gc.collect()
+    await wait_for_idle_threads()
+    return await trial()
+
+
+PROBE_S: Final = 0.01
+PROBES: Final = 100
+
+
+def cpu_of_other_threads() -> float:
+    """Seconds of CPU time that this process has taken on threads other than the caller's."""
+    return process_time() - thread_time()
+
+
+async def wait_for_idle_threads(cpu_s: Callable[[], float] = cpu_of_other_threads) -> bool:
+    """Waits until other threads of this process let go of the cores, for about a second at most.
+
+    The threads of a BLAS do not sleep at once when they run out of work: those of OpenBLAS were seen to spin for 20 to
+    120 ms, OpenMP's for 5 ms. The next trial would have one core less for so long.
+
+    Args:
+        cpu_s: their CPU time so far, in seconds.
+
+    Returns:
+        Whether they took less than a tenth of a core during the last look at them.
+    """
+    before = cpu_s()
+    for _ in range(PROBES):
+        await asyncio.sleep(PROBE_S)
+        after = cpu_s()
+        if after - before < PROBE_S / 10:
+            return True
+        before = after
+    return False
 
 
 def timed(figure: Figure, scale: float, work: Callable[[], object]) -> Trial:
@@ -164,15 +209,15 @@ def _require_equal(what: str, expected: tuple[str, object], given: tuple[str, ob
 
 
 def _summarise(
-    workload: str, case: str, samples: Mapping[str, Sequence[Sample]], baselines: Collection[str]
+    workload: str, case: str, taken: Mapping[str, Sequence[Mapping[Figure, float]]], baselines: Collection[str]
 ) -> list[Result]:
-    figures = dict.fromkeys(figure for taken in samples.values() for sample in taken for figure in sample.figures)
+    names = dict.fromkeys(figure for trials in taken.values() for figures in trials for figure in figures)
     results = []
-    for figure in figures:
+    for figure in names:
         values = {
-            system: tuple(sample.figures[figure] for sample in taken)
-            for system, taken in samples.items()
-            if all(figure in sample.figures for sample in taken)
+            system: tuple(figures[figure] for figures in trials)
+            for system, trials in taken.items()
+            if all(figure in figures for figures in trials)
         }
         ours = values.get(ASYNCFLOW)
         for system, measured in values.items():

@@ -72,7 +72,7 @@ async def _compare(case: str, model: Model, peers: Peers, threads: int, repeats:
         # Its number of threads is that of the process.
         trials[JAX] = timed_step(outputs, jax_scan(peers.jax, model, outputs))
     try:
-        return await compare(NAME, case, trials, repeats=repeats, tolerance=TOLERANCE)
+        return await compare(NAME, case, trials, repeats=repeats, lead_ins=1, tolerance=TOLERANCE)
     finally:
         for step in ours.values():
             await step.session.aclose()

@@ -104,7 +104,7 @@ async def measure(
         trials[TORCH_MODULE] = timed_step(outputs, torch_module(torch, model, outputs, lengths.tolist()))
     case = f"hidden {hidden}, batch {batch}, {shortest} to {longest} steps"
     try:
-        return await compare(NAME, case, trials, repeats=repeats, tolerance=TOLERANCE)
+        return await compare(NAME, case, trials, repeats=repeats, lead_ins=1, tolerance=TOLERANCE)
     finally:
         for step in ours.values():
             await step.session.aclose()

@@ -237,7 +237,7 @@ async def measure(
             trials[system] = timed(TIME, 1e3 / steps, lambda run=run: run(xs))  # type: ignore[misc]
     case = f"{LAYERS} layers, hidden {hidden}, batch {batch}, {steps} steps"
     try:
-        results = await compare(NAME, case, trials, repeats=repeats, tolerance=TOLERANCE)
+        results = await compare(NAME, case, trials, repeats=repeats, lead_ins=1, tolerance=TOLERANCE)
     finally:
         for model in ours.values():
             await model.session.aclose()

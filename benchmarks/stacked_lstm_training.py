@@ -3,10 +3,16 @@
 Backward, time step t of a layer needs step t + 1 of the same layer and step t of the one above, so layers on different
 devices work at different steps, as they do forward. The weights of a layer live on its device and are updated there.
 The loss is the mean of the squares of the top layer's outputs; all sequences have one length.
+
+What two cores give to NumPy at this size is measured with two plain threads. A call of NumPy lets go of the
+interpreter's lock and takes it back; if another thread holds it by then, a thread has to be woken up. The elementwise
+calls of a time step are as short as that takes, so two threads gain nothing in them, or lose, while they gain up to
+twice the speed in matrix products.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
@@ -14,20 +20,23 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 import asyncflow as af
-from benchmarks.harness import ASYNCFLOW, Result, Trial, compare
+from benchmarks.harness import ASYNCFLOW, Result, Trial, compare, timed
 from benchmarks.lstm import (
+    STEP_TIME,
     TOLERANCE,
+    Model,
     cell,
     random_model,
     tensorflow_functions,
     timed_step,
     timed_step_await,
 )
-from benchmarks.peers import NO_PEERS, TENSORFLOW_1, Peers
+from benchmarks.lstm_by_hand import ByHand
+from benchmarks.peers import NO_PEERS, NUMPY, TENSORFLOW_1, Peers
 from benchmarks.plots import Chart, Timeline, draw_bars, draw_charts, draw_timelines
 from benchmarks.results import curves_of
 from benchmarks.simulation import PAPER, Curve, Outcome, as_results, devices, in_thread, simulate, spread
-from benchmarks.stacked_lstm import COUNTS, LAYERS, LINK, SPEED_UP, TWO_DEVICES, speed_ups
+from benchmarks.stacked_lstm import COUNTS, LAYERS, LINK, SPEED_UP, TWO_DEVICES, TWO_THREADS, speed_ups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +48,7 @@ if TYPE_CHECKING:
     from benchmarks.peers import TensorFlow
 
 NAME = "stacked_lstm_training"
+SEPARATE_LAYERS: Final = f"{NUMPY} separate layers"
 SIMULATED_SPEED_UP = replace(SPEED_UP, name=f"{SPEED_UP.name}, virtual time")
 PAPERS_SPEED_UP = replace(SPEED_UP, name=f"{SPEED_UP.name}, real time")
 PAPERS: Final[dict[str, Curve]] = {"speed-up": {8: 5.5}}
@@ -165,6 +175,33 @@ class _Asyncflow:
         return step
 
 
+class _SeparateLayers:
+    """The step of every layer by hand, each by itself: no layer waits for another.
+
+    Not the same work as the stack's: all layers get the same inputs, and have no gradients of them.
+    """
+
+    def __init__(self, layers: Layers, xs: NDArray[np.float32]) -> None:
+        zeros = np.zeros(xs.shape[1:], np.float32)
+        self._steps = [ByHand(Model(xs, layer.w_x, layer.w_h, layer.bias, zeros, zeros)) for layer in layers]
+
+    def alone(self) -> None:
+        """On one thread."""
+        self._run(self._steps)
+
+    def threads(self) -> None:
+        """Half of the layers on each of two threads."""
+        half = len(self._steps) // 2
+        with ThreadPoolExecutor(1) as other:
+            upper = other.submit(self._run, self._steps[half:])
+            self._run(self._steps[:half])
+            upper.result()
+
+    def _run(self, steps: Sequence[ByHand]) -> None:
+        for step in steps:
+            step()
+
+
 def _tensorflow(
     tensorflow: TensorFlow, layers: Layers, xs: NDArray[np.float32], names: Sequence[str]
 ) -> Callable[[], Step]:
@@ -207,7 +244,7 @@ async def measure(
     simulated_steps: int = STEPS,
     simulated_hidden: int = HIDDEN,
 ) -> list[Result]:
-    """ms per training step on this CPU, the speed-up of two devices; speed-ups in virtual time, and the paper's."""
+    """ms per training step on this CPU, speed-ups of two devices or threads; those in virtual time, and the paper's."""
     layers = _random_layers(hidden)
     xs = random_model(steps, batch, hidden).xs
     ours = {
@@ -215,13 +252,20 @@ async def measure(
         f"{ASYNCFLOW}, {TWO_DEVICES}": _Asyncflow(layers, xs, _TWO_CPUS),
     }
     trials: dict[str, Trial] = {system: timed_step_await(xs.size, model.run) for system, model in ours.items()}
+    separate = _SeparateLayers(layers, xs)
+    trials[SEPARATE_LAYERS] = timed(STEP_TIME, 1e3, separate.alone)
+    trials[f"{SEPARATE_LAYERS}, {TWO_THREADS}"] = timed(STEP_TIME, 1e3, separate.threads)
+    # Theirs is other work.
+    baselines = list(trials)[-2:]
     if (tensorflow := peers.tensorflow) is not None:
         trials[TENSORFLOW_1] = timed_step(xs.size, _tensorflow(tensorflow, layers, xs, _ONE_CPU))
         two = timed_step(xs.size, _tensorflow(tensorflow, layers, xs, _TWO_CPUS))
         trials[f"{TENSORFLOW_1}, {TWO_DEVICES}"] = two
     case = f"{LAYERS} layers, hidden {hidden}, batch {batch}, {steps} steps"
     try:
-        results = await compare(NAME, case, trials, repeats=repeats, tolerance=TOLERANCE)
+        results = await compare(
+            NAME, case, trials, repeats=repeats, lead_ins=1, baselines=baselines, tolerance=TOLERANCE
+        )
     finally:
         for model in ours.values():
             await model.session.aclose()

@@ -22,7 +22,9 @@ import pytest
 import uvloop
 
 import asyncflow as af
+from asyncflow.devices.cuda_backend import using_cupy
 from asyncflow.devices.memory import LiveBuffer
+from asyncflow.devices.pinned import close_shared_slab, shared_slab
 from asyncflow.devices.presets import parse_machine
 from asyncflow.devices.sim import SimDevice
 from asyncflow.devices.sim_machine import SimMachine, use_machine
@@ -30,6 +32,7 @@ from asyncflow.runtime import session as session_module
 from asyncflow.runtime.run import Run
 from asyncflow.runtime.scheduler import Statistics
 from asyncflow.streams.virtual import VirtualClockLoop
+from tests.fake_cupy import FakeCupy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
@@ -41,6 +44,9 @@ SEEDS = int(os.environ.get("ASYNCFLOW_SEEDS", "1"))
 
 MACHINE = "3 x v100, nvlink2"
 """The simulated machine of tests on virtual time."""
+
+CARD_BYTES, PINNED_BYTES = 64 << 20, 4 << 20
+"""The memory of the stand-in's cards, and what is pinned for copies."""
 
 JITTER = 0.3
 """How much its kernels and copies vary, so that work that nothing orders comes in any order."""
@@ -71,15 +77,19 @@ class Arrangement:
         name: for people.
         regions: whether sessions compile regions.
         draw: which of the random placements on three devices; None for one device.
+        cuda: the event loop on which devices are CUDA's, with a stand-in for CuPy; empty for CPUs, or simulated cards.
     """
 
     name: str
     regions: bool
     draw: int | None = None
+    cuda: str = ""
 
 
 ONE_DEVICE = (Arrangement("regions", True), Arrangement("interpreted", False))
 THREE_DEVICES = tuple(Arrangement(f"three-{k}" if k else "three", True, k) for k in range(SEEDS))
+CUDA = (Arrangement("cuda", True, cuda="uvloop"), Arrangement("three-cuda", True, 0, cuda="asyncio"))
+"""On a stand-in for CuPy that does its work when it likes, as a card would: what nothing orders goes wrong."""
 
 
 def pytest_asyncio_loop_factories(
@@ -96,8 +106,21 @@ def pytest_asyncio_loop_factories(
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "arrangement" in metafunc.fixturenames:
-        arrangements = ONE_DEVICE + THREE_DEVICES if _is_distributed(metafunc.definition) else ONE_DEVICE
+        arrangements = ONE_DEVICE + THREE_DEVICES + CUDA if _is_distributed(metafunc.definition) else ONE_DEVICE
         metafunc.parametrize("arrangement", arrangements, ids=lambda arrangement: arrangement.name, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps each arrangement of CUDA devices on its event loop."""
+    items[:] = [item for item in items if not _is_elsewhere(item)]
+
+
+def _is_elsewhere(item: pytest.Item) -> bool:
+    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return False
+    arrangement = item.callspec.params.get("arrangement")
+    loops = {"asyncio", "uvloop", "virtual"} & set(item.callspec.id.split("-"))
+    return isinstance(arrangement, Arrangement) and bool(arrangement.cuda and loops - {arrangement.cuda})
 
 
 def _is_distributed(item: pytest.Item) -> bool:
@@ -142,9 +165,27 @@ async def machine(request: pytest.FixtureRequest) -> AsyncIterator[SimMachine | 
 
 
 @pytest.fixture
-def open_session(arrangement: Arrangement, machine: SimMachine | None, request: pytest.FixtureRequest) -> OpenSession:
+def cards(arrangement: Arrangement, request: pytest.FixtureRequest) -> Iterator[FakeCupy | None]:
+    """The stand-in for CuPy, with two cards, that sessions find where the arrangement has CUDA devices."""
+    if not arrangement.cuda:
+        yield None
+        return
+    fake = FakeCupy(devices=2, nbytes=CARD_BYTES, seed=_seed(request))
+    shared_slab(fake, PINNED_BYTES)
+    try:
+        with using_cupy(fake):
+            yield fake
+    finally:
+        close_shared_slab(fake)
+        fake.close()
+
+
+@pytest.fixture
+def open_session(
+    arrangement: Arrangement, machine: SimMachine | None, cards: FakeCupy | None, request: pytest.FixtureRequest
+) -> OpenSession:
     """Opens sessions as `af.Session` does, as the arrangement says; afterwards nothing of their runs may be left."""
-    kind = "cpu" if machine is None else "sim"
+    kind = "cuda" if cards is not None else "cpu" if machine is None else "sim"
     count = 1 if arrangement.draw is None else 3
     chosen: dict[str, Any] = {
         "debug": True,

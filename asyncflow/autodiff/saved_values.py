@@ -75,9 +75,23 @@ def _read_kernel(xp: ModuleType, *, value: Spec) -> Kernel:
 
 # Each new store is one of its own, never shared with an equal one.
 NEW_STORE = register(Op(name="saved_values", infer=lambda: STORE, kernel=_new_kernel, is_random=True, flops=free))
-SAVE = register(Op(name="save_value", infer=lambda store, index, value: STORE, kernel=_save_kernel, flops=free))
+SAVE = register(
+    Op(
+        name="save_value",
+        infer=lambda store, index, value: STORE,
+        kernel=_save_kernel,
+        flops=free,
+        host_inputs=(1,),
+    )
+)
 READ_SAVED = register(
-    Op(name="saved_value", infer=lambda store, index, *, value: value, kernel=_read_kernel, flops=free)
+    Op(
+        name="saved_value",
+        infer=lambda store, index, *, value: value,
+        kernel=_read_kernel,
+        flops=free,
+        host_inputs=(1,),
+    )
 )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.control import tensor_array
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.op import Op, derivative, not_differentiable, register
+from asyncflow.graph.op import Op, derivative, inputs_from, not_differentiable, register
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -221,20 +221,42 @@ NO_GRADIENT = register(
     Op(name="store_gradient", infer=lambda: STORE, kernel=_no_gradient_kernel, is_random=True, flops=free)
 )
 ACCUMULATE = register(
-    Op(name="accumulate_gradient", infer=lambda grads, index, grad: STORE, kernel=_accumulate_kernel, flops=free)
+    Op(
+        name="accumulate_gradient",
+        infer=lambda grads, index, grad: STORE,
+        kernel=_accumulate_kernel,
+        flops=free,
+        host_inputs=(1,),
+    )
 )
 MERGE_GRADIENTS = register(
     Op(name="merge_gradients", infer=lambda grads, others: STORE, kernel=_merge_kernel, flops=free)
 )
-ELEMENT_GRADIENT = register(Op(name="element_gradient", infer=_element_spec, kernel=_element_kernel, flops=free))
+ELEMENT_GRADIENT = register(
+    Op(name="element_gradient", infer=_element_spec, kernel=_element_kernel, flops=free, host_inputs=inputs_from(1))
+)
 STACKED_GRADIENTS = register(
-    Op(name="stacked_gradients", infer=lambda grad, *indices: STORE, kernel=_stacked_kernel, flops=free)
+    Op(
+        name="stacked_gradients",
+        infer=lambda grad, *indices: STORE,
+        kernel=_stacked_kernel,
+        flops=free,
+        host_inputs=inputs_from(1),
+    )
 )
-ROWS_GRADIENT = register(Op(name="rows_gradient", infer=_rows_spec, kernel=_rows_kernel))
+ROWS_GRADIENT = register(Op(name="rows_gradient", infer=_rows_spec, kernel=_rows_kernel, host_inputs=inputs_from(1)))
 JOINED_GRADIENTS = register(
-    Op(name="joined_gradients", infer=lambda grad, lengths: STORE, kernel=_joined_kernel, flops=free)
+    Op(
+        name="joined_gradients",
+        infer=lambda grad, lengths: STORE,
+        kernel=_joined_kernel,
+        flops=free,
+        host_inputs=(1,),
+    )
 )
-PIECES_GRADIENT = register(Op(name="pieces_gradient", infer=_pieces_spec, kernel=_pieces_kernel))
+PIECES_GRADIENT = register(
+    Op(name="pieces_gradient", infer=_pieces_spec, kernel=_pieces_kernel, host_inputs=inputs_from(1))
+)
 
 
 def no_gradient() -> Tensor:

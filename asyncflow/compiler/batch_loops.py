@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
 
-_BLOCK_BYTES = 32 << 20
+_BLOCK_BYTES = 24 << 20
 """Most bytes of a block. Larger ones gain nothing more: their products are as fast as one of all rows."""
 
 _OVERLAPPED = 16

@@ -61,6 +61,9 @@ _INFIX: dict[Callable[..., Any], str] = {
 
 _serial = itertools.count(1)
 
+_LAUNCHES = 32
+"""A straight line that launches kernels may be stopped after so many: each takes some microseconds to launch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -114,6 +117,7 @@ def generate(
     *,
     track: Callable[[Any, str], None] | None,
     max_iterations: int | None,
+    enqueues: bool = False,
 ) -> RegionCode:
     """The function of `region`.
 
@@ -123,8 +127,9 @@ def generate(
         bind: gives each node's kernel.
         track: called with every value that may be large, and its node's name; None to leave that out.
         max_iterations: most iterations of a loop.
+        enqueues: the kernels only enqueue work on a device that looks after its own buffers.
     """
-    return _Generator(region, bind, track, max_iterations).generate(name)
+    return _Generator(region, bind, track, max_iterations, enqueues).generate(name)
 
 
 @dataclass(slots=True)
@@ -151,6 +156,7 @@ class _Generator:
     bind: Callable[[Node], Kernel]
     track: Callable[[Any, str], None] | None
     max_iterations: int | None
+    enqueues: bool
     names: dict[Tensor, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
@@ -162,6 +168,7 @@ class _Generator:
     buffered: set[Tensor] = field(default_factory=set)
     needs_context: bool = False
     is_generator: bool = False
+    launches: int = 0
 
     def generate(self, name: str) -> RegionCode:
         self.taken.update(dict.fromkeys(("budget", "context", "track", "in_iteration", "TooManyIterations"), 0))
@@ -249,7 +256,7 @@ class _Generator:
     ) -> None:
         """A straight line of nodes; `escaping` are the values somebody uses afterwards."""
         escaping = tuple(escaping)
-        if self.track is None:  # accounting watches buffers by their first value
+        if self.track is None and not self.enqueues:  # accounting watches buffers by their first value
             block.buffers = Buffers(find_uses(nodes, (t for t in escaping if t not in carried), self.kernel), carried)
         dead = dead_values(nodes, escaping)
         for index, node in enumerate(nodes):
@@ -289,7 +296,11 @@ class _Generator:
             for tensor, target in zip(node.outputs, targets, strict=True):
                 if not is_small_spec(tensor.spec):
                     self.line(block, f"track({target}, {node.name!r})", node)
-        if may_be_long(node, INLINE_LIMIT_NS):
+        if self.enqueues:
+            self.launches += 1
+            if self.launches % _LAUNCHES == 0:
+                self.checkpoint(block)
+        elif may_be_long(node, INLINE_LIMIT_NS):
             self.checkpoint(block)
 
     def checkpoint(self, block: _Block) -> None:
@@ -389,7 +400,7 @@ class _Generator:
 
     def carried(self, condition: Subgraph, body: Subgraph, n_vars: int) -> frozenset[Tensor]:
         """The results of a loop body whose buffers take turns with those of its variables."""
-        if self.track is not None:
+        if self.track is not None or self.enqueues:
             return frozenset()
         members = set(body.nodes)
 

@@ -2,7 +2,9 @@
 
 Before a graph is optimised, nodes that have to be on one device become a *group* (union-find): a node and the one it is
 placed with, all nodes that touch one resource (a variable lives on one device), and all nodes of a graph in which
-control flow was written by hand, with everything inside it: its frames are not cut.
+control flow was written by hand, with everything inside it: its frames are not cut. Where devices have a memory of
+their own, so do all nodes that a variant (the state of a TensorArray) passes through: what it holds stays where it was
+written, and what asks for a variant's use elsewhere is not heard.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from asyncflow.compiler.extract import EMIT, FETCH
 from asyncflow.compiler.frames import has_primitives
 from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.errors import PlacementError
+from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.op import runs_on_host
 from asyncflow.graph.resource import Resource
 
 if TYPE_CHECKING:
@@ -22,25 +26,21 @@ if TYPE_CHECKING:
 
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node
+    from asyncflow.graph.ir import Node, Tensor
 
 _RUNS_EVERYTHING = frozenset({"cpu", "sim"})
-_HOST_ONLY = "OT"
-"""Kinds of dtype whose values only live in host memory: variants and strings."""
+
+_ONE_MEMORY = frozenset({"cpu", "sim"})
+"""Kinds of device whose kernels can follow a reference into the memory of another."""
 
 
 def runs_on(node: Node, kind: str) -> bool:
     """Whether devices of this kind have a kernel for the node.
 
-    CPUs and simulated devices have them all. Others have none for strings and variants, for the user's own functions
-    and coroutines, and for state.
+    CPUs and simulated devices have them all. CUDA devices have none for what computes on the host: strings, the user's
+    own functions and coroutines, outputs whose shapes depend on data.
     """
-    op = node.op
-    if kind in _RUNS_EVERYTHING or op in (EMIT, FETCH) or op.name in STRUCTURED:
-        return True
-    if op.is_user or op.is_async or op.effects is not None:
-        return False
-    return not any(tensor.spec.dtype.kind in _HOST_ONLY for tensor in (*node.inputs, *node.outputs))
+    return kind in _RUNS_EVERYTHING or node.op in (EMIT, FETCH) or node.op.name in STRUCTURED or not runs_on_host(node)
 
 
 def usable_devices(
@@ -48,10 +48,8 @@ def usable_devices(
 ) -> tuple[tuple[int, ...], bool]:
     """Positions of the devices that all `nodes` may share, and whether they are those that `request` names.
 
-    They are not if no device it names can run the nodes: then those that can, whatever was asked for.
-
-    Raises:
-        PlacementError: no device can run all the nodes.
+    They are not if no device it names has kernels for all the nodes: then those that have, whatever was asked for. If
+    none has, any will do: what a device has no kernel for, the host computes on its behalf, with a copy out and in.
     """
     asked = _matching(request, devices)
     kinds = {device.kind for device in devices} - _RUNS_EVERYTHING
@@ -61,11 +59,7 @@ def usable_devices(
     lacking = {kind for kind in kinds if not all(runs_on(node, kind) for node in listed)}
     usable = tuple(index for index, device in enumerate(devices) if device.kind not in lacking)
     if not usable:
-        node = next(node for node in listed if not all(runs_on(node, kind) for kind in kinds))
-        raise PlacementError(
-            f"no device of this session ({_names(devices)}) has a kernel for {node.name} ({node.op.name}): "
-            f"add one that has, Session(devices=[..., 'cpu:0'])\n  built at {node.location}"
-        )
+        return asked, True
     chosen = tuple(index for index in asked if index in usable)
     return (chosen, True) if chosen else (usable, False)
 
@@ -90,13 +84,13 @@ def resolve_requests(graph: Graph, source: Graph, devices: Sequence[Device], *, 
     nodes = list(graph.walk())
     if len(devices) == 1 and not any(node.device or node.colocated_with for node in nodes):
         return  # groups only matter where there is a choice
-    _Groups(graph, nodes, source).resolve(devices, soft=soft)
+    _Groups(graph, nodes, source, devices).resolve(devices, soft=soft)
 
 
 class _Groups:
     """Union-find over the names of nodes, and over hubs that stand for resources and hand-written graphs."""
 
-    def __init__(self, graph: Graph, nodes: Sequence[Node], source: Graph) -> None:
+    def __init__(self, graph: Graph, nodes: Sequence[Node], source: Graph, devices: Sequence[Device]) -> None:
         self.nodes = nodes
         self.present = {node.name for node in nodes}
         self.parent: dict[Hashable, Hashable] = {}
@@ -104,6 +98,9 @@ class _Groups:
         """Who is joined with whom, and why; for messages."""
         self.askers: dict[str, Node] = {}
         self.pruned: dict[str, Node] = {}
+        self.hubs: dict[Tensor, object] = {}
+        """What stands for a variant, at each place that holds it."""
+        self.follows_variants = any(device.kind not in _ONE_MEMORY for device in devices)
         for node in nodes:
             self._add(node)
         for part in _graphs(graph):
@@ -119,7 +116,10 @@ class _Groups:
                 waiting.append(found)
 
     def _add(self, node: Node) -> None:
-        if node.device is not None:
+        follows = self.follows_variants and any(tensor.dtype == VARIANT for tensor in node.inputs)
+        if self.follows_variants:
+            self._join_variants(node)
+        if node.device is not None and not follows:
             self.askers[node.name] = node
         if node.colocated_with is not None:
             target = node.colocated_with
@@ -129,7 +129,23 @@ class _Groups:
                 hub = getattr(value, "effect_key", value)
                 self._join(node.name, hub, f"{node.name} uses {value!r}, built at {node.location}")
 
-    def _join(self, name: str, other: Hashable, why: str) -> None:
+    def _join_variants(self, node: Node) -> None:
+        """Joins what makes a variant with what uses it, through branches and loops."""
+        if node.op.name in STRUCTURED:
+            for one, other in _same_values(node):
+                if one.dtype == VARIANT:
+                    why = f"the variant {one.node.name} passes through {node.name}, built at {node.location}"
+                    self._join(self._hub(one), self._hub(other), why)
+            return
+        for tensor in (*node.inputs, *node.outputs):
+            if tensor.dtype == VARIANT:
+                why = f"{node.name} and the variant {tensor.node.name} share memory, built at {node.location}"
+                self._join(node.name, self._hub(tensor), why)
+
+    def _hub(self, variant: Tensor) -> Hashable:
+        return self.hubs.setdefault(variant, object())
+
+    def _join(self, name: Hashable, other: Hashable, why: str) -> None:
         if name == other:
             return
         self.links.setdefault(name, []).append((other, why))
@@ -207,6 +223,20 @@ class _Groups:
             step, why = came_from[step]
             reasons.append(why)
         return list(dict.fromkeys(reversed(reasons)))
+
+
+def _same_values(node: Node) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of tensors, outside and inside a branch or loop, that stand for one value or one variable."""
+    if node.op.name == "cond":
+        for branch in node.subgraphs:
+            yield from zip(branch.inputs, node.inputs[1:], strict=True)
+            yield from zip(branch.results, node.outputs, strict=True)
+        return
+    body = node.attrs["body"]
+    for part in (node.attrs["cond"], body):
+        yield from zip(part.inputs, node.inputs, strict=True)
+    yield from zip(body.results, body.inputs, strict=False)
+    yield from zip(node.outputs, body.inputs, strict=False)
 
 
 def _require_kernels(nodes: Sequence[Node], request: str, devices: Sequence[Device]) -> None:

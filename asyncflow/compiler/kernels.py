@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from asyncflow.compiler.host_values import may_stay_on_host
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from types import ModuleType
 
+    from asyncflow.compiler.codegen import RegionCode
+    from asyncflow.compiler.regions import Region
     from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, Shape
-    from asyncflow.graph.ir import Node
+    from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
 
 Resolve: TypeAlias = Callable[[Resource], Any]
@@ -56,47 +61,126 @@ def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: 
     if node.op.is_async:
         return kernel
     if check_outputs:
-        kernel = _with_checked_outputs(node, kernel)
+        kernel = _with_checked_outputs(node, kernel, xp)
     if check_numerics and any(tensor.dtype.kind in "fc" for tensor in node.outputs):
         kernel = _with_checked_numbers(node, kernel)
     return kernel
 
 
-def bind_launch(node: Node, kernel: Kernel, device: AsynchronousDevice, stream: int) -> Kernel:
-    """`kernel`, which runs `node`, as something that launches it on one of the device's compute streams."""
+def bind_launch(node: Node, bare: Callable[[ModuleType], Kernel], device: AsynchronousDevice, stream: int) -> Kernel:
+    """What launches `node` on one of the device's compute streams.
+
+    Args:
+        node: of an op with a kernel.
+        bare: gives the node's kernel for an array namespace.
+        device: where it runs.
+        stream: number of the compute stream.
+    """
     if node.op is CONSTANT and not node.control_inputs:
-        value = kernel()
+        value = bare(np)()
         if not is_host_spec(node.outputs[0].spec):
             value = _constant_on(device, node, value)
         return lambda: value
-    op, attrs = node.op, node.attrs
-
-    def flops(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
-        if op.flops is not None:
-            return op.flops(inputs, outputs, **attrs)
-        return float(sum(size_of(shape) or 0 for shape in outputs))
-
-    def infer(inputs: Sequence[ArraySpec]) -> Sequence[ArraySpec] | None:
-        inferred = op.infer(*(Spec(dtype, shape) for dtype, shape in inputs), **attrs)
-        specs = (inferred,) if isinstance(inferred, Spec) else inferred
-        if not all(is_static(spec.shape) for spec in specs):
-            return None
-        return [(spec.dtype, tuple(dim or 0 for dim in spec.shape or ())) for spec in specs]
-
+    has_own_memory = device.xp is not np
+    on_host = has_own_memory and runs_on_host(node)
     info = KernelInfo(
         name=node.name,
         stream=stream,
         single=node.single,
-        needs_context=op.needs_context,
-        is_async=op.is_async,
+        needs_context=node.op.needs_context,
+        is_async=node.op.is_async or on_host,
         may_run_on_host=all(is_host_spec(tensor.spec) for tensor in node.outputs),
-        keeps_arrays=op.is_user
-        or op.effects is not None
-        or any(tensor.spec.dtype == VARIANT for tensor in (*node.inputs, *node.outputs)),
-        flops=flops,
-        infer=infer,
+        keeps_arrays=_keeps_arrays(node),
+        host_inputs=host_inputs(node),
+        on_host=giving_scalars(bare(np), node) if has_own_memory and may_stay_on_host(node) else None,
+        flops=partial(_flops, node),
+        infer=partial(_infer, node),
     )
-    return device.bind(kernel, info)
+    return device.bind(bare(np if on_host else device.xp), info)
+
+
+def bind_member(
+    node: Node,
+    bare: Callable[[ModuleType], Kernel],
+    device: AsynchronousDevice,
+    stream: int,
+    on_host: Collection[Tensor],
+) -> Kernel:
+    """What the code of a region calls for one of its nodes: a kernel on the device's arrays and host values."""
+    if node.op is CONSTANT and not node.control_inputs:
+        constant = _constant_on(device, node, bare(np)())
+        value = device.resident(constant, stream)
+        return lambda: value
+    if node.outputs and may_stay_on_host(node) and all(tensor in on_host for tensor in node.inputs):
+        return giving_scalars(bare(np), node)
+    kernel, read = bare(device.xp), host_inputs(node)
+    vectors = [
+        index
+        for index, tensor in enumerate(node.inputs)
+        if tensor in on_host and tensor.spec.shape != () and index not in read
+    ]
+    return _uploading(kernel, vectors, device.xp, node.op.needs_context) if vectors else kernel
+
+
+def giving_scalars(kernel: Kernel, node: Node) -> Kernel:
+    """`kernel`, computed by NumPy, with scalars for arrays of rank 0: other array libraries refuse NumPy's arrays."""
+    if kernel is node.op.scalar_kernel or isinstance(kernel, np.ufunc):
+        return kernel
+    if node.single:
+        return lambda *inputs: _as_scalar(kernel(*inputs))
+    return lambda *inputs: tuple([_as_scalar(value) for value in kernel(*inputs)])
+
+
+def _as_scalar(value: Any) -> Any:
+    return value[()] if type(value) is np.ndarray and not value.ndim else value
+
+
+def _uploading(kernel: Kernel, positions: Sequence[int], xp: ModuleType, needs_context: bool) -> Kernel:
+    """A kernel that uses vectors of the host as data, such as the sizes of an array."""
+    shift = 1 if needs_context else 0
+
+    def call(*inputs: Any) -> Any:
+        values = list(inputs)
+        for position in positions:
+            values[position + shift] = xp.asarray(values[position + shift])
+        return kernel(*values)
+
+    return call
+
+
+def bind_region(node: Node, code: RegionCode, device: AsynchronousDevice, stream: int) -> Kernel:
+    """What a firing of a region calls on a device that enqueues it as a whole."""
+    region: Region = node.attrs["region"]
+    launches = sum(member.op.kernel is not None and member.op is not CONSTANT for member in region.walk())
+    info = KernelInfo(
+        name=node.name,
+        stream=stream,
+        single=False,
+        needs_context=code.needs_context,
+        launches=launches,
+        flops=partial(_flops, node),
+        infer=partial(_infer, node),
+    )
+    return device.bind_region(code.function, info, is_generator=code.is_generator)
+
+
+def _keeps_arrays(node: Node) -> bool:
+    touched = (*node.inputs, *node.outputs)
+    return node.op.is_user or node.op.effects is not None or any(tensor.spec.dtype == VARIANT for tensor in touched)
+
+
+def _flops(node: Node, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
+    if node.op.flops is not None:
+        return node.op.flops(inputs, outputs, **node.attrs)
+    return float(sum(size_of(shape) or 0 for shape in outputs))
+
+
+def _infer(node: Node, inputs: Sequence[ArraySpec]) -> Sequence[ArraySpec] | None:
+    inferred = node.op.infer(*(Spec(dtype, shape) for dtype, shape in inputs), **node.attrs)
+    specs = (inferred,) if isinstance(inferred, Spec) else inferred
+    if not all(is_static(spec.shape) for spec in specs):
+        return None
+    return [(spec.dtype, tuple(dim or 0 for dim in spec.shape or ())) for spec in specs]
 
 
 def _constant_on(device: AsynchronousDevice, node: Node, value: Any) -> Any:
@@ -120,8 +204,9 @@ def is_host_spec(spec: Spec) -> bool:
     return spec.shape == () and spec.dtype.kind in "biu"
 
 
-def _with_checked_outputs(node: Node, kernel: Kernel) -> Kernel:
+def _with_checked_outputs(node: Node, kernel: Kernel, xp: ModuleType) -> Kernel:
     expected = [tensor.spec for tensor in node.outputs]
+    arrays = np.ndarray, np.generic, xp.ndarray
 
     def checked(*inputs: Any) -> Any:
         result = kernel(*inputs)
@@ -131,7 +216,7 @@ def _with_checked_outputs(node: Node, kernel: Kernel) -> Kernel:
         for index, (value, spec) in enumerate(zip(values, expected, strict=True)):
             if spec.dtype == VARIANT or isinstance(value, str):
                 continue
-            if not isinstance(value, np.ndarray | np.generic):
+            if not isinstance(value, arrays):
                 raise TypeError(f"output {index} is a {type(value).__name__}, not an array; declared {spec}")
             if value.dtype != spec.dtype or not is_compatible(value.shape, spec.shape):
                 raise TypeError(f"output {index} is {value.dtype}{format_shape(value.shape)}; declared {spec}")

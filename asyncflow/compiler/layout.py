@@ -13,6 +13,7 @@ from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.merge import MERGE
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
+from asyncflow.devices.protocol import is_coroutine_kernel
 from asyncflow.errors import GraphError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.frames import output_frame
@@ -36,7 +37,7 @@ def build_partition(
     fetches: Mapping[Node, int],
     n_fetches: int,
     bind: Callable[[Node], Kernel],
-    bind_region: Callable[[Node], RegionCode],
+    bind_region: Callable[[Node], tuple[RegionCode, Kernel]],
 ) -> Partition:
     """The nodes of one device of a flat graph, laid out.
 
@@ -49,7 +50,7 @@ def build_partition(
         fetches: nodes that fetch, with their positions among the plan's fetched values.
         n_fetches: how many those are in all.
         bind: gives a node's kernel.
-        bind_region: gives a region's code.
+        bind_region: gives a region's code, and what a firing of it calls.
     """
     layout = _Layout(nodes, frames, streams, bind, bind_region)
     return layout.build(device, feeds, fetches, n_fetches)
@@ -67,7 +68,7 @@ class _Layout:
         frames: Mapping[Node, FramePath],
         streams: Mapping[Node, int],
         bind: Callable[[Node], Kernel],
-        bind_region: Callable[[Node], RegionCode],
+        bind_region: Callable[[Node], tuple[RegionCode, Kernel]],
     ) -> None:
         self.sources = sources
         self.frame_of = frames
@@ -133,12 +134,14 @@ class _Layout:
         elif node.op is EXIT:
             frame.exits.append(planned)
         if node.op is REGION:
-            planned.set_region(self.bind_region(node), node.attrs["region"])
+            planned.set_region(*self.bind_region(node), node.attrs["region"])
         elif planned.crossing:
             if planned.crossing == Crossing.RECV and planned.is_acknowledged:
                 frame.acknowledges = planned.transfer
         elif planned.kind == Kind.KERNEL:
             planned.kernel = self.bind(node)
+            if is_coroutine_kernel(planned.kernel):
+                planned.is_async, planned.is_small = True, False
 
     def place_merge(self, node: Node, planned: PlanNode, frame: PlanFrame) -> None:
         """A Merge has one slot for its value and one for the index; it waits for one live input, and its controls."""

@@ -29,6 +29,7 @@ from asyncflow.compiler.extract import EMIT, FETCH
 from asyncflow.compiler.frames import has_primitives
 from asyncflow.compiler.layout import is_everywhere
 from asyncflow.compiler.places import NEWS, Device, Emitter, Loop, Place, enter_attrs
+from asyncflow.compiler.transfers import TO_HOST
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND
@@ -54,6 +55,7 @@ def lower(
     *,
     asynchronous: Collection[str] = (),
     truncate: bool = False,
+    reads: Callable[[Node], Collection[int]] | None = None,
     delay: Callable[[Graph, Mapping[Node, object]], object] | None = None,
 ) -> Graph:
     """`graph` without structured nodes; `graph` itself is used up.
@@ -62,19 +64,30 @@ def lower(
         graph: structured, each node with its device.
         asynchronous: devices whose values must be copied to the host before Python may look at them.
         truncate: send float32 values as their upper 16 bits.
+        reads: positions of a node's inputs that Python looks at when it runs; None for none of any node.
         delay: adds control inputs to Recvs, given the result and the places of its nodes; see `delay_recvs`. Not called
             where control flow is written by hand: then places are not known.
     """
     if delay is not None and has_primitives(graph.walk()):
         delay = None
     lowering = _Lowering(graph, asynchronous, truncate)
+    lowering.reads = reads or _nothing
     lowering.put_nodes(graph, lowering.outside)
     if delay is not None:
         delay(lowering.flat, lowering.places)
     return lowering.finish()
 
 
+def _nothing(_: Node) -> Collection[int]:
+    return ()
+
+
 class _Lowering(Emitter):
+    def __init__(self, source: Graph, asynchronous: Collection[str], truncate: bool) -> None:
+        super().__init__(source, asynchronous, truncate)
+        self.reads: Callable[[Node], Collection[int]] = _nothing
+        self.read_values: dict[tuple[Tensor, Device, Place], Tensor] = {}
+
     def put_nodes(self, source: Graph, place: Place) -> None:
         for node in source.nodes:
             if node.op.name == "cond":
@@ -96,9 +109,19 @@ class _Lowering(Emitter):
                 inputs = [self.host_value(tensor, node, place) for tensor in inputs]
             controls = self.arrived(self.controls(node.control_inputs), node.device)
             node.inputs = [self.local(tensor, node.device) for tensor in inputs]
+            for index in self.reads(node):
+                node.inputs[index] = self.read_value(inputs[index], node, place)
             node.control_inputs = self.held_back(inputs, controls, place, node.device)
             self.places[node] = place
         self.flat.adopt(node)
+
+    def read_value(self, tensor: Tensor, node: Node, place: Place) -> Tensor:
+        """`tensor` where the kernel of `node` can look at it, once it has come to the device."""
+        key = tensor, node.device, place
+        if key not in self.read_values:
+            (copied,) = self.put(node, "to_host", TO_HOST, [tensor], place, device=node.device, is_predicate=False)
+            self.read_values[key] = copied
+        return self.read_values[key]
 
     # -- cond ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from asyncflow.compiler.constraints import resolve_requests
 from asyncflow.compiler.delay_recvs import delay_recvs
 from asyncflow.compiler.extract import FEED, extract
 from asyncflow.compiler.frames import assign_frames
-from asyncflow.compiler.kernels import bind_kernel, bind_launch
+from asyncflow.compiler.host_values import find_host_values
+from asyncflow.compiler.kernels import bind_kernel, bind_launch, bind_member, bind_region
 from asyncflow.compiler.layout import build_partition, is_everywhere
 from asyncflow.compiler.lower import lower
 from asyncflow.compiler.optimize import optimize as run_optimizations
@@ -25,15 +26,18 @@ from asyncflow.compiler.plan import Plan
 from asyncflow.compiler.regions import make_regions
 from asyncflow.compiler.saved import find_saved
 from asyncflow.compiler.straight import find_straight
+from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
+    from types import ModuleType
 
     from asyncflow.compiler.codegen import RegionCode
     from asyncflow.compiler.extract import Extract
     from asyncflow.compiler.kernels import Resolve
     from asyncflow.compiler.plan import Partition
+    from asyncflow.compiler.regions import Region
     from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.graph.build import SupportsTensor
     from asyncflow.graph.graph import Graph
@@ -106,18 +110,21 @@ def compile_plan(
     saved = find_saved(working)
     placement = place(working, devices, costs, seed=placement_seed)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
+    enqueuing = {device.name for device in devices if runs_regions(device)}
+    on_host = find_host_values(working) if enqueuing else set()
     streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
     if regions:
-        streams = make_regions(working, streams, asynchronous)
+        streams = make_regions(working, streams, asynchronous - enqueuing, enqueuing, on_host)
         check(working)
     lowered = lower(
         working,
         asynchronous=asynchronous,
         truncate=transfer_dtype is not None,
+        reads=partial(_read_on_host, enqueuing=enqueuing, on_host=on_host) if enqueuing else None,
         delay=partial(delay_recvs, devices=devices, costs=costs),
     )
     check(lowered)
-    binding = _Binding(resolve, streams, debug, check_numerics, max_iterations)
+    binding = _Binding(resolve, streams, debug, check_numerics, max_iterations, on_host)
     used = {node.device for node in lowered.nodes if not is_everywhere(node)}
     partitions = binding.partitions(
         extracted, lowered, [device for device in devices if device.name in used] or devices[:1]
@@ -138,6 +145,18 @@ def _do_not_verify(_: Graph) -> None:
     pass
 
 
+def runs_regions(device: Device) -> bool:
+    """Whether the device is asynchronous, and one call enqueues all kernels of a region."""
+    return device.is_asynchronous and cast("AsynchronousDevice", device).runs_regions
+
+
+def _read_on_host(node: Node, *, enqueuing: Collection[str], on_host: Collection[Tensor]) -> list[int]:
+    """Positions of inputs that the kernel reads, and that may be in the memory of its device."""
+    if node.device not in enqueuing or runs_on_host(node):
+        return []
+    return [index for index in sorted(host_inputs(node)) if node.inputs[index] not in on_host]
+
+
 @dataclass(frozen=True, slots=True)
 class _Binding:
     """How nodes get their code."""
@@ -147,6 +166,7 @@ class _Binding:
     debug: bool
     check_numerics: bool
     max_iterations: int | None
+    on_host: Collection[Tensor]
 
     def partitions(self, extracted: Extract, lowered: Graph, devices: Sequence[Device]) -> list[Partition]:
         """One per device."""
@@ -172,15 +192,29 @@ class _Binding:
         ]
 
     def kernel(self, device: Device, node: Node) -> Kernel:
-        kernel = bind_kernel(
-            node, device.xp, self.resolve, check_outputs=self.debug, check_numerics=self.check_numerics
-        )
+        """What a firing of `node` calls."""
         if not device.is_asynchronous:
-            return kernel
-        return bind_launch(node, kernel, cast("AsynchronousDevice", device), self.streams.get(node, 0))
+            return self.bare(device.xp, node)
+        launching = cast("AsynchronousDevice", device)
+        return bind_launch(node, partial(self.bare, node=node), launching, self.streams.get(node, 0))
 
-    def region(self, device: Device, node: Node) -> RegionCode:
-        # Accounting costs a region more than many a kernel: without a limit only what enters and leaves it is counted.
-        track = device.memory.track if self.debug or device.memory.limit is not None else None
-        bind = partial(self.kernel, device)
-        return generate(node.attrs["region"], node.name, bind, track=track, max_iterations=self.max_iterations)
+    def bare(self, xp: ModuleType, node: Node) -> Kernel:
+        """The kernel itself."""
+        return bind_kernel(node, xp, self.resolve, check_outputs=self.debug, check_numerics=self.check_numerics)
+
+    def region(self, device: Device, node: Node) -> tuple[RegionCode, Kernel]:
+        """A region's code, and what a firing calls."""
+        region: Region = node.attrs["region"]
+        generate_region = partial(generate, region, node.name, max_iterations=self.max_iterations)
+        if not device.is_asynchronous:
+            # Accounting costs a region more than many a kernel: without a limit only what enters and leaves counts.
+            track = device.memory.track if self.debug or device.memory.limit is not None else None
+            code = generate_region(partial(self.kernel, device), track=track)
+            return code, code.function
+        launching, stream = cast("AsynchronousDevice", device), self.streams.get(node, 0)
+
+        def bind(member: Node) -> Kernel:
+            return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
+
+        code = generate_region(bind, track=None, enqueues=True)
+        return code, bind_region(node, code, launching, stream)

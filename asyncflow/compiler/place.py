@@ -19,7 +19,6 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.choices import Choices
-from asyncflow.compiler.constraints import usable_devices
 from asyncflow.compiler.estimate import ASSUMED_ITERATIONS
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.followers import place_followers
@@ -76,13 +75,9 @@ def place(
         costs: mean ns of a firing by node name, from earlier runs; what is missing is estimated.
         seed: puts nodes at random where they may be, to show that results do not depend on it. None: where they finish
             first.
-
-    Raises:
-        PlacementError: no device can run a node.
     """
     nodes = list(graph.walk())
     if len(devices) == 1:
-        usable_devices(nodes, None, devices)
         names = [node.name for node in nodes]
         for node in nodes:
             node.device = devices[0].name

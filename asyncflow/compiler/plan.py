@@ -192,10 +192,10 @@ class PlanNode:
         self.uses_index = False
         self.index_values: tuple[np.int32, ...] = ()
 
-    def set_region(self, code: RegionCode, region: Region) -> None:
-        """Makes the node run generated code."""
+    def set_region(self, code: RegionCode, kernel: Kernel, region: Region) -> None:
+        """Makes the node run generated code, by calling `kernel`."""
         self.region = code
-        self.kernel = code.function
+        self.kernel = kernel
         self.estimate = estimate_region(region.walk())
         self.needs_context = code.needs_context
         self.is_small = (

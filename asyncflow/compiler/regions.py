@@ -5,8 +5,10 @@ nodes join one region only if they wait for the same *barriers* (nodes that may 
 functions, streamed values, and branches and loops that contain them) and are waited for by the same ones.
 
 A region belongs to one *lane*, a compute stream of a device. Values that cross from lane to lane are barriers as well,
-one per value and lane it goes to: it is sent as soon as it is there, and holds back only those who need it. Devices
-that launch their kernels one by one have no regions.
+one per value and lane it goes to: it is sent as soon as it is there, and holds back only those who need it.
+
+Devices that launch their kernels one by one have no regions. On one whose regions enqueue, nothing in a region may wait
+for the device either: branches and loops join one only if they decide by what is on the host.
 
 What is before a node grows along every edge, and what is behind it shrinks, so all nodes of a cycle of clusters would
 have the same before and behind. No barrier or crossing is then on the cycle, it stays in one lane, and all its nodes
@@ -27,7 +29,7 @@ from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.errors import InternalError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph
-from asyncflow.graph.op import Op
+from asyncflow.graph.op import Op, host_inputs, runs_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -80,7 +82,11 @@ class _Lane(NamedTuple):
 
 
 def make_regions(
-    graph: Graph, streams: Mapping[Node, int] = _ONE_STREAM, asynchronous: Collection[str] = ()
+    graph: Graph,
+    streams: Mapping[Node, int] = _ONE_STREAM,
+    asynchronous: Collection[str] = (),
+    enqueuing: Collection[str] = (),
+    on_host: Collection[Tensor] = (),
 ) -> dict[Node, int]:
     """Replaces clusters by `region` nodes, in place.
 
@@ -88,11 +94,13 @@ def make_regions(
         graph: with the device of every node in ``node.device``, if there is more than one.
         streams: the compute stream of each node; 0 for those not named.
         asynchronous: names of the devices that launch kernels one by one.
+        enqueuing: names of the devices whose regions enqueue kernels and do not wait for them.
+        on_host: tensors whose values are on the host; see `find_host_values`.
 
     Returns:
         `streams`, with the region nodes added.
     """
-    clustering = _Clustering(streams, asynchronous)
+    clustering = _Clustering(streams, asynchronous, enqueuing, on_host)
     clustering.cluster(graph, results=())
     return {**streams, **clustering.regions}
 
@@ -132,6 +140,8 @@ def _has_no_lane(node: Node) -> bool:
 class _Clustering:
     streams: Mapping[Node, int]
     asynchronous: Collection[str]
+    enqueuing: Collection[str]
+    on_host: Collection[Tensor]
     regions: dict[Node, int] = field(default_factory=dict)
 
     def cluster(self, graph: Graph, results: Iterable[Tensor], carried: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
@@ -191,8 +201,19 @@ class _Clustering:
             lane is not None
             and lane.device not in self.asynchronous
             and is_compilable(node)
+            and (lane.device not in self.enqueuing or self.never_waits(node))
             and _nesting(node) <= _DEEPEST
         )
+
+    def never_waits(self, node: Node) -> bool:
+        """Whether Python needs nothing that is in a device's memory to run the node."""
+        if node.op.name == "cond" and node.inputs[0] not in self.on_host:
+            return False
+        if node.op.name == "while" and node.attrs["cond"].results[0] not in self.on_host:
+            return False
+        if runs_on_host(node) or any(node.inputs[index] not in self.on_host for index in host_inputs(node)):
+            return False
+        return all(self.never_waits(inner) for body in _bodies(node) for inner in body.nodes)
 
     def is_barrier(self, node: Node, lane: _Lane | None) -> bool:
         if node.op in (FEED, FETCH, PARAMETER):

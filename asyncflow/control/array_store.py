@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.shapes import Shape
 
 Array: TypeAlias = Any
-"""A NumPy or CuPy array, or a NumPy scalar."""
+"""An array of the device that keeps it, or a NumPy scalar."""
 Common: TypeAlias = "tuple[Shape] | None"
 """``(shape,)``: every element written so far has this partial shape. None: nothing is written yet."""
 

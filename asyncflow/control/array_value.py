@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from asyncflow.control.array_store import SCALAR_KINDS, Element, Family, Rows, Store, element_shape, item, widen
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static
@@ -207,14 +209,14 @@ class ArrayValue:
         return self._stacked(indices)
 
     def concat(self) -> tuple[Array, Array]:
-        """All elements, joined along their first axis; and how long each is along it, as int64."""
+        """All elements, joined along their first axis; and how long each is along it, as int64 of NumPy's."""
         xp, dtype = self._store.xp, self.kind.dtype
         pieces = [self.read(index) for index in range(self.size)]
         if not pieces:
             shape = self._known_shape()
             if not shape or not is_static(shape[1:]):
                 raise self._shape_unknown("concat of no elements", shape)
-            return xp.empty((0, *shape[1:]), dtype), xp.empty((0,), "int64")
+            return xp.empty((0, *shape[1:]), dtype), np.empty((0,), "int64")
         for index, piece in enumerate(pieces):
             if piece.ndim == 0:
                 raise ValueError(
@@ -225,7 +227,7 @@ class ArrayValue:
                     f"concat needs elements that are alike but for their first axis; element 0 has shape "
                     f"{format_shape(pieces[0].shape)}, element {index} has shape {format_shape(piece.shape)}"
                 )
-        return xp.concatenate(pieces), xp.array([len(piece) for piece in pieces], "int64")
+        return xp.concatenate(pieces), np.array([len(piece) for piece in pieces], "int64")
 
     def _stacked(self, indices: Sequence[int]) -> Array:
         xp, dtype = self._store.xp, self.kind.dtype
@@ -243,9 +245,9 @@ class ArrayValue:
                     f"elements of one shape can be stacked; element {indices[0]} has shape {format_shape(first)}, "
                     f"element {index} has shape {format_shape(element.shape)}"
                 )
-        # Several times faster than stacking rank-0 arrays; only NumPy has scalars.
-        if not first and dtype.kind in SCALAR_KINDS and hasattr(xp, "generic"):
-            return xp.array(elements, dtype)
+        # Several times faster than stacking rank-0 arrays; elsewhere only counters are NumPy's scalars.
+        if not first and dtype.kind in SCALAR_KINDS and all(isinstance(element, np.generic) for element in elements):
+            return np.array(elements, dtype)
         return xp.stack(elements)
 
     def _zeros(self, index: int) -> Array:

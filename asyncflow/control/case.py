@@ -15,7 +15,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, graph_for, identity
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import Op, inputs_from, register
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype
@@ -48,12 +48,12 @@ def _index_kernel(xp: Any, *, exclusive: bool, has_default: bool) -> Kernel:
         if not holding and not has_default:
             raise ValueError(f"none of the {len(preds)} predicates holds, and this case has no default")
         index = holding[0] if holding else len(preds)
-        return np.int64(index) if xp is np else xp.array(index, dtype=int64)
+        return np.int64(index)
 
     return kernel
 
 
-CASE_INDEX = register(Op(name="case_index", infer=_index_spec, kernel=_index_kernel))
+CASE_INDEX = register(Op(name="case_index", infer=_index_spec, kernel=_index_kernel, host_inputs=inputs_from(0)))
 """Which branch of a `case` is taken; as many as there are predicates for the default."""
 
 

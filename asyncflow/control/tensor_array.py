@@ -24,7 +24,7 @@ from asyncflow.ops.cost import free
 from asyncflow.ops.extents import static_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Collection, Hashable, Sequence
 
     from asyncflow.graph.dtypes import DType, DTypeLike
     from asyncflow.graph.ir import Node, Tensor
@@ -142,9 +142,7 @@ def _new_kernel(xp: Any, *, element: Spec, dynamic_size: bool, clear_after_read:
 
 
 def _size_kernel(xp: Any) -> Kernel:
-    if xp is np:
-        return lambda array: np.int64(array.current_size())
-    return lambda array: xp.array(array.current_size(), dtype=int64)
+    return lambda array: np.int64(array.current_size())
 
 
 def _close(array: ArrayValue) -> tuple[()]:
@@ -157,9 +155,19 @@ def _array_op(
     infer: Callable[..., Spec | tuple[Spec, ...]],
     method: Kernel,
     flops: Callable[..., float] | None = free,
+    *,
+    host_inputs: Collection[int] = (),
 ) -> Op:
     """An op whose kernel is a method of the array, which needs no attributes."""
-    return register(Op(name=f"tensor_array_{name}", infer=infer, kernel=lambda xp, **attrs: method, flops=flops))
+    return register(
+        Op(
+            name=f"tensor_array_{name}",
+            infer=infer,
+            kernel=lambda xp, **attrs: method,
+            flops=flops,
+            host_inputs=host_inputs,
+        )
+    )
 
 
 def _ints(values: Any) -> list[int]:
@@ -169,14 +177,20 @@ def _ints(values: Any) -> list[int]:
 
 
 # Two arrays made with equal arguments are not interchangeable: reading one must not use up the other.
-TENSOR_ARRAY = register(Op(name="tensor_array", infer=_new_spec, kernel=_new_kernel, is_random=True, flops=free))
-WRITE = _array_op("write", _write_spec, lambda array, index, value: array.write(int(index), value))
-READ = _array_op("read", _read_spec, lambda array, index: array.read(int(index)))
+TENSOR_ARRAY = register(
+    Op(name="tensor_array", infer=_new_spec, kernel=_new_kernel, is_random=True, flops=free, host_inputs=(0,))
+)
+WRITE = _array_op("write", _write_spec, lambda array, index, value: array.write(int(index), value), host_inputs=(1,))
+READ = _array_op("read", _read_spec, lambda array, index: array.read(int(index)), host_inputs=(1,))
 UNSTACK = _array_op("unstack", _unstack_spec, ArrayValue.unstack)
 STACK = _array_op("stack", _stack_spec, ArrayValue.stack, flops=None)
-SCATTER = _array_op("scatter", _scatter_spec, lambda array, indices, values: array.scatter(_ints(indices), values))
-GATHER = _array_op("gather", _gather_spec, lambda array, indices: array.gather(_ints(indices)), flops=None)
-SPLIT = _array_op("split", _split_spec, ArrayValue.split)
+SCATTER = _array_op(
+    "scatter", _scatter_spec, lambda array, indices, values: array.scatter(_ints(indices), values), host_inputs=(1,)
+)
+GATHER = _array_op(
+    "gather", _gather_spec, lambda array, indices: array.gather(_ints(indices)), flops=None, host_inputs=(1,)
+)
+SPLIT = _array_op("split", _split_spec, ArrayValue.split, host_inputs=(2,))
 CONCAT = _array_op("concat", _concat_spec, ArrayValue.concat, flops=None)
 SIZE = register(Op(name="tensor_array_size", infer=_size_spec, kernel=_size_kernel, flops=free))
 CLOSE = register(

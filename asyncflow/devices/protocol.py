@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -31,6 +31,10 @@ class KernelInfo:
         may_run_on_host: all outputs are integers or booleans of rank 0, so that with such inputs it need not be
             launched at all.
         keeps_arrays: it may hold on to its inputs, or hand out what others hold on to (state, tensor arrays).
+        host_inputs: positions of inputs that the kernel reads on the host, such as shapes.
+        on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; on a device whose
+            arrays are NumPy's, None.
+        launches: how many kernels a region launches at a time.
         flops: ``flops(input_shapes, output_shapes)``, for the cost model.
         infer: ``infer(input_specs)`` gives the specs of the outputs for those of the inputs; None where they depend on
             data.
@@ -43,6 +47,9 @@ class KernelInfo:
     is_async: bool = False
     may_run_on_host: bool = False
     keeps_arrays: bool = False
+    host_inputs: frozenset[int] = frozenset()
+    on_host: Callable[..., Any] | None = None
+    launches: int = 1
     flops: Callable[[Sequence[Shape], Sequence[Shape]], float]
     infer: Callable[[Sequence[ArraySpec]], Sequence[ArraySpec] | None]
 
@@ -57,6 +64,21 @@ class Span(NamedTuple):
     ended_ns: int
     nbytes: int
     """Of a copy; 0 for a kernel."""
+
+
+Deliver: TypeAlias = Callable[[Any, BaseException | None], None]
+"""Takes ``(value, error)``; one of the two is None."""
+
+
+class CoroutineKernel:
+    """A bound kernel whose call gives a coroutine: its firings get tasks, whatever its op is."""
+
+    __slots__ = ()
+
+
+def is_coroutine_kernel(kernel: object) -> bool:
+    """Whether a call of a bound kernel gives a coroutine."""
+    return isinstance(kernel, CoroutineKernel)
 
 
 Mark: TypeAlias = Any
@@ -139,8 +161,25 @@ class AsynchronousDevice(Device, Protocol):
     """A device whose kernels are launched and not waited for; its values are its own kind of object.
 
     *Host values* (anything that is not of that kind, such as NumPy scalars) may be mixed with them in every call.
-    All methods are called on the event loop's thread, and none blocks.
+    All methods are called on the event loop's thread, and none but `start` blocks.
     """
+
+    @property
+    def runs_regions(self) -> bool:
+        """Whether one call enqueues all kernels of a region; else kernels are launched one by one."""
+        ...
+
+    async def open(self) -> None:
+        """Get ready for the first call, without blocking the event loop. Idempotent."""
+        ...
+
+    def start(self) -> None:
+        """`open` for those who cannot await: may block. Idempotent."""
+        ...
+
+    def activate(self) -> AbstractContextManager[object]:
+        """A context in which the device's calls cost less; nothing may wait inside."""
+        ...
 
     def bind(self, kernel: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
         """A function that launches `kernel` on device values, and gives device values.
@@ -150,15 +189,29 @@ class AsynchronousDevice(Device, Protocol):
         """
         ...
 
+    def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
+        """A function that runs a region's generated one on device values; only for a device that `runs_regions`.
+
+        With `is_generator` it gives a generator, each step of which enqueues some of the region.
+        """
+        ...
+
     def constant(self, value: Any) -> Any:
         """A device value that has been there from the start."""
         ...
 
-    def feed(self, value: Any) -> Any:
-        """A device value for a host value, which is copied in; kernels wait for the copy by themselves."""
+    def resident(self, constant: Any, stream: int) -> Any:
+        """What regions on one of the compute streams use for such a value; only for a device that `runs_regions`."""
         ...
 
-    def fetch(self, value: Any, deliver: Callable[[Any, BaseException | None], None]) -> bool:
+    def feed(self, value: Any, deliver: Deliver) -> None:
+        """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
+
+        Kernels wait for the copy by themselves; `value` must not change before it is delivered.
+        """
+        ...
+
+    def fetch(self, value: Any, deliver: Deliver) -> bool:
         """Copy a device value to the host: later, ``deliver(array, error)`` is called once.
 
         Returns:
@@ -174,7 +227,7 @@ class AsynchronousDevice(Device, Protocol):
         self,
         value: Any,
         source: Device,
-        deliver: Callable[[Any, BaseException | None], None],
+        deliver: Deliver,
         sent_ns: int | None = None,
     ) -> None:
         """Take over a value of `source`: ``deliver(value_here, error)`` is called once, now or later.
@@ -199,23 +252,30 @@ class AsynchronousDevice(Device, Protocol):
         """The point up to which work is launched now, for `when_done`."""
         ...
 
-    def when_done(self, done: Callable[[], None], mark: Mark = None, *, elsewhere: bool = False) -> None:
-        """Call ``done()`` once, never before this returns, when all work launched up to `mark` (None: now) has ended.
+    def when_done(
+        self, done: Callable[[BaseException | None], None], mark: Mark = None, *, elsewhere: bool = False
+    ) -> None:
+        """Call ``done(error)`` once, never before this returns, when all work launched up to `mark` has ended.
 
-        With `elsewhere` another device is told, which may take the time of a message.
+        Without a mark that is all launched by now. The error is None unless the device failed, after which none of its
+        values is worth anything. With `elsewhere` another device is told, which may take the time of a message.
         """
         ...
 
-    def record_into(self, spans: list[Span] | None) -> list[Span] | None:
+    def record_into(self, spans: list[Any] | None) -> list[Any] | None:
         """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to.
 
-        What a coroutine kernel launches goes where it would have gone when it was called.
+        What a coroutine kernel launches goes where it would have gone when it was called. `spans` is for `settle`.
         """
+        ...
+
+    def settle(self, spans: Sequence[Any]) -> Sequence[Span]:
+        """The spans that were recorded, once the work has ended."""
         ...
 
 
 @contextmanager
-def recording(device: AsynchronousDevice, spans: list[Span] | None) -> Iterator[None]:
+def recording(device: AsynchronousDevice, spans: list[Any] | None) -> Iterator[None]:
     """What is launched inside, and nothing else, goes to `spans`; see `AsynchronousDevice.record_into`."""
     before = device.record_into(spans)
     try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncflow.devices import hardware
 from asyncflow.devices.cpu import CpuDevice
+from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda_backend import cuda_backend
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import Device
@@ -36,12 +37,15 @@ def open_devices(
 ) -> tuple[Device, ...]:
     """The devices of a session, in the order named; the caller closes them.
 
+    CUDA devices beyond the number of cards share them: on a machine with two, ``cuda:2`` is a second logical device on
+    card 0, with streams and a memory limit of its own.
+
     On virtual time (`asyncflow.testing.virtual_clock`) all devices are simulated, CPUs too.
 
     Args:
         specs: their names; a kind alone is its device 0. None means ``["cpu:0"]``, and on virtual time all cards of
             the machine.
-        memory_limit: bytes that each may hold; None for no limit, and for simulated cards what the card has.
+        memory_limit: bytes that each may hold; None for no limit, and for cards what the card has.
         compute_streams: how many streams of kernels each has.
 
     Raises:
@@ -66,7 +70,10 @@ def open_devices(
             raise PlacementError(f"device {name} is named {names.count(name)} times in devices=; name each once")
     if machine is None:
         return tuple(
-            CpuDevice(name.index, memory_limit=memory_limit, compute_streams=compute_streams) for name in names
+            _open_cuda(name.index, memory_limit, compute_streams)
+            if name.kind == "cuda"
+            else CpuDevice(name.index, memory_limit=memory_limit, compute_streams=compute_streams)
+            for name in names
         )
     return tuple(
         SimDevice(
@@ -78,6 +85,13 @@ def open_devices(
         )
         for name in names
     )
+
+
+def _open_cuda(index: int, memory_limit: int | None, compute_streams: int) -> CudaDevice:
+    """One of a session's CUDA devices; those beyond the number of cards share them in turn."""
+    backend = cuda_backend()
+    card = index % len(backend.cards)
+    return CudaDevice(backend.cupy, index, physical=card, memory_limit=memory_limit, compute_streams=compute_streams)
 
 
 def check_event_loop(devices: Sequence[Device], loop: asyncio.AbstractEventLoop) -> None:
@@ -106,7 +120,13 @@ def available_devices() -> tuple[DeviceDescription, ...]:
         hardware.blas_library(),
     )
     cpu = DeviceDescription(name="cpu:0", available=True, detail=", ".join(parts))
-    return (cpu, DeviceDescription(name="cuda", available=False, detail=_why_no_cuda()))
+    backend = cuda_backend()
+    if backend.cupy is None:
+        return (cpu, DeviceDescription(name="cuda", available=False, detail=f"off: {backend.reason}"))
+    cards = (
+        DeviceDescription(name=f"cuda:{card}", available=True, detail=line) for card, line in enumerate(backend.cards)
+    )
+    return (cpu, *cards)
 
 
 def _full_name(spec: str) -> DeviceName:
@@ -116,10 +136,7 @@ def _full_name(spec: str) -> DeviceName:
 
 def _check_available(name: DeviceName, machine: SimMachine | None) -> None:
     if name.kind == "cuda":
-        raise PlacementError(
-            f"device {name}: CUDA devices are not built into this version; run `asyncflow devices` to see what this "
-            f"machine has and why CUDA is off; {_AVAILABLE}"
-        )
+        _check_cuda(name, machine)
     if name.kind == "sim":
         _check_simulated(name, machine)
 
@@ -139,10 +156,11 @@ def _check_simulated(name: DeviceName, machine: SimMachine | None) -> None:
         )
 
 
-def _why_no_cuda() -> str:
-    reasons = ["CUDA devices are not built into this version"]
-    if not hardware.has_nvidia_driver():
-        reasons.append("no NVIDIA driver found")
-    if importlib.util.find_spec("cupy") is None:
-        reasons.append("cupy is not installed")
-    return "off: " + "; ".join(reasons)
+def _check_cuda(name: DeviceName, machine: SimMachine | None) -> None:
+    if machine is not None:
+        raise PlacementError(
+            f"device {name}: there are no real cards on virtual time; the simulated ones are sim:0, sim:1, ..."
+        )
+    backend = cuda_backend()
+    if backend.cupy is None:
+        raise PlacementError(f"device {name}: CUDA is off on this machine: {backend.reason}; {_AVAILABLE}")

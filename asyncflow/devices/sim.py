@@ -23,8 +23,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
 from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
-from asyncflow.devices.protocol import Device, KernelInfo, Mark, Span
+from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Span
 from asyncflow.devices.sim_launch import Launcher
 from asyncflow.devices.sim_links import Lane, first_common_gap
 from asyncflow.devices.sim_machine import SimMachine, current_machine, use_machine
@@ -44,12 +45,12 @@ from asyncflow.devices.sim_values import (
     Storage,
     stays_on_host,
 )
-from asyncflow.errors import FetchError
+from asyncflow.errors import FetchError, InternalError
 from asyncflow.streams.sim import SimEvent, SimStream
 
-Deliver: TypeAlias = Callable[[Any, BaseException | None], None]
-
 _NS_PER_S = 1e9
+
+_NOTHING = nullcontext()
 
 _FARTHEST_AHEAD_NS = 1_000_000
 """How far the dispatcher may be ahead of the clock before launching has to pause."""
@@ -194,6 +195,29 @@ class SimDevice:
 
     # -- the `AsynchronousDevice` protocol -----------------------------------------------------------------------
 
+    @property
+    def runs_regions(self) -> bool:
+        """False: every kernel has a duration of its own."""
+        return False
+
+    async def open(self) -> None:
+        """Does nothing: a machine that is not there is always ready."""
+
+    def start(self) -> None:
+        """Does nothing, too."""
+
+    def activate(self) -> AbstractContextManager[None]:
+        """Does nothing: no thread has a current simulated device."""
+        return _NOTHING
+
+    def resident(self, constant: Any, stream: int) -> Any:
+        """Never called: see `runs_regions`."""
+        raise InternalError(f"{self._name} has no regions, and none of them has a constant on stream {stream}")
+
+    def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
+        """Never called: see `runs_regions`."""
+        raise InternalError(f"{info.name!r} is a region on {self._name}, which launches its kernels one by one")
+
     def bind(self, kernel: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
         """A function that launches `kernel` on device values and host values; see `Launcher`.
 
@@ -216,7 +240,16 @@ class SimDevice:
         data = None if self.machine.shapes_only and value.nbytes > SMALL_BYTES else value
         return SimArray(data, value.dtype, value.shape, storage, origin, "constant")
 
-    def feed(self, value: Any, name: str = "feed") -> Any:
+    def feed(self, value: Any, deliver: Deliver) -> None:
+        """Copy a host value in and deliver the copy at once; counters, predicates and non-arrays stay host values."""
+        try:
+            copied = self.copy_in(value)
+        except Exception as error:  # out of memory, or a hazard
+            deliver(None, error)
+        else:
+            deliver(copied, None)
+
+    def copy_in(self, value: Any, name: str = "feed") -> Any:
         """A copy of a host value on the device; counters, predicates and non-arrays stay host values.
 
         Raises:
@@ -301,8 +334,10 @@ class SimDevice:
         """The point up to which work is launched now."""
         return self.dispatched_ns, [stream.end() for stream in self._streams.values()]
 
-    def when_done(self, done: Callable[[], None], mark: Mark = None, *, elsewhere: bool = False) -> None:
-        """Call ``done()`` once, never before this returns, when all work launched up to `mark` (None: now) has ended.
+    def when_done(
+        self, done: Callable[[BaseException | None], None], mark: Mark = None, *, elsewhere: bool = False
+    ) -> None:
+        """Call ``done(None)`` once, never before this returns, when all work launched up to `mark` has ended.
 
         With `elsewhere`, later by the time of a message.
 
@@ -318,7 +353,7 @@ class SimDevice:
         def observe() -> None:
             for end in ends:
                 self.machine.host.observe(end)
-            done()
+            done(None)
 
         self.machine.loop.call_at_ns(max(last_ns, self.machine.now_ns()), observe)
 
@@ -326,6 +361,10 @@ class SimDevice:
         """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""
         before, self._spans = self._spans, spans
         return before
+
+    def settle(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """`spans`: their times were known when they were recorded."""
+        return spans
 
     # -- for launchers -------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class Launcher:
         result = await self._kernel(*values)
         device.machine.check()
         with recording(device, spans):
-            outputs = [device.feed(output, info.name) for output in ([result] if info.single else result)]
+            outputs = [device.copy_in(output, info.name) for output in ([result] if info.single else result)]
         return outputs[0] if info.single else tuple(outputs)
 
     # -- computing -----------------------------------------------------------------------------------------------

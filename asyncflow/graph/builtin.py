@@ -22,7 +22,8 @@ def _constant_spec(*, value: Any) -> Spec:
 
 def _constant_kernel(xp: Any, *, value: Any) -> Kernel:
     # A NumPy scalar is several times cheaper to compute with than a 0-d array, and means the same.
-    stored = value[()] if value.ndim == 0 and value.dtype.kind in "biufc" else xp.asarray(value)
+    # A device copies in what it needs elsewhere.
+    stored = value[()] if value.ndim == 0 and value.dtype.kind in "biufc" else value
     return lambda: stored
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 Kernel: TypeAlias = Callable[..., Any]
 """Takes input values and returns the output value (one output) or a tuple of them (several).
 
-A value of rank 0 may be a NumPy scalar or a 0-d array: kernels accept both and may return either. Kernels never
-write to their inputs. One that can write its result to a given buffer takes it by ``out=``, as ufuncs do, and has an
-attribute `takes_out` that is true.
+A value of rank 0 may be a NumPy scalar or a 0-d array: kernels accept both and may return either. With an `xp` that is
+not NumPy, inputs of higher rank are its arrays, but for the `Op.host_inputs`; a NumPy array that is returned is the
+host's, too. Kernels never write to their inputs. One that can write its result to a given buffer takes it by ``out=``,
+as ufuncs do, and has an attribute `takes_out` that is true.
 """
 
 
@@ -33,6 +34,9 @@ class Access(enum.Enum):
 
 Effects: TypeAlias = tuple[tuple[Hashable, Access], ...]
 
+HostInputs: TypeAlias = "Collection[int] | Callable[[Node], Collection[int]]"
+"""Positions of inputs, the same for all nodes of an op, or what a function finds for a node."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Op:
@@ -44,8 +48,8 @@ class Op:
             returns a tuple. Raises ShapeError or DTypeError on inputs that do not fit.
         kernel: ``kernel(xp, **attrs)`` binds the op for one node: it returns the `Kernel` to call on each firing.
             None for ops that the compiler or the scheduler handles itself.
-        scalar_kernel: used instead when every input has rank 0; a plain Python operator on NumPy scalars gives the
-            same bits several times faster than a ufunc.
+        scalar_kernel: used instead when every input has rank 0 and is a NumPy value; a plain Python operator on NumPy
+            scalars gives the same bits several times faster than a ufunc. It may look at them.
         effects: resources a node touches, in the order it touches them; None for a pure op.
         needs_context: the kernel takes a `KernelContext` before its inputs (seed, run and tag).
         is_async: the kernel returns an awaitable.
@@ -56,6 +60,11 @@ class Op:
         flops: ``flops(input_shapes, output_shapes, **attrs)`` estimates arithmetic operations for the cost model;
             None: one per output element.
         derivative: that of a user's op; the library's stand beside their ops, with `derivative` as decorator.
+        host_inputs: the inputs whose *values* the kernel reads, such as shapes and indices of tensor arrays: they have
+            to be in host memory, as NumPy values, whatever `xp` is. To read one from the memory of a GPU would block.
+        runs_on_host: the kernel computes with NumPy on any device: its outputs' shapes depend on the data, it draws
+            NumPy's random numbers, it raises on what it finds, or it talks to the outside. A device with its own memory
+            binds it to NumPy, copies all inputs to host memory, and the outputs in.
         is_pure: its outputs depend on its inputs and attributes alone, and making them shows in nothing else.
     """
 
@@ -71,6 +80,8 @@ class Op:
     is_total: bool = False
     flops: Callable[..., float] | None = None
     derivative: Derivative | None = None
+    host_inputs: HostInputs = ()
+    runs_on_host: bool = False
     is_pure: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +90,29 @@ class Op:
 
     def __repr__(self) -> str:
         return f"Op({self.name!r})"
+
+
+def inputs_from(first: int) -> Callable[[Node], Collection[int]]:
+    """All inputs from position `first` on, as `Op.host_inputs`: the sizes that a shape leaves open."""
+    return lambda node: range(first, len(node.inputs))
+
+
+def host_inputs(node: Node) -> frozenset[int]:
+    """Positions of the inputs that the kernel of `node` needs in host memory."""
+    found = node.op.host_inputs
+    return frozenset(found(node) if callable(found) else found)
+
+
+def runs_on_host(node: Node) -> bool:
+    """Whether the kernel of `node` computes with NumPy wherever it is placed.
+
+    So do the functions of users, which are written for NumPy, and all that has to do with strings, which only NumPy
+    has.
+    """
+    op = node.op
+    if op.runs_on_host or op.is_user or op.is_async:
+        return True
+    return any(tensor.spec.dtype.kind == "T" for tensor in (*node.inputs, *node.outputs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

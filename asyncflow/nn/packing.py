@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import ShapeError, user_location
 from asyncflow.graph.build import TensorLike, apply, identity
-from asyncflow.graph.op import Op, derivative, register
+from asyncflow.graph.op import Op, derivative, inputs_from, register
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
@@ -69,7 +69,9 @@ def _flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -
 
 
 TAKE_ROWS = register(Op(name="take_rows", infer=_take_spec, kernel=_take_kernel, flops=_flops))
-PLACE_ROWS = register(Op(name="place_rows", infer=_place_spec, kernel=_place_kernel, flops=_flops))
+PLACE_ROWS = register(
+    Op(name="place_rows", infer=_place_spec, kernel=_place_kernel, flops=_flops, host_inputs=inputs_from(2))
+)
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -20,13 +20,8 @@ if TYPE_CHECKING:
     from asyncflow.graph.spec import Spec
 
 
-def _on_host(value: Any) -> np.ndarray[Any, Any]:
-    # CuPy refuses to be read by NumPy unasked.
-    return np.asarray(value.get() if hasattr(value, "get") else value)
-
-
 def _text(value: Any, summarize: int | None) -> str:
-    array = _on_host(value)
+    array = np.asarray(value)
     if array.ndim == 0:
         return str(array[()])
     if summarize is None:
@@ -52,7 +47,7 @@ def _print_kernel(xp: Any, *, message: str, summarize: int | None) -> Kernel:
     return write
 
 
-PRINT = register(Op(name="print", infer=same, kernel=_print_kernel, effects=_print_effects))
+PRINT = register(Op(name="print", infer=same, kernel=_print_kernel, effects=_print_effects, runs_on_host=True))
 
 
 def print_(*values: TensorLike, message: str = "", summarize: int | None = 3) -> Tensor:
@@ -93,7 +88,9 @@ def _check_numerics_spec(x: Spec, *, message: str) -> Spec:
     return x
 
 
-CHECK_NUMERICS = register(Op(name="check_numerics", infer=_check_numerics_spec, kernel=_check_numerics_kernel))
+CHECK_NUMERICS = register(
+    Op(name="check_numerics", infer=_check_numerics_spec, kernel=_check_numerics_kernel, runs_on_host=True)
+)
 
 
 def check_numerics(x: TensorLike, message: str = "") -> Tensor:
@@ -125,7 +122,9 @@ def _assert_kernel(xp: Any, *, message: str, summarize: int | None) -> Kernel:
     return check
 
 
-ASSERT = register(Op(name="assert", infer=_assert_spec, kernel=_assert_kernel, effects=_assert_effects))
+ASSERT = register(
+    Op(name="assert", infer=_assert_spec, kernel=_assert_kernel, effects=_assert_effects, runs_on_host=True)
+)
 
 
 def assert_that(

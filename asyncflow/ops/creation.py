@@ -12,7 +12,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, constant, graph_for
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import Op, inputs_from, register
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype
@@ -73,7 +73,7 @@ def _full_like_kernel(xp: Any) -> Kernel:
     return lambda x, value: xp.full(x.shape, value, dtype=value.dtype)
 
 
-FULL = register(Op(name="full", infer=_full_spec, kernel=_full_kernel))
+FULL = register(Op(name="full", infer=_full_spec, kernel=_full_kernel, host_inputs=inputs_from(1)))
 FULL_LIKE = register(Op(name="full_like", infer=_full_like_spec, kernel=_full_like_kernel))
 
 
@@ -157,7 +157,7 @@ def _arange_kernel(xp: Any, *, dtype: DType, length: int | None) -> Kernel:
     return lambda start, stop, step: xp.arange(start.item(), stop.item(), step.item(), dtype=dtype)
 
 
-ARANGE = register(Op(name="arange", infer=_arange_spec, kernel=_arange_kernel))
+ARANGE = register(Op(name="arange", infer=_arange_spec, kernel=_arange_kernel, host_inputs=inputs_from(0)))
 
 
 def arange(
@@ -205,7 +205,8 @@ def _linspace_kernel(xp: Any, *, num: Shape, dtype: DType, endpoint: bool) -> Ke
     return lambda start, stop, *size: xp.linspace(start, stop, *read(size), endpoint=endpoint, dtype=dtype)
 
 
-LINSPACE = register(Op(name="linspace", infer=_linspace_spec, kernel=_linspace_kernel))
+# On the host: CuPy looks at steps that are arrays, and rounds otherwise.
+LINSPACE = register(Op(name="linspace", infer=_linspace_spec, kernel=_linspace_kernel, runs_on_host=True))
 
 
 def linspace(
@@ -238,7 +239,7 @@ def _eye_kernel(xp: Any, *, shape: Shape, k: int, dtype: DType) -> Kernel:
     return lambda *sizes: xp.eye(*read(sizes), k=k, dtype=dtype)
 
 
-EYE = register(Op(name="eye", infer=_eye_spec, kernel=_eye_kernel))
+EYE = register(Op(name="eye", infer=_eye_spec, kernel=_eye_kernel, host_inputs=inputs_from(0)))
 
 
 def eye(n_rows: Extent, n_cols: Extent | None = None, /, *, k: int = 0, dtype: DTypeLike = float64) -> Tensor:

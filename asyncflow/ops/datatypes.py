@@ -10,7 +10,7 @@ from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, identity
 from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, bfloat16, dtype_name, float32, string
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import Op, inputs_from, register
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
@@ -119,7 +119,13 @@ def _broadcast_to_kernel(xp: Any, *, shape: Shape) -> Kernel:
 
 
 BROADCAST_TO = register(
-    Op(name="broadcast_to", infer=_broadcast_to_spec, kernel=_broadcast_to_kernel, flops=lambda *_, **__: 0.0)
+    Op(
+        name="broadcast_to",
+        infer=_broadcast_to_spec,
+        kernel=_broadcast_to_kernel,
+        flops=lambda *_, **__: 0.0,
+        host_inputs=inputs_from(1),
+    )
 )
 
 

@@ -10,6 +10,8 @@ import operator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from asyncflow.errors import ShapeError
 from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
@@ -17,15 +19,16 @@ from asyncflow.graph.dtypes import uint64
 from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.add_at import add_at
 from asyncflow.ops.axes import replaced, static_int
 from asyncflow.ops.cost import elements, free
-from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, encode, indexed_shape
+from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, encode, host_indices, indexed_shape, is_flag
 from asyncflow.ops.promotion import require_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
 
 # -- x[key] ----------------------------------------------------------------------------------------------------------
@@ -39,9 +42,24 @@ def _getitem_kernel(xp: Any, *, key: Key) -> Kernel:
     static, build = compile_key(key)
     if static is not None:
         return operator.itemgetter(static[0] if len(static) == 1 else static)
-    if key == (("input", 0),):
-        return operator.getitem
-    return lambda x, *indices: x[build(*indices)]
+    if xp is np:
+        return operator.getitem if key == (("input", 0),) else lambda x, *indices: x[build(*indices)]
+
+    def kernel(x: Any, *indices: Any) -> Any:
+        index = build(*indices)
+        return x[index if isinstance(x, np.ndarray | np.generic) else device_index(xp, index)]
+
+    return kernel
+
+
+def _key_inputs(first: int) -> Callable[[Node], Collection[int]]:
+    """Positions of the inputs that indexing reads on the host, for an op whose tensors of a key begin at `first`."""
+
+    def find(node: Node) -> Collection[int]:
+        found = host_indices(node.attrs["key"], [x.spec for x in node.inputs[first:]])
+        return range(len(node.inputs)) if found is None else [first + number for number in found]
+
+    return find
 
 
 def _getitem_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, key: Key) -> float:
@@ -50,7 +68,15 @@ def _getitem_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, key: Ke
     return free(inputs, outputs) if views else float(elements(outputs[0]))
 
 
-GETITEM = register(Op(name="getitem", infer=_getitem_spec, kernel=_getitem_kernel, flops=_getitem_flops))
+GETITEM = register(
+    Op(
+        name="getitem",
+        infer=_getitem_spec,
+        kernel=_getitem_kernel,
+        flops=_getitem_flops,
+        host_inputs=_key_inputs(1),
+    )
+)
 
 
 def getitem(x: TensorLike, key: Any, /) -> Tensor:
@@ -186,11 +212,18 @@ def _update_kernel(xp: Any, *, key: Key) -> Kernel:
     _, build = compile_key(key)
 
     def kernel(x: Any, values: Any, *indices: Any) -> Any:
-        result = xp.array(x)
+        result = np.array(x)
         result[build(*indices)] = values
         return result
 
-    return kernel
+    def device_kernel(x: Any, values: Any, *indices: Any) -> Any:
+        if any(map(is_flag, indices)):
+            return kernel(x, values, *indices)
+        result = xp.array(x)
+        result[device_index(xp, build(*indices))] = xp.asarray(values)
+        return result
+
+    return kernel if xp is np else device_kernel
 
 
 def _add_kernel(xp: Any, *, key: Key) -> Kernel:
@@ -202,20 +235,38 @@ def _add_kernel(xp: Any, *, key: Key) -> Kernel:
         return result
 
     def kernel(x: Any, values: Any, *indices: Any) -> Any:
-        result = xp.array(x)
-        # Unlike `+=`, which adds only the last of several values for one element.
-        xp.add.at(result, build(*indices), values)
+        result = np.array(x)
+        add_at(np, result, build(*indices), values)
         return result
 
-    return kernel if static is None else basic
+    def device_kernel(x: Any, values: Any, *indices: Any) -> Any:
+        if any(map(is_flag, indices)):
+            return kernel(x, values, *indices)
+        result = xp.array(x)
+        add_at(xp, result, device_index(xp, build(*indices)), values)
+        return result
+
+    if static is not None:
+        return basic
+    return kernel if xp is np else device_kernel
 
 
 def _changed_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
     return float(elements(outputs[0]) + elements(inputs[1]))
 
 
-INDEX_UPDATE = register(Op(name="index_update", infer=_changed_spec, kernel=_update_kernel, flops=_changed_flops))
-INDEX_ADD = register(Op(name="index_add", infer=_added_spec, kernel=_add_kernel, flops=_changed_flops))
+INDEX_UPDATE = register(
+    Op(
+        name="index_update",
+        infer=_changed_spec,
+        kernel=_update_kernel,
+        flops=_changed_flops,
+        host_inputs=_key_inputs(2),
+    )
+)
+INDEX_ADD = register(
+    Op(name="index_add", infer=_added_spec, kernel=_add_kernel, flops=_changed_flops, host_inputs=_key_inputs(2))
+)
 
 
 def index_update(x: TensorLike, key: Any, values: TensorLike, /) -> Tensor:

@@ -149,6 +149,42 @@ def _compile_bound(bound: int | Entry | None) -> Callable[[Sequence[Any]], Any]:
     return operator.itemgetter(bound[1]) if isinstance(bound, tuple) else lambda values: bound
 
 
+# -- on devices ------------------------------------------------------------------------------------------------------
+
+
+def host_indices(key: Key, indices: Sequence[Spec]) -> list[int] | None:
+    """Numbers of the tensors whose values indexing with `key` reads: bounds of slices, and masks.
+
+    None if `x` has to be there, too: a single boolean, which only NumPy takes for an index.
+    """
+    masks = [entry[1] for entry in key if entry[0] == "input" and indices[entry[1]].dtype.kind == "b"]
+    if not all(indices[number].rank for number in masks):
+        return None
+    bounds = [bound[1] for entry in key for bound in entry[1:] if isinstance(bound, tuple)]
+    return [*masks, *bounds]
+
+
+def device_index(xp: Any, index: Any) -> Any:
+    """`index` with the positions of its true elements for each mask, which the host has; NumPy's arrays become `xp`'s.
+
+    CuPy would count the elements itself, and wait for the result.
+    """
+    items: list[Any] = []
+    for item in index if isinstance(index, tuple) else (index,):
+        if not isinstance(item, np.ndarray):
+            items.append(item)
+        elif item.dtype.kind == "b":
+            items.extend(xp.asarray(positions) for positions in item.nonzero())
+        else:
+            items.append(xp.asarray(item))
+    return tuple(items)
+
+
+def is_flag(value: Any) -> bool:
+    """Whether a tensor in a key is a single boolean."""
+    return bool(value.ndim == 0 and value.dtype.kind == "b")
+
+
 # -- shape rule ------------------------------------------------------------------------------------------------------
 
 
@@ -273,4 +309,16 @@ def _kept(entry: Entry, extents: tuple[int | None, ...]) -> tuple[int | None, ..
     return (len(range(*slice(*bounds).indices(extent))),)
 
 
-__all__ = ["ELLIPSIS", "NEWAXIS", "Entry", "Key", "compile_key", "encode", "indexed_shape", "is_basic"]
+__all__ = [
+    "ELLIPSIS",
+    "NEWAXIS",
+    "Entry",
+    "Key",
+    "compile_key",
+    "device_index",
+    "encode",
+    "host_indices",
+    "indexed_shape",
+    "is_basic",
+    "is_flag",
+]

@@ -14,7 +14,7 @@ from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import Op, inputs_from, register
 from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, flat_extent, normalize_axes, replaced, static_int
@@ -302,7 +302,7 @@ def _roll_kernel(xp: Any, *, shift: int | tuple[int, ...] | None, axis: Axes) ->
     return partial(xp.roll, shift=shift, axis=axis)
 
 
-ROLL = register(Op(name="roll", infer=_roll_spec, kernel=_roll_kernel))
+ROLL = register(Op(name="roll", infer=_roll_spec, kernel=_roll_kernel, host_inputs=inputs_from(1)))
 
 
 def roll(x: TensorLike, /, shift: TensorLike, *, axis: Axes = None) -> Tensor:
@@ -351,10 +351,19 @@ def _check_counts(counts: Spec, shape: Shape, axis: int) -> None:
 def _repeat_kernel(xp: Any, *, repeats: int | None, axis: int | None) -> Kernel:
     if repeats is not None:
         return partial(xp.repeat, repeats=repeats, axis=axis)
-    return lambda x, counts: xp.repeat(x, counts.astype(int64), axis=axis)
+    if xp is np:
+        return lambda x, counts: np.repeat(x, counts.astype(int64), axis=axis)
+
+    def take(x: Any, counts: Any) -> Any:
+        # CuPy copies the repeats of each element by a kernel of its own.
+        x = xp.asarray(x)
+        whole, at = (x.reshape(-1), 0) if axis is None or not x.ndim else (x, axis)
+        return xp.take(whole, xp.asarray(np.repeat(np.arange(whole.shape[at]), counts.astype(int64))), axis=at)
+
+    return take
 
 
-REPEAT = register(Op(name="repeat", infer=_repeat_spec, kernel=_repeat_kernel))
+REPEAT = register(Op(name="repeat", infer=_repeat_spec, kernel=_repeat_kernel, host_inputs=inputs_from(1)))
 
 
 def repeat(x: TensorLike, repeats: TensorLike, /, *, axis: int | None = None) -> Tensor:
@@ -439,8 +448,9 @@ RESHAPE_TO = register(
     Op(
         name="reshape_to",
         infer=_reshape_to_spec,
-        kernel=lambda xp, dims: lambda x, shape: x.reshape(shape.tolist()),
+        kernel=lambda xp, dims: lambda x, shape: x.reshape(tuple(shape.tolist())),
         flops=free,
+        host_inputs=(1,),
     )
 )
 

@@ -14,7 +14,7 @@ import numpy as np
 from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float32
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import Op, inputs_from, register
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, normalize_axes, reduced, static_int
@@ -273,7 +273,7 @@ def _one_hot_kernel(xp: Any, *, depth: Shape, dtype: DType, axis: int) -> Kernel
     return run
 
 
-ONE_HOT = register(Op(name="one_hot", infer=_one_hot_spec, kernel=_one_hot_kernel))
+ONE_HOT = register(Op(name="one_hot", infer=_one_hot_spec, kernel=_one_hot_kernel, host_inputs=inputs_from(1)))
 
 
 def one_hot(indices: TensorLike, /, depth: Extent, *, axis: int = -1, dtype: DTypeLike = float32) -> Tensor:

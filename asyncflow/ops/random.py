@@ -60,18 +60,13 @@ def _random_op(name: str, infer: Callable[..., Spec], draw: Callable[..., Callab
 
     def kernel(xp: Any, *, seed: int, **attrs: Any) -> Kernel:
         function = draw(**attrs)
-        if xp is np:
-            return lambda context, *inputs: function(generator(context, seed), *inputs)
-
-        def run(context: KernelContext, *inputs: Any) -> Any:
-            return xp.asarray(function(generator(context, seed), *(xp.asnumpy(x) for x in inputs)))
-
-        return run
+        return lambda context, *inputs: function(generator(context, seed), *inputs)
 
     def rule(*inputs: Spec, seed: int, **attrs: Any) -> Spec:
         return infer(*inputs, **attrs)
 
-    return register(Op(name=f"random_{name}", infer=rule, kernel=kernel, needs_context=True, is_random=True))
+    op = Op(name=f"random_{name}", infer=rule, kernel=kernel, needs_context=True, is_random=True, runs_on_host=True)
+    return register(op)
 
 
 def _apply(op: Op, *inputs: TensorLike, seed: int | None, name: str | None, **attrs: Any) -> Tensor:

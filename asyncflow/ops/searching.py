@@ -81,7 +81,15 @@ def _nonzero_spec(x: Spec) -> tuple[Spec, ...]:
 
 
 COUNT_NONZERO = register(Op(name="count_nonzero", infer=_count_spec, kernel=_count_kernel, flops=per_input_element))
-NONZERO = register(Op(name="nonzero", infer=_nonzero_spec, kernel=lambda xp: xp.nonzero, flops=per_input_element))
+NONZERO = register(
+    Op(
+        name="nonzero",
+        infer=_nonzero_spec,
+        kernel=lambda xp: xp.nonzero,
+        flops=per_input_element,
+        runs_on_host=True,
+    )
+)
 
 
 def count_nonzero(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:

@@ -82,17 +82,24 @@ def _inverse_kernel(xp: Any) -> Kernel:
     return kernel
 
 
-UNIQUE_ALL = register(Op(name="unique_all", infer=_all_spec, kernel=_all_kernel, flops=sorting))
+UNIQUE_ALL = register(Op(name="unique_all", infer=_all_spec, kernel=_all_kernel, flops=sorting, runs_on_host=True))
 UNIQUE_COUNTS = register(
     Op(
         name="unique_counts",
         infer=lambda x: _all_spec(x)[:2],
         kernel=lambda xp: partial(xp.unique, return_counts=True, equal_nan=False),
         flops=sorting,
+        runs_on_host=True,
     )
 )
 UNIQUE_INVERSE = register(
-    Op(name="unique_inverse", infer=lambda x: _all_spec(x)[::2], kernel=_inverse_kernel, flops=sorting)
+    Op(
+        name="unique_inverse",
+        infer=lambda x: _all_spec(x)[::2],
+        kernel=_inverse_kernel,
+        flops=sorting,
+        runs_on_host=True,
+    )
 )
 UNIQUE_VALUES = register(
     Op(
@@ -100,6 +107,7 @@ UNIQUE_VALUES = register(
         infer=_values_spec,
         kernel=lambda xp: partial(xp.unique, equal_nan=False),
         flops=sorting,
+        runs_on_host=True,
     )
 )
 

@@ -1,4 +1,7 @@
-"""Shapes as values: what a tensor's shape turns out to be in a run."""
+"""Shapes as values: what a tensor's shape turns out to be in a run.
+
+They are NumPy values on every device, as the host knows them: what takes a shape reads it there.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def _shape_kernel(xp: Any) -> Kernel:
-    return lambda x: xp.array(x.shape, dtype=int64)
+    return lambda x: np.array(x.shape, dtype=int64)
 
 
 def _size_kernel(xp: Any) -> Kernel:
-    return (lambda x: np.int64(x.size)) if xp is np else (lambda x: xp.array(x.size, dtype=int64))
+    return lambda x: np.int64(x.size)
 
 
 def _rank_kernel(xp: Any) -> Kernel:
-    return (lambda x: np.int64(x.ndim)) if xp is np else (lambda x: xp.array(x.ndim, dtype=int64))
+    return lambda x: np.int64(x.ndim)
 
 
 SHAPE = register(

@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
 
 from asyncflow.compiler.estimate import NS_PER_CALL, NS_PER_ELEMENT, kernel_ns
-from asyncflow.compiler.kernels import is_host_spec
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import recording
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.compiler.plan import Partition, PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Mark, Span
+    from asyncflow.devices.protocol import AsynchronousDevice, Mark
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.ports import Scope
 
@@ -96,8 +95,12 @@ class Executor:
 
     def start(self, feeds: Sequence[Any]) -> None:
         """Delivers the feeds and drives as far as the current turn allows."""
-        if self._asynchronous is not None:
-            feeds = self._copied_in(self._asynchronous, feeds)
+        if self._asynchronous is None:
+            self._begin(feeds)
+        else:
+            self._copy_in(self._asynchronous, list(feeds))
+
+    def _begin(self, feeds: Sequence[Any]) -> None:
         try:
             if not self.stopped:
                 self.scheduler.start(feeds)
@@ -108,28 +111,49 @@ class Executor:
         else:
             self._run.turn.drive_now(self)
 
-    def _copied_in(self, device: AsynchronousDevice, feeds: Sequence[Any]) -> list[Any]:
-        """Fed values on the device, up to one that does not fit; counters and the like stay on the host."""
-        fed = []
-        for value, node in zip(feeds, self.scheduler.partition.feeds, strict=True):
-            if is_host_spec(node.source.outputs[0].spec):
-                fed.append(value)
-                continue
+    def _copy_in(self, device: AsynchronousDevice, feeds: list[Any]) -> None:
+        """Begins once the fed values are on their way to the device."""
+        # One more than there are copies, so that nothing begins before all have been asked for.
+        self.in_flight += 1
+        left = 1
+
+        def arrived() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.in_flight -= 1
+                self._begin(feeds)
+
+        def copy(index: int, node: PlanNode) -> None:
             spans = self.new_spans()
-            try:
-                with recording(device, spans):
-                    copied = device.feed(value)
-            except BaseException as error:
-                self.fail(as_kernel_error(error, node, "", (value,), device.name), node.id)
-                break
-            self.record_spans(spans, device, node, None, copied)
-            fed.append(copied)
-        return fed
+
+            def deliver(copied: Any, error: BaseException | None) -> None:
+                if error is None:
+                    self.record_spans(spans, device, node, None, copied)
+                    feeds[index] = copied
+                else:
+                    self.fail(as_kernel_error(error, node, "", (feeds[index],), device.name), node.id)
+                arrived()
+
+            with recording(device, spans):
+                device.feed(feeds[index], deliver)
+
+        for index, node in enumerate(self.scheduler.partition.feeds):
+            if not self.stopped:
+                left += 1
+                copy(index, node)
+        arrived()
 
     def drive(self, deadline_ns: int) -> bool:
         """Executes ready firings until none is left (False) or the deadline has passed (True)."""
         if self.is_closed or self._throttled:
             return False
+        if self._asynchronous is None:
+            return self._drive(deadline_ns)
+        with self._asynchronous.activate():
+            return self._drive(deadline_ns)
+
+    def _drive(self, deadline_ns: int) -> bool:
         scheduler = self.scheduler
         now = self._run.turn.now
         next_firing = scheduler.next_firing
@@ -232,11 +256,11 @@ class Executor:
         if node.is_async:
             self._launch_coroutine(node, iteration, inputs)
             return
-        if self._asynchronous is not None:
-            self._launch_asynchronous(self._asynchronous, node, iteration, inputs)
-            return
         if node.region is not None and node.region.is_generator:
             self._launch_region(node, iteration, inputs)
+            return
+        if self._asynchronous is not None:
+            self._launch_asynchronous(self._asynchronous, node, iteration, inputs)
             return
         size = 0
         for value in inputs:
@@ -306,7 +330,7 @@ class Executor:
         run, device, spans = self._run, self._asynchronous, self.new_spans()
         started = run.now()
         assert node.kernel is not None
-        with nullcontext() if device is None else recording(device, spans):
+        with self._recording(spans):
             coroutine = node.kernel(*inputs)
         # A real task, in the context of the caller: libraries look at current_task and at context variables.
         task = run.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
@@ -334,29 +358,38 @@ class Executor:
         task.add_done_callback(done)
 
     def _launch_region(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+        assert node.kernel is not None and node.estimate is not None
         self.in_flight += 1
-        assert node.kernel is not None
-        firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs))
-        assert node.estimate is not None
-        if node.is_heavy or node.estimate.expects(INLINE_LIMIT_NS, inputs):
+        spans = self.new_spans()
+        with self._recording(spans):
+            firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), spans)
+        # A thread would gain nothing where steps only launch.
+        is_long = self._asynchronous is None and (node.is_heavy or node.estimate.expects(INLINE_LIMIT_NS, inputs))
+        if is_long:
             self._region_on_stream(firing)
         else:
             self._suspended.append(firing)
 
     def _step_region(self, firing: RegionFiring, deadline_ns: int) -> None:
         """Runs slices of a region until it ends, the turn does, or it proves too heavy for the event loop."""
-        node, iteration = firing.node, firing.iteration
+        node, iteration, device = firing.node, firing.iteration, self._asynchronous
         try:
             now = 0
-            while now < deadline_ns:
-                now = firing.run_slice()
-                if firing.is_heavy:  # looked at first: a heavy slice ends behind the deadline
-                    node.is_heavy = True
-                    self._region_on_stream(firing)
-                    return
+            with self._recording(firing.spans):
+                while now < deadline_ns:
+                    now = firing.run_slice()
+                    if device is not None:
+                        break  # whether to go on is for the throttle to say
+                    if firing.is_heavy:  # looked at first: a heavy slice ends behind the deadline
+                        node.is_heavy = True
+                        self._region_on_stream(firing)
+                        return
         except StopIteration as ended:
             self.in_flight -= 1
-            self._record(node, iteration, "inline", firing.started_ns, perf_counter_ns(), ended.value, "ok")
+            if device is None:
+                self._record(node, iteration, "inline", firing.started_ns, perf_counter_ns(), ended.value, "ok")
+            else:
+                self.record_spans(firing.spans, device, node, iteration, ended.value)
             self.complete(node, iteration, firing.inputs, ended.value)
         except BaseException as error:
             self.in_flight -= 1
@@ -364,6 +397,9 @@ class Executor:
             self.kernel_failed(error, node, iteration, firing.inputs)
         else:
             self._suspended.append(firing)
+
+    def _recording(self, spans: list[Any] | None) -> AbstractContextManager[None]:
+        return nullcontext() if self._asynchronous is None else recording(self._asynchronous, spans)
 
     def _region_on_stream(self, firing: RegionFiring) -> None:
         node, iteration = firing.node, firing.iteration
@@ -443,13 +479,13 @@ class Executor:
         if self.recorder is not None:
             self.recorder.firing(node, iteration, stream, started, ended, result, status)
 
-    def new_spans(self) -> list[Span] | None:
+    def new_spans(self) -> list[Any] | None:
         """What an asynchronous device is to record into; None if the run is not traced."""
         return None if self.recorder is None else []
 
     def record_spans(
         self,
-        spans: list[Span] | None,
+        spans: list[Any] | None,
         device: AsynchronousDevice,
         node: PlanNode,
         iteration: Iteration | None,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from contextvars import Context
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Device, Span
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.recorder import Recorder
     from asyncflow.runtime.rendezvous import Rendezvous
@@ -108,12 +108,12 @@ class Partitioned(Protocol):
         """Ends the run because something failed that is no firing."""
         ...
 
-    def new_spans(self) -> list[Span] | None:
+    def new_spans(self) -> list[Any] | None:
         """What an asynchronous device is to record into; None if the run is not traced."""
         ...
 
     def record_spans(
-        self, spans: list[Span] | None, device: AsynchronousDevice, node: PlanNode, iteration: Iteration, result: Any
+        self, spans: list[Any] | None, device: AsynchronousDevice, node: PlanNode, iteration: Iteration, result: Any
     ) -> None:
         """Records what a device did for one firing."""
         ...
@@ -188,9 +188,11 @@ class Ports:
             self._pass_on(ended)
             return
 
-        def done() -> None:
+        def done(error: BaseException | None) -> None:
             executor.in_flight -= 1
-            if not executor.stopped:
+            if error is not None:
+                executor.fail(error)
+            elif not executor.stopped:
                 self._pass_on(ended)
             executor.go_on()
 

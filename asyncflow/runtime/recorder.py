@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from asyncflow.runtime.provenance import describe
 from asyncflow.runtime.trace import Firing, MemorySample, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Device, Span
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.trace import Trace
+
+
+class _Launched(NamedTuple):
+    """What an asynchronous device was given for one firing."""
+
+    spans: Sequence[Any]
+    """For `AsynchronousDevice.settle`."""
+    device: AsynchronousDevice
+    node: PlanNode
+    tag: str
+    scheduled_ns: int | None
+    outputs: str
+    used: int
+    """Bytes the device held."""
 
 
 class Recorder:
@@ -28,12 +42,14 @@ class Recorder:
         self._trace = trace
         self._run_id = run_id
         self._device = device
+        self._launched: list[_Launched] = []
 
     def firing(
         self, node: PlanNode, iteration: Iteration, stream: str, started: int, ended: int, result: Any, status: str
     ) -> None:
         """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
-        scheduled = self.ready.since(node, iteration, started)
+        since = self.ready.since(node, iteration)
+        scheduled = started if since is None else since
         values = () if status != "ok" else (result,) if node.single else result
         outputs = ", ".join(map(describe, values))
         op, device = node.source.op.name, self._device.name
@@ -41,20 +57,44 @@ class Recorder:
 
     def spans(
         self,
-        spans: Iterable[Span],
+        spans: Sequence[Any],
         device: AsynchronousDevice,
         node: PlanNode,
         iteration: Iteration | None,
         result: Any,
     ) -> None:
-        """What an asynchronous device did for one firing (None: before any): the kernel, and copies."""
+        """What an asynchronous device did for one firing (None: before any): the kernel, and copies.
+
+        Their times may not be known before the run has ended: see `finish`.
+        """
         tag = "" if iteration is None else iteration.tag()
-        for span in spans:
-            started = span.started_ns
-            scheduled = started if iteration is None else self.ready.since(node, iteration, started)
-            op = node.source.op.name if not span.nbytes else "copy"
-            outputs = _outputs(node, result)
-            self._add(node, tag, op, span.stream, scheduled, span.started_ns, span.ended_ns, outputs, "ok", device.name)
+        scheduled = None if iteration is None else self.ready.since(node, iteration)
+        self._launched.append(
+            _Launched(spans, device, node, tag, scheduled, _outputs(node, result), self._device.memory.used)
+        )
+
+    def finish(self) -> None:
+        """Writes down what was launched, once all of it has ended."""
+        for launched in self._launched:
+            device, node, scheduled = launched.device, launched.node, launched.scheduled_ns
+            for span in device.settle(launched.spans):
+                began, ended, name = span.started_ns, span.ended_ns, span.stream
+                op = node.source.op.name if not span.nbytes else "copy"
+                ready = began if scheduled is None else scheduled
+                self._add(
+                    node,
+                    launched.tag,
+                    op,
+                    name,
+                    ready,
+                    began,
+                    ended,
+                    launched.outputs,
+                    "ok",
+                    device.name,
+                    launched.used,
+                )
+        self._launched.clear()
 
     def transfer(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
         """A value that has come from another device."""
@@ -83,6 +123,7 @@ class Recorder:
         outputs: str,
         status: str,
         device: str,
+        used: int | None = None,
     ) -> None:
         trace = self._trace
         if len(trace.firings) >= trace.capacity:
@@ -104,7 +145,7 @@ class Recorder:
                 location=str(node.source.location),
             )
         )
-        trace.memory.append(MemorySample(self._device.name, ended, self._device.memory.used))
+        trace.memory.append(MemorySample(self._device.name, ended, self._device.memory.used if used is None else used))
 
 
 def _outputs(node: PlanNode, result: Any) -> str:
@@ -125,7 +166,7 @@ class _TimedQueue(deque[Any]):
         self._times.setdefault(iteration, {})[node] = self._now()
         super().append(item)
 
-    def since(self, node: PlanNode, iteration: Iteration, started_ns: int) -> int:
-        """When the firing became ready; `started_ns` if that is not known, or was asked for before."""
+    def since(self, node: PlanNode, iteration: Iteration) -> int | None:
+        """When the firing became ready; None if that is not known, or was asked for before."""
         times = self._times.get(iteration)
-        return started_ns if times is None else times.pop(node, started_ns)
+        return None if times is None else times.pop(node, None)

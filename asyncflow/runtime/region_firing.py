@@ -39,6 +39,7 @@ class RegionFiring:
         is_heavy: the last slice held the event loop for too long, so that the rest belongs on a thread.
         is_suspect: an earlier slice may have.
         is_watched: the next slice's time of the processor will be taken.
+        spans: what an asynchronous device records of it; None if the run is not traced.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class RegionFiring:
         "is_watched",
         "iteration",
         "node",
+        "spans",
         "started_ns",
     )
 
@@ -59,11 +61,13 @@ class RegionFiring:
         iteration: Iteration,
         inputs: Sequence[Any],
         generator: Generator[bool | None, int | None, tuple[Any, ...]],
+        spans: list[Any] | None = None,
     ) -> None:
         self.node = node
         self.iteration = iteration
         self.inputs = inputs
         self.generator = generator
+        self.spans = spans
         self.budget: int | None = None
         self.is_heavy = False
         self.is_suspect = False

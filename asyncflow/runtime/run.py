@@ -230,8 +230,10 @@ class Run:
         undrained, self._undrained = self._undrained, []
         first = self.executors[0]
 
-        def done() -> None:
+        def done(error: BaseException | None) -> None:
             first.in_flight -= 1
+            if error is not None:
+                first.fail(error)
             self.on_quiet()
 
         for device, executor in undrained:
@@ -285,6 +287,9 @@ class Run:
     def _close_books(self) -> None:
         if self.trace is None:
             return
+        for executor in self.executors:
+            assert executor.recorder is not None
+            executor.recorder.finish()
         if self._status == "ok" and any(executor.failures for executor in self.executors):
             self._status = "error"
         span = RunSpan(self.id, f"run {self.id}", self._started_ns, self.now(), self._status)

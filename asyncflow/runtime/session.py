@@ -10,7 +10,7 @@ import warnings
 import weakref
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, cast
 
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.devices.blas import acquire_blas_threads
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.blas import BlasLease
-    from asyncflow.devices.protocol import Device
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.runtime.plans import PlanRequest
 
 _THREADS_END_S = 5.0
@@ -165,6 +165,9 @@ class Session:
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
+        for device in self.devices:
+            if device.is_asynchronous:
+                await cast("AsynchronousDevice", device).open()
         self._bind()
         self._entered.append(_current.set(self))
         return self
@@ -193,6 +196,9 @@ class Session:
                 "session.run_threadsafe(...) from another thread"
             )
         check_event_loop(self.devices, loop)
+        for device in self.devices:
+            if device.is_asynchronous:
+                cast("AsynchronousDevice", device).start()
         self._loop = loop
         self._thread_id = threading.get_ident()
         self._turn = Turn(loop, burst_clock(loop))

@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 def immutable(value: Any) -> Any:
-    """`value` itself if nobody can write to its memory, else a copy that nobody can; rank 0 becomes a NumPy scalar."""
+    """`value` itself if nobody can write to its memory, else a copy that nobody can; rank 0 becomes a NumPy scalar.
+
+    Arrays of a device cannot be made read-only, and need not: nobody outside has them, and kernels never write to their
+    inputs.
+    """
     if not isinstance(value, np.ndarray):
         return value
     if value.ndim == 0 and value.dtype.kind in "biufc":

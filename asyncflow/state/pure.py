@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from asyncflow.errors import GraphError
-from asyncflow.graph.builtin import PARAMETER
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import STRUCTURED, node_effects
+from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.state.immutable import sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncflow.graph.graph import Subgraph
-    from asyncflow.graph.ir import Node
+    from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
 
 
@@ -44,13 +47,42 @@ def _impurity(node: Node) -> str | None:
     return "has no value of its own" if node.op.kernel is None else None
 
 
+def stays_on_host(x: Tensor) -> bool:
+    """Whether a value is a counter or predicate, which devices leave to the host."""
+    return x.shape == () and x.dtype.kind in "biu"
+
+
+def _host_values(body: Subgraph) -> set[Tensor]:
+    """What `body` computes on the host, from its inputs there: such as ``i + 1`` for a slice."""
+    found = {x for x in body.inputs[1:] if stays_on_host(x)}
+    for node in body.nodes:
+        is_known = node.op.name in ("shape", "size", "rank") or all(x in found for x in node.inputs)
+        if node.op is not PARAMETER and is_known:
+            found.update(x for x in node.outputs if stays_on_host(x) or node.op.name == "shape")
+    return found
+
+
+def needs_host(body: Subgraph) -> bool:
+    """Whether a node that `body` needs calls the user's code, or reads a value that a device may have made."""
+    known = _host_values(body)
+    return any(
+        runs_on_host(node) or any(node.inputs[place] not in known for place in host_inputs(node))
+        for node in _needed(body)
+    )
+
+
 def compile_pure(xp: Any, function: Subgraph) -> Callable[..., Any]:
     """One Python callable for a body of pure nodes: input values to the result."""
+    on_host = set() if xp is np else _host_values(function)
     slots = {tensor: slot for slot, tensor in enumerate(function.inputs)}
     steps: list[tuple[Kernel, tuple[int, ...], Node]] = []
     for node in _needed(function):
         assert node.op.kernel is not None
-        steps.append((node.op.kernel(xp, **node.attrs), tuple(slots[x] for x in node.inputs), node))
+        is_counter = all(x in on_host for x in node.outputs)
+        kernel = node.op.kernel(np if is_counter else xp, **node.attrs)
+        if node.op is CONSTANT and xp is not np and isinstance(kernel(), np.ndarray):
+            kernel = _copied_in(xp, kernel)
+        steps.append((kernel, tuple(slots[x] for x in node.inputs), node))
         for output in node.outputs:
             slots[output] = len(slots)
     last = slots[function.results[0]]
@@ -71,6 +103,11 @@ def compile_pure(xp: Any, function: Subgraph) -> Callable[..., Any]:
 
     # A user's function may keep the array it returns, so that one is copied.
     return call if any(node.op.is_user for _, _, node in steps) else sealed(call)
+
+
+def _copied_in(xp: Any, constant: Kernel) -> Kernel:
+    # At each call, in the order of its stream: whoever calls knows which that is.
+    return lambda: xp.asarray(constant())
 
 
 def _needed(function: Subgraph) -> list[Node]:

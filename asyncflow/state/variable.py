@@ -44,10 +44,10 @@ from asyncflow.graph.shapes import (
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
 from asyncflow.state.immutable import immutable, sealed
-from asyncflow.state.pure import check_pure, compile_pure
+from asyncflow.state.pure import check_pure, compile_pure, needs_host, stays_on_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Collection, Hashable, Iterator
 
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
@@ -218,10 +218,11 @@ class VariableState:
     """The value of a variable in one session or container, safe to use from all threads.
 
     Invariants: `value` is None, a NumPy scalar, or an array that nobody can write to; it fits `spec`; it is only ever
-    replaced as a whole, under the lock.
+    replaced as a whole, under the lock. What a device has made is its array; what it has only read stays NumPy's, and
+    the last device to read it keeps a copy here.
     """
 
-    __slots__ = ("_lock", "_shape", "name", "spec", "value")
+    __slots__ = ("_copy", "_lock", "_shape", "name", "spec", "value")
 
     def __init__(self, name: str, spec: Spec, initial: np.ndarray[Any, Any] | None = None) -> None:
         self.name = name
@@ -229,6 +230,8 @@ class VariableState:
         self.value: Any = None if initial is None else immutable(initial)
         self._shape = spec.shape if is_static(spec.shape) else None
         self._lock = Lock()
+        self._copy: tuple[Any, Any, Any] | None = None
+        """A value, a namespace, and the array of that namespace which is a copy of the value."""
 
     def __repr__(self) -> str:
         return f"<VariableState {self.name} {self.spec}{'' if self.value is not None else ', no value yet'}>"
@@ -247,6 +250,22 @@ class VariableState:
             )
         return value
 
+    def read_in(self, xp: Any) -> Any:
+        """The value for kernels of the namespace `xp`: an array of NumPy's is copied in once, at the first read.
+
+        Raises:
+            AsyncflowError: there is none yet.
+        """
+        return self._converted(self.read(), xp)
+
+    def _converted(self, value: Any, xp: Any) -> Any:
+        if xp is np or not isinstance(value, np.ndarray):
+            return value
+        copy = self._copy
+        if copy is None or copy[0] is not value or copy[1] is not xp:
+            copy = self._copy = (value, xp, xp.asarray(value))
+        return copy[2]
+
     def assign(self, x: Any) -> Any:
         """Makes `x` the value, copied if anyone could write to it, and returns the value.
 
@@ -259,8 +278,10 @@ class VariableState:
             self.value = value
         return value
 
-    def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def apply(self, fn: Callable[..., Any], *args: Any, xp: Any = np) -> Any:
         """Makes ``fn(old, *args)`` the value and returns it; calls `fn` again if another write came between.
+
+        `fn` computes with arrays of the namespace `xp`.
 
         Raises:
             AsyncflowError: there is no old value.
@@ -268,7 +289,7 @@ class VariableState:
         """
         while True:
             old = self.read()
-            new = fn(old, *args)
+            new = fn(self._converted(old, xp), *args)
             self._check(new)
             value = immutable(new)
             with self._lock:
@@ -333,7 +354,7 @@ def _arithmetic_spec(ufunc: np.ufunc) -> Callable[..., Spec]:
 
 def _arithmetic(name: str, ufunc: np.ufunc) -> Op:
     def kernel(xp: Any, *, variable: VariableState) -> Kernel:
-        return partial(variable.apply, sealed(getattr(xp, ufunc.__name__)))
+        return partial(variable.apply, sealed(getattr(xp, ufunc.__name__)), xp=xp)
 
     return register(Op(name=name, infer=_arithmetic_spec(ufunc), kernel=kernel, effects=_effects(Access.WRITE)))
 
@@ -343,14 +364,23 @@ def _update_spec(*inputs: Spec, variable: Variable, function: Subgraph) -> Spec:
 
 
 def _update_kernel(xp: Any, *, variable: VariableState, function: Subgraph) -> Kernel:
-    return partial(variable.apply, compile_pure(xp, function))
+    return partial(variable.apply, compile_pure(xp, function), xp=xp)
+
+
+def _update_host_inputs(node: Node) -> Collection[int]:
+    """Counters and predicates, with which the body may say what is to be changed."""
+    return [place for place, x in enumerate(node.inputs) if stays_on_host(x)]
+
+
+def _read_kernel(xp: Any, *, variable: VariableState) -> Kernel:
+    return variable.read if xp is np else partial(variable.read_in, xp)
 
 
 READ = register(
     Op(
         name="variable_read",
         infer=lambda *, variable: variable.spec,
-        kernel=lambda xp, *, variable: variable.read,
+        kernel=_read_kernel,
         effects=_effects(Access.READ),
     )
 )
@@ -364,9 +394,19 @@ ASSIGN = register(
 )
 ASSIGN_ADD = _arithmetic("variable_assign_add", np.add)
 ASSIGN_SUB = _arithmetic("variable_assign_sub", np.subtract)
-UPDATE = register(Op(name="variable_update", infer=_update_spec, kernel=_update_kernel, effects=_effects(Access.WRITE)))
-USER_UPDATE = register(replace(UPDATE, name="variable_user_update", is_user=True))
-"""An update whose function calls code of the user's, so it may take long however small its values are."""
+UPDATE = register(
+    Op(
+        name="variable_update",
+        infer=_update_spec,
+        kernel=_update_kernel,
+        effects=_effects(Access.WRITE),
+        host_inputs=_update_host_inputs,
+    )
+)
+USER_UPDATE = register(replace(UPDATE, name="variable_user_update", is_user=True, host_inputs=()))
+"""An update whose function calls code of the user's, so it may take long however small its values are.
+
+So does one that looks at values, which only the host can: a variable that it changes lives on a CPU."""
 
 
 # -- update ----------------------------------------------------------------------------------------------------------
@@ -387,7 +427,7 @@ def _update(variable: Variable, graph: Graph, fn: Callable[..., TensorLike], inp
         spec = _update_spec(variable=variable, function=body)
     except GraphError as error:
         raise type(error)(f"{label}: {error}\n  written at {user_location()}") from None
-    op = USER_UPDATE if any(node.op.is_user for node in body.nodes) else UPDATE
+    op = USER_UPDATE if needs_host(body) else UPDATE
     node = graph.add_node(op, [*inputs, *body.captures], attrs, spec, reserved_name=label)
     for outer in body.outer_controls:
         add_control_input(node, outer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from time import thread_time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +18,7 @@ from benchmarks import (
     dynamic_lstm,
     dynamic_unrolling,
     graph_size,
+    harness,
     import_time,
     loop_gap,
     loop_overhead,
@@ -40,10 +43,12 @@ from benchmarks.harness import (
     Sample,
     Trial,
     compare,
+    cpu_of_other_threads,
     describe_machine,
     format_table,
     timed,
     timed_await,
+    wait_for_idle_threads,
     write_json,
 )
 from benchmarks.peers import NO_PEERS, Peers
@@ -139,6 +144,56 @@ async def test_trials_alternate() -> None:
     trials = {name: _trial([1.0] * 4, log=log, name=name) for name in "abc"}
     await compare("work", "case", trials, repeats=3, warm_ups=0)
     assert "".join(log) == "abcbcacab"
+
+
+async def test_a_trial_begins_when_other_threads_are_idle() -> None:
+    readings = iter([1.0, 1.01, 1.02, 1.0205, 9.0])
+    assert await wait_for_idle_threads(lambda: next(readings))
+    assert list(readings) == [9.0]
+
+
+async def test_waiting_for_idle_threads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "PROBES", 3)
+    readings = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert not await wait_for_idle_threads(lambda: next(readings))
+    assert list(readings) == [5.0]
+
+
+async def test_every_trial_waits_for_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    async def wait() -> bool:
+        log.append("wait")
+        return True
+
+    monkeypatch.setattr(harness, "wait_for_idle_threads", wait)
+    trials = {name: _trial([1.0], log=log, name=name) for name in "ab"}
+    await compare("work", "case", trials, repeats=1, warm_ups=0)
+    assert log == ["wait", "a", "wait", "b"]
+
+
+def test_cpu_time_of_other_threads() -> None:
+    def spin() -> None:
+        started = thread_time()
+        while thread_time() < started + 0.02:
+            pass
+
+    start = cpu_of_other_threads()
+    thread = threading.Thread(target=spin)
+    thread.start()
+    thread.join()
+    after_the_other = cpu_of_other_threads()
+    assert after_the_other - start >= 0.02
+    spin()
+    assert cpu_of_other_threads() - after_the_other < 0.02
+
+
+async def test_lead_ins_are_not_measured() -> None:
+    log: list[str] = []
+    trials = {name: _trial([9.0, 1.0, 8.0, 2.0], log=log, name=name) for name in "ab"}
+    results = await compare("work", "case", trials, repeats=2, warm_ups=0, lead_ins=1)
+    assert "".join(log) == "aabbbbaa"
+    assert [result.values for result in results if result.figure is TIME] == [(1.0, 2.0)] * 2
 
 
 @pytest.mark.parametrize("other", [np.int32(4), np.int64(3), np.array([3], np.int32)])

@@ -85,5 +85,5 @@ def received(device: SimDevice, value: Any, source: SimDevice) -> Any:
 async def idle(device: SimDevice) -> None:
     """Until all work is done."""
     future = device.machine.loop.create_future()
-    device.when_done(lambda: future.set_result(None))
+    device.when_done(lambda _: future.set_result(None))
     await future

@@ -158,7 +158,7 @@ def test_constants_and_host_values_cost_nothing(device: SimDevice) -> None:
     x = device.constant(np.ones(100, np.float32))
     assert span(x) == (0, 0) and device.memory.used == 400
     for value in (np.int64(3), np.bool_(True), np.array(2), "text", None):
-        assert device.constant(value) is value and device.feed(value) is value
+        assert device.constant(value) is value and device.copy_in(value) is value
         assert not device.fetch(value, lambda *_: pytest.fail("a host value is used as it is"))
     assert device.dispatched_ns == 0
     assert isinstance(device.constant(np.float32(1)), SimArray)
@@ -222,7 +222,7 @@ def test_what_is_fetched_is_the_callers(device: SimDevice, loop: VirtualClockLoo
 
 def test_a_feed_is_a_copy_that_kernels_wait_for(device: SimDevice, loop: VirtualClockLoop) -> None:
     mine = np.ones(25_000, np.float32)
-    x = device.feed(mine)
+    x = device.copy_in(mine)
     mine[:] = 5
     y = bind(device, np.negative)(x)
     assert span(x) == (DISPATCH_NS, DISPATCH_NS + LATENCY_NS + 10 * US)
@@ -261,7 +261,7 @@ def test_copy_engines_limit_what_overlaps(loop: VirtualClockLoop, engines: int, 
     device = SimDevice(machine_of(loop, card=dataclasses.replace(CARD, copy_engines=engines)))
     x = device.constant(np.zeros(100_000, np.uint8))
     device.fetch(x, lambda *_: None)
-    fed = device.feed(np.zeros(100_000, np.uint8))
+    fed = device.copy_in(np.zeros(100_000, np.uint8))
     copy_ns = LATENCY_NS + 10 * US
     first_end = DISPATCH_NS + copy_ns
     assert span(fed)[0] == (2 * DISPATCH_NS if overlap else first_end)
@@ -270,9 +270,9 @@ def test_copy_engines_limit_what_overlaps(loop: VirtualClockLoop, engines: int, 
 def test_links_are_shared_by_all_who_use_them(machine: SimMachine) -> None:
     """Two sessions' devices of one card have one link to the host in each direction."""
     one, same = SimDevice(machine, 0), SimDevice(machine, 0)
-    first, second = one.feed(np.zeros(100_000, np.uint8)), same.feed(np.zeros(100_000, np.uint8))
+    first, second = one.copy_in(np.zeros(100_000, np.uint8)), same.copy_in(np.zeros(100_000, np.uint8))
     assert second.written.started_ns == first.written.time_ns
-    elsewhere = SimDevice(machine, 1).feed(np.zeros(100_000, np.uint8))
+    elsewhere = SimDevice(machine, 1).copy_in(np.zeros(100_000, np.uint8))
     assert elsewhere.written.started_ns == DISPATCH_NS
 
 
@@ -309,7 +309,7 @@ def test_a_message_on_one_host_comes_at_once(machine: SimMachine) -> None:
 def test_a_cpu_on_virtual_time_copies_for_nothing(machine: SimMachine, loop: VirtualClockLoop) -> None:
     cpu, card = SimDevice(machine, 3, kind="cpu"), SimDevice(machine, 0)
     assert (cpu.name, cpu.kind, cpu.memory.limit) == ("cpu:3", "cpu", None)
-    x = cpu.feed(np.zeros(1_000_000, np.uint8))
+    x = cpu.copy_in(np.zeros(1_000_000, np.uint8))
     assert x.written.time_ns == x.written.started_ns
     y = received(card, x, cpu)
     assert y.written.time_ns - y.written.started_ns == LATENCY_NS + 100 * US
@@ -381,7 +381,7 @@ def test_copies_and_constants_need_room(machine: SimMachine) -> None:
     x, outcome = zeros(one, 2 * MIB), []
     other.receive(x, one, lambda *result: outcome.append(result))
     assert outcome[0][0] is None and isinstance(outcome[0][1], MemoryLimitExceeded)
-    for call in (other.feed, other.constant):
+    for call in (other.copy_in, other.constant):
         with pytest.raises(MemoryLimitExceeded):
             call(np.zeros(2 * MIB, np.uint8))
     assert other.memory.used == 0
@@ -404,7 +404,7 @@ def test_spans_are_recorded_while_somebody_asks(device: SimDevice, loop: Virtual
     zeros(device, 8)
     spans: list[Span] = []
     assert device.record_into(spans) is None
-    x = device.feed(np.zeros(10_000, np.uint8))
+    x = device.copy_in(np.zeros(10_000, np.uint8))
     y = bind(device, np.negative, "negate")(x)
     bind(device, lambda i: i, "count", may_run_on_host=True)(np.int32(1))
     loop.run_until_complete(fetched(device, y))
@@ -458,10 +458,10 @@ def test_a_second_compute_stream_has_a_name_of_its_own(machine: SimMachine) -> N
 
 def test_when_done_is_called_later_and_once(device: SimDevice, loop: VirtualClockLoop) -> None:
     seen: list[int] = []
-    device.when_done(lambda: seen.append(loop.time_ns()))
+    device.when_done(lambda _: seen.append(loop.time_ns()))
     assert seen == []
     x = zeros(device, 8)
-    device.when_done(lambda: seen.append(loop.time_ns()))
+    device.when_done(lambda _: seen.append(loop.time_ns()))
     loop.run_until_complete(asyncio.sleep(1))
     assert seen == [0, x.written.time_ns]
 
@@ -493,7 +493,7 @@ def history(seed: int, jitter: float) -> list[tuple[int, int]]:
     recorded: list[list[Span]] = [[], []]
     for device, spans in zip(devices, recorded, strict=True):
         device.record_into(spans)
-    x = devices[0].feed(np.zeros(1000))
+    x = devices[0].copy_in(np.zeros(1000))
     for i in range(20):
         source, target = devices[i % 2], devices[(i + 1) % 2]
         x = bind(target, np.negative, stream=i // 2 % 2)(received(target, x, source))

@@ -81,7 +81,7 @@ def test_a_copy_without_a_wait_is_found(machine: SimMachine, read: str) -> None:
 @pytest.mark.usefixtures("unordered")
 def test_a_kernel_that_does_not_wait_for_a_copy_is_found(machine: SimMachine) -> None:
     device = SimDevice(machine)
-    x = device.feed(np.ones(4))
+    x = device.copy_in(np.ones(4))
     with pytest.raises(HazardError, match="'feed' writes it on stream sim:0/h2d"):
         bind(device, np.negative)(x)
 
@@ -166,9 +166,9 @@ def test_any_next_call_says_so(machine: SimMachine, monkeypatch: pytest.MonkeyPa
 
     calls: dict[str, Any] = {
         "fetch": lambda: one.fetch(y, lambda *_: None),
-        "feed": lambda: other.feed(np.ones(3)),
+        "feed": lambda: other.copy_in(np.ones(3)),
         "receive": lambda: other.receive(y, one, delivered),
-        "when_done": lambda: other.when_done(lambda: None),
+        "when_done": lambda: other.when_done(lambda _: None),
     }
     with pytest.raises(HazardError, match="freed while stream sim:1/peer still reads it"):
         calls[call]()
@@ -187,7 +187,7 @@ def test_a_wait_by_the_pools_stream_is_as_good(machine: SimMachine, monkeypatch:
 def test_memory_for_a_copy_may_still_be_in_use_by_compute(machine: SimMachine) -> None:
     device = SimDevice(machine)
     x = array(device)
-    fed = device.feed(np.ones(3))
+    fed = device.copy_in(np.ones(3))
     assert fed.written.started_ns >= x.written.time_ns
     assert device.h2d.has_seen(x.written)
 
@@ -297,7 +297,7 @@ def test_what_is_not_the_devices_is_not_overwritten(machine: SimMachine) -> None
     device = SimDevice(machine)
     mine = np.ones(4)
     device.constant(mine)
-    fed = device.feed(mine)
+    fed = device.copy_in(mine)
     bind(device, lambda x: x)(mine)
     del fed
     gc.collect()

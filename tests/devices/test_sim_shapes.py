@@ -61,8 +61,8 @@ def roomy(machine: SimMachine) -> SimDevice:
 
 
 def test_small_arrays_are_computed(roomy: SimDevice) -> None:
-    x = roomy.feed(np.arange(1024, dtype=np.float32))
-    assert x.data is not None and roomy.feed(np.arange(1025, dtype=np.float32)).data is None
+    x = roomy.copy_in(np.arange(1024, dtype=np.float32))
+    assert x.data is not None and roomy.copy_in(np.arange(1025, dtype=np.float32)).data is None
     total = bind(roomy, np.sum, "sum", infer=lambda specs: [(F32, ())])(x)
     roomy.require_data(total, "predicate")
     assert roomy.machine.loop.run_until_complete(fetched(roomy, total)) == 1023 * 512
@@ -149,7 +149,7 @@ def random_program(seed: int, n: int, **options: Any) -> tuple[list[Any], int, l
     for device, into in zip(devices, recorded, strict=True):
         device.record_into(into)
     got: list[Any] = []
-    values = [devices[i % 3].feed(np.full(n, i, np.float32)) for i in range(4)]
+    values = [devices[i % 3].copy_in(np.full(n, i, np.float32)) for i in range(4)]
     homes = [i % 3 for i in range(4)]
     for step in range(120):
         slot, home, stream = random.randrange(4), random.randrange(3), random.randrange(2)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from asyncflow.graph.shapes import is_compatible
+from tests.ops.device_arrays import check_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ def _evaluate(tensor: Tensor, feeds: Mapping[Tensor, Any] | None = None) -> Any:
                 assert got.dtype == output.dtype, f"{node.op.name}: kernel gave {got.dtype}, rule said {output.spec}"
                 assert is_compatible(got.shape, output.shape), f"{node.op.name}: {got.shape} against {output.spec}"
                 values.setdefault(output, value)
+        check_on_device(node, inputs, [values[output] for output in node.outputs])
     return values[tensor]
 
 

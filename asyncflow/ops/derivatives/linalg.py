@@ -13,7 +13,7 @@ from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import Op, derivative, register
+from asyncflow.graph.op import Op, derivative, inputs_from, register
 from asyncflow.graph.shapes import is_static, merge, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops import linalg
@@ -59,7 +59,9 @@ def _transpose_op(name: str, find: Callable[..., Any]) -> Op:
 
         return run
 
-    return register(Op(name=name, infer=_transpose_spec, kernel=kernel, flops=_transpose_flops))
+    return register(
+        Op(name=name, infer=_transpose_spec, kernel=kernel, flops=_transpose_flops, host_inputs=inputs_from(2))
+    )
 
 
 def _summed_to(xp: Any, x: Any, shape: tuple[int, ...]) -> Any:
@@ -179,8 +181,8 @@ def _matrix_transpose(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 # -- tensordot -------------------------------------------------------------------------------------------------------
 
 
-def _free(rank: int, summed: Sequence[int]) -> list[int]:
-    return [axis for axis in range(rank) if axis not in summed]
+def _free(rank: int, summed: Sequence[int]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(rank) if axis not in summed)
 
 
 def _ordered(xp: Any, x: Any, axes: Sequence[int]) -> Any:
@@ -191,14 +193,14 @@ def _ordered(xp: Any, x: Any, axes: Sequence[int]) -> Any:
 def _find_tensordot_left(xp: Any, grad: Any, y: Any, shape: tuple[int, ...], *, axes: linalg.Contraction) -> Any:
     first, second = linalg._summed_axes(len(shape), y.ndim, axes)
     free_x, free_y = _free(len(shape), first), _free(y.ndim, second)
-    found = xp.tensordot(grad, y, axes=(list(range(len(free_x), grad.ndim)), free_y))
+    found = xp.tensordot(grad, y, axes=(tuple(range(len(free_x), grad.ndim)), free_y))
     return _ordered(xp, found, [*free_x, *(first[second.index(j)] for j in sorted(second))])
 
 
 def _find_tensordot_right(xp: Any, x: Any, grad: Any, shape: tuple[int, ...], *, axes: linalg.Contraction) -> Any:
     first, second = linalg._summed_axes(x.ndim, len(shape), axes)
     free_x, free_y = _free(x.ndim, first), _free(len(shape), second)
-    found = xp.tensordot(x, grad, axes=(free_x, list(range(len(free_x)))))
+    found = xp.tensordot(x, grad, axes=(free_x, tuple(range(len(free_x)))))
     return _ordered(xp, found, [*(second[first.index(i)] for i in sorted(first)), *free_y])
 
 
@@ -274,7 +276,7 @@ def _fit_kernel(xp: Any, *, shape: Shape) -> Kernel:
     return fit
 
 
-FIT_TO = register(Op(name="fit_to", infer=_fit_spec, kernel=_fit_kernel))
+FIT_TO = register(Op(name="fit_to", infer=_fit_spec, kernel=_fit_kernel, host_inputs=inputs_from(1)))
 """The sum over axes that are to have extent 1, repeated along axes that have: both ways of broadcasting undone."""
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import float32, int64
-from asyncflow.graph.op import Op, derivative, not_differentiable, register
+from asyncflow.graph.op import Op, derivative, inputs_from, not_differentiable, register
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.add_at import add_at
 from asyncflow.ops.cost import per_input_element
 from asyncflow.ops.creation import zeros_like
 from asyncflow.ops.datatypes import astype
@@ -170,7 +173,15 @@ def _sum_tiles_kernel(xp: Any, *, repetitions: tuple[int, ...], shape: Shape) ->
     return sum_tiles
 
 
-SUM_TILES = register(Op(name="sum_tiles", infer=_sum_tiles_spec, kernel=_sum_tiles_kernel, flops=per_input_element))
+SUM_TILES = register(
+    Op(
+        name="sum_tiles",
+        infer=_sum_tiles_spec,
+        kernel=_sum_tiles_kernel,
+        flops=per_input_element,
+        host_inputs=inputs_from(1),
+    )
+)
 
 
 def sum_tiles(x: Tensor, repetitions: tuple[int, ...], shape: Extents) -> Tensor:
@@ -206,15 +217,21 @@ def _sum_repeats_kernel(xp: Any, *, repeats: int | None, axis: int | None, shape
         target = read(sizes)
         dims, at = ((math.prod(target),), 0) if axis is None else (target, axis % len(target))
         result = xp.zeros(dims, dtype=x.dtype)
-        sources = xp.repeat(xp.arange(dims[at]), counts.astype(int64))
-        xp.add.at(result, (slice(None),) * at + (sources,), x)
+        sources = np.repeat(np.arange(dims[at]), counts.astype(int64))
+        add_at(xp, result, (slice(None),) * at + (xp.asarray(sources),), x)
         return result.reshape(target)
 
     return counted if repeats is None else equally
 
 
 SUM_REPEATS = register(
-    Op(name="sum_repeats", infer=_sum_repeats_spec, kernel=_sum_repeats_kernel, flops=per_input_element)
+    Op(
+        name="sum_repeats",
+        infer=_sum_repeats_spec,
+        kernel=_sum_repeats_kernel,
+        flops=per_input_element,
+        host_inputs=inputs_from(1),
+    )
 )
 
 

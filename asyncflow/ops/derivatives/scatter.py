@@ -14,18 +14,19 @@ import numpy as np
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import Op, derivative, register
+from asyncflow.graph.op import Op, derivative, inputs_from, register
 from asyncflow.graph.shapes import format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.add_at import add_at
 from asyncflow.ops.cost import elements
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import GETITEM, take_along_axis
-from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, indexed_shape
+from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, host_indices, indexed_shape, is_flag
 from asyncflow.ops.manipulation import concat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
@@ -83,7 +84,28 @@ def _scatter_kernel(xp: Any, *, keys: tuple[Key, ...], shape: Shape, known: Shap
             add_part(result, values, indices)
         return result
 
-    return scatter
+    if xp is np:
+        return scatter
+    on_host = _scatter_kernel(np, keys=keys, shape=shape, known=known)
+
+    def scatter_or_host(*inputs: Any) -> Any:
+        has_flag = any(is_flag(index) for _, indices in _parts(inputs, keys) for index in indices)
+        return (on_host if has_flag else scatter)(*inputs)
+
+    return scatter_or_host
+
+
+def _host_inputs(node: Node) -> Collection[int]:
+    """Positions of the inputs whose values a scatter reads: sizes, and what indexing with the keys does."""
+    keys, shape = node.attrs["keys"], node.attrs["shape"]
+    places = list(range(len(node.inputs)))
+    found = places[len(places) - _size_count(shape) :]
+    for key, (_, numbers) in zip(keys, _parts(places, keys), strict=True):
+        read = host_indices(key, [node.inputs[number].spec for number in numbers])
+        if read is None:
+            return places
+        found.extend(numbers[number] for number in read)
+    return found
 
 
 def _part_kernel(xp: Any, key: Key, *, is_first: bool) -> Callable[[Any, Any, Sequence[Any]], None]:
@@ -96,7 +118,7 @@ def _part_kernel(xp: Any, key: Key, *, is_first: bool) -> Callable[[Any, Any, Se
         result[static] += values
 
     def add_at_indices(result: Any, values: Any, indices: Sequence[Any]) -> None:
-        index = build(*indices)
+        index = build(*indices) if xp is np else device_index(xp, build(*indices))
         if any(item.ndim and item.dtype.kind != "b" for item in indices):
             _add_at(xp, result, index if isinstance(index, tuple) else (index,), values)
         else:  # slices, single positions and masks name no element twice
@@ -111,7 +133,7 @@ def _add_at(xp: Any, result: Any, index: tuple[Any, ...], values: Any) -> None:
     """``result[index] += values`` where values for one element all add."""
     axis = _only_axis(index, result.ndim)
     if xp is not np or axis is None:
-        xp.add.at(result, index, values)
+        add_at(xp, result, index, values)
         return
     # NumPy adds at positions of a vector several times faster than at those of rows.
     extent, inner = result.shape[axis], math.prod(result.shape[axis + 1 :])
@@ -145,7 +167,15 @@ def _scatter_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: o
     return float(elements(outputs[0]) + elements(inputs[0]))
 
 
-SCATTER_TO = register(Op(name="scatter_to", infer=_scatter_spec, kernel=_scatter_kernel, flops=_scatter_flops))
+SCATTER_TO = register(
+    Op(
+        name="scatter_to",
+        infer=_scatter_spec,
+        kernel=_scatter_kernel,
+        flops=_scatter_flops,
+        host_inputs=_host_inputs,
+    )
+)
 
 
 def scatter_to(
@@ -264,14 +294,20 @@ def _along_kernel(xp: Any, *, axis: int, distinct: bool, shape: Shape) -> Kernel
         if distinct:
             result[index] = values
         else:
-            xp.add.at(result, index, values)
+            add_at(xp, result, index, values)
         return result
 
     return scatter
 
 
 SCATTER_ALONG_AXIS = register(
-    Op(name="scatter_along_axis", infer=_along_spec, kernel=_along_kernel, flops=_scatter_flops)
+    Op(
+        name="scatter_along_axis",
+        infer=_along_spec,
+        kernel=_along_kernel,
+        flops=_scatter_flops,
+        host_inputs=inputs_from(2),
+    )
 )
 
 

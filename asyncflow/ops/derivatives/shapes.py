@@ -10,7 +10,7 @@ import numpy as np
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import reopened
-from asyncflow.graph.op import Kernel, Op, derivative, register
+from asyncflow.graph.op import Kernel, Op, derivative, inputs_from, register
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape, merge
 from asyncflow.graph.spec import Spec
@@ -69,7 +69,7 @@ def _sum_to_kernel(xp: ModuleType, *, shape: Shape) -> Kernel:
     return sum_to_shape
 
 
-SUM_TO = register(Op(name="sum_to", infer=_sum_to_spec, kernel=_sum_to_kernel))
+SUM_TO = register(Op(name="sum_to", infer=_sum_to_spec, kernel=_sum_to_kernel, host_inputs=inputs_from(1)))
 """The sum over the axes along which a value of the given shape was broadcast: the transpose of `broadcast_to`."""
 
 
@@ -137,7 +137,15 @@ def _check_shape_kernel(xp: ModuleType, *, shape: Shape, what: str) -> Kernel:
     return check
 
 
-CHECK_SHAPE = register(Op(name="check_shape", infer=_check_shape_spec, kernel=_check_shape_kernel, flops=free))
+CHECK_SHAPE = register(
+    Op(
+        name="check_shape",
+        infer=_check_shape_spec,
+        kernel=_check_shape_kernel,
+        flops=free,
+        host_inputs=inputs_from(1),
+    )
+)
 """Its input, once it is found to have that shape. It is not broadcast: what it is used for would be wrong."""
 
 

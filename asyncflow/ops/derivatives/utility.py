@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import Op, derivative, register
+from asyncflow.graph.op import Op, derivative, inputs_from, register
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
@@ -41,7 +41,14 @@ def _diff_transpose_kernel(xp: Any, *, axis: int, n: int, shape: Shape) -> Kerne
     return run
 
 
-DIFF_TRANSPOSE = register(Op(name="diff_transpose", infer=_diff_transpose_spec, kernel=_diff_transpose_kernel))
+DIFF_TRANSPOSE = register(
+    Op(
+        name="diff_transpose",
+        infer=_diff_transpose_spec,
+        kernel=_diff_transpose_kernel,
+        host_inputs=inputs_from(1),
+    )
+)
 """What reaches values from their differences: the transpose of `diff`."""
 
 

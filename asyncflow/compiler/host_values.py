@@ -1,0 +1,107 @@
+"""Which values are on the host for certain, on devices with a memory of their own?
+
+A kernel whose inputs are all on the host and whose outputs have rank 0 is computed there, by NumPy: counters,
+predicates and learning rates cost no launch, and a loop that decides by them needs not wait for its device. The same is
+found again in a run, by looking at the values; here it is found beforehand, for what has to be decided when a graph is
+compiled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.extract import FEED
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
+from asyncflow.graph.dtypes import VARIANT
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.spec import Spec
+
+_METADATA = frozenset({"shape", "size", "rank"})
+"""Ops that look at what is known of an array without its data."""
+
+
+def is_scalar_spec(spec: Spec) -> bool:
+    """Whether values of this spec are numbers of rank 0."""
+    return spec.shape == () and spec.dtype.kind in "biufc"
+
+
+def may_stay_on_host(node: Node) -> bool:
+    """Whether the node is computed on the host when its inputs are there."""
+    op = node.op
+    if op.kernel is None or op.is_user or op.is_async or op.effects is not None:
+        return False
+    if any(tensor.spec.dtype == VARIANT for tensor in node.inputs):
+        return False
+    return bool(node.outputs) and all(is_scalar_spec(tensor.spec) for tensor in node.outputs)
+
+
+def find_host_values(graph: Graph) -> set[Tensor]:
+    """The tensors of a structured graph, those in branches and loops included, whose values are on the host."""
+    found: set[Tensor] = set()
+    _visit(graph.nodes, found)
+    return found
+
+
+def _visit(nodes: Iterable[Node], found: set[Tensor]) -> None:
+    for node in nodes:
+        if node.op.name == "cond":
+            _visit_cond(node, found)
+        elif node.op.name == "while":
+            _visit_while(node, found)
+        elif _is_on_host(node, found):
+            found.update(node.outputs)
+
+
+def _is_on_host(node: Node, found: Collection[Tensor]) -> bool:
+    if node.op is CONSTANT or node.op is FEED:
+        return is_scalar_spec(node.outputs[0].spec)
+    if node.op is PARAMETER:
+        return False  # whoever enters the body says so
+    if node.op is IDENTITY:
+        return node.inputs[0] in found
+    if node.op.name in _METADATA:
+        return True
+    return may_stay_on_host(node) and all(tensor in found for tensor in node.inputs)
+
+
+def _visit_cond(node: Node, found: set[Tensor]) -> None:
+    _pred, *captures = node.inputs
+    for branch in node.subgraphs:
+        _enter(branch, captures, found)
+        _visit(branch.nodes, found)
+    results = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
+    found.update(output for output, *each in results if all(result in found for result in each))
+
+
+def _visit_while(node: Node, found: set[Tensor]) -> None:
+    condition: Subgraph = node.attrs["cond"]
+    body: Subgraph = node.attrs["body"]
+    n_vars: int = node.attrs["n_vars"]
+    # A variable is on the host if it starts there, and each iteration that finds it there leaves it there.
+    stay = [tensor in found for tensor in node.inputs[:n_vars]]
+    captures = node.inputs[n_vars:]
+    while True:
+        inside = set(found)
+        for part in (condition, body):
+            _enter(part, captures, inside, n_vars)
+            inside.update(variable for variable, stays in zip(part.inputs, stay, strict=False) if stays)
+            _visit(part.nodes, inside)
+        after = [stays and result in inside for stays, result in zip(stay, body.results, strict=False)]
+        if after == stay:
+            break
+        stay = after
+    found |= inside
+    found.update(output for output, stays in zip(node.outputs, stay, strict=False) if stays)
+
+
+def _enter(body: Subgraph, outer: Sequence[Tensor], found: set[Tensor], first: int = 0) -> None:
+    """The inputs of a body, from position `first`, that stand for what is on the host."""
+    found.update(inner for inner, tensor in zip(body.inputs[first:], outer, strict=True) if tensor in found)
+
+
+__all__ = ["find_host_values", "is_scalar_spec", "may_stay_on_host"]

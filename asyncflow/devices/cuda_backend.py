@@ -1,0 +1,96 @@
+"""Is CUDA usable on this machine, and if not, why? The one module that imports CuPy."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from asyncflow.devices import hardware
+from asyncflow.devices.memory import format_bytes
+
+_log = logging.getLogger("asyncflow.devices")
+
+LEAST_VERSION = 14
+"""The oldest major version of CuPy whose behaviour this package was written for."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaBackend:
+    """CuPy and the cards it sees.
+
+    Attributes:
+        cupy: the module; None if CUDA is not usable.
+        cards: one line about each card.
+        reason: why CUDA is not usable; empty if it is.
+    """
+
+    cupy: Any
+    cards: tuple[str, ...] = ()
+    reason: str = ""
+
+
+_stand_ins: list[Any] = []
+
+
+def cuda_backend() -> CudaBackend:
+    """What this machine has. The first call imports CuPy where there is a driver, and runs one kernel on each card."""
+    return _describe(_stand_ins[-1]) if _stand_ins else _probe()
+
+
+@contextmanager
+def using_cupy(module: Any) -> Iterator[None]:
+    """Devices opened inside take `module` for CuPy; for tests without a card."""
+    _stand_ins.append(module)
+    try:
+        yield
+    finally:
+        _stand_ins.remove(module)
+
+
+@functools.cache
+def _probe() -> CudaBackend:
+    missing = _what_is_missing()
+    if missing:
+        return CudaBackend(None, reason="; ".join(missing))
+    try:
+        cupy = importlib.import_module("cupy")
+        if not cupy.cuda.is_available():
+            return CudaBackend(None, reason="CuPy finds no CUDA device (is CUDA_VISIBLE_DEVICES empty?)")
+        major = int(cupy.__version__.partition(".")[0])
+        if major < LEAST_VERSION:
+            return CudaBackend(None, reason=f"CuPy {cupy.__version__} is too old; version {LEAST_VERSION} is needed")
+        return _describe(cupy, try_kernel=True)
+    except Exception as error:  # whatever is wrong with the installation, the CPU still works
+        _log.info("CUDA is off", exc_info=True)
+        return CudaBackend(None, reason=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+
+def _what_is_missing() -> list[str]:
+    missing = []
+    if not hardware.has_nvidia_driver():
+        missing.append("no NVIDIA driver found")
+    if importlib.util.find_spec("cupy") is None:
+        missing.append("cupy is not installed (pip install 'asyncflow[cuda]')")
+    return missing
+
+
+def _describe(cupy: Any, *, try_kernel: bool = False) -> CudaBackend:
+    lines = []
+    runtime = cupy.cuda.runtime
+    for card in range(runtime.getDeviceCount()):
+        with cupy.cuda.Device(card):
+            if try_kernel and int((cupy.arange(4) + 1).sum()) != 10:
+                return CudaBackend(None, reason=f"card {card} computes 1 + 2 + 3 + 4 wrongly")
+            _, total = runtime.memGetInfo()
+        name = runtime.getDeviceProperties(card)["name"]
+        lines.append(f"{name.decode() if isinstance(name, bytes) else name}, {format_bytes(total)}")
+    return CudaBackend(cupy, tuple(lines))
+
+
+__all__ = ["CudaBackend", "cuda_backend", "using_cupy"]

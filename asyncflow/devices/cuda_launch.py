@@ -1,0 +1,248 @@
+"""How a CUDA device runs a kernel: it is launched on a compute stream, and its result counts as there.
+
+==========================  =================================================================================
+any other kernel            called with CuPy arrays while its stream is the current one; nothing waits
+counters and predicates     kernels of rank-0 integers and booleans whose inputs are on the host stay there
+kernels of the host         (data-dependent shapes, printing, the user's functions) inputs are copied to the
+                            host and waited for, outputs are copied in
+a region                    one call enqueues all its kernels; see `RegionLauncher`
+==========================  =================================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.devices.cuda_values import CudaArray, CudaOpaque, as_scalar, is_plain, stays_on_host
+from asyncflow.devices.protocol import CoroutineKernel, recording
+from asyncflow.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Generator, Sequence
+
+    from asyncflow.devices.cuda import CudaDevice
+    from asyncflow.devices.protocol import KernelInfo, Span
+    from asyncflow.streams.cuda import CudaStream
+
+LONG_ELEMENTS = 1 << 15
+"""A kernel of the host on more elements gets the device's host thread, and does not hold up the event loop."""
+
+_FEW = 64
+"""Integer vectors of at most so many elements that the host has made stay there: they are shapes."""
+
+
+class Values:
+    """Device values in and out of the kernels of one stream."""
+
+    __slots__ = ("_device", "_is_alone", "_ndarray", "stream")
+
+    def __init__(self, device: CudaDevice, stream: CudaStream) -> None:
+        self.stream = stream
+        self._device = device
+        self._ndarray = device.cupy.ndarray
+        self._is_alone = len(device.compute_streams) == 1
+
+    def raw(self, value: Any, name: str) -> Any:
+        """What a kernel gets for `value`, which its stream now waits for."""
+        kind = type(value)
+        if kind is CudaArray:
+            if value.stream is not self.stream:
+                self._order(value, name)
+            return value.array
+        return value.value if kind is CudaOpaque else value
+
+    def uploaded(self, value: Any, name: str) -> Any:
+        """What `raw` gives; an array of the host is copied to the device first."""
+        if type(value) is np.ndarray and value.ndim and not stays_on_host(value):
+            value = self._device.copy_in(value, name)
+        return self.raw(value, name)
+
+    def _order(self, value: CudaArray, name: str) -> None:
+        device = self._device
+        if value.device != device.name:
+            raise InternalError(
+                f"{name!r} runs on {device.name} and was given {value.name!r}, which is on {value.device} and was not "
+                "sent"
+            )
+        if self._is_alone:
+            value.settle(self.stream)
+            return
+        value.order(self.stream)
+
+    def hold(self, arguments: Sequence[Any]) -> None:
+        """Keep arrays from the memory of another compute stream until the work given to this one is done."""
+        if self._is_alone:
+            return
+        foreign = [x.array for x in arguments if type(x) is CudaArray and x.stream is not self.stream]
+        if foreign:
+            self.stream.hold(*foreign)
+
+    def wrapped(self, output: Any, name: str) -> Any:
+        """The device value for what a kernel gave."""
+        if isinstance(output, self._ndarray):
+            return CudaArray(output, self._device.name, self.stream, name)
+        output = as_scalar(output)
+        if is_plain(output):
+            return output
+        if isinstance(output, np.ndarray):
+            is_shape = output.ndim <= 1 and output.dtype.kind in "biu" and output.size <= _FEW
+            return output if is_shape or stays_on_host(output) else self._device.copy_in(output, name)
+        return CudaOpaque(output)
+
+
+class Launcher:
+    """A kernel bound to a CUDA device: calling it launches it."""
+
+    __slots__ = ("_device", "_info", "_kernel", "_values")
+
+    def __init__(self, device: CudaDevice, kernel: Callable[..., Any], info: KernelInfo) -> None:
+        self._device = device
+        self._kernel = kernel
+        self._info = info
+        # State is valid in the order of the first stream, for whoever comes next.
+        self._values = Values(device, device.compute_streams[0 if info.keeps_arrays else info.stream])
+
+    def __call__(self, *args: Any) -> Any:
+        """Launch the kernel on device values and host values; its outputs, likewise.
+
+        Raises:
+            DeviceLostError: an earlier kernel has broken the device.
+            MemoryLimitExceeded: the outputs do not fit.
+            BaseException: what the kernel raises, as it is.
+        """
+        device, info, values = self._device, self._info, self._values
+        if info.on_host is not None and not any(type(value) is CudaArray for value in args):
+            return info.on_host(*args)
+        device.check()
+        device.pool.label = info.name
+        first = 1 if info.needs_context else 0
+        raw = list(args)
+        with values.stream.activate():
+            for index in range(first, len(args)):
+                convert = values.raw if index - first in info.host_inputs else values.uploaded
+                raw[index] = convert(args[index], info.name)
+            with device.timed(values.stream, info.name):
+                result = self._kernel(*raw)
+            device.launched += 1
+            values.hold(args)
+            if info.single:
+                return values.wrapped(result, info.name)
+            return tuple([values.wrapped(output, info.name) for output in result])
+
+
+class HostLauncher(CoroutineKernel):
+    """A kernel that a CUDA device leaves to the host: calling it gives a coroutine."""
+
+    __slots__ = ("_device", "_info", "_kernel")
+
+    def __init__(self, device: CudaDevice, kernel: Callable[..., Any], info: KernelInfo) -> None:
+        self._device = device
+        self._kernel = kernel
+        self._info = info
+
+    def __call__(self, *args: Any) -> Coroutine[Any, Any, Any]:
+        """Copy the inputs to the host, run the kernel there, and copy its outputs in.
+
+        Raises (from the coroutine):
+            DeviceLostError: an earlier kernel has broken the device.
+            MemoryLimitExceeded: the outputs do not fit.
+            BaseException: what the kernel raises, as it is.
+        """
+        return self._call_on_host(args, self._device.recorded())
+
+    async def _call_on_host(self, args: Sequence[Any], spans: list[Span] | None) -> Any:
+        device, info = self._device, self._info
+        with recording(device, spans):
+            waiting = [device.fetched(value) for value in args]
+        values = [await value if isinstance(value, asyncio.Future) else value for value in waiting]
+        result = await self._computed(values)
+        with recording(device, spans):
+            outputs = [self._brought_in(output) for output in ([result] if info.single else result)]
+        outputs = [await output if isinstance(output, asyncio.Future) else output for output in outputs]
+        return outputs[0] if info.single else tuple(outputs)
+
+    async def _computed(self, values: Sequence[Any]) -> Any:
+        if sum(getattr(value, "size", 1) for value in values) > LONG_ELEMENTS and not self._info.is_async:
+            return await self._device.in_host_thread(self._kernel, *values)
+        result = self._kernel(*values)
+        return await result if inspect.isawaitable(result) else result
+
+    def _brought_in(self, output: Any) -> Any:
+        if isinstance(output, np.ndarray | np.generic) and not stays_on_host(output):
+            return self._device.fed(np.asarray(output), self._info.name)
+        output = as_scalar(output)
+        return output if is_plain(output) or isinstance(output, np.ndarray) else CudaOpaque(output)
+
+
+class RegionLauncher:
+    """A region's generated function, bound to a CUDA device: a call, or each step of its generator, enqueues kernels.
+
+    Inside, values are CuPy's arrays and host values; nothing in a region waits, and all of it is on one stream.
+    """
+
+    __slots__ = ("_device", "_function", "_info", "_values")
+
+    def __init__(
+        self, device: CudaDevice, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool
+    ) -> None:
+        self._device = device
+        self._function = self._stepped(function) if is_generator else self._called(function)
+        self._info = info
+        self._values = Values(device, device.compute_streams[info.stream])
+
+    def __call__(self, *args: Any) -> Any:
+        """The outputs, or a generator that is driven as the region's own is and returns them.
+
+        Raises:
+            DeviceLostError: an earlier kernel has broken the device.
+            MemoryLimitExceeded: a value does not fit.
+            BaseException: what a kernel raises, as it is.
+        """
+        return self._function(*args)
+
+    def _inputs(self, args: Sequence[Any]) -> list[Any]:
+        self._device.check()
+        self._device.pool.label = self._info.name
+        return [self._values.raw(value, self._info.name) for value in args]
+
+    def _outputs(self, results: Sequence[Any]) -> tuple[Any, ...]:
+        self._device.launched += self._info.launches
+        return tuple([self._values.wrapped(output, self._info.name) for output in results])
+
+    def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> tuple[Any, ...]:
+            with self._values.stream.activate(), self._device.timed(self._values.stream, self._info.name):
+                outputs = self._outputs(function(*self._inputs(args)))
+                self._values.hold(args)
+                return outputs
+
+        return call
+
+    def _stepped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def steps(*args: Any) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+            stream, device = self._values.stream, self._device
+            budget: int | None = None
+            with stream.activate():
+                generator = function(*self._inputs(args))
+            while True:
+                try:
+                    # One synchronous block a step: other code runs on this thread in between.
+                    device.check()
+                    with stream.activate(), device.timed(stream, self._info.name):
+                        begins_loop = generator.send(budget)
+                except StopIteration as ended:
+                    with stream.activate():
+                        outputs = self._outputs(ended.value)
+                        self._values.hold(args)
+                    return outputs
+                device.launched += self._info.launches * (budget or 1)
+                budget = yield begins_loop
+
+        return steps
+
+
+__all__ = ["LONG_ELEMENTS", "HostLauncher", "Launcher", "RegionLauncher", "Values"]

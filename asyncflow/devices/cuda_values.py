@@ -1,0 +1,147 @@
+"""What flows through a graph on CUDA devices: arrays that know in the order of which stream they are valid.
+
+Anything that is neither a `CudaArray` nor a `CudaOpaque` is a *host value*: counters, predicates, shapes, strings.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import numpy as np
+
+from asyncflow.errors import FetchError
+
+if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Shape
+    from asyncflow.streams.cuda import CudaEvent, CudaStream
+
+DType: TypeAlias = "np.dtype[Any]"
+
+
+class CudaArray:
+    """An array in a CUDA device's memory.
+
+    Invariant: work given to `stream` from now on finds the array written. Work given to any other stream does once that
+    stream has waited for `written`.
+
+    Attributes:
+        array: CuPy's.
+        device: the name of the logical device it is on.
+        stream: in whose order it is valid.
+        name: of the node that made it.
+    """
+
+    __slots__ = ("__weakref__", "_event", "array", "device", "name", "stream")
+
+    def __init__(self, array: Any, device: str, stream: CudaStream, name: str, event: CudaEvent | None = None) -> None:
+        self.array = array
+        self.device = device
+        self.stream = stream
+        self.name = name
+        self._event = event
+
+    @property
+    def written(self) -> CudaEvent:
+        """An event that completes when the array is written; recorded when it is first asked for."""
+        if self._event is None:
+            self._event = self.stream.record()
+        return self._event
+
+    def order(self, stream: CudaStream) -> None:
+        """Let work given to `stream` from now on find the array written."""
+        if self.stream is not stream:
+            stream.wait(self.written)
+
+    def settle(self, stream: CudaStream) -> None:
+        """`order`, for a compute stream of the array's device that a copy was not made on: the array is valid there.
+
+        Later users of that stream need not wait again.
+        """
+        stream.wait(self.written)
+        self.stream, self._event = stream, None
+
+    def renew(self) -> None:
+        """Forget an event recorded earlier: more work on `stream` belongs to the array now."""
+        self._event = None
+
+    @property
+    def dtype(self) -> DType:
+        """Of the elements."""
+        dtype: DType = self.array.dtype
+        return dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The extents."""
+        shape: Shape = self.array.shape
+        return shape
+
+    @property
+    def ndim(self) -> int:
+        """The rank."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return self.size * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"<CudaArray {self.name} {self.dtype}{list(self.shape)} on {self.device}>"
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        raise self._unseen("NumPy")
+
+    def __bool__(self) -> NoReturn:
+        raise self._unseen("Python")
+
+    def __iter__(self) -> NoReturn:
+        raise self._unseen("Python")
+
+    def _unseen(self, who: str) -> FetchError:
+        return FetchError(f"{who} reads {self.name!r}, which is in the memory of {self.device}; fetch the value first")
+
+
+class CudaOpaque:
+    """Something that is no array but holds some, such as a state of a TensorArray; valid in the order of compute.
+
+    Attributes:
+        value: the object.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"<CudaOpaque {self.value!r}>"
+
+
+_PLAIN = (type(None), str, bytes, bool, int, float, complex, np.generic)
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value made on the device is one of the host all the same: a number or text of Python's or NumPy's."""
+    return isinstance(value, _PLAIN)
+
+
+def stays_on_host(value: object) -> bool:
+    """Whether a host value is no matter for a device: all that is no array of numbers, and counters and predicates."""
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind in "OSUT":
+        return True
+    return value.ndim == 0 and value.dtype.kind in "biu"
+
+
+def as_scalar(value: Any) -> Any:
+    """A NumPy scalar for an array of rank 0, which CuPy would refuse; anything else as it is."""
+    return value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
+
+
+__all__ = ["CudaArray", "CudaOpaque", "as_scalar", "is_plain", "stays_on_host"]

@@ -1,0 +1,326 @@
+"""Pinned host memory: what a card copies to and from while Python goes on.
+
+A copy between a device and ordinary host memory blocks the caller, or is staged by the driver. So the copies of all
+devices of the process go through page-locked memory that was allocated once, at start-up, and is lent out in pieces.
+
+A piece may be lent again only when the copy that used it is done: whoever enqueues a copy keeps the `PinnedBuffer`
+referenced until an event behind the copy has completed, and frees it then. When all is lent, a caller waits in turn
+(`PinnedSlab.wait_for`); it must not fall back to ordinary memory.
+
+``cupy`` is a parameter everywhere: only the CUDA backend imports it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncflow.devices.hardware import usable_memory
+from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.options import positive_count
+
+ALIGNMENT = 512
+"""Pieces begin at multiples of this, and take multiples of it: what suits copies and every dtype."""
+
+PINNED_BYTES = 256 * 2**20
+"""How much a process pins unless told otherwise; never more than `PINNED_SHARE` of its memory."""
+
+PINNED_SHARE = 0.25
+
+_PORTABLE = 1  # cudaHostAllocPortable: page-locked for every card, not just the one that is current
+
+Call: TypeAlias = "Callable[[PinnedBuffer], object]"
+
+
+class PinnedBuffer:
+    """A piece of pinned memory on loan.
+
+    Dropped without `free`, on whatever thread, it goes back as well, but those who wait are told only at the next call
+    of the slab.
+
+    Attributes:
+        nbytes: what was asked for; the piece may be larger.
+        ptr: its address, for copies.
+    """
+
+    __slots__ = ("_offset", "_region", "_slab", "nbytes", "ptr")
+
+    def __init__(self, slab: PinnedSlab, region: _Region, offset: int, nbytes: int) -> None:
+        self._slab = slab
+        self._region: _Region | None = region
+        self._offset = offset
+        self.nbytes = nbytes
+        self.ptr = region.address + offset
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        """NumPy's way to the memory; an array made from it keeps the buffer alive."""
+        if self._region is None:
+            raise ValueError(f"a pinned buffer of {self.nbytes} bytes was freed, and is not there to look into")
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.ptr, False), "version": 3}
+
+    def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """The first bytes of the memory as an array, in C order, writable; it is not valid after `free`.
+
+        Raises:
+            ValueError: the array is larger than the buffer, or the buffer was freed.
+        """
+        kind = np.dtype(dtype)
+        nbytes = math.prod(shape) * kind.itemsize
+        if nbytes > self.nbytes:
+            raise ValueError(
+                f"{kind}{list(shape)} takes {nbytes} bytes, and the pinned buffer has {self.nbytes}; take a larger one"
+            )
+        return np.ndarray(shape, kind, np.asarray(self))
+
+    def free(self) -> None:
+        """Give the memory back, and tell those who wait whose turn it is; on the thread of the event loop.
+
+        Call it after an event behind the last copy has completed.
+
+        Raises:
+            ValueError: it was freed before.
+        """
+        if self._region is None:
+            raise ValueError(f"a pinned buffer of {self.nbytes} bytes is freed twice; it may be someone else's now")
+        self._return()
+        self._slab.serve()
+
+    def _return(self) -> None:
+        region, self._region = self._region, None
+        if region is not None:
+            self._slab.returned.append((region, self._offset, self.nbytes))
+
+    def __del__(self) -> None:
+        self._return()  # no lock: this may run inside the slab
+
+
+class PinnedSlab:
+    """Page-locked memory, lent out by first fit.
+
+    Invariant, under the lock and after `_settle`: the holes of a region are its bytes that are not on loan, by address,
+    none empty, and no two of them touch.
+
+    All methods may be called on any thread; what waits is called on the thread that frees.
+
+    Attributes:
+        nbytes: all that there is.
+        largest: bytes of the largest buffer that can ever be taken.
+        returned: (region, offset, bytes) of buffers that came back and are not settled yet.
+    """
+
+    __slots__ = ("_cupy", "_lock", "_regions", "_waiting", "largest", "nbytes", "returned")
+
+    def __init__(self, cupy: Any, nbytes: int, slabs: int = 1) -> None:
+        """Pin ``nbytes``, rounded down, as ``slabs`` pieces of one size, none of which a buffer spans.
+
+        May take a tenth of a second, and stall the card: construct it on a worker thread.
+
+        Raises:
+            ValueError: ``nbytes`` or ``slabs`` is no positive int, or a piece has less than `ALIGNMENT` bytes.
+        """
+        each = positive_count(nbytes, "the pinned memory in bytes") // positive_count(slabs, "the number of slabs")
+        self.largest = each // ALIGNMENT * ALIGNMENT
+        if not self.largest:
+            raise ValueError(f"{nbytes} bytes of pinned memory in {slabs} slabs leave none of {ALIGNMENT} bytes")
+        self.nbytes = self.largest * slabs
+        self.returned: deque[tuple[_Region, int, int]] = deque()
+        self._cupy = cupy
+        self._lock = threading.RLock()  # reentrant: a finalizer of others may run inside
+        self._waiting: deque[tuple[int, Call]] = deque()
+        self._regions: list[_Region] = []
+        try:
+            for _ in range(slabs):
+                self._regions.append(_Region(cupy.cuda.runtime.hostAlloc(self.largest, _PORTABLE), self.largest))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes not on loan, in whatever pieces."""
+        with self._lock:
+            self._settle()
+            return sum(size for region in self._regions for _, size in region.holes)
+
+    @property
+    def largest_hole(self) -> int:
+        """Bytes of the largest buffer that could be taken now; 0 while others wait for room."""
+        with self._lock:
+            self._settle()
+            sizes = [size for region in self._regions for _, size in region.holes]
+            return 0 if self._waiting else max(sizes, default=0)
+
+    def take(self, nbytes: int) -> PinnedBuffer | None:
+        """A buffer of at least ``nbytes``, or None: there is no room, or others wait for some.
+
+        Raises:
+            RuntimeError: the slab is closed.
+            ValueError: there never is that much room; nothing of 0 bytes is lent.
+        """
+        self._check(nbytes)
+        with self._lock:
+            self._settle()
+            return None if self._waiting else self._first_fit(nbytes)
+
+    def wait_for(self, nbytes: int, call: Call) -> None:
+        """Call ``call(buffer)`` once, with ``nbytes``, when there is room and all who asked before have theirs.
+
+        It is called from `PinnedBuffer.free`, or from here where there is room. ``call`` owns the buffer: one that is
+        not wanted any more it frees. What ``call`` raises comes out of where it was called from.
+
+        Raises:
+            RuntimeError: the slab is closed.
+            ValueError: there never is that much room; nothing of 0 bytes is lent.
+        """
+        self._check(nbytes)
+        self._waiting.append((nbytes, call))
+        self.serve()
+
+    def serve(self) -> None:
+        """Hand buffers to those who wait, in the order in which they asked, as far as there is room."""
+        while True:
+            with self._lock:
+                self._settle()
+                if not self._waiting:
+                    return
+                nbytes, call = self._waiting[0]
+                buffer = self._first_fit(nbytes)
+                if buffer is None:
+                    return
+                self._waiting.popleft()
+            call(buffer)  # outside the lock: it may take, free and wait
+            del buffer, call  # the call owns it
+
+    def close(self) -> None:
+        """Give the memory back to the system; on a worker thread. Idempotent.
+
+        Raises:
+            RuntimeError: buffers are on loan: a card may be writing into them.
+        """
+        self.serve()  # there may be room that nobody was told of
+        with self._lock:
+            self._settle()
+            lent = sum(region.size - sum(size for _, size in region.holes) for region in self._regions)
+            if lent:
+                raise RuntimeError(f"{lent} bytes of pinned memory are on loan; free the buffers before the slab")
+            regions, self._regions = self._regions, []
+        for region in regions:
+            self._cupy.cuda.runtime.freeHost(region.address)
+
+    def _check(self, nbytes: int) -> None:
+        if not self._regions:
+            raise RuntimeError("the pinned memory is closed")
+        if not 0 < nbytes <= self.largest:
+            raise ValueError(
+                f"a pinned buffer has 1 to {self.largest} bytes ({format_bytes(self.largest)}), not {nbytes}; copy in "
+                "pieces, or pin more"
+            )
+
+    def _first_fit(self, nbytes: int) -> PinnedBuffer | None:
+        for region in self._regions:
+            offset = region.take(_rounded(nbytes))
+            if offset is not None:
+                return PinnedBuffer(self, region, offset, nbytes)
+        return None
+
+    def _settle(self) -> None:
+        returned = self.returned
+        while returned:
+            region, offset, nbytes = returned.popleft()
+            region.give_back(offset, _rounded(nbytes))
+
+
+class _Region:
+    """One allocation: its holes are (offset, bytes), by offset."""
+
+    __slots__ = ("address", "holes", "size")
+
+    def __init__(self, address: int, size: int) -> None:
+        self.address = address
+        self.size = size
+        self.holes = [(0, size)]
+
+    def take(self, size: int) -> int | None:
+        """The offset of the first hole of at least ``size`` bytes, which are a hole no more."""
+        for index, (offset, room) in enumerate(self.holes):
+            if room == size:
+                del self.holes[index]
+                return offset
+            if room > size:
+                self.holes[index] = offset + size, room - size
+                return offset
+        return None
+
+    def give_back(self, offset: int, size: int) -> None:
+        """Make a hole, one with those that it touches."""
+        holes = self.holes
+        index = bisect.bisect_left(holes, (offset, 0))
+        if index < len(holes) and holes[index][0] == offset + size:
+            size += holes.pop(index)[1]
+        if index and sum(holes[index - 1]) == offset:
+            index -= 1
+            offset, before = holes.pop(index)
+            size += before
+        holes.insert(index, (offset, size))
+
+
+_shared: dict[Any, PinnedSlab] = {}
+_sharing = threading.Lock()
+
+
+def shared_slab(cupy: Any, nbytes: int | None = None) -> PinnedSlab:
+    """The slab of all devices of this process, made by the first call; on a worker thread.
+
+    ``nbytes`` is how much the first call pins, by default `default_pinned_bytes`; later ones get what there is.
+
+    Raises:
+        ValueError: ``nbytes`` is no positive int.
+    """
+    with _sharing:
+        slab = _shared.get(cupy)
+        if slab is None:
+            slab = _shared[cupy] = PinnedSlab(cupy, default_pinned_bytes() if nbytes is None else nbytes)
+        return slab
+
+
+def close_shared_slab(cupy: Any) -> None:
+    """Give the memory of `shared_slab` back to the system, if there is some; on a worker thread.
+
+    Raises:
+        RuntimeError: buffers are on loan.
+    """
+    with _sharing:
+        slab = _shared.get(cupy)
+        if slab is not None:
+            slab.close()
+            del _shared[cupy]
+
+
+def default_pinned_bytes() -> int:
+    """`PINNED_BYTES`, or `PINNED_SHARE` of the memory that this process may use if that is less."""
+    memory = usable_memory()
+    return PINNED_BYTES if memory is None else min(PINNED_BYTES, int(memory * PINNED_SHARE))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+__all__ = [
+    "ALIGNMENT",
+    "PINNED_BYTES",
+    "PINNED_SHARE",
+    "PinnedBuffer",
+    "PinnedSlab",
+    "close_shared_slab",
+    "default_pinned_bytes",
+    "shared_slab",
+]

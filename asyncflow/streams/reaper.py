@@ -1,0 +1,505 @@
+"""How the host learns that a GPU's work is done, without blocking the event loop and without code on driver threads.
+
+A *ticket* is an event recorded on one CUDA stream, what to call when it completes, and what to keep alive until then.
+Each stream has a `Reaper`: a thread that sleeps on the oldest ticket's event (`cudaEventSynchronize` of a blocking
+event, which releases the GIL), then takes every further ticket that is done by now, and wakes the loop once for all::
+
+    loop's thread   give ──▶ queue ──▶ reaper's thread: synchronize, query, query, ... ──▶ _Outbox ──▶ deliver
+
+A stream does its work in order, so the oldest ticket never holds up one that could be delivered. Python code is never
+run on a thread of the driver: a host function would stall its stream until it has the GIL, may deadlock with a thread
+that has the GIL and waits for the driver, and is not called at all once the device is in error.
+
+| state of a `Reaper` | enters by                 | giving a ticket      | the thread                                 |
+|---------------------|---------------------------|----------------------|--------------------------------------------|
+| idle                | creation                  | starts the thread    | does not exist                             |
+| serving             | first ticket              | appends              | completes tickets in order                 |
+| lost                | a CUDA error              | appends              | fails what it has and gets, makes no calls |
+| stopped             | `stop`, or stream dropped | `SessionClosedError` | completes what it has, then ends           |
+| forked              | fork, in the child        | `SessionClosedError` | does not exist                             |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from itertools import groupby
+from operator import attrgetter
+from queue import Empty, SimpleQueue
+from time import perf_counter_ns
+from typing import Any, TypeAlias, TypeVar
+
+from asyncflow.errors import SessionClosedError
+from asyncflow.streams.latch import Latch
+from asyncflow.streams.pooled_event import DONE, NOT_READY, EventPool, PooledEvent
+
+Notice: TypeAlias = Callable[[BaseException | None], object]
+"""Takes None, or what the stream failed with."""
+
+MAX_BATCH = 256
+"""So many tickets at most before the loop is told of them: a stream of tiny work must not hold up the first."""
+
+
+_E = TypeVar("_E", bound=PooledEvent)
+
+
+class Ticket:
+    """A point in a stream's order that someone on the event loop waits for.
+
+    Attributes:
+        event: the point; None until the ticket is given, and where a lost stream could record none.
+        error: what the stream failed with, if the work before the point did not end well.
+        started_ns: when the work since the ticket before may have begun: the host saw nothing earlier.
+        ended_ns: when the reaper saw it done, on `time.perf_counter_ns` as are all times.
+    """
+
+    __slots__ = ("_deliver", "ended_ns", "error", "event", "holds", "outbox", "started_ns")
+
+    def __init__(
+        self, deliver: Notice | None, holds: tuple[object, ...] = (), event: PooledEvent | None = None
+    ) -> None:
+        self._deliver = deliver
+        self.holds = holds
+        self.event = event
+        self.error: BaseException | None = None
+        self.outbox: _Outbox | None = None
+        self.started_ns = perf_counter_ns()
+        self.ended_ns = 0
+
+    def finish(self) -> None:
+        """Let go of what was held, then call; on the event loop."""
+        deliver = self._deliver
+        self.drop()  # first, so that an account which `deliver` reads is right
+        if deliver is not None:
+            deliver(self.error)
+
+    def drop(self) -> None:
+        """Refer to nothing any more: a thread may still refer to the ticket."""
+        self._deliver = None
+        self.holds = ()
+        self.event = None
+
+
+class Reaper:
+    """The tickets of one CUDA stream, and the thread that completes them in order.
+
+    It does not refer to its stream, so that dropping the stream ends the thread. All methods belong to the thread of
+    the event loop that owns the stream, and none of them blocks.
+
+    Attributes:
+        name: of the stream; the thread's name is ``asyncflow:<name>``.
+        stopped: takes no more tickets.
+        forked: this process is a child of the owner's.
+        ended: set when all work is done and all tickets are on their way to the loop.
+        lost: what the device failed with, if it did.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_device",
+        "_end",
+        "_events",
+        "_free_ns",
+        "_held",
+        "_in_flight",
+        "_on_lost",
+        "_outbox",
+        "_physical",
+        "_queue",
+        "_raw",
+        "_thread",
+        "_told",
+        "ended",
+        "forked",
+        "lost",
+        "name",
+        "stopped",
+    )
+
+    def __init__(
+        self,
+        cupy: Any,
+        physical: int,
+        raw: Any,
+        name: str,
+        events: EventPool,
+        on_lost: Callable[[BaseException], object],
+    ) -> None:
+        """Make a reaper; its thread starts with the first ticket.
+
+        Args:
+            cupy: the module.
+            physical: the device's CUDA ordinal.
+            raw: the ``cupy.cuda.Stream``.
+            name: of the stream, such as ``cuda:0/d2h``.
+            events: of the same device.
+            on_lost: called once, on the event loop and before any ticket is failed, with what the device failed with.
+        """
+        self.name = name
+        self.stopped = False
+        self.forked = False
+        self.ended = Latch()
+        self.lost: BaseException | None = None
+        self._device = cupy.cuda.Device(physical)
+        self._physical = physical
+        self._raw = raw
+        self._events = events
+        self._on_lost = on_lost
+        self._told = False
+        self._in_flight: deque[Ticket] = deque()
+        self._held: list[object] = []
+        self._outbox: _Outbox | None = None
+        self._queue: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._end: PooledEvent | None = None
+        self._thread: threading.Thread | None = None
+        self._free_ns = 0
+        _reapers.add(self)
+
+    # -- on the loop's thread ------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """How many tickets are not delivered yet; things held that wait for one count as one."""
+        return len(self._in_flight) + bool(self._held)
+
+    @property
+    def oldest_ns(self) -> int | None:
+        """When the oldest ticket that is not delivered was given; None if all are."""
+        try:
+            return self._in_flight[0].started_ns
+        except IndexError:
+            return None
+
+    @property
+    def started(self) -> bool:
+        """Whether there ever was a thread."""
+        return self._thread is not None
+
+    def give(self, ticket: Ticket, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Have a ticket finished on `loop` when all work that the stream has by now is done.
+
+        A ticket that brings its event waits for that instead; an older one waits for the tickets before it too.
+
+        Raises:
+            SessionClosedError: stopped, or forked.
+            RuntimeError: tickets of a different loop are pending.
+        """
+        self.refuse_if_closed()
+        self._enter(ticket, self._outbox_of(loop or asyncio.get_running_loop()))
+
+    def hold(self, holds: tuple[object, ...]) -> None:
+        """Refer to `holds` until all work that the stream has by now is done.
+
+        All that is held in one turn of the loop shares one event and one ticket, or shares those of the next `give`.
+
+        Raises:
+            SessionClosedError: stopped, or forked.
+            RuntimeError: tickets of a different loop are pending.
+        """
+        self.refuse_if_closed()
+        loop = asyncio.get_running_loop()
+        self._outbox_of(loop)
+        if not self._held:
+            loop.call_soon(self.flush)
+        self._held.extend(holds)
+
+    def flush(self) -> None:
+        """Give the ticket for what is held."""
+        if self._held:
+            assert self._outbox is not None
+            self._enter(Ticket(None), self._outbox)
+
+    def record(self, wrap: Callable[[EventPool, Any], _E]) -> _E:
+        """A new event, made by `wrap`, after all work that the stream has by now.
+
+        Raises:
+            CUDARuntimeError: the device failed, as every caller is told from then on.
+        """
+        self._refuse_if_lost()
+        try:
+            with self._device:
+                event = wrap(self._events, self._events.take())
+                self._events.runtime.eventRecord(event.raw.ptr, self._raw.ptr)
+        except Exception as exc:
+            self.lose(exc)
+            raise
+        return event
+
+    def follow(self, event: PooledEvent) -> None:
+        """Make work given to the stream from here on wait for `event`.
+
+        Raises:
+            CUDARuntimeError: the device failed, as every caller is told from then on.
+        """
+        self._refuse_if_lost()
+        try:
+            self._events.runtime.streamWaitEvent(self._raw.ptr, event.raw.ptr)
+        except Exception as exc:
+            self.lose(exc)
+            raise
+
+    def lose(self, error: BaseException) -> None:
+        """The device failed: tickets that are pending and tickets to come get `error`. The first one counts."""
+        self._lose(error)
+        self._tell()
+
+    def stop(self) -> None:
+        """Take no more tickets; the thread ends after those it has, and after all other work. Idempotent."""
+        if self.stopped:
+            return
+        self.flush()
+        self.stopped = True
+        if self._thread is None:
+            if self._is_idle():
+                self.ended.set()
+                return
+            self._start()  # work that has no ticket needs a thread that sees its end
+        self._end = self._marked()
+        self._queue.put(None)
+
+    def settle(self) -> None:
+        """After `ended`: deliver what is still on its way, and see the thread off, which takes microseconds."""
+        if self._outbox is not None:
+            self._outbox.settle()
+        if self._thread is not None:
+            self._thread.join()
+
+    def refuse_if_closed(self) -> None:
+        """Raise unless work may be given."""
+        if self.stopped:
+            self.refuse_if_forked()
+            raise SessionClosedError(f"stream {self.name} is closed and takes no more work; open a new session")
+
+    def refuse_if_forked(self) -> None:
+        """Raise in a process that has the stream but, being a fork, neither its thread nor a working device."""
+        if self.forked:
+            raise SessionClosedError(
+                f"stream {self.name} belongs to the parent of process {os.getpid()}: CUDA does not survive a fork; "
+                "start processes that use GPUs by 'spawn'"
+            )
+
+    def deliver(self, ticket: Ticket) -> None:
+        """Finish the oldest ticket; called by the outbox."""
+        self._in_flight.popleft()
+        try:
+            if ticket.error is not None:
+                self._tell()
+        finally:
+            ticket.finish()
+
+    def discard(self, ticket: Ticket) -> None:
+        """Forget the oldest ticket, of a loop that is closed; called by the outbox, also on the reaper's thread."""
+        self._in_flight.popleft()
+        ticket.drop()
+
+    def _enter(self, ticket: Ticket, outbox: _Outbox) -> None:
+        if self._thread is None:
+            self._start()
+        if ticket.event is None:
+            if self._held:
+                ticket.holds = (*self._held, *ticket.holds)
+                self._held.clear()
+            ticket.event = self._marked()
+        ticket.outbox = outbox
+        self._in_flight.append(ticket)
+        self._queue.put(ticket)
+
+    def _marked(self) -> PooledEvent | None:
+        """A new event after all work so far; None if the device is lost."""
+        if self.lost is not None:
+            return None
+        try:
+            return self.record(PooledEvent)
+        except Exception as exc:  # `lose` has it, and the tickets get it
+            exc.with_traceback(None)
+            return None
+
+    def _is_idle(self) -> bool:
+        """Whether the stream has no work, or the device does none any more."""
+        status: int = self._events.runtime.streamQuery(self._raw.ptr)
+        if status not in (DONE, NOT_READY):
+            self.lose(self._events.runtime.CUDARuntimeError(status))
+        return status != NOT_READY
+
+    def _refuse_if_lost(self) -> None:
+        if self.lost is not None:
+            raise self.lost.with_traceback(None)
+
+    def _outbox_of(self, loop: asyncio.AbstractEventLoop) -> _Outbox:
+        outbox = self._outbox
+        if outbox is not None:
+            if outbox.loop is loop:
+                return outbox
+            if outbox.loop.is_closed():
+                self.flush()
+                outbox.settle()
+            elif self.pending:
+                raise RuntimeError(
+                    f"stream {self.name} is used on a different loop while {self.pending} of its tickets are to be "
+                    "delivered on another; open one session per event loop"
+                )
+        self._outbox = outbox = _Outbox(self, loop)
+        return outbox
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=_serve, args=(self,), name=f"asyncflow:{self.name}", daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def _tell(self) -> None:
+        if self.lost is not None and not self._told:
+            self._told = True
+            self._on_lost(self.lost)
+
+    # -- on the reaper's thread ----------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Complete tickets in order until stopped, and then see all other work done."""
+        try:
+            self._events.runtime.setDevice(self._physical)  # of this thread
+        except Exception as exc:
+            self._lose(exc)
+        ticket = self._queue.get()
+        while ticket is not None:
+            ticket = self._reap(ticket)
+        if self._end is not None:
+            self._block(self._end)
+            self._end = None
+
+    def _reap(self, ticket: Ticket) -> Ticket | None:
+        """Sleep until `ticket` is done, post it with all that are done by then, and return what comes next."""
+        if ticket.event is not None:
+            self._block(ticket.event)
+        batch = [self._ended(ticket)]
+        while True:
+            try:
+                following = self._queue.get_nowait()
+            except Empty:
+                _post(batch)
+                return self._queue.get()
+            if following is None or len(batch) == MAX_BATCH or not self._is_done(following.event):
+                _post(batch)
+                return following
+            batch.append(self._ended(following))
+
+    def _ended(self, ticket: Ticket) -> Ticket:
+        ticket.error = self.lost
+        ticket.started_ns = max(ticket.started_ns, self._free_ns)
+        ticket.ended_ns = self._free_ns = perf_counter_ns()
+        return ticket
+
+    def _block(self, event: PooledEvent) -> None:
+        if self.lost is None:
+            try:
+                event.block()
+            except Exception as exc:
+                self._lose(exc)
+
+    def _is_done(self, event: PooledEvent | None) -> bool:
+        """Whether there is nothing left to wait for; a lost device does nothing any more."""
+        if self.lost is not None or event is None:
+            return True
+        try:
+            return event.done()
+        except Exception as exc:
+            self._lose(exc)
+            return True
+
+    def _lose(self, error: BaseException) -> None:
+        if self.lost is None:
+            # Its frames refer to events and tickets; and many will raise it, each adding frames.
+            self.lost = error.with_traceback(None)
+
+
+class _Outbox:
+    """Tickets that are done, on their way to one loop.
+
+    As in `Mailbox`, a wake-up that has been sent and not yet answered stands for every ticket that follows it, and
+    `collect` clears ``_waking`` *before* it looks.
+    """
+
+    __slots__ = ("_done", "_reaper", "_waking", "loop")
+
+    def __init__(self, reaper: Reaper, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._reaper = reaper
+        self._done: deque[Ticket] = deque()
+        self._waking = False
+
+    def post(self, tickets: list[Ticket]) -> None:
+        """Have the tickets finished on the loop; on a closed loop nobody waits, and they are dropped."""
+        self._done.extend(tickets)
+        self._wake()
+
+    def collect(self) -> None:
+        """Finish what has come so far; on the loop's thread.
+
+        A notice that raises reaches the loop's exception handler, and the rest is delivered by another wake-up.
+        """
+        self._waking = False
+        done = self._done
+        try:
+            for _ in range(len(done)):
+                self._reaper.deliver(done.popleft())
+        finally:
+            if done:
+                self._wake()
+
+    def settle(self) -> None:
+        """Finish what has come, if this is the loop; drop it, if the loop is closed."""
+        if self.loop.is_closed():
+            self._discard()
+        elif asyncio.get_running_loop() is self.loop:
+            self.collect()
+
+    def _wake(self) -> None:
+        if not self._waking:
+            self._waking = True
+            try:
+                self.loop.call_soon_threadsafe(self.collect)
+            except RuntimeError:
+                if not self.loop.is_closed():
+                    raise
+        if self.loop.is_closed():
+            self._discard()
+
+    def _discard(self) -> None:
+        """Drop all; two threads may be at it."""
+        while True:
+            try:
+                ticket = self._done.popleft()
+            except IndexError:
+                return
+            self._reaper.discard(ticket)
+
+
+def _post(batch: list[Ticket]) -> None:
+    """One wake-up for all; a second loop comes into it only after the first was closed."""
+    for outbox, tickets in groupby(batch, attrgetter("outbox")):
+        outbox.post(list(tickets))
+
+
+def _serve(reaper: Reaper) -> None:
+    """The thread."""
+    try:
+        reaper.serve()
+    finally:
+        reaper.ended.set()
+
+
+_reapers: weakref.WeakSet[Reaper] = weakref.WeakSet()
+"""Every live reaper of the process, to be closed in a forked child."""
+
+
+def _close_all_in_child() -> None:
+    for reaper in list(_reapers):
+        reaper.stopped = True
+        reaper.forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all_in_child)

@@ -1,0 +1,338 @@
+"""Kernels on devices with memory of their own look at no value there, but for those their op says are on the host.
+
+Every test of an op in this folder runs its kernel on such arrays, too (`check_on_device`). Here whole programs do, so
+that ops are among them that hand on what is no array; and none is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.autodiff import saved_values, store_gradients
+from asyncflow.autodiff.gradients import gradients
+from asyncflow.control.case import CASE_INDEX
+from asyncflow.graph.build import apply, placeholder
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.op import KernelContext, Op, find_op, host_inputs, registered_ops, runs_on_host
+from asyncflow.nn.losses import softmax_cross_entropy
+from asyncflow.nn.packing import place_rows, take_rows
+from asyncflow.ops import nn as ops_nn
+from asyncflow.ops.derivatives.linalg import fit_to
+from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
+from asyncflow.ops.derivatives.shapes import checked_shape, ensure_shape
+from tests.ops.device_arrays import XP, DeviceArray, on_device, values_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+
+X = np.array([[0.5, -1.5, 2.0], [3.0, 0.25, -0.75]])
+V = np.array([1.5, -0.5, 2.5])
+N = np.array([2, 0, 1])
+NOT_HERE = frozenset({"identity", "no_op", "stop_gradient", "custom_gradient"})
+"""Ops that hand their inputs on."""
+
+
+def _evaluated(node: Node, values: dict[Tensor, Any], kernel: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    context = [KernelContext(seed=1, run=2, tag=(3,))] if node.op.needs_context else []
+    with np.errstate(all="ignore"):
+        result = kernel(*context, *inputs)
+    values.update(zip(node.outputs, (result,) if node.single else result, strict=True))
+
+
+def _run_here(nodes: Iterable[Node], values: dict[Tensor, Any]) -> dict[Tensor, Any]:
+    for node in nodes:
+        if node.op.kernel is not None:
+            _evaluated(node, values, node.op.kernel(np, **node.attrs), [values[x] for x in node.inputs])
+    return values
+
+
+def _run_there(nodes: Iterable[Node], values: dict[Tensor, Any], counters: bool) -> dict[Tensor, Any]:
+    """As a CUDA device runs them."""
+
+    def fetched(value: Any) -> Any:
+        return value.data_[()] if isinstance(value, DeviceArray) else value
+
+    for node in nodes:
+        if node.op.kernel is None:
+            continue
+        inputs, at_home, reads = [values[x] for x in node.inputs], runs_on_host(node), host_inputs(node)
+        given = [
+            fetched(value) if at_home or place in reads else on_device(value, counters=counters, scalars=True)
+            for place, value in enumerate(inputs)
+        ]
+        _evaluated(node, values, node.op.kernel(np if at_home else XP, **node.attrs), given)
+    return values
+
+
+def check(build: Callable[..., Any], *arrays: Any, known: bool = False) -> set[Op]:
+    """Runs a program and its gradients here and there; what the tensors are must agree. Gives the ops that were run."""
+    with Graph() as graph:
+        inputs = [placeholder(x.dtype, x.shape if known else (None,) * x.ndim) for x in map(np.asarray, arrays)]
+        built = build(*inputs)
+        ys = [y for y in (built if isinstance(built, tuple | list) else (built,)) if y.dtype.kind in "fc"]
+        xs = [x for x in inputs if x.dtype.kind in "fc"]
+        if ys and xs:
+            gradients(ys, xs, unconnected="zero")
+    nodes = list(graph.nodes)
+    fed = dict(zip(inputs, [np.asarray(x)[()] for x in arrays], strict=True))
+    here = _run_here(nodes, dict(fed))
+    for counters in (False, True):
+        there = _run_there(nodes, dict(fed), counters)
+        for tensor, value in here.items():
+            if tensor.dtype != VARIANT:
+                found = values_of(there[tensor])
+                assert found.dtype == tensor.dtype, f"{tensor.node.op.name}: {found.dtype} for {tensor!r}"
+                if tensor.dtype.kind == "T":
+                    assert found.tolist() == np.asarray(value).tolist()
+                else:
+                    np.testing.assert_allclose(found, value, rtol=1e-6, err_msg=tensor.node.op.name)
+    return {node.op for node in nodes}
+
+
+def _unary(x: Tensor) -> list[Tensor]:
+    names = "abs acos acosh asin asinh atan atanh cos cosh exp expm1 log log1p log10 log2 negative positive reciprocal "
+    names += "sign sin sinh sqrt square tan tanh ceil floor round trunc isfinite isinf isnan signbit"
+    named = [getattr(af, name)(x) for name in names.split()]
+    named += [ops_nn.relu(x), ops_nn.sigmoid(x), ops_nn.silu(x), ops_nn.softplus(x), ops_nn.gelu(x)]
+    return [*named, af.logical_not(x > 0), af.all(x > 0), af.any(x > 0, axis=0), af.astype(x, "float32")]
+
+
+def _binary(x: Tensor, y: Tensor) -> list[Tensor]:
+    names = "add atan2 copysign divide floor_divide hypot logaddexp maximum minimum multiply nextafter remainder "
+    names += "subtract pow equal greater greater_equal less less_equal not_equal"
+    named = [getattr(af, name)(x, y) for name in names.split()]
+    logical = [getattr(af, f"logical_{name}")(x > 0, y > 0) for name in ("and", "or", "xor")]
+    return [*named, *logical, af.clip(x, y, 2.0), af.where(x > y, x, y)]
+
+
+def _bits(n: Tensor, m: Tensor) -> list[Tensor]:
+    names = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift")
+    return [*(getattr(af, name)(n, m) for name in names), af.bitwise_invert(n), ops_nn.one_hot(n, af.size(m))]
+
+
+def _reductions(x: Tensor) -> list[Tensor]:
+    names = ("sum", "prod", "max", "min", "mean", "std", "var")
+    found = [getattr(af, name)(x, axis=axis) for name in names for axis in (None, 0)]
+    found += [af.cumulative_sum(x, axis=1), af.cumulative_prod(x, axis=1, include_initial=True)]
+    found += [ops_nn.softmax(x), ops_nn.log_softmax(x), ops_nn.logsumexp(x, axis=0), ops_nn.layer_norm(x)]
+    return [*found, af.argmax(x, axis=0), af.argmin(x), af.count_nonzero(x, axis=1), af.diff(x, axis=1)]
+
+
+def _shapes(x: Tensor) -> list[Tensor]:
+    rows, columns = af.shape(x)[0], af.shape(x)[1]
+    found = [
+        af.reshape(x, (columns, rows)),
+        af.reshape(x, (-1,)),
+        af.broadcast_to(x, (2, rows, columns)),
+        af.full((rows, 2), 7.0) * x[:, :1],
+        af.full_like(x, 2.0) * x,
+        x[: rows - 1],
+        x[rows - 1],
+        af.roll(x, rows, axis=1),
+        af.roll(x, 1),
+        af.tile(x, (2, 1)),
+        af.repeat(x, 2, axis=1),
+        af.repeat(x, af.constant([1, 2]), axis=0),
+        af.repeat(x, af.stack([rows, 0, 1, 1, 1, 1])),
+        af.flip(x),
+        af.expand_dims(x, axis=(0, 2)),
+        af.squeeze(af.expand_dims(x, axis=0), 0),
+        af.permute_dims(x, (1, 0)),
+        af.matrix_transpose(x),
+        af.concat([x, x], axis=1),
+        af.concat([x, x], axis=None),
+        af.stack([x, x], axis=1),
+        af.sum(af.eye(rows, columns) * x),
+        af.arange(columns) * x,
+        af.linspace(0.0, 1.0, columns) * x,
+        af.tril(x),
+        af.triu(x),
+        *af.meshgrid(x[0], x[1]),
+        *af.broadcast_arrays(x, x[:1]),
+        checked_shape(x, x, "x"),
+        ensure_shape(x, (2, None)),
+        fit_to(x, (rows, 1)),
+    ]
+    return [*found, af.size(x), af.rank(x)]
+
+
+def _indexing(x: Tensor, n: Tensor) -> list[Tensor]:
+    flag, mask = af.sum(x) > 0, x > 0
+    found = [
+        x[mask],
+        x[:, mask[0]],
+        x[n % 2],
+        x[n % 2, n],
+        x[flag],
+        x[..., None, n[1]],
+        x[n[1]],
+        af.take(x, n, axis=1),
+        af.take_along_axis(x, af.argsort(x, axis=1), axis=1),
+        af.index_update(x, mask, 1.0),
+        af.index_update(x, (n % 2, n), x[0]),
+        af.index_update(x, flag, 2.0),
+        af.index_add(x, (slice(None), n), x),
+        af.index_add(x, mask, 1.0),
+        af.index_add(x, slice(0, n[0]), 1.0),
+        af.scatter_add(x, n[:2] % 2, x),
+        ops_nn.embedding(x, n % 2),
+        take_rows(x, n[:2] % 2),
+        place_rows(x, n[:2], 4),
+        scatter_to(x, (("slice", None, None, None), ("input", 0)), [n], (2, 3)),
+        scatter_along_axis(x, af.argsort(x, axis=1), af.shape(x), axis=1),
+        af.searchsorted(af.sort(x[0]), x[1]),
+        af.sort(x, descending=True, axis=0),
+        softmax_cross_entropy(x, n[:2]),
+    ]
+    return [*found, *af.nonzero(x), *af.unique_all(n), *af.unique_counts(n), *af.unique_inverse(n), af.unique_values(n)]
+
+
+def _products(x: Tensor, v: Tensor) -> list[Tensor]:
+    return [
+        af.matmul(x, v),
+        af.matmul(x, af.matrix_transpose(x)),
+        af.tensordot(x, v, axes=1),
+        af.tensordot(v[0], v[1], axes=0),
+        af.vecdot(x, v),
+        af.einsum("ij,j->i", x, v),
+        af.einsum("ij,kj,j->ik", x, x, v),
+    ]
+
+
+def _transposes(x: Tensor, v: Tensor) -> list[Tensor]:
+    unknown = placeholder_like(x)
+    return [af.matmul(unknown, v), af.tensordot(unknown, v, axes=1), af.vecdot(unknown, v)]
+
+
+def placeholder_like(x: Tensor) -> Tensor:
+    """`x`, of which nothing is known while the graph is built."""
+    return af.reshape(x, af.unique_values(af.shape(x)))
+
+
+def _arrays(x: Tensor, n: Tensor) -> list[Tensor]:
+    rows = af.shape(x)[0]
+    array = af.TensorArray("float64", rows, clear_after_read=False)
+    written = array.write(0, x[0]).write(rows - 1, x[1])
+    scattered = af.TensorArray("float64", 3, clear_after_read=False).scatter(n, af.reshape(x, (3, 2)))
+    split = af.TensorArray("float64", 2, clear_after_read=False).split(x[0], af.stack([rows, 1]))
+    counters = af.TensorArray("int64", 2).write(0, rows).write(1, n[0])
+    pushed = saved_values.save(saved_values.new_store(), rows - 2, x)
+    reached = store_gradients.merge_gradients(
+        store_gradients.element_gradients(rows, x), store_gradients.element_gradients(n[0], x)
+    )
+    return [
+        written.stack(),
+        written.read(n[2] - 1),
+        array.unstack(x).stack(),
+        scattered.gather(n),
+        split.concat(),
+        counters.stack(),
+        counters.size(),
+        saved_values.saved_value(pushed, rows - 2, x.spec),
+        store_gradients.element_gradient(reached, n[0], x),
+        store_gradients.element_gradient(reached, n[1] + 7, x),
+    ]
+
+
+def _complex(z: Tensor) -> list[Tensor]:
+    return [af.real(z), af.imag(z), af.conj(z), z * z, af.logical_and(z, z), af.index_add(z, [0, 0], z[:2])]
+
+
+def _random(x: Tensor, n: Tensor) -> list[Tensor]:
+    size, x = af.shape(x), af.stop_gradient(x)
+    return [
+        af.random.normal(size),
+        af.random.truncated_normal((n[0], 2)),
+        af.random.uniform((2,)),
+        af.random.integers(size, low=0, high=n[0] + 3),
+        af.random.bernoulli(x * 0 + 0.5),
+        af.random.categorical(x),
+        af.random.choice(x, (2,)),
+        af.random.permutation(x),
+    ]
+
+
+def _on_host(x: Tensor, n: Tensor) -> list[Tensor]:
+    text = af.astype(n, "string")
+    checked = [af.check_numerics(x), af.astype(text, "int64"), af.concat([text, text])]
+    return [*checked, apply(CASE_INDEX, n[0] > 1, n[1] > 1, exclusive=False, has_default=False)[0]]
+
+
+PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
+    (_unary, (X,), False),
+    (_binary, (X, X[:, ::-1].copy()), False),
+    (_bits, (N, N + 1), False),
+    (_reductions, (X,), False),
+    (_shapes, (X,), False),
+    (_indexing, (X, N), False),
+    (_products, (X, V), False),
+    (_transposes, (X, V), False),
+    (_arrays, (X, N), True),
+    (_complex, (X[0] + 1j * X[1],), False),
+    (_random, (X, N), False),
+    (_on_host, (X, N), False),
+    (af.unstack, (X,), True),
+)
+
+
+@pytest.mark.parametrize(("build", "arrays", "known"), PROGRAMS)
+def test_nothing_is_read_on_the_host_unsaid(
+    build: Callable[..., Any], arrays: tuple[Any, ...], known: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(build, *arrays, known=known)
+
+
+def _every_op() -> list[Op]:
+    for room in ("ops", "control", "autodiff", "nn", "state"):
+        package = importlib.import_module(f"asyncflow.{room}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    return [op for op in registered_ops() if op.kernel is not None]
+
+
+def test_every_op_is_looked_at() -> None:
+    """An op that none of the programs has would be looked at nowhere: add it to one."""
+    seen = {op for build, arrays, known in PROGRAMS for op in check(build, *arrays, known=known)}
+    pure = [op for op in _every_op() if op.effects is None and not op.is_user]
+    missing = sorted(op.name for op in pure if op not in seen and op.name not in NOT_HERE)
+    assert not missing, f"add these to a program of this file: {missing}"
+
+
+def test_a_kernel_that_looks_unsaid_is_found() -> None:
+    """The check itself: without what `arange` says, it fails."""
+    silent = replace(find_op("reshape_to"), name="silent_reshape_to", host_inputs=())
+    with pytest.raises(AssertionError, match="only after a wait"):
+        check(lambda x, n: apply(silent, af.stop_gradient(x), n, dims=None)[0], X, np.array([3, 2]))
+
+
+def test_users_and_strings_stay_on_the_host() -> None:
+    user = Op(name="user", infer=lambda x: x, kernel=lambda xp: lambda x: x, is_user=True)
+    with Graph():
+        x, text = placeholder("float64", (2,)), placeholder("string", (2,))
+        assert runs_on_host(apply(user, x)[0].node)
+        assert runs_on_host(af.concat([text, text]).node)
+        assert runs_on_host(af.astype(text, "float64").node)
+        assert not runs_on_host(af.concat([x, x]).node)
+
+
+def test_what_masks_and_slices_read() -> None:
+    with Graph():
+        x, i = placeholder("float64", (4, 3)), placeholder("int64", ())
+        mask, flag, unsure = placeholder("bool", (4,)), placeholder("bool", ()), placeholder("bool", None)
+        rows = placeholder("int64", (2,))
+        assert host_inputs(x[i].node) == set()
+        assert host_inputs(x[rows].node) == set()
+        assert host_inputs(x[i:, rows].node) == {1}
+        assert host_inputs(x[mask, i].node) == {1}
+        assert host_inputs(x[flag].node) == host_inputs(x[unsure].node) == {0, 1}
+        assert host_inputs(af.index_update(x, mask, 1.0).node) == {2}
