@@ -54,7 +54,7 @@ JITTER = 0.3
 DISTRIBUTED_ROOMS = ("conformance", "control", "state")
 """Folders whose tests also run on three devices, and on virtual time."""
 
-REAL_TIME_ONLY: Mapping[str, str] = {
+REAL_CPUS_ONLY: Mapping[str, str] = {
     "test_43_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
     "test_77_what_is_never_joined": "asks for CPUs by name",
     "test_73_the_times_of_a_firing": "looks for work on a stream's thread",
@@ -66,7 +66,7 @@ REAL_TIME_ONLY: Mapping[str, str] = {
     "test_87_the_guard_says_nothing_of_threads": "measures real time",
     "test_89_asyncio_debug_mode": "looks for calls from threads",
 }
-"""Tests of the distributed rooms that do not run on virtual time, and why."""
+"""Tests of the distributed rooms that run neither on virtual time nor on cards, and why."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def pytest_asyncio_loop_factories(
         "asyncio": asyncio.new_event_loop,
         "uvloop": uvloop.new_event_loop,
     }
-    if _is_distributed(item) and item.name.partition("[")[0] not in REAL_TIME_ONLY:
+    if _is_distributed(item) and item.name.partition("[")[0] not in REAL_CPUS_ONLY:
         return {**real, "virtual": VirtualClockLoop}
     return real
 
@@ -111,7 +111,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps each arrangement of CUDA devices on its event loop."""
+    """Keeps each arrangement of CUDA devices on its event loop, and some tests off it."""
     items[:] = [item for item in items if not _is_elsewhere(item)]
 
 
@@ -119,6 +119,8 @@ def _is_elsewhere(item: pytest.Item) -> bool:
     if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
         return False
     arrangement = item.callspec.params.get("arrangement")
+    if isinstance(arrangement, Arrangement) and arrangement.cuda and item.originalname in REAL_CPUS_ONLY:
+        return True
     loops = {"asyncio", "uvloop", "virtual"} & set(item.callspec.id.split("-"))
     return isinstance(arrangement, Arrangement) and bool(arrangement.cuda and loops - {arrangement.cuda})
 

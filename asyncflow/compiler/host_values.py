@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
 
+NUMBERS = "biufc"
+"""Kinds of dtype whose values of rank 0 are NumPy scalars on the host."""
+
 _METADATA = frozenset({"shape", "size", "rank"})
 """Ops that look at what is known of an array without its data."""
 
 
 def is_scalar_spec(spec: Spec) -> bool:
     """Whether values of this spec are numbers of rank 0."""
-    return spec.shape == () and spec.dtype.kind in "biufc"
+    return spec.shape == () and spec.dtype.kind in NUMBERS
 
 
 def may_stay_on_host(node: Node) -> bool:

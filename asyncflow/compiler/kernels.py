@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.compiler.host_values import may_stay_on_host
+from asyncflow.compiler.host_values import NUMBERS, may_stay_on_host
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import OutOfMemoryError
@@ -56,7 +56,8 @@ def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: 
     attrs = {name: resolve(value) if isinstance(value, Resource) else value for name, value in node.attrs.items()}
     assert node.op.kernel is not None, f"{node.op.name} has no kernel"
     kernel = node.op.kernel(xp, **attrs)
-    if node.op.scalar_kernel is not None and all(tensor.shape == () for tensor in node.inputs):
+    # What Python does with scalars, `if` among it, would wait for those in a device's memory.
+    if xp is np and node.op.scalar_kernel is not None and all(tensor.shape == () for tensor in node.inputs):
         kernel = node.op.scalar_kernel
     if node.op.is_async:
         return kernel
@@ -132,7 +133,7 @@ def giving_scalars(kernel: Kernel, node: Node) -> Kernel:
 
 
 def _as_scalar(value: Any) -> Any:
-    return value[()] if type(value) is np.ndarray and not value.ndim else value
+    return value[()] if type(value) is np.ndarray and not value.ndim and value.dtype.kind in NUMBERS else value
 
 
 def _uploading(kernel: Kernel, positions: Sequence[int], xp: ModuleType, needs_context: bool) -> Kernel:

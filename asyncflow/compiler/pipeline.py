@@ -15,6 +15,7 @@ from asyncflow.compiler.constraints import resolve_requests
 from asyncflow.compiler.delay_recvs import delay_recvs
 from asyncflow.compiler.extract import FEED, extract
 from asyncflow.compiler.frames import assign_frames
+from asyncflow.compiler.fuse import fuse_region
 from asyncflow.compiler.host_values import find_host_values
 from asyncflow.compiler.kernels import bind_kernel, bind_launch, bind_member, bind_region
 from asyncflow.compiler.layout import build_partition, is_everywhere
@@ -23,14 +24,15 @@ from asyncflow.compiler.optimize import optimize as run_optimizations
 from asyncflow.compiler.order_effects import order_effects
 from asyncflow.compiler.place import place
 from asyncflow.compiler.plan import Plan
-from asyncflow.compiler.regions import make_regions
+from asyncflow.compiler.regions import REGION, make_regions
 from asyncflow.compiler.saved import find_saved
 from asyncflow.compiler.straight import find_straight
 from asyncflow.graph.op import host_inputs, runs_on_host
+from asyncflow.graph.resource import Resource
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
     from types import ModuleType
 
     from asyncflow.compiler.codegen import RegionCode
@@ -57,6 +59,7 @@ def compile_plan(
     optimize: bool = True,
     loop_batching: bool = True,
     regions: bool = True,
+    fusion: bool = True,
     debug: bool = False,
     check_numerics: bool = False,
     max_iterations: int | None = None,
@@ -64,6 +67,7 @@ def compile_plan(
     costs: Mapping[str, float] | None = None,
     soft_placement: bool = True,
     placement_seed: int | None = None,
+    homes: dict[Hashable, str] | None = None,
 ) -> Plan:
     """Compiles what one kind of run needs.
 
@@ -78,6 +82,7 @@ def compile_plan(
         optimize: fold constants, join equal nodes, move invariant ones out of loops, and leave out what does nothing.
         loop_batching: with `optimize`, make one matrix product of those of many iterations of a loop, on CPUs.
         regions: compile clusters of nodes that never wait to Python functions.
+        fusion: with `regions`, make one kernel of chains of elementwise ones, on devices that launch them.
         debug: verify the graph after every pass, and every kernel's outputs while running.
         check_numerics: fail on NaN and infinity.
         max_iterations: most iterations of a loop, for those inside regions.
@@ -85,6 +90,7 @@ def compile_plan(
         costs: mean nanoseconds that nodes took in earlier runs, by name.
         soft_placement: a node that has no kernel where it is asked to be goes elsewhere.
         placement_seed: places nodes at random where they may be; None where they finish first.
+        homes: where state is, of devices with a memory of their own; what this plan puts somewhere is added.
 
     Raises:
         FeedError: a needed placeholder is not fed.
@@ -94,6 +100,8 @@ def compile_plan(
     extracted = extract(graph, fetches, feeds, streamed=streamed, all_effects=all_effects)
     working = extracted.graph
     check = verify if debug else _do_not_verify
+    if homes:
+        _send_home(working, homes)
     resolve_requests(working, graph, devices, soft=soft_placement)
     check(working)
     if optimize:
@@ -109,12 +117,16 @@ def compile_plan(
     check(working)
     saved = find_saved(working)
     placement = place(working, devices, costs, seed=placement_seed)
+    if homes is not None:
+        homes.update((key, node.device) for node, key in _state_of(working) if node.device is not None)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
     enqueuing = {device.name for device in devices if runs_regions(device)}
     on_host = find_host_values(working) if enqueuing else set()
     streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
     if regions:
         streams = make_regions(working, streams, asynchronous - enqueuing, enqueuing, on_host)
+        if fusion:
+            _fuse(working, enqueuing)
         check(working)
     lowered = lower(
         working,
@@ -143,6 +155,27 @@ def compile_plan(
 
 def _do_not_verify(_: Graph) -> None:
     pass
+
+
+def _fuse(graph: Graph, enqueuing: Collection[str]) -> None:
+    for node in graph.walk():
+        if node.op is REGION and node.device in enqueuing:
+            node.attrs["region"] = fuse_region(node.attrs["region"])
+
+
+def _state_of(graph: Graph) -> Iterator[tuple[Node, Hashable]]:
+    """Nodes that touch a resource, with what tells resources apart."""
+    for node in graph.walk():
+        for value in node.attrs.values():
+            if isinstance(value, Resource):
+                yield node, getattr(value, "effect_key", value)
+
+
+def _send_home(graph: Graph, homes: Mapping[Hashable, str]) -> None:
+    """Asks for the device that holds the state a node touches, where nobody has asked for one."""
+    for node, key in _state_of(graph):
+        if node.device is None:
+            node.device = homes.get(key)
 
 
 def runs_regions(device: Device) -> bool:

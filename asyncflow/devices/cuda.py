@@ -4,50 +4,52 @@ One invariant keeps it simple: *a value is valid in the order of its compute str
 launched. Only copies (to and from the host, from other devices) and reading a value touch events; each of them records
 on the producer, waits on the consumer, and keeps the memory referenced until the event has completed.
 
-Memory is taken from the pool while the compute stream is CuPy's current one, so freed memory is used again in the order
-of that stream. The host's side of every copy is pinned (`asyncflow.devices.pinned`).
+Memory is taken from the pool while a compute stream is CuPy's current one, so freed memory is used again in the order
+of that stream, its *home*. What another stream reads or writes is kept until that stream is done with it.
+
+The copies are in `asyncflow.devices.cuda_copies`, what launches kernels in `asyncflow.devices.cuda_launch`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
+from functools import partial
 from time import perf_counter_ns
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from asyncflow.devices.cuda_copies import Copies, enable_peer_access, resolve
+from asyncflow.devices.cuda_exchange import Exchange
 from asyncflow.devices.cuda_launch import HostLauncher, Launcher, RegionLauncher
-from asyncflow.devices.cuda_memory import CudaMemoryAccount, CudaPool, install_allocator
+from asyncflow.devices.cuda_memory import CudaMemoryAccount, CudaPool, home_of, install_allocator
 from asyncflow.devices.cuda_namespace import cuda_namespace
-from asyncflow.devices.cuda_timing import Clock, PendingSpan
-from asyncflow.devices.cuda_values import CudaArray, CudaOpaque, as_scalar, stays_on_host
-from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.cuda_timing import Clock, HostSpan, PendingSpan
+from asyncflow.devices.cuda_values import CudaArray, CudaOpaque, as_scalar, is_shape, stays_on_host
+from asyncflow.devices.foreign import ForeignArray
+from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
-from asyncflow.devices.pinned import PinnedBuffer, PinnedSlab, shared_slab
+from asyncflow.devices.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Span
-from asyncflow.errors import DeviceLostError
-from asyncflow.streams.cuda import CudaStream
+from asyncflow.errors import DeviceLostError, PlacementError
+from asyncflow.streams.cuda import CudaStream, active_stream
+from asyncflow.streams.pooled_event import DONE, NOT_READY
 from asyncflow.streams.thread import ThreadStream
 
-if TYPE_CHECKING:
-    pass
-
-MARK_EVERY = 128
+MARK_EVERY = 64
 """Launches between two marks that tell how far the device has got."""
 
-MOST_AHEAD = 512
-"""Launches that may be in flight before launching has to pause: at about 1,000 the driver would block the caller."""
+MOST_AHEAD = 256
+"""Launches that may be in flight before launching has to pause.
 
-COPY_INLINE_BYTES = 1 << 20
-"""A copy between host arrays up to this size is made on the event loop; a larger one on the device's host thread."""
-
-PIECE_BYTES = 32 << 20
-"""Larger values go through pinned memory in pieces of this size."""
+At about 1,000 the driver would block the caller; some of ours are several of the driver's, and marks count too.
+"""
 
 _NS_PER_LAUNCH = 8_000.0
 _NS_PER_FLOP = 1e9 / 10e12
@@ -64,6 +66,9 @@ class CudaDevice:
     Attributes:
         cupy: the module.
         pool: where its memory comes from.
+        copies: what moves its values.
+        exchange: what takes arrays from other libraries, and lends them some.
+        cuda_error: what CuPy raises when CUDA refuses something.
         launched: kernels launched since the last mark.
     """
 
@@ -83,8 +88,9 @@ class CudaDevice:
             cupy: the module.
             index: its number among the CUDA devices of the session.
             physical: the card's number.
-            memory_limit: most bytes it may hold; None for what the card has. With a limit, all of it is
-                taken from the card at the start, and CUDA is not asked for memory in a run.
+            memory_limit: most bytes it may hold; None for what the card has. With a limit, all of it is taken from the
+                card at the start, and CUDA is not asked for memory in a run. With several compute streams it is: memory
+                belongs to one of them, and how much each needs is not known.
             compute_streams: how many kernels may run at once.
             pinned: host memory for copies; None for the one that all devices share.
 
@@ -92,19 +98,22 @@ class CudaDevice:
             ValueError: `memory_limit` or `compute_streams` is no positive int.
         """
         self.cupy = cupy
+        self.cuda_error: type[Exception] = cupy.cuda.runtime.CUDARuntimeError
         self.physical = physical
         self._name = str(DeviceName("cuda", index))
         self._count = positive_count(compute_streams, "the number of compute streams")
-        self._xp = cuda_namespace(cupy)
+        self._xp = cuda_namespace(cupy, self.upload)
         self._given_slab = pinned
         self.pool = CudaPool(cupy, physical, self._name, memory_limit)
         self.launched = 0
         self._in_flight = 0
-        self._resumes: list[Callable[[], None]] = []
+        self._resumes: list[Callable[[], object]] = []
         self._spans: list[Any] | None = None
         self._lost: BaseException | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._lost_at = ""
+        self._streams: tuple[CudaStream, ...] = ()
         self._host = ThreadStream(f"{self._name}/host")
+        self.exchange = Exchange(self)
         self._is_started = False
 
     async def open(self) -> None:
@@ -116,26 +125,39 @@ class CudaDevice:
         """Make streams, memory and the clock; blocks. Idempotent.
 
         Raises:
-            MemoryLimitExceeded: the card has less memory free than the limit.
+            PlacementError: the card has less memory free than the limit.
+            DeviceLostError: the card takes no work, because an earlier kernel of this process has broken it.
         """
         if self._is_started:
             return
+        try:
+            self._start()
+        except MemoryLimitExceeded as error:
+            raise PlacementError(f"device {self._name} does not get the memory that it is to have: {error}") from error
+        except self.cuda_error as error:
+            raise self.cause_of(error) from None
         self._is_started = True
+
+    def _start(self) -> None:
         cupy, name = self.cupy, self._name
         install_allocator(cupy)
-        roles = ["compute", *(f"compute:{i}" for i in range(1, self._count)), "h2d", "d2h", "peer"]
+        compute = ["compute", *(f"compute:{i}" for i in range(1, self._count))]
+        roles = [*compute, "h2d", "d2h", "peer", "clock"]
         streams = [CudaStream(cupy, self.physical, f"{name}/{role}", self.pool) for role in roles]
-        *compute, self._h2d, self._d2h, self._peer = streams
-        self._compute = tuple(compute)
         self._streams = tuple(streams)
+        self._compute = tuple(streams[: self._count])
+        self._copying = self._h2d, self._d2h, self._peer = streams[self._count], streams[-3], streams[-2]
         self._roles = dict(zip(streams, roles, strict=True))
         lose = weakref.WeakMethod(self._lose)
         for stream in streams:
             stream.on_lost = lambda error: (method := lose()) and method(error)
-        self._slab = self._given_slab or shared_slab(cupy)
-        with self.compute.activate():
-            self.pool.prime()
-        self._clock = Clock(cupy, self.compute)
+        self.copies = Copies(self, self._given_slab or shared_slab(cupy), self._copying)
+        enable_peer_access(cupy, self.physical)
+        if self._count == 1:
+            with self.compute.activate():
+                self.pool.prime()
+        # On a stream of its own, which is never busy: how late an answer comes is how wrong the clock is.
+        self._clock = Clock(cupy, streams[-1])
 
     def __repr__(self) -> str:
         return f"<CudaDevice {self._name} on card {self.physical}>"
@@ -212,16 +234,21 @@ class CudaDevice:
 
     async def aclose(self, grace_s: float) -> bool:
         """Take no more work and wait up to ``grace_s`` seconds for what there is; True if all ended. Idempotent."""
-        if not self._is_started:
-            return await self._host.aclose(grace_s)
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=grace_s)
+        if self._is_started:
+            await self.copies.ended(grace_s)
         for stream in self._streams:
             stream.stop()
         ended = await asyncio.gather(*(stream.aclose(grace_s) for stream in self._streams))
-        if all(ended) and self._lost is None:
-            await asyncio.to_thread(self.pool.release)
-        return all(ended) and await self._host.aclose(grace_s)
+        is_over = await self._host.aclose(grace_s) and all(ended)
+        if is_over and self._is_started and self._lost is None:
+            self._is_started = False
+            await asyncio.to_thread(self._release)
+        return is_over
+
+    def _release(self) -> None:
+        self.exchange.close()
+        self.pool.release()
+        self.copies.close()
 
     def describe(self) -> str:
         """One line for people: name, card, memory in use, limit."""
@@ -241,6 +268,7 @@ class CudaDevice:
 
     def activate(self) -> Any:
         """A context in which this device's calls are cheaper; it must not be left open where something waits."""
+        self.exchange.take_back()
         return self.compute.activate()
 
     def check(self) -> None:
@@ -250,17 +278,39 @@ class CudaDevice:
             DeviceLostError: an earlier kernel has broken it.
         """
         if self._lost is not None:
-            raise self._loss() from self._lost
+            raise self._loss()
 
     def _loss(self) -> DeviceLostError:
-        return DeviceLostError(
+        loss = DeviceLostError(
             f"{self._name} is lost: a kernel or copy failed with {self._lost}, after which CUDA refuses all work in "
-            "this process; CUDA_LAUNCH_BLOCKING=1 shows which kernel it was. Start the process anew"
+            f"this process; launched last was {self._lost_at!r}, and CUDA_LAUNCH_BLOCKING=1 shows which it was. Start "
+            "the process anew"
         )
+        loss.__cause__ = self._lost
+        return loss
+
+    def loss_of(self, error: BaseException) -> DeviceLostError:
+        """What to tell those whose work was not done: `error` is of a stream, and the device is lost by it."""
+        self._lose(error)
+        return self._loss()
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """`error` itself; or, if CUDA raised it because the device is lost, that."""
+        if not isinstance(error, self.cuda_error):
+            return error
+        if self._lost is None and self._streams:
+            status = self.cupy.cuda.runtime.streamQuery(self._streams[0].raw.ptr)
+            if status not in (DONE, NOT_READY):
+                self._lose(error)
+        return error if self._lost is None else self._loss()
 
     def _lose(self, error: BaseException) -> None:
         if self._lost is None:
-            self._lost = error
+            self._lost = error.with_traceback(None)
+            self._lost_at = self.pool.label
+        self._go_on()
+
+    def _go_on(self) -> None:
         resumes, self._resumes = self._resumes, []
         for resume in resumes:
             resume()
@@ -270,20 +320,17 @@ class CudaDevice:
         if self.launched >= MARK_EVERY:
             count, self.launched = self.launched, 0
             self._in_flight += count
-            for stream in self._compute[1:]:
-                self.compute.wait(stream.record())
-            self.compute.notify(lambda _error: self._caught_up(count))
+            self.when_done(lambda _error: self._caught_up(count))
         if self._in_flight < MOST_AHEAD or self._lost is not None:
             return False
-        self._resumes.append(resume)
+        # Later, so that one that fails does not keep the others waiting.
+        self._resumes.append(partial(asyncio.get_running_loop().call_soon_threadsafe, resume))
         return True
 
     def _caught_up(self, count: int) -> None:
         self._in_flight -= count
-        if self._in_flight < MOST_AHEAD // 2 and self._resumes:
-            resumes, self._resumes = self._resumes, []
-            for resume in resumes:
-                resume()
+        if self._in_flight < MOST_AHEAD // 2:
+            self._go_on()
 
     def mark(self) -> Mark:
         """None: `when_done` says that all work launched before it is called has ended, whoever launched it."""
@@ -294,7 +341,9 @@ class CudaDevice:
     ) -> None:
         """Call ``done(error)`` once, never before this returns, when all work launched has ended."""
         del mark, elsewhere
-        left = len(self._streams)
+        # Every copy has a ticket; a stream without any has nothing to do.
+        busy = [*self._compute, *[stream for stream in self._copying if stream.pending]]
+        left = len(busy)
         failure: BaseException | None = None
 
         def ended(error: BaseException | None) -> None:
@@ -302,16 +351,10 @@ class CudaDevice:
             left -= 1
             failure = failure or error
             if not left:
-                done(None if failure is None else self._loss_of(failure))
+                done(None if failure is None else self.loss_of(failure))
 
-        for stream in self._streams:
+        for stream in busy:
             stream.notify(ended)
-
-    def _loss_of(self, error: BaseException) -> BaseException:
-        self._lose(error)
-        loss = self._loss()
-        loss.__cause__ = error
-        return loss
 
     def require_data(self, value: Any, name: str) -> None:
         """Does nothing: what was computed has data."""
@@ -322,35 +365,41 @@ class CudaDevice:
         """A device value that has been there from the start; what has rank 0, and all that is no array, stays."""
         if stays_on_host(value):
             return value
-        return self.copy_in(value, "constant") if np.ndim(value) else as_scalar(value)
+        if not np.ndim(value):
+            return as_scalar(value)
+        if _is_on_loop():
+            return self.copy_in(value, "constant")
+        # Large plans are compiled on a thread, which may wait.
+        self.check()
+        return self.copied_pageable(self.copies.new(value.shape, value.dtype, "constant"), value, "constant")
 
     def resident(self, constant: Any, stream: int) -> Any:
         """The constant's array, which all later work of a compute stream finds there."""
         if type(constant) is not CudaArray:
             return constant
-        constant.order(self._compute[stream])
+        if _is_on_loop():  # else it was waited for
+            constant.order(self._compute[stream])
         return constant.array
+
+    def upload(self, value: np.ndarray[Any, Any]) -> Any:
+        """The array for one of the host that a kernel uses, on the compute stream that is active."""
+        stream = active_stream() or self.compute
+        if not _is_on_loop():
+            return self.copied_pageable(self.copies.new(value.shape, value.dtype, "upload"), value, "upload").array
+        copied = self.copy_in(value, "upload")
+        copied.settle(stream)
+        self.hold(stream, copied.array)
+        return copied.array
 
     def copy_in(self, value: np.ndarray[Any, Any], name: str) -> CudaArray:
         """A copy of an array of the host, which the caller may then change.
 
-        Blocks while CUDA copies if the pinned memory is full or too small; `feed` never does.
+        Blocks until all earlier work has ended if the pinned memory is full or too small; `feed` never does.
         """
-        self.check()
-        array = self._new(value.shape, value.dtype, name)
-        nbytes = value.nbytes
-        if not nbytes:
-            return CudaArray(array, self._name, self.compute, name)
-        buffer = self._slab.take(nbytes) if nbytes <= self._slab.largest else None
-        if buffer is None:
-            return self._copied_pageable(array, value, name)
-        np.copyto(buffer.view(value.dtype, value.shape), value)
-        self._own(self._h2d)
-        self._copy(self._h2d, array.data.ptr, buffer.ptr, value.nbytes, self.cupy.cuda.runtime.memcpyHostToDevice, name)
-        self._h2d.notify(_freeing(buffer), array)
-        return CudaArray(array, self._name, self._h2d, name, self._h2d.record())
+        return self.copies.bring(value, name)
 
-    def _copied_pageable(self, array: Any, value: np.ndarray[Any, Any], name: str) -> CudaArray:
+    def copied_pageable(self, array: Any, value: np.ndarray[Any, Any], name: str) -> CudaArray:
+        """`array`, filled with `value` without pinned memory; blocks until all earlier work has ended."""
         with self.compute.activate():
             array.set(np.ascontiguousarray(value))
             self.compute.raw.synchronize()
@@ -359,40 +408,16 @@ class CudaDevice:
     def feed(self, value: Any, deliver: Deliver, name: str = "feed") -> None:
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
 
-        `value` must not change before that. Counters, predicates and what is no array stay host values.
+        `value` must not change before that, but for a `ForeignArray`. Counters, predicates and what is no array stay
+        host values.
         """
+        if type(value) is ForeignArray:
+            self.exchange.feed(value, deliver, name)
+            return
         if np.ndim(value) == 0 or stays_on_host(value):
             deliver(as_scalar(value), None)
             return
-        if value.nbytes <= COPY_INLINE_BYTES and self._slab.largest_hole >= value.nbytes:
-            try:
-                copied = self.copy_in(value, name)
-            except Exception as error:
-                deliver(None, error)
-            else:
-                deliver(copied, None)
-            return
-        self._spawn(self._feed_in_pieces(np.ascontiguousarray(value), name), deliver)
-
-    async def _feed_in_pieces(self, value: np.ndarray[Any, Any], name: str) -> CudaArray:
-        self.check()
-        array = self._new(value.shape, value.dtype, name)
-        flat = value.reshape(-1).view(np.uint8)
-        for start in range(0, value.nbytes, self._piece):
-            part = flat[start : start + self._piece]
-            buffer = await self._room(part.nbytes)
-            try:
-                await self.in_host_thread(np.copyto, buffer.view(np.dtype(np.uint8), part.shape), part)
-                self.check()
-                if not start:
-                    self._own(self._h2d)
-                kind = self.cupy.cuda.runtime.memcpyHostToDevice
-                self._copy(self._h2d, array.data.ptr + start, buffer.ptr, part.nbytes, kind, name)
-            except BaseException:
-                buffer.free()
-                raise
-            self._h2d.notify(_freeing(buffer), array)
-        return CudaArray(array, self._name, self._h2d, name, self._h2d.record())
+        self.copies.feed(value, deliver, name)
 
     def fed(self, value: np.ndarray[Any, Any], name: str) -> Any:
         """`feed` for coroutines: the device value, or a future of it."""
@@ -407,55 +432,14 @@ class CudaDevice:
             False, without ever calling `deliver`, if `value` is a host value, usable as it is.
         """
         if type(value) is CudaOpaque:
-            self.compute.notify(lambda error: deliver(value.value, error))
+            self.compute.notify(
+                lambda error: deliver(*(value.value, None) if error is None else (None, self.loss_of(error)))
+            )
             return True
         if type(value) is not CudaArray:
             return False
-        self.check()
-        nbytes = value.nbytes
-        if not nbytes:
-            empty = np.empty(value.shape, value.dtype)
-            self._d2h.notify(lambda error: deliver(empty, error))
-            return True
-        if nbytes > min(COPY_INLINE_BYTES, self._slab.largest) or (buffer := self._slab.take(nbytes)) is None:
-            self._spawn(self._fetch_in_pieces(value), deliver)
-            return True
-        array = self._contiguous(value)
-        self._copy_out(value, array.data.ptr, buffer, nbytes)
-
-        def copied(error: BaseException | None) -> None:
-            result = None if error is not None else buffer.view(value.dtype, value.shape).copy()[()]
-            buffer.free()
-            deliver(result, None if error is None else self._loss_of(error))
-
-        self._d2h.notify(copied, array)
+        self.copies.fetch(value, deliver)
         return True
-
-    async def _fetch_in_pieces(self, value: CudaArray) -> np.ndarray[Any, Any]:
-        array = self._contiguous(value)
-        result = np.empty(value.shape, value.dtype)
-        flat = result.reshape(-1).view(np.uint8)
-        for start in range(0, value.nbytes, self._piece):
-            part = flat[start : start + self._piece]
-            buffer = await self._room(part.nbytes)
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            try:
-                self.check()
-                self._copy_out(value, array.data.ptr + start, buffer, part.nbytes)
-            except BaseException:
-                buffer.free()
-                raise
-            self._d2h.notify(_resolving(done), array)
-            try:
-                await asyncio.shield(done)
-                await self.in_host_thread(np.copyto, part, buffer.view(np.dtype(np.uint8), part.shape))
-            finally:
-                buffer.free()
-        return result
-
-    def _copy_out(self, value: CudaArray, pointer: int, buffer: PinnedBuffer, nbytes: int) -> None:
-        value.order(self._d2h)
-        self._copy(self._d2h, buffer.ptr, pointer, nbytes, self.cupy.cuda.runtime.memcpyDeviceToHost, value.name)
 
     def fetched(self, value: Any) -> Any:
         """`fetch` for coroutines: a host value, or a future of it."""
@@ -472,84 +456,33 @@ class CudaDevice:
     def receive(self, value: Any, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
         """Take over a value of `source`: ``deliver(value_here, error)`` is called once, now or later.
 
-        An array of another CUDA device is delivered at once, and has its event; both sides' memory is kept until the
-        copy is done. Cards that cannot reach each other are copied through the host by the driver.
+        An array of another CUDA device is delivered at once, and has its event.
         """
         del sent_ns
         if type(value) is CudaOpaque:
             deliver(value.value, None)
         elif type(value) is not CudaArray:
-            self.feed(value, deliver)
+            # The host keeps what it has made for itself, such as the shape of an array.
+            stays = isinstance(source, CudaDevice) or is_shape(value)
+            deliver(value, None) if stays else self.feed(value, deliver)
         else:
             assert isinstance(source, CudaDevice)
             try:
-                self.check()
-                received = self._received(value, source)
+                received = self.copies.receive(value, source)
             except Exception as error:  # whoever receives gets it, whichever side was at fault
                 deliver(None, error)
             else:
                 deliver(received, None)
 
-    def _received(self, value: CudaArray, source: CudaDevice) -> CudaArray:
-        here = self._new(value.shape, value.dtype, value.name)
-        there = source._contiguous(value)
-        self._own(self._peer)
-        value.order(self._peer)
-        runtime, pointers = self.cupy.cuda.runtime, (here.data.ptr, there.data.ptr)
-        if self.physical == source.physical:
-            self._copy(self._peer, *pointers, value.nbytes, runtime.memcpyDeviceToDevice, value.name)
-        else:
-            self._copy_from_card(source.physical, *pointers, value.nbytes, value.name)
-        self._peer.hold(here, there, value)
-        return CudaArray(here, self._name, self._peer, value.name, self._peer.record())
+    # -- helpers -------------------------------------------------------------------------------------------------
 
-    def _copy_from_card(self, card: int, target: int, origin: int, nbytes: int, name: str) -> None:
-        enable_peer_access(self.cupy, self.physical, card)
-        with self._peer.activate(), self.timed(self._peer, name, nbytes):
-            self.cupy.cuda.runtime.memcpyPeerAsync(target, self.physical, origin, card, nbytes, self._peer.raw.ptr)
+    def hold(self, stream: CudaStream, *arrays: Any) -> None:
+        """Keep arrays until the work that `stream` is given in this turn is done, unless their memory is its own.
 
-    # -- copies --------------------------------------------------------------------------------------------------
-
-    @property
-    def _piece(self) -> int:
-        return min(PIECE_BYTES, self._slab.largest)
-
-    def _new(self, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Any:
-        """New memory of the device, from the arena of its compute stream."""
-        self.pool.label = name
-        with self.compute.activate():
-            return self.cupy.empty(shape, dtype)
-
-    def _own(self, stream: CudaStream) -> None:
-        """Let `stream` write to memory allocated just now: earlier kernels may still be using it."""
-        stream.wait(self.compute.record())
-
-    def _contiguous(self, value: CudaArray) -> Any:
-        """The array, or a copy of it made on its stream, in C order."""
-        array = value.array
-        if array.flags.c_contiguous:
-            return array
-        stream = self.compute
-        value.order(stream)
-        self.pool.label = value.name
-        with stream.activate():
-            copied = self.cupy.ascontiguousarray(array)
-        if value.stream is not stream:
-            value.settle(stream)
-        else:
-            value.renew()
-        return copied
-
-    def _copy(self, stream: CudaStream, target: int, origin: int, nbytes: int, kind: int, name: str) -> None:
-        with stream.activate(), self.timed(stream, name, nbytes):
-            if nbytes:
-                self.cupy.cuda.runtime.memcpyAsync(target, origin, nbytes, kind, stream.raw.ptr)
-
-    def _room(self, nbytes: int) -> asyncio.Future[PinnedBuffer]:
-        """Pinned memory, once there is some."""
-        future: asyncio.Future[PinnedBuffer] = asyncio.get_running_loop().create_future()
-        self._slab.wait_for(nbytes, lambda buffer: buffer.free() if future.done() else future.set_result(buffer))
-        return future
+        Memory that is freed is used again in the order of its home; where there is one compute stream, that is it.
+        """
+        if self._count > 1 and (foreign := [array for array in arrays if home_of(array) is not stream]):
+            stream.hold(*foreign)
 
     async def in_host_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         """What ``work(*args)`` gives, computed on the device's host thread."""
@@ -557,31 +490,17 @@ class CudaDevice:
         future: asyncio.Future[Any] = loop.create_future()
 
         def deliver(result: object, error: BaseException | None, _started: int, _ended: int) -> None:
-            _resolve(future, result, error)
+            resolve(future, result, error)
 
-        self._host.submit(work, args, deliver, loop)
+        self._host.submit(copy_context().run, (work, *args), deliver, loop)
         return await asyncio.shield(future)
 
     def _future_of(self, ask: Callable[[Deliver], object]) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        ask(lambda value, error: _resolve(future, value, error))
+        # Whoever waits for several hears of the first failure only.
+        future.add_done_callback(lambda future: future.cancelled() or future.exception())
+        ask(lambda value, error: resolve(future, value, error))
         return future
-
-    def _spawn(self, work: Coroutine[Any, Any, Any], deliver: Deliver) -> None:
-        """Run a copy of several steps; nothing cancels it, since the memory it uses is the device's."""
-        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work, name=f"{self._name} copy")
-        self._tasks.add(task)
-
-        def done(task: asyncio.Task[Any]) -> None:
-            self._tasks.discard(task)
-            if task.cancelled():
-                deliver(None, asyncio.CancelledError("the event loop cancelled a copy"))
-            elif error := task.exception():
-                deliver(None, error)
-            else:
-                deliver(task.result(), None)
-
-        task.add_done_callback(done)
 
     # -- timelines -----------------------------------------------------------------------------------------------
 
@@ -592,13 +511,22 @@ class CudaDevice:
         before, self._spans = self._spans, spans
         return before
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether somebody wants to know when work begins and ends."""
+        return self._spans is not None
+
     def recorded(self) -> list[Any] | None:
         """What the work launched now is added to."""
         return self._spans
 
     def settle(self, spans: Sequence[Any]) -> Sequence[Span]:
         """The spans of work that has ended, with their times."""
-        return [span.settled() for span in spans]
+        return [] if self._lost is not None else [span.settled() for span in spans]
+
+    def timed_on_host(self, name: str) -> AbstractContextManager[None]:
+        """`timed`, for a kernel that is not launched."""
+        return _UNTIMED if self._spans is None else HostSpan(name, self._spans)
 
     def timed(self, stream: CudaStream, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
         """Record when the work that is given to `stream` inside begins and ends there, if somebody wants to know."""
@@ -607,44 +535,10 @@ class CudaDevice:
         return PendingSpan(self._clock, stream, name, self._roles[stream], nbytes, self._spans)
 
 
-def enable_peer_access(cupy: Any, card: int, other: int) -> None:
-    """Let `card` read the memory of `other` without going through the host, if the two can; asked once a pair."""
-    known = _peers.setdefault(id(cupy), set())
-    if (card, other) in known:
-        return
-    known.add((card, other))
-    runtime = cupy.cuda.runtime
-    if runtime.deviceCanAccessPeer(card, other):
-        with cupy.cuda.Device(card):
-            try:
-                runtime.deviceEnablePeerAccess(other)
-            except runtime.CUDARuntimeError as error:
-                if error.status != _ALREADY_ENABLED:
-                    raise
+def _is_on_loop() -> bool:
+    return asyncio._get_running_loop() is not None
 
 
 _UNTIMED = nullcontext()
-_peers: dict[int, set[tuple[int, int]]] = {}
-_ALREADY_ENABLED = 704
-_ResultOf: TypeAlias = "asyncio.Future[Any]"
 
-
-def _resolve(future: _ResultOf, value: Any, error: BaseException | None) -> None:
-    if future.done():
-        return  # cancelled meanwhile
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)
-
-
-def _resolving(future: asyncio.Future[None]) -> Callable[[BaseException | None], None]:
-    return lambda error: _resolve(future, None, error)
-
-
-def _freeing(buffer: PinnedBuffer) -> Callable[[BaseException | None], None]:
-    # After an error nothing runs any more, so nobody writes to it either.
-    return lambda _error: buffer.free()
-
-
-__all__ = ["CudaDevice"]
+__all__ = ["MARK_EVERY", "MOST_AHEAD", "CudaDevice"]

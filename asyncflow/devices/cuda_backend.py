@@ -76,7 +76,7 @@ def _what_is_missing() -> list[str]:
     if not hardware.has_nvidia_driver():
         missing.append("no NVIDIA driver found")
     if importlib.util.find_spec("cupy") is None:
-        missing.append("cupy is not installed (pip install 'asyncflow[cuda]')")
+        missing.append("cupy is not installed (pip install 'asyncflow[cuda13]', or cuda12, whichever fits the driver)")
     return missing
 
 

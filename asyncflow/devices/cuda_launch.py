@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.devices.cuda_values import CudaArray, CudaOpaque, as_scalar, is_plain, stays_on_host
+from asyncflow.devices.cuda_values import CudaArray, CudaOpaque, as_scalar, is_plain, is_shape, stays_on_host
 from asyncflow.devices.protocol import CoroutineKernel, recording
 from asyncflow.errors import InternalError
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 LONG_ELEMENTS = 1 << 15
 """A kernel of the host on more elements gets the device's host thread, and does not hold up the event loop."""
-
-_FEW = 64
-"""Integer vectors of at most so many elements that the host has made stay there: they are shapes."""
 
 
 class Values:
@@ -57,8 +54,8 @@ class Values:
 
     def uploaded(self, value: Any, name: str) -> Any:
         """What `raw` gives; an array of the host is copied to the device first."""
-        if type(value) is np.ndarray and value.ndim and not stays_on_host(value):
-            value = self._device.copy_in(value, name)
+        if type(value) is np.ndarray:
+            value = as_scalar(value) if stays_on_host(value) or not value.ndim else self._device.copy_in(value, name)
         return self.raw(value, name)
 
     def _order(self, value: CudaArray, name: str) -> None:
@@ -89,8 +86,7 @@ class Values:
         if is_plain(output):
             return output
         if isinstance(output, np.ndarray):
-            is_shape = output.ndim <= 1 and output.dtype.kind in "biu" and output.size <= _FEW
-            return output if is_shape or stays_on_host(output) else self._device.copy_in(output, name)
+            return output if is_shape(output) or stays_on_host(output) else self._device.copy_in(output, name)
         return CudaOpaque(output)
 
 
@@ -116,7 +112,8 @@ class Launcher:
         """
         device, info, values = self._device, self._info, self._values
         if info.on_host is not None and not any(type(value) is CudaArray for value in args):
-            return info.on_host(*args)
+            with device.timed_on_host(info.name):
+                return info.on_host(*args)
         device.check()
         device.pool.label = info.name
         first = 1 if info.needs_context else 0
@@ -160,8 +157,12 @@ class HostLauncher(CoroutineKernel):
             waiting = [device.fetched(value) for value in args]
         values = [await value if isinstance(value, asyncio.Future) else value for value in waiting]
         result = await self._computed(values)
+        given = {id(value): argument for value, argument in zip(values, args, strict=True)}
         with recording(device, spans):
-            outputs = [self._brought_in(output) for output in ([result] if info.single else result)]
+            outputs = [
+                given[id(output)] if id(output) in given else self._brought_in(output)
+                for output in ([result] if info.single else result)
+            ]
         outputs = [await output if isinstance(output, asyncio.Future) else output for output in outputs]
         return outputs[0] if info.single else tuple(outputs)
 

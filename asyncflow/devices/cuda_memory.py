@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from asyncflow.devices.memory import LiveBuffer, MemoryAccount, MemoryLimitExceeded, MemoryStatistics, format_bytes
-from asyncflow.streams.cuda import active_stream
+from asyncflow.streams.cuda import CudaStream, active_stream
 
 ALLOCATION_BYTES = 512
 """CuPy's pools give out multiples of this, and that is what counts: an array of 4 bytes holds 512."""
@@ -135,15 +135,17 @@ class Lease:
     """A piece of a pool's memory, counted until the last reference to it goes.
 
     Attributes:
+        home: the stream that was active at the allocation, in whose order the memory is used again.
         pointer: CuPy's pointer to the piece, which gives it back to its pool.
         pool: CuPy's pool. A piece does not keep its pool alive, and a pool that goes frees what is still in use.
     """
 
-    __slots__ = ("_account", "_charge", "pointer", "pool")
+    __slots__ = ("_account", "_charge", "home", "pointer", "pool")
 
     def __init__(self, account: CudaMemoryAccount, charge: int, pointer: Any, pool: Any) -> None:
         self._account = account
         self._charge = charge
+        self.home = active_stream()
         self.pointer = pointer
         self.pool = pool
 
@@ -151,6 +153,12 @@ class Lease:
         # Back into the pool first, and off the account then: another thread is not admitted to what is not there yet.
         self.pointer = None
         self._account.credit(self._charge)
+
+
+def home_of(array: Any) -> CudaStream | None:
+    """The stream in whose order the memory that CuPy's array looks into is used again; None if that is not known."""
+    owner = getattr(array.data.mem, "_owner", None)
+    return owner.home if type(owner) is Lease else None
 
 
 class CudaPool:
@@ -353,5 +361,6 @@ __all__ = [
     "Dispatch",
     "Lease",
     "PrivatePool",
+    "home_of",
     "install_allocator",
 ]

@@ -70,9 +70,7 @@ class PendingSpan:
 
     __slots__ = ("_anchor", "_clock", "_ended", "_into", "_label", "_nbytes", "_role", "_started", "_stream")
 
-    def __init__(
-        self, clock: Clock, stream: CudaStream, label: str, role: str, nbytes: int, into: list[PendingSpan]
-    ) -> None:
+    def __init__(self, clock: Clock, stream: CudaStream, label: str, role: str, nbytes: int, into: list[Any]) -> None:
         self._clock = clock
         self._anchor = clock.anchor
         self._stream = stream
@@ -96,4 +94,25 @@ class PendingSpan:
         return Span(self._label, self._role, started, max(started, ended), self._nbytes)
 
 
-__all__ = ["Clock", "PendingSpan"]
+class HostSpan:
+    """A kernel that the host computes, between entering and leaving this as a context manager."""
+
+    __slots__ = ("_ended_ns", "_into", "_label", "_started_ns")
+
+    def __init__(self, label: str, into: list[Any]) -> None:
+        self._label = label
+        self._into = into
+
+    def __enter__(self) -> None:
+        self._started_ns = perf_counter_ns()
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended_ns = perf_counter_ns()
+        self._into.append(self)
+
+    def settled(self) -> Span:
+        """The span."""
+        return Span(self._label, "host", self._started_ns, self._ended_ns, 0)
+
+
+__all__ = ["Clock", "HostSpan", "PendingSpan"]

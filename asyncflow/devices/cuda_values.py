@@ -124,6 +124,9 @@ class CudaOpaque:
         return f"<CudaOpaque {self.value!r}>"
 
 
+_FEW = 64
+"""Most elements of what counts as a shape."""
+
 _PLAIN = (type(None), str, bytes, bool, int, float, complex, np.generic)
 
 
@@ -139,9 +142,15 @@ def stays_on_host(value: object) -> bool:
     return value.ndim == 0 and value.dtype.kind in "biu"
 
 
+def is_shape(value: object) -> bool:
+    """Whether a value that the host has made may be a shape, and stays there: a short vector of integers."""
+    return isinstance(value, np.ndarray) and value.ndim <= 1 and value.dtype.kind in "biu" and value.size <= _FEW
+
+
 def as_scalar(value: Any) -> Any:
-    """A NumPy scalar for an array of rank 0, which CuPy would refuse; anything else as it is."""
-    return value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
+    """A NumPy scalar for an array of rank 0 of numbers, which CuPy would refuse; anything else as it is."""
+    is_number = isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind not in "OSUT"
+    return value[()] if is_number else value
 
 
-__all__ = ["CudaArray", "CudaOpaque", "as_scalar", "is_plain", "stays_on_host"]
+__all__ = ["CudaArray", "CudaOpaque", "as_scalar", "is_plain", "is_shape", "stays_on_host"]

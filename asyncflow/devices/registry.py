@@ -94,6 +94,11 @@ def _open_cuda(index: int, memory_limit: int | None, compute_streams: int) -> Cu
     return CudaDevice(backend.cupy, index, physical=card, memory_limit=memory_limit, compute_streams=compute_streams)
 
 
+def has_one_memory(devices: Sequence[Device]) -> bool:
+    """Whether all of the devices can follow a reference into the memory of any other."""
+    return not any(isinstance(device, CudaDevice) for device in devices)
+
+
 def check_event_loop(devices: Sequence[Device], loop: asyncio.AbstractEventLoop) -> None:
     """Raise unless the time of `loop` is that of the simulated devices: on another, nothing would ever be done.
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncflow.errors import GraphError
+from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
 
 Kernel: TypeAlias = Callable[..., Any]
 """Takes input values and returns the output value (one output) or a tuple of them (several).
@@ -112,7 +112,9 @@ def runs_on_host(node: Node) -> bool:
     op = node.op
     if op.runs_on_host or op.is_user or op.is_async:
         return True
-    return any(tensor.spec.dtype.kind == "T" for tensor in (*node.inputs, *node.outputs))
+    # What an array or store holds is among the attributes of the ops on it.
+    specs = [tensor.spec for tensor in (*node.inputs, *node.outputs)] + list(node.attrs.values())
+    return any(isinstance(spec, Spec) and spec.dtype.kind == "T" for spec in specs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

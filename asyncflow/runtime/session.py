@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, cast
 
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.devices.blas import acquire_blas_threads
-from asyncflow.devices.registry import check_event_loop, open_devices
+from asyncflow.devices.registry import check_event_loop, has_one_memory, open_devices
 from asyncflow.errors import GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
@@ -33,7 +33,7 @@ from asyncflow.state.containers import StateStore
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
     from contextvars import Token
 
     from asyncflow.compiler.plan import Plan
@@ -78,6 +78,8 @@ class Session:
         loop_batching: with `optimize`, do matrix products of many iterations of a loop at once where they do not need
             what the loop carries, or nothing in the loop needs them; results are the same within rounding.
         regions: compile clusters of nodes that never wait into generated Python functions.
+        fusion: with `regions`, make one CUDA kernel of each chain of elementwise ones. It is compiled when it first
+            runs; results are the same but for rounding in transcendental functions.
         debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
         memory_limit: bytes per device; None for no limit.
@@ -112,6 +114,7 @@ class Session:
         optimize: bool = True,
         loop_batching: bool = True,
         regions: bool = True,
+        fusion: bool = True,
         debug: bool = False,
         seed: int | None = None,
         memory_limit: int | None = None,
@@ -140,6 +143,7 @@ class Session:
         self.state = StateStore()
         self._optimize = optimize
         self._loop_batching = loop_batching
+        self._fusion = fusion
         self._debug = debug
         self._seed = seed
         self._threads = threads
@@ -149,6 +153,8 @@ class Session:
         self._soft_placement = soft_placement
         self._placement_seed = placement_seed
         self._random_seed = secrets.randbits(63)
+        # A variable stays on the device whose memory it is in, whatever else a later plan runs.
+        self._homes: dict[Hashable, str] | None = None if has_one_memory(self.devices) else {}
         self._plans = PlanCache()
         self._calls = CallCache(graph, regions=regions)
         self._runs: set[Run] = set()
@@ -488,6 +494,7 @@ class Session:
                 optimize=self._optimize,
                 loop_batching=self._loop_batching,
                 regions=request.regions,
+                fusion=self._fusion,
                 debug=self._debug,
                 max_iterations=self._max_iterations,
                 check_numerics=self._check_numerics,
@@ -495,6 +502,7 @@ class Session:
                 costs=self._plans.measured_costs(),
                 soft_placement=self._soft_placement,
                 placement_seed=self._placement_seed,
+                homes=self._homes,
             )
         except RecursionError:
             raise GraphError(

@@ -15,11 +15,14 @@ class EventPool:
     They sleep in the operating system when waited for (`block`), and take no time stamps, which is cheaper.
     """
 
-    __slots__ = ("_cuda", "_free", "runtime")
+    __slots__ = ("_cuda", "_free", "_made", "runtime")
 
     def __init__(self, cupy: Any) -> None:
         self._cuda = cupy.cuda
         self._free: list[Any] = []
+        # Without this, the garbage collector, which finalizes all of a dead cycle, would destroy an event of one and
+        # give it back as well.
+        self._made: list[Any] = []
         self.runtime = cupy.cuda.runtime
 
     def take(self) -> Any:
@@ -31,7 +34,9 @@ class EventPool:
         try:
             return self._free.pop()
         except IndexError:
-            return self._cuda.Event(block=True, disable_timing=True)
+            event = self._cuda.Event(block=True, disable_timing=True)
+            self._made.append(event)
+            return event
 
     def give_back(self, raw: Any) -> None:
         """Nobody uses the event any more; from any thread."""

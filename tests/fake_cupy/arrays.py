@@ -188,6 +188,8 @@ class Array:
             return target
         engine = platform.engine
         queue = engine.queue((platform.current_stream() if stream is None else stream).ptr, device)
+        if queue.capture is not None:
+            raise RuntimeError("copies between host and device memory are not supported during stream capture")
         engine.enter("memcpyAsync", device)
         source = self.operand
         item = engine.give(queue, "get", lambda: np.copyto(target, platform.memory.view(source)))

@@ -14,9 +14,15 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from tests.fake_cupy.errors import STICKY, CUDARuntimeError, DeviceFault, WouldBlockForEverError
+
+if TYPE_CHECKING:
+    from tests.fake_cupy.graphs import Capture
+
+T = TypeVar("T")
 
 LAUNCH_FAILURE = 719
 """What a kernel that raises a Python exception loses its device with."""
@@ -53,6 +59,7 @@ class Queue:
         self.items: deque[Item] = deque()
         self.running: Item | None = None
         self.last: Item | None = None
+        self.capture: Capture | None = None
         # Counted, because a destructor may append while a loop over `items` allocates.
         self._waiting = 0
 
@@ -92,6 +99,9 @@ class Engine:
         self.launches: list[tuple[int, str]] = []
         self.errors: list[BaseException] = []
         self.lost: dict[int, int] = {}
+        # The values of the handles of conditional nodes, and the streams that capture, the last to begin last.
+        self.conditionals: dict[int, int] = {}
+        self.captures: list[Queue] = []
         self.closed = False
         # Re-entrant, because a destructor may run at any allocation, also inside these short sections.
         self.condition = threading.Condition(threading.RLock())
@@ -149,7 +159,13 @@ class Engine:
         *,
         internal: bool = False,
     ) -> Item:
-        """Append work to `queue`; blocks like a card when too much is pending there, except for `internal` work."""
+        """Append work to `queue`; blocks like a card when too much is pending there, except for `internal` work.
+
+        Where the stream captures, the work is recorded instead, and the item stands for nothing.
+        """
+        if queue.capture is not None and not internal:
+            queue.capture.record(name, work)
+            return Item(name, None, (), internal)
         with self.condition:
             if not internal and queue.pending >= self.launch_limit:
                 self.block(f"{name}: launch queue full", lambda: queue.pending < self.launch_limit, queue.device)
@@ -170,6 +186,24 @@ class Engine:
         else:
             others = [self._null[queue.device]] if queue.blocking else []
         return [other.last for other in others if other.last is not None]
+
+    # Graphs
+
+    def note_allocation(self, device: int, ptr: int) -> None:
+        """Memory that is allocated while a stream of the device captures belongs to the graph."""
+        for queue in self.captures:
+            if queue.device == device and queue.capture is not None:
+                queue.capture.allocated.add(ptr)
+
+    def capture_of(self, ptr: int) -> Capture | None:
+        """The capture, of those that are not over the one that began last, in which a piece was allocated."""
+        owners = [queue for queue in self.captures if queue.capture is not None and ptr in queue.capture.allocated]
+        innermost = self.captures[-1].capture if owners else None
+        return None if innermost is None or innermost.invalid else innermost
+
+    def pick(self, ready: Sequence[T]) -> T:
+        """One of them, at random; on the GPU thread."""
+        return self._random.choice(ready)
 
     # Blocking the host
 

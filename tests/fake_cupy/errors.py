@@ -26,6 +26,12 @@ ERRORS: Final = {
     716: "cudaErrorMisalignedAddress: misaligned address",
     718: "cudaErrorInvalidPc: invalid program counter",
     719: "cudaErrorLaunchFailure: unspecified launch failure",
+    801: "cudaErrorNotSupported: operation not supported",
+    900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
+    901: "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture",
+    905: "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream",
+    907: "cudaErrorCapturedEvent: operation not permitted on an event last recorded in a capturing stream",
+    908: "cudaErrorStreamCaptureWrongThread: attempt to terminate a thread-local capture sequence from another thread",
     999: "cudaErrorUnknown: unknown error",
 }
 

@@ -14,10 +14,14 @@ from tests.fake_cupy.pool import Platform
 
 if TYPE_CHECKING:
     from tests.fake_cupy.arrays import Array
+    from tests.fake_cupy.engine import Queue
 
 MEGABYTE = 1 << 20
 """A host copy of at least this many bytes is logged as blocking."""
 
+
+CUBLAS = {"dot", "einsum", "inner", "kron", "matmul", "tensordot", "vdot"}
+"""Functions that may call cuBLAS, which CuPy refuses while the stream captures."""
 
 METADATA = {
     *("broadcast_shapes", "can_cast", "common_type", "iscomplexobj", "isrealobj", "isscalar", "min_scalar_type"),
@@ -103,9 +107,13 @@ class Kernels:
 
     def enqueue(self, name: str, work: Callable[[], None]) -> None:
         """Give `work` to the current stream."""
-        engine, device = self.platform.engine, self.platform.runtime.getDevice()
-        engine.enter("launchKernel", device)
-        engine.give(engine.queue(self.platform.current_stream().ptr, device), name, work)
+        engine = self.platform.engine
+        engine.enter("launchKernel", self.platform.runtime.getDevice())
+        engine.give(self.current_queue(), name, work)
+
+    def current_queue(self) -> Queue:
+        """The work of the current stream."""
+        return self.platform.engine.queue(self.platform.current_stream().ptr, self.platform.runtime.getDevice())
 
     def launch(
         self,
@@ -132,7 +140,9 @@ class Kernels:
         """Wait for the current stream, logged as `name`."""
         engine, device = self.platform.engine, self.platform.runtime.getDevice()
         engine.enter(name, device)
-        queue = engine.queue(self.platform.current_stream().ptr, device)
+        queue = self.current_queue()
+        if queue.capture is not None:
+            raise queue.capture.break_with(900)
         engine.block(name, lambda: queue.idle, device)
 
     # Functions
@@ -153,6 +163,8 @@ class Kernels:
         kwargs = dict(kwargs or {})
         out = kwargs.pop("out", None)
         outs = [] if out is None else list(out) if isinstance(out, tuple) else [out]
+        if name in CUBLAS and self.platform.current_stream().is_capturing():
+            raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
         for target in outs:
             if not isinstance(target, self.ndarray):
                 raise TypeError(f"return arrays must be of ndarray, not {type(target).__name__}")
@@ -251,6 +263,8 @@ class Kernels:
         blocking whatever its size.
         """
         platform = self.platform
+        if platform.current_stream().is_capturing():
+            raise RuntimeError("copies between host and device memory are not supported during stream capture")
         self.check_devices([target])
         nbytes = source.nbytes
         pinned = nbytes > 0 and source.flags.forc and platform.memory.is_pinned(int(source.ctypes.data), nbytes)

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from tests.fake_cupy.arrays import Array
+from tests.fake_cupy.bindings import Bindings
 from tests.fake_cupy.elementwise import ElementwiseKernel
 from tests.fake_cupy.engine import Engine
 from tests.fake_cupy.errors import CompileException, PerformanceWarning
 from tests.fake_cupy.functions import BoundSignature, Functions, Namespace, Ufunc, parts_of, tables
+from tests.fake_cupy.graphs import Graph, RawModule
 from tests.fake_cupy.kernels import Kernels
 from tests.fake_cupy.memory_map import MemoryMap
 from tests.fake_cupy.pinned import pinned_module
@@ -53,6 +55,7 @@ class Cuda:
         self.Device: type[Device] = device
         self.Stream: type[Stream] = stream
         self.Event: type[Event] = event
+        self.Graph = Graph
 
     def is_available(self) -> bool:
         return self.runtime.getDeviceCount() > 0
@@ -106,6 +109,8 @@ class FakeCupy:
         self.ElementwiseKernel: type[ElementwiseKernel] = type(
             "ElementwiseKernel", (ElementwiseKernel,), {"_kernels": kernels}
         )
+        self.RawModule: type[RawModule] = type("RawModule", (RawModule,), {"_kernels": kernels})
+        self.bindings = Bindings(self)
         self.ufunc = Ufunc
         self.linalg = Namespace(self._functions, "linalg")
         self.fft = Namespace(self._functions, "fft")

@@ -40,7 +40,7 @@ class Platform:
         self.streams = streams
         # Keeps what pools have from the driver out of reach of the cycle collector, which would call the destructors of
         # all of a dead cycle at once. CuPy's memory objects are invisible to the collector.
-        self.memories: dict[int, BaseMemory] = {}
+        self.memories: dict[tuple[int, int], BaseMemory] = {}
         self.allocator: Allocator
         self.pointer: type[MemoryPointer]
         self.thread = threading.local()
@@ -59,6 +59,10 @@ class Platform:
             if memory.is_live(ptr, nbytes):
                 memory.fill(ptr, POISON, nbytes)
 
+        capture = self.engine.capture_of(ptr)
+        if capture is not None:
+            capture.record("poison", spoil)
+            return
         # A stream that is gone has no work left that could use the memory.
         with contextlib.suppress(CUDARuntimeError):
             self.engine.give(self.engine.queue(stream, device), "poison", spoil, internal=True)
@@ -147,8 +151,10 @@ class MemoryPointer:
         return self._platform.device(self.device_id)
 
     def _async(self, dst: int, src: int, size: int, kind: int, stream: Stream | None) -> None:
+        stream = self._platform.current_stream() if stream is None else stream
+        if kind != 4 and stream.is_capturing():
+            raise RuntimeError("copies between host and device memory are not supported during stream capture")
         if size > 0:
-            stream = self._platform.current_stream() if stream is None else stream
             self._platform.runtime.memcpyAsync(dst, src, size, kind, stream.ptr)
 
     def copy_from_device_async(self, src: MemoryPointer, size: int, stream: Stream | None = None) -> None:
@@ -257,6 +263,7 @@ class DevicePool:
         if chunk is None:
             chunk = Chunk(self._grow(size), 0, size, stream)
         memory = self._pooled(chunk, self._self)
+        self._platform.engine.note_allocation(self._device, chunk.ptr)
         return self._platform.pointer(memory, 0)
 
     def _reuse(self, size: int, stream: int) -> Chunk | None:
@@ -278,7 +285,7 @@ class DevicePool:
                 if not self.limit or self.total_bytes + size <= self.limit:
                     memory = self._allocator(size).mem
                     with self._locked():
-                        self._platform.memories[memory.ptr] = memory
+                        self._platform.memories[id(self), memory.ptr] = memory
                         self._in_use[memory.ptr] = 1
                         self.total_bytes += size
                     return memory
@@ -337,14 +344,13 @@ class DevicePool:
 
     def _release(self, ptr: int) -> BaseMemory:
         del self._in_use[ptr]
-        return self._platform.memories.pop(ptr)
+        return self._platform.memories.pop((id(self), ptr))
 
     def __del__(self) -> None:
-        # What is in use outlives its pool here until the fake goes.
+        # As in CuPy, what is in use goes, too: whoever holds an array must hold its pool.
         self._take_back()
-        for ptr, count in list(self._in_use.items()):
-            if count == 0:
-                self._release(ptr)
+        for ptr in list(self._in_use):
+            self._release(ptr)
 
     @property
     def free_bytes(self) -> int:

@@ -22,6 +22,7 @@ class EventState:
         self.device = device
         self.flags = flags
         self.mark: Item | None = None
+        self.is_captured = False
 
     @property
     def done(self) -> bool:
@@ -50,6 +51,7 @@ class Runtime:
     eventDefault, eventBlockingSync, eventDisableTiming, eventInterprocess = 0, 1, 2, 4
     streamDefault, streamNonBlocking = 0, 1
     streamLegacy, streamPerThread = 1, 2
+    streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)
     hostAllocDefault, hostAllocPortable, hostAllocMapped, hostAllocWriteCombined = 0, 1, 2, 4
     memoryTypeUnregistered, memoryTypeHost, memoryTypeDevice, memoryTypeManaged = range(4)
     cudaDevAttrMultiProcessorCount, cudaDevAttrAsyncEngineCount = 16, 40
@@ -165,20 +167,35 @@ class Runtime:
 
     def streamQuery(self, stream: int) -> int:
         queue = self._queue(stream)
+        if queue.capture is not None:
+            return queue.capture.break_with(900).status
         code = self._status("streamQuery", queue.device)
         return code or (0 if queue.idle else NOT_READY)
 
     def streamSynchronize(self, stream: int) -> None:
         queue = self._queue(stream)
         self._enter("streamSynchronize", queue.device)
+        if queue.capture is not None:
+            raise queue.capture.break_with(900)
         self._engine.block("streamSynchronize", lambda: queue.idle, queue.device)
 
     def streamWaitEvent(self, stream: int, event: int, flags: int = 0) -> None:
         queue = self._queue(stream)
         self._enter("streamWaitEvent", queue.device)
-        mark = self._event(event).mark
+        state = self._event(event)
+        if state.is_captured:
+            raise NotImplementedError("the fake has no captures of several streams")
+        if queue.capture is not None:
+            raise queue.capture.break_with(905)
+        mark = state.mark
         if mark is not None:
             self._engine.give(queue, "streamWaitEvent", None, (mark,))
+
+    def streamIsCapturing(self, stream: int) -> bool:
+        capture = self._queue(stream).capture
+        if capture is not None and capture.invalid:
+            raise CUDARuntimeError(901)
+        return capture is not None
 
     # Events
 
@@ -199,17 +216,22 @@ class Runtime:
         self._enter("eventRecord", queue.device)
         if state.device != queue.device:
             raise CUDARuntimeError(400)
+        state.is_captured = queue.capture is not None
         state.mark = self._engine.give(queue, "eventRecord", None)
 
     def eventQuery(self, event: int) -> int:
         """The code, not an exception: 0 done, 600 not ready, or an error."""
         state = self._event(event)
+        if state.is_captured:
+            return 907
         code = self._status("eventQuery", state.device)
         return code or (0 if state.done else NOT_READY)
 
     def eventSynchronize(self, event: int) -> None:
         state = self._event(event)
         self._enter("eventSynchronize", state.device)
+        if state.is_captured:
+            raise CUDARuntimeError(907)
         mark = state.mark
         self._engine.block("eventSynchronize", lambda: mark is None or mark.done, state.device)
 
@@ -314,6 +336,10 @@ class Runtime:
             if on_device and not self._memory.is_live(ptr, size):
                 raise CUDARuntimeError(1)
         memory = self._memory
+        if queue.capture is not None and not (ends[0] or memory.is_pinned(src, size)):
+            raise queue.capture.break_with(900)
+        if queue.capture is not None and not (ends[1] or memory.is_pinned(dst, size)):
+            raise queue.capture.break_with(900)
         if not ends[0] and not memory.is_pinned(src, size):
             # Staged: what the host writes afterwards is not copied.
             self._engine.log(f"{name} from pageable memory")

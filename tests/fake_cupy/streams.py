@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any, ClassVar
 
+from tests.fake_cupy import graphs
+from tests.fake_cupy.graphs import Graph
 from tests.fake_cupy.runtime import Runtime
 
 
@@ -186,6 +188,25 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self._runtime.streamWaitEvent(self.ptr, event.ptr)
+
+    def begin_capture(self, mode: int | None = None) -> None:
+        if self.ptr in (0, 1):
+            raise RuntimeError("cannot capture on the default (legacy) stream")
+        if mode not in (None, self._runtime.streamCaptureModeRelaxed):
+            raise NotImplementedError("the fake captures in relaxed mode")
+        engine = self._runtime._engine
+        engine.enter("streamBeginCapture", self.device_id)
+        graphs.begin(engine, engine.queue(self.ptr, self.device_id))
+
+    def end_capture(self) -> Graph:
+        engine = self._runtime._engine
+        captured = graphs.end(engine, engine.queue(self.ptr, self.device_id))
+        engine.enter("graphInstantiate", self.device_id)
+        streams, runtime = self._streams, self._runtime
+        return Graph(engine, captured, lambda: streams.current[runtime.getDevice()])
+
+    def is_capturing(self) -> bool:
+        return self._runtime.streamIsCapturing(self.ptr)
 
 
 def stream_classes(runtime: Runtime) -> tuple[type[Device], type[Stream], type[Event], ThreadStreams]:

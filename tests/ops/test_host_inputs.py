@@ -323,6 +323,8 @@ def test_users_and_strings_stay_on_the_host() -> None:
         assert runs_on_host(af.concat([text, text]).node)
         assert runs_on_host(af.astype(text, "float64").node)
         assert not runs_on_host(af.concat([x, x]).node)
+        assert runs_on_host(af.TensorArray("string", 2).handle.node)
+        assert not runs_on_host(af.TensorArray("float64", 2).handle.node)
 
 
 def test_what_masks_and_slices_read() -> None:

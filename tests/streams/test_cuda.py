@@ -359,6 +359,16 @@ async def test_events_are_used_again_when_nobody_refers_to_them(cupy: FakeCupy) 
         await waiter
 
 
+async def test_an_event_in_a_dead_cycle_can_be_used_again(cupy: FakeCupy) -> None:
+    """The garbage collector finalizes all of a cycle, the card's event too if nobody else refers to it."""
+    async with opened(cupy) as stream:
+        cycle: list[object] = [stream.record()]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+        await stream.record().wait()
+
+
 async def test_an_event_that_someone_waits_for_is_not_used_again(cupy: FakeCupy) -> None:
     async with opened(cupy) as stream:
         cupy.pause()

@@ -1,0 +1,97 @@
+"""Arrays that a CUDA device takes from other libraries, and those that it lends them, both without the host.
+
+What is taken is copied, on `peer`: a feed is a snapshot, whatever its owner does next. What is lent is the array itself.
+Its memory belongs to a stream of ours, which must not use it again while others still read it; see `Exchange.take_back`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.devices.cuda_values import CudaArray
+from asyncflow.devices.foreign import Loan, current_streams, hold_back, view
+from asyncflow.streams.cuda import active_stream
+
+if TYPE_CHECKING:
+    from asyncflow.devices.cuda import CudaDevice
+    from asyncflow.devices.foreign import ForeignArray
+    from asyncflow.devices.protocol import Deliver
+
+
+class Exchange:
+    """What one device takes and lends; its methods belong to the thread of the event loop, and none blocks."""
+
+    __slots__ = ("_device", "_returned")
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._returned: deque[Any] = deque()
+
+    def feed(self, foreign: ForeignArray, deliver: Deliver, name: str) -> None:
+        """Copy an array of another library in: ``deliver(device_value, error)`` is called at once.
+
+        Ordering: after what that library's current stream has been given so far, before what it is given next.
+        """
+        device = self._device
+        try:
+            device.check()
+            copied = self._copied(foreign, name)
+        except device.cuda_error as error:
+            deliver(None, device.cause_of(error))
+        except Exception as error:
+            deliver(None, error)
+        else:
+            deliver(copied, None)
+
+    def _copied(self, foreign: ForeignArray, name: str) -> CudaArray:
+        device = self._device
+        cupy, peer = device.cupy, device.peer
+        there, written = view(cupy, foreign)
+        here = device.copies.new(there.shape, there.dtype, name)
+        peer.wait(device.compute.record())  # earlier kernels may still be using the memory
+        with peer.activate():
+            peer.raw.wait_event(written)
+        if there.nbytes:
+            device.copies.copy_from(foreign.card, here, there, name)
+        copied = peer.record()
+        peer.hold(here, there, foreign)
+        hold_back(cupy, foreign.card, copied.raw)
+        return CudaArray(here, device.name, peer, name, copied)
+
+    def lend(self, value: CudaArray) -> Any:
+        """The array itself as a ``cupy.ndarray``, for others, who must not write to it.
+
+        Ordering: work that CuPy's current stream is given from here on finds it written.
+        """
+        cupy, card, array = self._device.cupy, self._device.physical, value.array
+        if not value.nbytes:
+            return array
+        cupy.cuda.get_current_stream(card).wait_event(value.written.raw)
+        memory = cupy.cuda.memory.UnownedMemory(array.data.ptr, value.nbytes, Loan(array, self._returned.append), card)
+        return cupy.ndarray(array.shape, array.dtype, cupy.cuda.memory.MemoryPointer(memory, 0), array.strides)
+
+    def take_back(self) -> None:
+        """Use the memory of arrays again that others have let go of.
+
+        Ordering: after what CuPy's and PyTorch's current streams have been given so far.
+        """
+        if not self._returned or active_stream() is not None:
+            return  # inside a block of ours, nobody can see whose stream was the current one
+        device = self._device
+        cupy, card = device.cupy, device.physical
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        with cupy.cuda.Device(card):
+            for current in current_streams(cupy, card):
+                event = cupy.cuda.Event(block=True, disable_timing=True)
+                cupy.cuda.runtime.eventRecord(event.ptr, current)
+                for stream in device.compute_streams:
+                    stream.raw.wait_event(event)
+        del returned
+
+    def close(self) -> None:
+        """Forget what has come back: there is no work of ours any more."""
+        self._returned.clear()
+
+
+__all__ = ["Exchange"]

@@ -1,0 +1,133 @@
+"""Arrays that other libraries made (CuPy, PyTorch, JAX), exchanged by DLPack: where they are, and how work on them is ordered.
+
+A library orders its work by a *current stream* of each thread. Its arrays are valid in the order of that stream, and it
+knows nothing of ours. So whoever reads an array of it does two things: wait for what that stream has been given, and
+make that stream wait, before it goes on, for having read. All of this enqueues; nothing here waits but `read`.
+
+``cupy`` is a parameter everywhere: only the CUDA backend imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+
+HOST_MEMORY = frozenset({1, 3})
+"""DLPack's numbers of memory that NumPy reads: the host's, and what CUDA has pinned of it."""
+
+CUDA_MEMORY = frozenset({2, 13})
+"""DLPack's numbers of memory that a card's kernels read: the card's, and what CUDA moves by itself."""
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+class ForeignArray:
+    """An array in a card's memory that another library made.
+
+    Attributes:
+        value: that library's object, which has ``__dlpack__``.
+        dtype: of its elements.
+        shape: its extents.
+        card: CUDA's number of the card.
+    """
+
+    __slots__ = ("card", "dtype", "shape", "value")
+
+    def __init__(self, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], card: int) -> None:
+        self.value = value
+        self.dtype = dtype
+        self.shape = shape
+        self.card = card
+
+    @property
+    def ndim(self) -> int:
+        """The rank."""
+        return len(self.shape)
+
+    def __repr__(self) -> str:
+        return f"<ForeignArray {type(self.value).__name__} {self.dtype}{list(self.shape)} on card {self.card}>"
+
+    def snapshot(self) -> ForeignArray:
+        """A copy that nobody changes, made by the library itself in the order of its current stream.
+
+        Libraries without such a method, as far as we know them, do not change arrays at all.
+        """
+        copy = getattr(self.value, "clone" if _is_torch(self.value) else "copy", None)
+        return self if copy is None else ForeignArray(copy(), self.dtype, self.shape, self.card)
+
+
+class Loan:
+    """Keeps memory of a device for as long as anybody else has an array in it, and then hands it back.
+
+    The last reference may go on any thread, at any bytecode: `give_back` has to be a bare ``deque.append``.
+    """
+
+    __slots__ = ("_array", "_give_back")
+
+    def __init__(self, array: Any, give_back: Any) -> None:
+        self._array = array
+        self._give_back = give_back
+
+    def __del__(self) -> None:
+        self._give_back(self._array)
+
+
+def view(cupy: Any, foreign: ForeignArray) -> tuple[Any, Any]:
+    """A CuPy array in C order in the same memory, and an event that completes when all is written to it.
+
+    One in another order is copied to C order first, in the memory of CuPy's own pool.
+
+    Ordering: what the library's current stream has been given so far. CuPy's current stream on the card waits for it.
+    """
+    array = foreign.value if isinstance(foreign.value, cupy.ndarray) else cupy.from_dlpack(foreign.value)
+    with cupy.cuda.Device(foreign.card):
+        if not array.flags.c_contiguous:
+            array = cupy.ascontiguousarray(array)
+        written = cupy.cuda.Event(block=True, disable_timing=True)
+        written.record()
+    return array, written
+
+
+def hold_back(cupy: Any, card: int, event: Any) -> None:
+    """Let the current streams of those who may write to an array on the card next wait for ``event``."""
+    for stream in current_streams(cupy, card):
+        cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
+
+
+def current_streams(cupy: Any, card: int) -> list[int]:
+    """The streams of a card that CuPy and PyTorch use on this thread, as CUDA's pointers."""
+    found = [cupy.cuda.get_current_stream(card).ptr]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found.append(torch.cuda.current_stream(card).cuda_stream)
+    return list(dict.fromkeys(found))
+
+
+def read(cupy: Any, array: Any, written: Any, card: int) -> Array:
+    """The values of a CuPy array, when the event has completed. Blocks: call it on a thread that may wait."""
+    with cupy.cuda.Device(card):
+        written.synchronize()
+        # Not the default stream, which would also wait for other work of the card. Nothing is allocated on this one,
+        # so that its end leaves nothing behind in any pool.
+        values: Array = array.get(stream=cupy.cuda.Stream(non_blocking=True))
+    return values
+
+
+def _is_torch(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+__all__ = [
+    "CUDA_MEMORY",
+    "HOST_MEMORY",
+    "ForeignArray",
+    "Loan",
+    "current_streams",
+    "hold_back",
+    "read",
+    "view",
+]

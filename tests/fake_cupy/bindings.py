@@ -1,0 +1,207 @@
+"""`cuda.bindings.driver` and `.runtime` of a fake: conditional nodes, in the calls and types of version 13."""
+
+# ruff: noqa: N801, N815 - the names of CUDA
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from tests.fake_cupy import graphs
+from tests.fake_cupy.errors import CUDARuntimeError
+from tests.fake_cupy.graphs import CapturedGraph, Step
+
+if TYPE_CHECKING:
+    from tests.fake_cupy.module import FakeCupy
+
+
+class CUresult(enum.IntEnum):
+    """The error codes of the driver."""
+
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_NOT_SUPPORTED = 801
+
+
+class cudaStreamCaptureMode(enum.IntEnum):
+    """As in CUDA."""
+
+    cudaStreamCaptureModeGlobal = 0
+    cudaStreamCaptureModeThreadLocal = 1
+    cudaStreamCaptureModeRelaxed = 2
+
+
+class cudaStreamCaptureStatus(enum.IntEnum):
+    """As in CUDA."""
+
+    cudaStreamCaptureStatusNone = 0
+    cudaStreamCaptureStatusActive = 1
+    cudaStreamCaptureStatusInvalidated = 2
+
+
+class cudaStreamUpdateCaptureDependenciesFlags(enum.IntEnum):
+    """As in CUDA."""
+
+    cudaStreamAddCaptureDependencies = 0
+    cudaStreamSetCaptureDependencies = 1
+
+
+class CUgraphNodeType(enum.IntEnum):
+    """As in CUDA."""
+
+    CU_GRAPH_NODE_TYPE_KERNEL = 0
+    CU_GRAPH_NODE_TYPE_CONDITIONAL = 13
+
+
+class CUgraphConditionalNodeType(enum.IntEnum):
+    """As in CUDA."""
+
+    CU_GRAPH_COND_TYPE_IF = 0
+    CU_GRAPH_COND_TYPE_WHILE = 1
+    CU_GRAPH_COND_TYPE_SWITCH = 2
+
+
+class Handle:
+    """A handle, which knows what it stands for."""
+
+    def __init__(self, ptr: int, thing: Any = None) -> None:
+        self.ptr = ptr
+        self.thing = thing
+
+    def __int__(self) -> int:
+        return self.ptr
+
+
+class CUcontext(Handle):
+    """A context."""
+
+
+class CUgraph(Handle):
+    """A graph; its thing is a `CapturedGraph`."""
+
+
+class CUgraphNode(Handle):
+    """A node; its thing is a `Step`."""
+
+
+class CUgraphConditionalHandle(Handle):
+    """What a conditional node looks at."""
+
+
+class ConditionalParams:
+    """`CUDA_CONDITIONAL_NODE_PARAMS`."""
+
+    def __init__(self) -> None:
+        self.handle: CUgraphConditionalHandle | None = None
+        self.ctx: CUcontext | None = None
+        self.type: CUgraphConditionalNodeType | None = None
+        self.size = 0
+        self.phGraph_out: list[CUgraph] = []
+
+
+class CUgraphNodeParams:
+    """What `cuGraphAddNode` adds."""
+
+    def __init__(self) -> None:
+        self.type: CUgraphNodeType | None = None
+        self.conditional = ConditionalParams()
+
+
+class Bindings:
+    """The functions that capture loops; `fake.cuda` is their other half."""
+
+    def __init__(self, fake: FakeCupy) -> None:
+        self._fake = fake
+        self._engine = fake.engine
+        self.driver = SimpleNamespace(
+            CUgraphNodeParams=CUgraphNodeParams,
+            CUgraphNodeType=CUgraphNodeType,
+            CUgraphConditionalNodeType=CUgraphConditionalNodeType,
+            cuCtxGetCurrent=lambda: (CUresult.CUDA_SUCCESS, CUcontext(0x77)),
+            cuGraphConditionalHandleCreate=self.handle_create,
+            cuGraphAddNode=self.add_node,
+        )
+        self.runtime = SimpleNamespace(
+            cudaStreamCaptureMode=cudaStreamCaptureMode,
+            cudaStreamCaptureStatus=cudaStreamCaptureStatus,
+            cudaStreamUpdateCaptureDependenciesFlags=cudaStreamUpdateCaptureDependenciesFlags,
+            cudaStreamGetCaptureInfo=self.capture_info,
+            cudaStreamUpdateCaptureDependencies=self.update_dependencies,
+            cudaStreamBeginCaptureToGraph=self.begin_to_graph,
+            cudaStreamEndCapture=self.end_capture,
+        )
+
+    def handle_create(self, graph: CUgraph, ctx: CUcontext, default: int, flags: int) -> tuple[Any, ...]:
+        if not isinstance(graph, CUgraph) or not isinstance(ctx, CUcontext):
+            raise TypeError("cuGraphConditionalHandleCreate(graph, ctx, default, flags)")
+        try:
+            self._engine.enter("cuGraphConditionalHandleCreate", 0)
+        except CUDARuntimeError:
+            return CUresult.CUDA_ERROR_NOT_SUPPORTED, None
+        ptr = self._engine.new_ptr()
+        self._engine.conditionals[ptr] = default
+        return CUresult.CUDA_SUCCESS, CUgraphConditionalHandle(ptr)
+
+    def add_node(
+        self, graph: CUgraph, dependencies: Any, data: Any, count: int, params: CUgraphNodeParams
+    ) -> tuple[Any, ...]:
+        """Adds a conditional node, and gives its empty body in ``params.conditional.phGraph_out``."""
+        asked = params.conditional
+        if params.type is not CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL or data is not None or asked.size != 1:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None
+        if not all(isinstance(node, CUgraphNode) for node in dependencies) or count != len(dependencies):
+            raise TypeError("Argument 'dependencies' is not instance of type (expected tuple[CUgraphNode])")
+        if asked.handle is None or asked.ctx is None or asked.type is None:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None
+        step = Step("conditional", None, [node.thing for node in dependencies])
+        step.handle = int(asked.handle)
+        step.is_branch = asked.type is CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF
+        step.body = CapturedGraph(self._engine.new_ptr(), is_body=True)
+        graph.thing.steps.append(step)
+        asked.phGraph_out = [CUgraph(step.body.ptr, step.body)]
+        return CUresult.CUDA_SUCCESS, CUgraphNode(self._engine.new_ptr(), step)
+
+    def capture_info(self, stream: int) -> tuple[Any, ...]:
+        """``(error, status, id, graph, dependencies, edges, count)``."""
+        capture = self._queue(stream).capture
+        status = cudaStreamCaptureStatus
+        if capture is None:
+            return CUresult.CUDA_SUCCESS, status.cudaStreamCaptureStatusNone, 0, None, None, None, 0
+        if capture.invalid:
+            return CUresult.CUDA_SUCCESS, status.cudaStreamCaptureStatusInvalidated, 0, None, None, None, 0
+        nodes = [CUgraphNode(self._engine.new_ptr(), step) for step in capture.last]
+        graph = CUgraph(capture.graph.ptr, capture.graph)
+        found = status.cudaStreamCaptureStatusActive, capture.ident, graph, nodes, [], len(nodes)
+        return CUresult.CUDA_SUCCESS, *found
+
+    def update_dependencies(
+        self, stream: int, nodes: list[CUgraphNode], data: Any, count: int, flags: Any
+    ) -> tuple[CUresult]:
+        capture = self._queue(stream).capture
+        if capture is None or data is not None or count != len(nodes):
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        steps = tuple(node.thing for node in nodes)
+        is_set = flags == cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
+        capture.last = steps if is_set else (*capture.last, *steps)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def begin_to_graph(
+        self, stream: int, graph: CUgraph, dependencies: Any, data: Any, count: int, mode: Any
+    ) -> tuple[CUresult]:
+        if not isinstance(mode, cudaStreamCaptureMode):
+            raise TypeError(f"Argument 'mode' is not instance of type cudaStreamCaptureMode: {mode!r}")
+        if dependencies is not None or data is not None or count:
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        graphs.begin(self._engine, self._queue(stream), graph.thing)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def end_capture(self, stream: int) -> tuple[Any, ...]:
+        try:
+            captured = graphs.end(self._engine, self._queue(stream))
+        except CUDARuntimeError:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None
+        return CUresult.CUDA_SUCCESS, CUgraph(captured.ptr, captured)
+
+    def _queue(self, stream: int) -> Any:
+        return self._engine.queue(stream, self._fake.cuda.runtime.getDevice())

@@ -1,0 +1,96 @@
+"""Fixtures of the tests for a card, and which of them need one.
+
+Without a card they run on the stand-in for CuPy, but for those marked `needs`, which are deselected and listed. With
+``ASYNCFLOW_REQUIRE_GPU=1`` nothing is left out: what is missing fails, unless ``ASYNCFLOW_WITHOUT`` names it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+from asyncflow.devices.cuda_backend import cuda_backend
+from tests.gpu.card import Card, card_is_there, opened_card
+from tests.gpu.figures import Figures
+
+HERE = Path(__file__).parent
+
+IS_THERE: dict[str, Callable[[], bool]] = {
+    "card": card_is_there,
+    "torch": lambda: importlib.util.find_spec("torch") is not None,
+    "jax": lambda: importlib.util.find_spec("jax") is not None,
+    "cuda-bindings": lambda: importlib.util.find_spec("cuda") is not None,
+    "compute-sanitizer": lambda: shutil.which("compute-sanitizer") is not None,
+}
+"""What a test may need."""
+
+_left_out: list[str] = []
+
+
+def is_required() -> bool:
+    return os.environ.get("ASYNCFLOW_REQUIRE_GPU", "") not in ("", "0")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs(*what): cannot run on the stand-in for CuPy; see tests/gpu/conftest.py")
+    config.addinivalue_line("markers", "slow: takes more than a quarter of a second")
+
+
+def _missing(item: pytest.Item) -> list[str]:
+    """What the test cannot do without and is not here; with a card required, what was said to be left out."""
+    needed = [what for mark in item.iter_markers("needs") for what in mark.args]
+    given_up = os.environ.get("ASYNCFLOW_WITHOUT", "").split(",")
+    return [what for what in needed if (what in given_up if is_required() else not IS_THERE[what]())]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    missing = {item: _missing(item) for item in items if HERE in item.path.parents}
+    deselected = [item for item, what in missing.items() if what]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if not missing.get(item)]
+        _left_out[:] = [f"{item.name} (needs {', '.join(missing[item])})" for item in deselected]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _left_out:
+        terminalreporter.section("tests/gpu: not run here")
+        for line in _left_out:
+            terminalreporter.line(line)
+
+
+@pytest.fixture
+def card(request: pytest.FixtureRequest) -> Iterator[Card]:
+    """The card, or the stand-in."""
+    if is_required() and not card_is_there():
+        pytest.fail(f"ASYNCFLOW_REQUIRE_GPU is set, and there is no usable card: {cuda_backend().reason}")
+    for mark in request.node.iter_markers("needs"):
+        for what in mark.args:
+            assert IS_THERE[what](), f"{what} is not here; leave it out on purpose with ASYNCFLOW_WITHOUT={what}"
+    with opened_card(seed=crc32(request.node.nodeid.encode())) as opened:
+        yield opened
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest, card: Card) -> Iterator[Figures]:
+    """What the test measured; on a card its limits hold."""
+    measured = Figures(is_real=card.is_real)
+    properties: list[tuple[str, Any]] = request.node.user_properties
+    properties.append(("figures", measured))
+    yield measured
+    measured.check()
+
+
+@pytest.fixture
+def out() -> Path | None:
+    """Where pictures and timelines go; None: nowhere."""
+    folder = os.environ.get("ASYNCFLOW_GPU_OUT")
+    return Path(folder) if folder else None
