@@ -13,7 +13,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from zlib import crc32
@@ -166,20 +166,26 @@ async def machine(request: pytest.FixtureRequest) -> AsyncIterator[SimMachine | 
     assert made.hazards == []
 
 
+@contextmanager
+def stand_in(seed: int) -> Iterator[FakeCupy]:
+    """Sessions opened inside find the two cards of a stand-in for CuPy, which does its work in an order from `seed`."""
+    with FakeCupy(devices=2, nbytes=CARD_BYTES, seed=seed) as fake:
+        shared_slab(fake, PINNED_BYTES)
+        try:
+            with using_cupy(fake):
+                yield fake
+        finally:
+            close_shared_slab(fake)
+
+
 @pytest.fixture
 def cards(arrangement: Arrangement, request: pytest.FixtureRequest) -> Iterator[FakeCupy | None]:
-    """The stand-in for CuPy, with two cards, that sessions find where the arrangement has CUDA devices."""
+    """The stand-in for CuPy that sessions find where the arrangement has CUDA devices."""
     if not arrangement.cuda:
         yield None
         return
-    fake = FakeCupy(devices=2, nbytes=CARD_BYTES, seed=_seed(request))
-    shared_slab(fake, PINNED_BYTES)
-    try:
-        with using_cupy(fake):
-            yield fake
-    finally:
-        close_shared_slab(fake)
-        fake.close()
+    with stand_in(_seed(request)) as fake:
+        yield fake
 
 
 @pytest.fixture

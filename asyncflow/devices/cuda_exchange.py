@@ -1,7 +1,8 @@
 """Arrays that a CUDA device takes from other libraries, and those that it lends them, both without the host.
 
-What is taken is copied, on `peer`: a feed is a snapshot, whatever its owner does next. What is lent is the array itself.
-Its memory belongs to a stream of ours, which must not use it again while others still read it; see `Exchange.take_back`.
+What is taken is copied, on `peer`: a feed is a snapshot, whatever its owner does next. What is lent is the array
+itself. Its memory belongs to a stream of ours, which must not use it again while others still read it; see
+`Exchange.take_back`.
 """
 
 from __future__ import annotations

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import KernelInfo, Span
     from asyncflow.streams.cuda import CudaStream
 
+STEP_LAUNCHES = 32
+"""A region stops for its driver after so many launches, if it was told to after each step."""
+
 LONG_ELEMENTS = 1 << 15
 """A kernel of the host on more elements gets the device's host thread, and does not hold up the event loop."""
 
@@ -71,12 +74,13 @@ class Values:
         value.order(self.stream)
 
     def hold(self, arguments: Sequence[Any]) -> None:
-        """Keep arrays from the memory of another compute stream until the work given to this one is done."""
+        """Keep memory of other compute streams until the work that this one is given in this turn is done."""
         if self._is_alone:
             return
-        foreign = [x.array for x in arguments if type(x) is CudaArray and x.stream is not self.stream]
-        if foreign:
-            self.stream.hold(*foreign)
+        self._device.hold(self.stream, *[x.array for x in arguments if type(x) is CudaArray])
+        opaque = [x.value for x in arguments if type(x) is CudaOpaque]
+        if opaque:
+            self.stream.hold(*opaque)
 
     def wrapped(self, output: Any, name: str) -> Any:
         """The device value for what a kernel gave."""
@@ -118,17 +122,23 @@ class Launcher:
         device.pool.label = info.name
         first = 1 if info.needs_context else 0
         raw = list(args)
-        with values.stream.activate():
-            for index in range(first, len(args)):
-                convert = values.raw if index - first in info.host_inputs else values.uploaded
-                raw[index] = convert(args[index], info.name)
-            with device.timed(values.stream, info.name):
-                result = self._kernel(*raw)
-            device.launched += 1
-            values.hold(args)
-            if info.single:
-                return values.wrapped(result, info.name)
-            return tuple([values.wrapped(output, info.name) for output in result])
+        values.hold(args)
+        try:
+            with values.stream.activate():
+                for index in range(first, len(args)):
+                    convert = values.raw if index - first in info.host_inputs else values.uploaded
+                    raw[index] = convert(args[index], info.name)
+                device.launched += 1
+                if device.is_timed:
+                    with device.timed(values.stream, info.name):
+                        result = self._kernel(*raw)
+                else:
+                    result = self._kernel(*raw)
+                if info.single:
+                    return values.wrapped(result, info.name)
+                return tuple([values.wrapped(output, info.name) for output in result])
+        except device.cuda_error as error:
+            raise device.cause_of(error)  # noqa: B904 - which has its cause
 
 
 class HostLauncher(CoroutineKernel):
@@ -155,7 +165,7 @@ class HostLauncher(CoroutineKernel):
         device, info = self._device, self._info
         with recording(device, spans):
             waiting = [device.fetched(value) for value in args]
-        values = [await value if isinstance(value, asyncio.Future) else value for value in waiting]
+        values = await _all(waiting)
         result = await self._computed(values)
         given = {id(value): argument for value, argument in zip(values, args, strict=True)}
         with recording(device, spans):
@@ -163,13 +173,15 @@ class HostLauncher(CoroutineKernel):
                 given[id(output)] if id(output) in given else self._brought_in(output)
                 for output in ([result] if info.single else result)
             ]
-        outputs = [await output if isinstance(output, asyncio.Future) else output for output in outputs]
+        outputs = await _all(outputs)
         return outputs[0] if info.single else tuple(outputs)
 
     async def _computed(self, values: Sequence[Any]) -> Any:
-        if sum(getattr(value, "size", 1) for value in values) > LONG_ELEMENTS and not self._info.is_async:
-            return await self._device.in_host_thread(self._kernel, *values)
-        result = self._kernel(*values)
+        is_long = sum(getattr(value, "size", 1) for value in values) > LONG_ELEMENTS
+        if is_long and not is_coroutine_function(self._kernel):
+            result = await self._device.in_host_thread(self._kernel, *values)
+        else:
+            result = self._kernel(*values)
         return await result if inspect.isawaitable(result) else result
 
     def _brought_in(self, output: Any) -> Any:
@@ -211,39 +223,59 @@ class RegionLauncher:
         return [self._values.raw(value, self._info.name) for value in args]
 
     def _outputs(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        self._device.launched += self._info.launches
         return tuple([self._values.wrapped(output, self._info.name) for output in results])
 
     def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> tuple[Any, ...]:
-            with self._values.stream.activate(), self._device.timed(self._values.stream, self._info.name):
-                outputs = self._outputs(function(*self._inputs(args)))
-                self._values.hold(args)
-                return outputs
+            stream, device, info = self._values.stream, self._device, self._info
+            self._values.hold(args)
+            try:
+                with stream.activate(), device.timed(stream, info.name):
+                    device.launched += info.launches
+                    return self._outputs(function(*self._inputs(args)))
+            except device.cuda_error as error:
+                raise device.cause_of(error)  # noqa: B904 - which has its cause
 
         return call
 
     def _stepped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def steps(*args: Any) -> Generator[bool | None, int | None, tuple[Any, ...]]:
-            stream, device = self._values.stream, self._device
+            stream, device, info = self._values.stream, self._device, self._info
+            launches = min(info.launches, STEP_LAUNCHES)
             budget: int | None = None
-            with stream.activate():
-                generator = function(*self._inputs(args))
-            while True:
-                try:
+            try:
+                with stream.activate():
+                    generator = function(*self._inputs(args))
+                while True:
                     # One synchronous block a step: other code runs on this thread in between.
+                    self._values.hold(args)
                     device.check()
-                    with stream.activate(), device.timed(stream, self._info.name):
-                        begins_loop = generator.send(budget)
-                except StopIteration as ended:
-                    with stream.activate():
-                        outputs = self._outputs(ended.value)
-                        self._values.hold(args)
-                    return outputs
-                device.launched += self._info.launches * (budget or 1)
-                budget = yield begins_loop
+                    device.pool.label = info.name
+                    device.launched += launches * (budget or 1)
+                    try:
+                        with stream.activate(), device.timed(stream, info.name):
+                            begins_loop = generator.send(budget)
+                    except StopIteration as ended:
+                        with stream.activate():
+                            return self._outputs(ended.value)
+                    budget = yield begins_loop
+            except device.cuda_error as error:
+                raise device.cause_of(error)  # noqa: B904 - which has its cause
 
         return steps
+
+
+async def _all(values: Sequence[Any]) -> list[Any]:
+    """The values, those of futures among them once they are there; of several failures the first."""
+    futures = [value for value in values if isinstance(value, asyncio.Future)]
+    if futures:
+        await asyncio.gather(*futures)
+    return [value.result() if isinstance(value, asyncio.Future) else value for value in values]
+
+
+def is_coroutine_function(kernel: Callable[..., Any]) -> bool:
+    """Whether a kernel must be called on the event loop, since what it gives is to be awaited."""
+    return any(inspect.iscoroutinefunction(x) for x in (kernel, getattr(kernel, "__call__", None)))  # noqa: B004
 
 
 __all__ = ["LONG_ELEMENTS", "HostLauncher", "Launcher", "RegionLauncher", "Values"]

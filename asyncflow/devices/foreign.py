@@ -1,8 +1,9 @@
-"""Arrays that other libraries made (CuPy, PyTorch, JAX), exchanged by DLPack: where they are, and how work on them is ordered.
+"""Arrays that other libraries made, exchanged by DLPack: where they are, and how work on them is ordered with ours.
 
-A library orders its work by a *current stream* of each thread. Its arrays are valid in the order of that stream, and it
-knows nothing of ours. So whoever reads an array of it does two things: wait for what that stream has been given, and
-make that stream wait, before it goes on, for having read. All of this enqueues; nothing here waits but `read`.
+A library (CuPy, PyTorch, JAX) orders its work by a *current stream* of each thread. Its arrays are valid in the order of
+that stream, and it knows nothing of ours. So whoever reads an array of it does two things: wait for what that stream
+has been given, and make that stream wait, before it goes on, for having read. All of this enqueues; nothing here waits
+but `read`.
 
 ``cupy`` is a parameter everywhere: only the CUDA backend imports it.
 """

@@ -55,6 +55,7 @@ class Op:
         is_async: the kernel returns an awaitable.
         is_random: two nodes with equal inputs are not interchangeable.
         is_user: the kernel is the user's own code: its outputs are checked on every firing.
+        takes_any_arrays: such a kernel computes with the arrays of any device all the same, as the library's own do.
         is_total: the kernel never fails on inputs of known shapes and number dtypes, so it may run where the program
             would not have run it.
         flops: ``flops(input_shapes, output_shapes, **attrs)`` estimates arithmetic operations for the cost model;
@@ -77,6 +78,7 @@ class Op:
     is_async: bool = False
     is_random: bool = False
     is_user: bool = False
+    takes_any_arrays: bool = False
     is_total: bool = False
     flops: Callable[..., float] | None = None
     derivative: Derivative | None = None
@@ -110,7 +112,7 @@ def runs_on_host(node: Node) -> bool:
     has.
     """
     op = node.op
-    if op.runs_on_host or op.is_user or op.is_async:
+    if op.runs_on_host or op.is_async or (op.is_user and not op.takes_any_arrays):
         return True
     # What an array or store holds is among the attributes of the ops on it.
     specs = [tensor.spec for tensor in (*node.inputs, *node.outputs)] + list(node.attrs.values())

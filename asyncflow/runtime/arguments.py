@@ -19,6 +19,7 @@ from asyncflow.graph.build import SupportsTensor, as_array, placeholder
 from asyncflow.graph.dtypes import as_dtype
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec
+from asyncflow.runtime.exchange import NotExchangeable, exchanged, is_exchangeable
 
 _STATIC_TYPES = (int, float, bool, str)
 """A parameter annotated with one of these is part of the trace."""
@@ -173,6 +174,12 @@ def _kind(leaf: Any) -> Kind:
         return leaf.spec  # the feed is refused, in words that fit any feed
     if isinstance(leaf, SupportsTensor):
         return _static(leaf, "it is no array")
+    if is_exchangeable(leaf):
+        try:
+            found = exchanged(leaf)
+        except NotExchangeable as error:
+            raise FeedError(f"a {type(leaf).__name__} is an array, and {error}") from error.__cause__
+        return Spec(as_dtype(found.dtype), (None,) * found.ndim)
     if any(hasattr(leaf, name) for name in ("__array__", "__array_interface__")):
         array = np.asarray(leaf)
         return Spec(as_dtype(array.dtype), (None,) * array.ndim)

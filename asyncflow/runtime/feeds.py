@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow.devices.foreign import ForeignArray
 from asyncflow.errors import FeedError, GraphError
 from asyncflow.graph.build import as_array
 from asyncflow.graph.dtypes import VARIANT, dtype_name
@@ -14,6 +15,7 @@ from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.runtime.exchange import NotExchangeable, exchanged, is_exchangeable
 
 
 def as_feeds(feeds: object) -> Mapping[Any, Any]:
@@ -80,46 +82,73 @@ def feed_targets(keys: Iterable[object], graph: Graph | None) -> tuple[Tensor, .
 def feed_value(tensor: Tensor, value: Any) -> Any:
     """`value` as the run will see it: a NumPy scalar, or a C-contiguous array nobody else can write to.
 
+    What is in the memory of a card stays there, and is copied when the run starts; see `device_feeds`.
+
     Raises:
         FeedError: dtype or shape do not fit; nothing is cast silently.
     """
     if isinstance(value, np.generic) and value.dtype == tensor.dtype and tensor.shape in ((), None):
         return value
     if isinstance(value, Tensor):
-        raise _refusal(tensor, value, "that is a tensor, which has no value yet; fetch it first")
+        raise refusal(tensor, value, "that is a tensor, which has no value yet; fetch it first")
     if isinstance(value, np.ma.MaskedArray):
-        raise _refusal(tensor, value, "a masked array would lose its mask; fill it first")
+        raise refusal(tensor, value, "a masked array would lose its mask; fill it first")
     array = _as_typed_array(tensor, value)
     if not is_compatible(array.shape, tensor.shape):
-        raise _refusal(tensor, value, f"its shape is {format_shape(array.shape)}")
+        raise refusal(tensor, value, f"its shape is {format_shape(array.shape)}")
+    return array if isinstance(array, ForeignArray) else locked(array)
+
+
+def locked(array: np.ndarray[Any, Any]) -> Any:
+    """A NumPy scalar, or the array itself, which nobody can write to any more."""
     if array.ndim == 0 and array.dtype.kind in "biufc":
         return array[()]
     array.flags.writeable = False
     return array
 
 
-def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any]:
+def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any] | ForeignArray:
     """A C-contiguous array of the tensor's dtype that shares no memory the caller can write to."""
+    if is_exchangeable(value):
+        try:
+            found = exchanged(value)
+        except NotExchangeable as error:
+            raise refusal(tensor, value, str(error)) from error.__cause__
+        if isinstance(found, ForeignArray):
+            if found.dtype != tensor.dtype:
+                raise _wrong_dtype(tensor, value, found.dtype)
+            return found
+        return _copied(tensor, value, found)
     strong = hasattr(value, "dtype") or hasattr(value, "__array__") or hasattr(value, "__array_interface__")
     if not strong:
         try:
             return as_array(value, tensor.dtype)
         except GraphError as error:
-            raise _refusal(tensor, value, str(error)) from error
+            raise refusal(tensor, value, str(error)) from error
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _refusal(tensor, value, f"NumPy cannot read it: {error}") from error
+        raise refusal(tensor, value, f"NumPy cannot read it: {error}") from error
+    return _copied(tensor, value, array)
+
+
+def _copied(tensor: Tensor, value: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy of `array`, which reads `value`, of the tensor's dtype; itself if nobody can ever write to it."""
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     if native != tensor.dtype and not (array.dtype.kind == "U" and tensor.dtype.kind == "T"):
-        raise _refusal(tensor, value, f"its dtype is {native}; convert it yourself if you mean to")
+        raise _wrong_dtype(tensor, value, native)
     owned_and_locked = array.base is None and not array.flags.writeable and array.flags.c_contiguous
     if owned_and_locked and native == array.dtype == tensor.dtype:
         return array
     return np.array(array, dtype=tensor.dtype, order="C", copy=True, subok=False)
 
 
-def _refusal(tensor: Tensor, value: object, reason: str) -> FeedError:
+def _wrong_dtype(tensor: Tensor, value: object, dtype: np.dtype[Any]) -> FeedError:
+    return refusal(tensor, value, f"its dtype is {dtype}; convert it yourself if you mean to")
+
+
+def refusal(tensor: Tensor, value: object, reason: str) -> FeedError:
+    """The error that says why `value` is not fed to `tensor`."""
     seen = type(value).__name__
     return FeedError(
         f"cannot feed {tensor.name}: expected {dtype_name(tensor.dtype)}{format_shape(tensor.shape)}, got a {seen}: "

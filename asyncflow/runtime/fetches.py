@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
 from asyncflow.compiler.plan import Dead
+from asyncflow.devices.cuda_values import CudaArray
 from asyncflow.errors import FetchError, GraphError
 from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor
@@ -16,22 +17,75 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from asyncflow.devices.cuda import CudaDevice
+    from asyncflow.devices.protocol import Device
 
 Fetch: TypeAlias = Tensor | Node | SupportsTensor
+
+
+class OnDevice:
+    """A fetch whose value stays where it is; made by `on_device`. Those of one tensor are equal.
+
+    Attributes:
+        fetch: the tensor, variable or name.
+    """
+
+    __slots__ = ("fetch",)
+
+    def __init__(self, fetch: Any) -> None:
+        self.fetch = fetch
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OnDevice) and other.fetch is self.fetch
+
+    def __hash__(self) -> int:
+        return hash((OnDevice, self.fetch))
+
+    def __repr__(self) -> str:
+        return f"on_device({self.fetch!r})"
+
+
+def on_device(fetch: Any) -> OnDevice:
+    """A fetch whose value stays in the memory of its device: ``await session.run([loss, af.on_device(y)])``.
+
+    From a CUDA device comes the ``cupy.ndarray`` itself, without a copy; from a CPU the NumPy array, also for rank 0.
+    Either has ``__dlpack__``, so that ``torch.from_dlpack(value)`` is free. What is on the host anyway, such as
+    counters, comes as NumPy arrays from any device.
+
+    Do not write to it: a variable, a constant or another fetch may be the same array. Its memory is used again once it
+    and all views of it are gone, after what CuPy's and PyTorch's current streams have been given by then; wait yourself
+    for other streams that read it.
+
+    Args:
+        fetch: a tensor, a variable or a name, as in `Session.run` and `Session.prepare`.
+
+    >>> import asyncflow as af
+    >>> with af.Graph():
+    ...     y = af.constant([1.0, 2.0]) * 2
+    >>> async def main():
+    ...     async with af.Session() as session:
+    ...         return await session.run(on_device(y))
+    >>> af.run(main())
+    array([2., 4.])
+    """
+    return OnDevice(fetch)
+
 
 _NO_NODES = Graph()
 """The graph of a run that fetches nothing but variables: they belong to none."""
 
 
-def read_fetches(fetches: Any, graph: Graph | None) -> tuple[list[Fetch], nest.Structure]:
-    """The fetches and their nest; names are looked up in `graph`.
+def read_fetches(fetches: Any, graph: Graph | None) -> tuple[list[Fetch], nest.Structure, tuple[int, ...]]:
+    """The fetches, their nest, and which of them stay on their device; names are looked up in `graph`.
 
     Raises:
         FetchError: a leaf that cannot be fetched; the message says which and why.
     """
     leaves, structure = _flatten(fetches)
-    return [_read_fetch(leaf, graph) for leaf in leaves], structure
+    staying = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, OnDevice))
+    return [_read_fetch(leaf, graph) for leaf in leaves], structure, staying
 
 
 def read_streamed(fetches: Any, graph: Graph | None) -> tuple[list[Tensor], nest.Structure]:
@@ -77,8 +131,13 @@ def _read_streamed(leaf: object, graph: Graph | None) -> Tensor:
 
 
 def _read_fetch(leaf: object, graph: Graph | None) -> Fetch:
+    stays = isinstance(leaf, OnDevice)
+    if isinstance(leaf, OnDevice):
+        leaf = leaf.fetch
     if isinstance(leaf, str):
         leaf = _named(leaf, graph)
+    if stays and isinstance(leaf, Node):
+        raise FetchError(f"{leaf!r} is a node, which has no value to leave on its device; fetch the node itself")
     if not isinstance(leaf, Tensor | Node | SupportsTensor):
         raise FetchError(
             f"a fetch is a tensor, a node, a variable or a name, in any nest; got {type(leaf).__name__} {leaf!r}"
@@ -176,3 +235,10 @@ def user_value(fetch: Fetch, value: Any, shared: bool, allow_dead: bool) -> Any:
         if shared or not value.flags.writeable or value.base is not None:
             return value.copy()
     return value
+
+
+def exchangeable(value: Any, devices: Mapping[str, Device]) -> Any:
+    """The value of a fetch that stays `on_device`, with ``__dlpack__``."""
+    if type(value) is CudaArray:
+        return cast("CudaDevice", devices[value.device]).exchange.lend(value)
+    return np.asarray(value) if isinstance(value, np.generic) else value

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from asyncflow.compiler.plan import Crossing
+from asyncflow.compiler.plan import Crossing, Kind
+from asyncflow.devices.cuda_values import CudaArray
 from asyncflow.devices.protocol import recording
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from contextvars import Context
 
     from asyncflow.compiler.plan import PlanNode
@@ -57,6 +58,8 @@ class Scope(Protocol):
         trace: what to record into.
         now: nanoseconds of the clock that a trace shows.
         guard: log kernels that hold the event loop.
+        staying: indexes of the fetches whose values stay on their device.
+        stayed: those values.
     """
 
     devices: Mapping[str, Device]
@@ -72,6 +75,8 @@ class Scope(Protocol):
     trace: Trace | None
     now: Callable[[], int]
     guard: bool
+    staying: Collection[int | None]
+    stayed: dict[int, Any]
 
     @property
     def emitter(self) -> Emitter | None:
@@ -260,6 +265,9 @@ class Ports:
         """A predicate, a fetch or a streamed item, which leaves an asynchronous device."""
         executor, device = self._executor, self._asynchronous
         assert device is not None
+        if self._run.staying and type(value) is CudaArray and self._leave(node, value):
+            executor.complete(node, iteration, (value,), value)
+            return
 
         def deliver(result: Any, error: BaseException | None) -> None:
             executor.in_flight -= 1
@@ -283,6 +291,16 @@ class Ports:
             executor.record_spans(spans, device, node, iteration, value)
         else:
             executor.complete(node, iteration, (value,), value)
+
+    def _leave(self, node: PlanNode, value: CudaArray) -> bool:
+        """Gives a value to the fetches that take it where it is; whether nobody else needs it on the host."""
+        plain, merges = node.targets[0]
+        staying = [
+            target for _, _, target in plain if target.kind == Kind.FETCH and target.fetch_index in self._run.staying
+        ]
+        for target in staying:
+            self._run.stayed[target.fetch_index] = value
+        return not merges and len(staying) == len(plain)
 
     def _emit(self, node: PlanNode, iteration: Iteration, values: tuple[Any, ...]) -> None:
         emitter, executor = self._run.emitter, self._executor

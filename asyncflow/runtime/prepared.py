@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.errors import FeedError
 from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.feeds import feed_targets, feed_value
-from asyncflow.runtime.fetches import graph_of, read_fetches, read_streamed
+from asyncflow.runtime.fetches import OnDevice, exchangeable, graph_of, read_fetches, read_streamed, user_values
 from asyncflow.runtime.plans import PlanRequest
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
     from asyncflow.runtime.fetches import Fetch
     from asyncflow.runtime.session import Session
@@ -30,10 +31,11 @@ class Call:
     Attributes:
         request: what its plan is compiled for.
         structure: the nest of the fetches.
+        staying: which of the fetches stay on their device.
         plan: the plan for `version` of the graph; None before the first run.
     """
 
-    __slots__ = ("plan", "request", "structure", "version")
+    __slots__ = ("plan", "request", "staying", "structure", "version")
 
     def __init__(
         self,
@@ -47,10 +49,11 @@ class Call:
     ) -> None:
         fetched: Sequence[Fetch] = ()
         streamed: Sequence[Tensor] = ()
+        self.staying: tuple[int, ...] = ()
         if streams:
             streamed, self.structure = read_streamed(fetches, graph)
         else:
-            fetched, self.structure = read_fetches(fetches, graph)
+            fetched, self.structure, self.staying = read_fetches(fetches, graph)
         if isinstance(feeds, Tensor | str):
             raise FeedError(f"feeds to prepare for are a list, such as [x]; got {type(feeds).__name__} {feeds!r}")
         targets = feed_targets(feeds, graph)
@@ -71,6 +74,17 @@ class Call:
             raise FeedError(f"this call was prepared with {len(feeds)} feeds ({listed}); got {len(values)} values")
         return [feed_value(tensor, value) for tensor, value in zip(feeds, values, strict=True)]
 
+    def result(self, plan: Plan, values: Sequence[Any], devices: Mapping[str, Device], *, allow_dead: bool) -> Any:
+        """What the run returns, of the values that its plan fetched.
+
+        Raises:
+            FetchError: one is dead.
+        """
+        fetched = user_values(self.request.fetches, plan.fetches, values, allow_dead=allow_dead)
+        for index in self.staying:
+            fetched[index] = exchangeable(fetched[index], devices)
+        return self.structure.unflatten(fetched)
+
 
 class CallCache:
     """The calls a session remembers: a run that asks for the same as one before does not read it again."""
@@ -89,9 +103,9 @@ class CallCache:
 
     def of_run(self, fetches: Any, feeds: Mapping[Any, Any]) -> Call:
         """The call of a run, remembered if it fetches a tensor or a flat list or tuple of tensors."""
-        if isinstance(fetches, Tensor):
+        if isinstance(fetches, Tensor | OnDevice):
             key: tuple[Any, ...] = (fetches, *feeds)
-        elif type(fetches) in (list, tuple) and all(isinstance(fetch, Tensor) for fetch in fetches):
+        elif type(fetches) in (list, tuple) and all(isinstance(fetch, Tensor | OnDevice) for fetch in fetches):
             key = (type(fetches), len(fetches), *fetches, *feeds)
         else:
             return self.new(fetches, tuple(feeds))

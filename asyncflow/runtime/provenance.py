@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.codegen import TooManyIterations
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.errors import AsyncflowError, KernelError, OutOfMemoryError
+from asyncflow.errors import AsyncflowError, DeviceLostError, KernelError, OutOfMemoryError
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.shapes import format_shape
 
@@ -30,6 +30,10 @@ def as_kernel_error(
 ) -> BaseException:
     """`error` with its provenance; what is meant for the interpreter (SystemExit, …) stays itself."""
     if not isinstance(error, Exception | asyncio.CancelledError):
+        return error
+    if isinstance(error, DeviceLostError):
+        # No fault of the node's: whatever came next would have failed.
+        error.add_note(f"noticed at {node.name} ({node.source.op.name}), built at {node.source.location}")
         return error
     described = tuple(describe(value) for value in inputs)
     reason = str(error) if isinstance(error, TooManyIterations) else f"{type(error).__name__}: {error}"

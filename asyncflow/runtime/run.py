@@ -15,7 +15,7 @@ from asyncflow.runtime.rendezvous import Rendezvous
 from asyncflow.runtime.trace import RunSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.protocol import AsynchronousDevice, Device
@@ -64,6 +64,8 @@ class Run:
         "rendezvous",
         "seed",
         "shuffle_seed",
+        "stayed",
+        "staying",
         "trace",
         "turn",
     )
@@ -81,6 +83,7 @@ class Run:
         max_iterations: int | None,
         trace: Trace | None,
         channel: Channel | None = None,
+        staying: Collection[int | None] = (),
         guard: bool = False,
         on_end: Callable[[Run], None] | None = None,
     ) -> None:
@@ -97,6 +100,10 @@ class Run:
         self.trace = trace
         self.now = clock_of(loop)
         self.emitter = channel
+        self.staying = staying
+        """Indexes of the fetches whose values stay on their device."""
+        self.stayed: dict[int, Any] = {}
+        """Those values."""
         self.guard = guard
         self.is_finished = False
         """Whether nothing of the run is left to do."""
@@ -282,6 +289,8 @@ class Run:
         for scheduler, partition in zip(schedulers[1:], self._partitions[1:], strict=True):
             for index in partition.fetch_indexes:
                 results[index] = scheduler.results[index]
+        for index, value in self.stayed.items():
+            results[index] = value
         return results
 
     def _close_books(self) -> None:

@@ -19,8 +19,9 @@ from asyncflow.errors import GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.channel import Channel
+from asyncflow.runtime.device_feeds import has_foreign, settled, snapshots
 from asyncflow.runtime.feeds import as_feeds
-from asyncflow.runtime.fetches import user_value, user_values
+from asyncflow.runtime.fetches import user_value
 from asyncflow.runtime.loop import burst_clock, thread_waits
 from asyncflow.runtime.options import as_timeout, check_graph, check_integer, check_trace, check_transfer_dtype
 from asyncflow.runtime.plans import PlanCache
@@ -33,7 +34,7 @@ from asyncflow.state.containers import StateStore
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Collection, Hashable, Mapping, Sequence
     from contextvars import Token
 
     from asyncflow.compiler.plan import Plan
@@ -171,9 +172,14 @@ class Session:
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        for device in self.devices:
-            if device.is_asynchronous:
-                await cast("AsynchronousDevice", device).open()
+        if self._closed is None:
+            try:
+                for device in self.devices:
+                    if device.is_asynchronous:
+                        await cast("AsynchronousDevice", device).open()
+            except BaseException:
+                await self.aclose()
+                raise
         self._bind()
         self._entered.append(_current.set(self))
         return self
@@ -233,9 +239,9 @@ class Session:
                 run.close()
             if self._runs:
                 await self._drain(None)
+            self._release()  # first, so that devices may give back the memory of constants and variables, too
             for device in self.devices:
                 await device.aclose(_THREADS_END_S)
-            self._release()
 
     async def _drain(self, grace_s: float | None) -> None:
         self._idle = asyncio.Event()
@@ -283,9 +289,11 @@ class Session:
         """Runs what `fetches` need and returns their values in the same nest.
 
         Args:
-            fetches: any nest of tensors, nodes (run, give None), variables (read after everything else) and names.
+            fetches: any nest of tensors, nodes (run, give None), variables (read after everything else) and names, and
+                of these in `on_device(...)`.
             feeds: values for placeholders, or for any other tensor outside branches and loops. Copied; strict about
-                dtype and shape.
+                dtype and shape. Arrays of other libraries are read by DLPack; one on a card is copied there, in the
+                order of its library's current stream, or read on a thread if it is needed on the host.
             timeout: seconds until `DeadlineExceeded`.
             trace: a `Trace` to record into, or a path to write the timeline to (``.json``, ``.json.gz``, ``.html``).
             allow_dead: give None for a fetch on a branch not taken, instead of an error.
@@ -333,21 +341,25 @@ class Session:
         checked = call.check(values)
         asked_s = loop.time()
         recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
+        is_foreign = has_foreign(checked)
         plan = call.plan
         if plan is None or call.version != call.request.graph.version or recorder is not None:
+            checked = snapshots(checked) if is_foreign else checked
             plan = await self._plan_of(call, recorder, timeout)
+        if is_foreign:
+            checked = await settled(checked, call.request.feeds, plan, self._device_of)
         if plan.straight is not None and recorder is None and self._may_run_straight(timeout):
             self._run_count += 1
             results = run_straight(plan.straight, plan.partitions[0].device, checked)
-            fetched = user_values(call.request.fetches, plan.fetches, results, allow_dead=allow_dead)
-            return call.structure.unflatten(fetched)
-        run = self._start(loop, plan, checked, timeout, asked_s, recorder, None)
+            return call.result(plan, results, self._device_of, allow_dead=allow_dead)
+        staying = frozenset(plan.fetches[index] for index in call.staying)
+        run = self._start(loop, plan, checked, timeout, asked_s, recorder, None, staying)
         try:
             results = await run.wait()
         finally:
             if recorder is not None and isinstance(trace, str | Path):
                 await asyncio.to_thread(write_trace, recorder, Path(trace))
-        return call.structure.unflatten(user_values(call.request.fetches, plan.fetches, results, allow_dead=allow_dead))
+        return call.result(plan, results, self._device_of, allow_dead=allow_dead)
 
     async def run_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Any:
         """Runs a traced `@af.function`: its outputs and all its effects."""
@@ -377,6 +389,7 @@ class Session:
         asked_s: float,
         trace: Trace | None,
         channel: Channel | None,
+        staying: Collection[int | None] = (),
     ) -> Run:
         if self._closed is not None:  # while the plan was compiled
             raise SessionClosedError(self._closed)
@@ -393,6 +406,7 @@ class Session:
             max_iterations=self._max_iterations,
             trace=trace,
             channel=channel,
+            staying=staying,
             guard=self._debug,
             on_end=self._forget,
         )
@@ -438,7 +452,11 @@ class Session:
         checked = call.check(tuple(feeds.values()))
         asked_s = loop.time()
         recorder = trace or current_trace()
+        is_foreign = has_foreign(checked)
+        checked = snapshots(checked) if is_foreign else checked
         plan = await self._plan_of(call, recorder, timeout)
+        if is_foreign:
+            checked = await settled(checked, call.request.feeds, plan, self._device_of)
         channel = Channel(loop)
         run = self._start(loop, plan, checked, timeout, asked_s, recorder, channel)
         try:

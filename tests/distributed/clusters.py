@@ -1,4 +1,4 @@
-"""Sessions over several devices, simulated or logical CPUs, in plain functions; and programs cut over them."""
+"""Sessions over several devices, simulated, logical CPUs or a stand-in's cards; and programs cut over them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 import asyncflow as af
 from asyncflow.testing import virtual_clock
-from tests.conftest import OpenSession, assert_baseline, held_buffers
+from tests.conftest import OpenSession, assert_baseline, held_buffers, stand_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,15 +28,16 @@ class Cluster:
     """So many devices of a kind.
 
     Attributes:
-        kind: ``sim`` for cards on virtual time, ``cpu`` for logical CPUs on asyncio's loop.
+        kind: ``sim`` for cards on virtual time; on asyncio's loop, ``cpu`` for logical CPUs and ``cuda`` for logical
+            devices on the two cards of a stand-in for CuPy.
         count: how many.
         link: between the cards; empty for none.
         jitter: how much the times of a simulation vary.
-        seed: of the jitter.
+        seed: of the jitter, and of the order in which the stand-in works.
     """
 
     count: int
-    kind: Literal["sim", "cpu"] = "sim"
+    kind: Literal["sim", "cpu", "cuda"] = "sim"
     link: str = "nvlink2"
     jitter: float = 0.0
     seed: int = 0
@@ -53,6 +54,9 @@ class Cluster:
         """Runs ``main(open_session)``; nothing may be left of it, and no hazard have come up."""
         if self.kind == "cpu":
             return asyncio.run(main(self._open))
+        if self.kind == "cuda":
+            with stand_in(self.seed):
+                return asyncio.run(main(self._open))
         machine = ", ".join(filter(None, (f"{self.count} x v100", self.link)))
         with virtual_clock(machine, seed=self.seed, jitter=self.jitter) as clock:
             result = clock.run(main(self._open))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import asyncflow as af
-from tests.conftest import AuditedRun
+from tests.conftest import AuditedRun, stand_in
 from tests.distributed.cancelling import cancelled_at_tick, virtual_loop
 from tests.distributed.clusters import COUNTS, Cluster, assert_nothing_left, ring
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.conftest import OpenSession
+    from tests.distributed.clusters import Ring
 
 
 @pytest.mark.slow
@@ -46,12 +48,18 @@ def test_f18_a_cancel_at_every_virtual_tick(count: int) -> None:
     assert cluster.run(main) > 20
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_f18_a_cancel_at_every_pass_of_a_real_loop(count: int) -> None:
-    """FAULTS F18, CONFORMANCE 84: the same over logical CPUs: cancelled after each number of the loop's passes."""
-    cluster = Cluster(count, kind="cpu")
+async def test_f18_a_cancel_at_every_pass_of_a_real_loop(count: int, kind: Any) -> None:
+    """FAULTS F18, CONFORMANCE 84: the same on real time: cancelled after each number of the loop's passes."""
+    cluster = Cluster(count, kind=kind)
     with af.Graph() as graph:
         program = ring(cluster)
+    with stand_in(count) if kind == "cuda" else nullcontext():
+        await _cancel_at_every_pass(cluster, graph, program)
+
+
+async def _cancel_at_every_pass(cluster: Cluster, graph: af.Graph, program: Ring) -> None:
     async with af.Session(graph, devices=cluster.devices, debug=True) as session:
         fetch, feeds = program.total, program.feeds()
         for passes in range(10_000):

@@ -55,7 +55,7 @@ def fragile_loop(cluster: Cluster, fragile: Fragile) -> tuple[af.Tensor, af.Tens
     return result, x
 
 
-@pytest.mark.parametrize("kind", ["sim", "cpu"])
+@pytest.mark.parametrize("kind", ["sim", "cpu", "cuda"])
 @pytest.mark.parametrize("count", COUNTS)
 def test_f01_an_error_on_each_device_in_turn(count: int, kind: Any) -> None:
     """FAULTS F01, CONFORMANCE 72, 76: it is raised with its device and tag, every Recv that waits ends, and the next
@@ -141,7 +141,7 @@ def test_76_an_abort_ends_all_that_wait(count: int) -> None:
     cluster.run(main)
 
 
-@pytest.mark.parametrize("kind", ["sim", "cpu"])
+@pytest.mark.parametrize("kind", ["sim", "cpu", "cuda"])
 def test_76_a_coroutine_that_cannot_be_made(kind: Any) -> None:
     """CONFORMANCE 76: what is called for a coroutine raises instead, and the run ends like any that failed."""
 
@@ -160,7 +160,7 @@ def test_76_a_coroutine_that_cannot_be_made(kind: Any) -> None:
     cluster.run(main)
 
 
-@pytest.mark.parametrize("kind", ["sim", "cpu"])
+@pytest.mark.parametrize("kind", ["sim", "cpu", "cuda"])
 def test_76_a_wrong_dtype_is_not_sent(kind: Any) -> None:
     """CONFORMANCE 76: in debug mode, what is not as declared fails where it is made, not where it is received."""
 

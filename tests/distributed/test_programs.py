@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from tests.conftest import OpenSession
 
-OVER = pytest.mark.parametrize("cluster", [Cluster(count, jitter=0.3) for count in COUNTS], ids=lambda c: str(c.count))
+CLUSTERS = [*(Cluster(count, jitter=0.3) for count in COUNTS), Cluster(3, "cuda")]
+OVER = pytest.mark.parametrize(
+    "cluster", CLUSTERS, ids=lambda c: f"{c.count}" if c.kind == "sim" else f"{c.kind}-{c.count}"
+)
 BOTH = pytest.mark.parametrize("taken", [False, True], ids=["untaken", "taken"])
 LARGE = np.ones(1 << 16, np.float32)
 

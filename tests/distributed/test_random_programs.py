@@ -76,6 +76,18 @@ def test_random_programs_on_cpus(
     check(Cluster(count, "cpu"), program, parallel_iterations, placement_seed=seed, regions=regions, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("count", [1, 3])
+@given(program=programs(), seed=st.integers(0, 1 << 16), parallel_iterations=st.sampled_from([1, 2, 32]))
+@settings(SWEEP, max_examples=SWEEP.max_examples // 2)
+def test_random_programs_on_cards(count: int, program: Program, seed: int, parallel_iterations: int) -> None:
+    note(f"Cluster({count}, 'cuda', seed={seed}), Session(placement_seed={seed})")
+    cluster = Cluster(count, "cuda", seed=seed)
+    # Fused kernels round transcendental functions in their own way.
+    check(cluster, program, parallel_iterations, placement_seed=seed, debug=True, fusion=False)
+
+
 def test_the_nodes_are_spread() -> None:
     """Otherwise nothing above would be tested: a random placement uses all devices."""
     with af.Graph() as graph:

@@ -26,7 +26,7 @@ RUNS = 4
 EACH = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 
 
-@pytest.mark.parametrize("kind", ["sim", "cpu"])
+@pytest.mark.parametrize("kind", ["sim", "cpu", "cuda"])
 @pytest.mark.parametrize("count", COUNTS)
 @EACH
 def test_no_placement_changes_a_result(program: Callable[[], tuple[Any, Any]], count: int, kind: Any) -> None:

@@ -90,7 +90,9 @@ async def test_t16_the_timeline_of_a_run(card: Card, figures: Figures, out: Path
         assert all(one[1] <= other[0] for one, other in zip(spans, spans[1:], strict=False))
     assert sum(map(len, lanes.values())) >= sum(map(len, streams.values()))
     for device in summarize(trace).devices:
-        figures[device.name] = str(device)
+        figures[f"{device.device}_compute_ms"] = device.compute_ns / 1e6
+        figures[f"{device.device}_copy_ms"] = device.copy_ns / 1e6
+        figures[f"{device.device}_overlap"] = device.overlap_fraction
 
 
 @pytest.mark.needs("card", "torch")

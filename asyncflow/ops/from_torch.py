@@ -1,0 +1,404 @@
+"""`from_torch`: a `torch.nn.Module`, or a function on torch's tensors, becomes an op of the graph.
+
+Tensors and the arrays of a device share memory, in and out. On a CUDA device the module runs on the stream of the node,
+inside one synchronous block: torch is told that this is its current stream, so it allocates in the order of that stream
+and neither side waits for the other.
+
+The gradient runs the module once more, with gradients recorded: what the first run would have kept need not live until
+then, and a graph may be differentiated after it has run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.errors import GraphError, brief, user_location
+from asyncflow.graph import nest
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
+from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, string
+from asyncflow.graph.graph import current_graph
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Op
+from asyncflow.graph.shapes import format_shape, is_compatible, size_of
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.derivatives.shapes import carries_gradient
+from asyncflow.ops.derivatives.user_rules import output_gradients
+from asyncflow.ops.torch_arrays import CudaTensors, HostTensors, torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from asyncflow.graph.ir import Node
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.shapes import Shape
+
+_PROBES = 64, 96
+"""What stands for unknown extents when outputs are inferred; multiples of what modules divide by."""
+
+
+class TorchOp:
+    """A module or function of PyTorch's as an op; made by `from_torch`.
+
+    Attributes:
+        module: it.
+        name: of the op and its nodes.
+    """
+
+    def __init__(self, module: Callable[..., Any], outputs: Any, name: str | None) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        if not callable(module):
+            raise GraphError(f"from_torch takes a torch.nn.Module or a function on tensors; got {brief(module)}")
+        self.module = module
+        self.name = name or getattr(module, "__name__", type(module).__name__).replace("<lambda>", "torch")
+        self._is_module = isinstance(module, self._torch.nn.Module)
+        self._outputs = outputs
+        if outputs is not None:
+            _check_specs(self.name, outputs)
+        self._op = Op(
+            name=self.name,
+            infer=_infer,
+            kernel=self._forward,
+            is_user=True,
+            takes_any_arrays=True,
+            flops=self._flops if self._is_module else None,
+            derivative=self._derivative,
+        )
+        self._gradient_op = Op(
+            name=f"{self.name}_gradient",
+            infer=_infer,
+            kernel=self._backward,
+            is_user=True,
+            takes_any_arrays=True,
+            flops=(lambda *shapes, **attrs: 3 * self._flops(*shapes, **attrs)) if self._is_module else None,
+        )
+
+    def __repr__(self) -> str:
+        return f"<from_torch {self.name}>"
+
+    def parameters(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Copies of the module's parameters by name, such as ``"0.weight"``, to make variables of.
+
+        Raises:
+            GraphError: it is a function.
+        """
+        if not self._is_module:
+            raise GraphError(f"{self.name} is a function: its tensors are its arguments, and it has no parameters")
+        host = HostTensors(self._torch)
+        return {name: np.array(host.array(x.detach().cpu())) for name, x in self._module.named_parameters()}
+
+    @property
+    def _module(self) -> Any:
+        return self.module
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def __call__(self, *inputs: TensorLike, params: Mapping[str, TensorLike] | None = None, **arguments: Any) -> Any:
+        """A node for tensors.
+
+        Args:
+            inputs: what the module is called with, by position.
+            params: tensors or variables in place of the module's parameters of these names, through which gradients
+                flow. The others are the module's own.
+            arguments: static Python values that the module takes by name.
+
+        Returns:
+            The nest of tensors that was declared or inferred.
+
+        Raises:
+            GraphError: no graph is being built, `params` does not fit, or outputs are not declared and cannot be
+                inferred.
+        """
+        given = dict(params or {})
+        self._check_names(given)
+        with graph_for(*inputs, *given.values()) as graph:
+            tensors = [graph.import_tensor(as_tensor(x)) for x in inputs]
+            tensors += [graph.import_tensor(self._as_parameter(name, x)) for name, x in given.items()]
+            for x in tensors:
+                if x.dtype in (string, VARIANT):
+                    raise GraphError(f"{self.name}: {x!r} is no array of numbers\n  written at {user_location()}")
+            outputs = self._outputs
+            if outputs is None:
+                outputs = self._inferred(tensors, tuple(given), arguments)
+            attrs = {"outputs": outputs, "names": tuple(given), "arguments": arguments}
+            node = graph.add_node(self._op, tensors, attrs, _infer(**attrs))
+        # What is not given stays in the module's memory.
+        node.device = node.device or self._home(given)
+        return nest.flatten(outputs)[1].unflatten(node.outputs)
+
+    def _check_names(self, given: Mapping[str, Any]) -> None:
+        known = dict(self._module.named_parameters()) if self._is_module else {}
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise GraphError(
+                f"{self.name} has no parameter {unknown[0]!r}; it has {', '.join(known) or 'none'}"
+                f"\n  written at {user_location()}"
+            )
+
+    def _as_parameter(self, name: str, value: TensorLike) -> Tensor:
+        tensor = as_tensor(value)
+        own = self._module.get_parameter(name)
+        spec = Spec(as_dtype(_name(own.dtype)), tuple(own.shape))
+        if tensor.dtype != spec.dtype or not is_compatible(tensor.shape, spec.shape):
+            raise GraphError(
+                f"{self.name}: parameter {name!r} is {spec}, and {tensor!r} was given\n  written at {user_location()}"
+            )
+        return tensor
+
+    def _home(self, given: Mapping[str, Any]) -> str | None:
+        """The kind of device that the module's own tensors are on; None if it has none."""
+        kinds = {x.device.type for name, x in self._own_tensors() if name not in given}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def _own_tensors(self) -> list[tuple[str, Any]]:
+        if not self._is_module:
+            return []
+        return [*self._module.named_parameters(), *self._module.named_buffers()]
+
+    def _inferred(self, tensors: Sequence[Tensor], names: tuple[str, ...], arguments: Mapping[str, Any]) -> Any:
+        """The nest of specs that the module gives on tensors without data."""
+        torch = self._torch
+        is_open = any(None in (x.shape or ()) for x in tensors)
+        found = []
+        try:
+            if any(x.shape is None for x in tensors):
+                raise ValueError("the rank of an input is unknown")
+            for extent in _PROBES if is_open else _PROBES[:1]:
+                probes = [
+                    torch.empty([extent if dim is None else dim for dim in x.shape or ()], dtype=dtype, device="meta")
+                    for x in tensors
+                    for dtype in [torch_dtype(torch, x.dtype)]
+                ]
+                own = {name: torch.empty_like(x, device="meta") for name, x in self._own_tensors()}
+                with torch.no_grad():
+                    returned = self._called(probes, names, arguments, own)
+                found.append(nest.map_leaves(_spec_of, returned))
+        except Exception as error:  # of the module's own code
+            seen = ", ".join(f"{x.name} {x.spec}" for x in tensors)
+            raise GraphError(
+                f"{self.name}: what it returns cannot be inferred ({type(error).__name__}: {brief(str(error))}); "
+                f"declare it: af.from_torch(module, outputs=af.spec(dtype, shape))\n  inputs   {seen or 'none'}"
+                f"\n  written at {user_location()}"
+            ) from error
+        return _joined(found)
+
+    def _derivative(self, node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
+        wanted = tuple(index for index, x in enumerate(node.inputs) if carries_gradient(x.spec))
+        reaching = {i: g for i, g in enumerate(output_gradients(node.outputs, grads)) if g is not None}
+        results: list[Tensor | None] = [None] * len(node.inputs)
+        if not wanted or not reaching:
+            return results
+        graph = current_graph()
+        assert graph is not None
+        made = apply(
+            self._gradient_op,
+            *node.inputs,
+            *reaching.values(),
+            outputs=tuple(node.inputs[index].spec for index in wanted),
+            names=node.attrs["names"],
+            arguments=node.attrs["arguments"],
+            wanted=wanted,
+            reaching=tuple(reaching),
+        )
+        made[0].node.device = made[0].node.device or node.device
+        for index, grad in zip(wanted, made, strict=True):
+            results[index] = grad
+        return results
+
+    def _flops(self, inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: Any) -> float:
+        """As if every parameter were multiplied once a row."""
+        rows = max((size_of(shape) or 1) // max(shape[-1] or 1, 1) for shape in (*inputs, (1,)) if shape)
+        return 2.0 * rows * sum(x.numel() for _, x in self._own_tensors())
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def _called(
+        self,
+        tensors: Sequence[Any],
+        names: tuple[str, ...],
+        arguments: Mapping[str, Any],
+        own: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What the module returns; the last tensors are its parameters of these names, `own` others of its tensors."""
+        count = len(tensors) - len(names)
+        replaced = {**(own or {}), **dict(zip(names, tensors[count:], strict=True))}
+        if not replaced:
+            return self.module(*tensors[:count], **arguments)
+        call = self._torch.func.functional_call
+        return call(self.module, replaced, tuple(tensors[:count]), dict(arguments))
+
+    def _forward(self, xp: Any, *, outputs: Any, names: tuple[str, ...], arguments: Mapping[str, Any]) -> Kernel:
+        tensors_of = self._bridge(xp)
+        structure = nest.flatten(outputs)[1]
+        specs = nest.flatten(outputs)[0]
+        is_single = isinstance(outputs, Spec)
+
+        def forward(*values: Any) -> Any:
+            with tensors_of.active(), self._torch.no_grad():
+                inputs = [tensors_of.tensor(value) for value in values]
+                self._check_place(inputs, names)
+                versions = [x._version for x in inputs]
+                leaves = self._leaves(structure, self._called(inputs, names, arguments))
+                if versions != [x._version for x in inputs]:
+                    raise RuntimeError(
+                        f"{self.name} writes to its inputs, which others use, too; let it write to a clone"
+                    )
+                shared = tensors_of.places([*inputs, *(x for _, x in self._own_tensors())])
+                results = [
+                    tensors_of.output(_checked(spec, leaf, f"output {index}"), shared)
+                    for index, (spec, leaf) in enumerate(zip(specs, leaves, strict=True))
+                ]
+            return results[0] if is_single else tuple(results)
+
+        return forward
+
+    def _backward(
+        self,
+        xp: Any,
+        *,
+        outputs: Any,
+        names: tuple[str, ...],
+        arguments: Mapping[str, Any],
+        wanted: tuple[int, ...],
+        reaching: tuple[int, ...],
+    ) -> Kernel:
+        torch, tensors_of = self._torch, self._bridge(xp)
+
+        def backward(*values: Any) -> tuple[Any, ...]:
+            with tensors_of.active(), torch.enable_grad():
+                tensors = [tensors_of.tensor(value) for value in values]
+                inputs, grads = tensors[: -len(reaching)], tensors[-len(reaching) :]
+                for index in wanted:
+                    inputs[index] = inputs[index].detach().requires_grad_()
+                before = tensors_of.random_state()
+                returned = self._called(inputs, names, arguments, self._buffers())
+                if not torch.equal(before, tensors_of.random_state()):
+                    raise RuntimeError(
+                        f"{self.name} draws random numbers, and its gradient would be that of others than were drawn "
+                        "before; call module.eval(), or use af.nn for dropout"
+                    )
+                leaves = [x for x in nest.flatten(returned)[0] if isinstance(x, torch.Tensor)]
+                ends = [(leaves[i], grad) for i, grad in zip(reaching, grads, strict=True) if leaves[i].requires_grad]
+                found = [None] * len(wanted)
+                if ends:
+                    at = [inputs[index] for index in wanted]
+                    found = torch.autograd.grad(*zip(*ends, strict=True), allow_unused=True, inputs=at)
+                shared = tensors_of.places(tensors)
+                return tuple(
+                    tensors_of.output(torch.zeros_like(inputs[index]) if grad is None else grad.detach(), shared)
+                    for index, grad in zip(wanted, found, strict=True)
+                )
+
+        return backward
+
+    def _buffers(self) -> dict[str, Any]:
+        """Copies, so that running statistics count a batch once."""
+        return {name: x.clone() for name, x in self._module.named_buffers()} if self._is_module else {}
+
+    def _bridge(self, xp: Any) -> HostTensors | CudaTensors:
+        return HostTensors(self._torch) if xp is np else CudaTensors(self._torch, xp)
+
+    def _leaves(self, structure: nest.Structure, returned: Any) -> list[Any]:
+        if structure.kind in (tuple, list) and isinstance(returned, tuple | list):
+            returned = structure.kind(returned)
+        try:
+            return nest.flatten_like(structure, returned)
+        except nest.StructureMismatch as error:
+            raise TypeError(f"{self.name} returned another nest than is declared: {error}") from None
+
+    def _check_place(self, inputs: Sequence[Any], names: tuple[str, ...]) -> None:
+        for name, x in self._own_tensors() if inputs else ():
+            if name not in names and x.device != inputs[0].device:
+                raise RuntimeError(
+                    f"{self.name} runs on {inputs[0].device}, and its {name!r} is on {x.device}: move the module there, "
+                    f"or ask for its device with af.device"
+                )
+
+
+def from_torch(module: Callable[..., Any], *, outputs: Any = None, name: str | None = None) -> TorchOp:
+    """Turns a `torch.nn.Module`, or a function on torch's tensors, into an op: ``f = af.from_torch(module)``, ``f(x)``.
+
+    Values and tensors share memory, in and out. On a CPU device the module runs on the event loop if it is short and on
+    the device's thread if not; torch's own threads are as many as `torch.set_num_threads` says. On a CUDA device it is
+    enqueued on the node's stream; its own memory comes from torch's allocator, which no ``memory_limit`` counts. A node
+    goes to a device of the kind that the module's own tensors are on.
+
+    Gradients flow to the inputs, and to those parameters that a call gets from the graph::
+
+        f = af.from_torch(module)
+        params = {name: af.Variable(value) for name, value in f.parameters().items()}
+        loss = af.mean((f(x, params=params) - y) ** 2)
+        step = af.optim.minimize(loss, list(params.values()), af.optim.sgd(0.1))
+
+    All other parameters are the module's own, as they are when a node runs, and get no gradient. The gradient runs the
+    module again and needs the same outputs: one that draws random numbers (dropout in training) fails with a
+    `KernelError`. Buffers that a module updates (batch normalisation in training) are updated once a run, in the order
+    in which nodes happen to run. Not covered: second derivatives, autocast, hooks that want a gradient of the module's
+    own parameters, and modules that write to their inputs (refused) or that wait for the card (they block the event
+    loop).
+
+    Args:
+        module: on the CPU, or on the card of the CUDA device that its nodes run on.
+        outputs: a `Spec`, or a nest of them, for what it returns. None: found when the op is called, by running it on
+            tensors of torch's "meta" device, which have no data; unknown extents stay unknown.
+        name: of the op and its nodes; None takes the function's or the class's.
+
+    Raises:
+        ImportError: torch is not installed (``pip install 'asyncflow[torch]'``).
+        GraphError: `module` cannot be called, or `outputs` is no nest of specs.
+    """
+    try:
+        return TorchOp(module, outputs, name)
+    except ModuleNotFoundError as error:
+        raise ImportError("from_torch needs PyTorch: pip install 'asyncflow[torch]'") from error
+
+
+def _check_specs(name: str, outputs: Any) -> None:
+    leaves = nest.flatten(outputs)[0]
+    if not leaves or not all(isinstance(leaf, Spec) for leaf in leaves):
+        raise GraphError(f"{name}: outputs are described by af.spec(dtype, shape), or a nest of specs; got {outputs!r}")
+
+
+def _infer(*inputs: Spec, outputs: Any, **attrs: Any) -> Spec | tuple[Spec, ...]:
+    return outputs if isinstance(outputs, Spec) else tuple(nest.flatten(outputs)[0])
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def _spec_of(leaf: Any) -> Spec:
+    if not hasattr(leaf, "dtype"):
+        raise TypeError(f"it returns {brief(leaf)}, which is no tensor")
+    return Spec(as_dtype(_name(leaf.dtype)), tuple(leaf.shape))
+
+
+def _joined(found: Sequence[Any]) -> Any:
+    """The nest of specs, in which an extent is unknown if it differs between the nests found."""
+    leaves = [nest.flatten(one)[0] for one in found]
+    structure = nest.flatten(found[0])[1]
+    return structure.unflatten([functools.reduce(_joined_spec, specs) for specs in zip(*leaves, strict=True)])
+
+
+def _joined_spec(a: Spec, b: Spec) -> Spec:
+    if a.rank != b.rank:
+        return Spec(a.dtype, None)
+    dims = zip(a.shape or (), b.shape or (), strict=True)
+    return Spec(a.dtype, tuple(x if x == y else None for x, y in dims))
+
+
+def _checked(spec: Spec, tensor: Any, what: str) -> Any:
+    """`tensor`, which has to be of the declared dtype and shape."""
+    found = f"{type(tensor).__name__}"
+    if hasattr(tensor, "untyped_storage"):
+        shape = tuple(tensor.shape)
+        if _name(tensor.dtype) == dtype_name(spec.dtype) and is_compatible(shape, spec.shape):
+            return tensor
+        found = f"{_name(tensor.dtype)}{format_shape(shape)}"
+    raise TypeError(f"the module returned {found} as {what}, declared as {spec}")
+
+
+__all__ = ["TorchOp", "from_torch"]

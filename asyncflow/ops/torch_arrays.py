@@ -1,0 +1,121 @@
+"""torch's tensors and the arrays of devices, in one memory: NumPy's on the host, CuPy's on a card."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.graph.dtypes import DType, bfloat16, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+    from contextlib import AbstractContextManager
+
+
+def torch_dtype(torch: Any, dtype: DType) -> Any:
+    """torch's dtype of that name."""
+    return getattr(torch, dtype_name(dtype))
+
+
+class HostTensors:
+    """Tensors and NumPy's arrays."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+
+    def active(self) -> AbstractContextManager[object]:
+        """Nothing."""
+        return nullcontext()
+
+    def random_state(self) -> Any:
+        """Which random numbers come next."""
+        return self._torch.get_rng_state()
+
+    def tensor(self, value: Any) -> Any:
+        """A tensor in the memory of an array or scalar; nobody may write to it."""
+        torch, array = self._torch, np.asarray(value)
+        if dtype_name(array.dtype) == "bfloat16":
+            return self.tensor(array.view(np.int16)).view(torch.bfloat16)
+        if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+            array = np.ascontiguousarray(array)  # torch has no such strides
+        # torch warns of arrays that are locked, and has no way to lock a tensor.
+        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Unlocked(array)))
+
+    def array(self, tensor: Any) -> np.ndarray[Any, Any]:
+        """An array in the memory of a tensor."""
+        torch = self._torch
+        tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.dtype is torch.bfloat16:
+            bits: np.ndarray[Any, Any] = tensor.contiguous().view(torch.int16).numpy()
+            return bits.view(bfloat16())
+        array: np.ndarray[Any, Any] = tensor.numpy()
+        return array
+
+    def places(self, tensors: Iterable[Any]) -> set[int]:
+        """Where the memory of tensors is."""
+        return {x.untyped_storage().data_ptr() for x in tensors}
+
+    def output(self, tensor: Any, shared: Collection[int]) -> np.ndarray[Any, Any]:
+        """An array in the memory of a tensor; locked if that is among `shared`, or else it is nobody else's."""
+        array = self.array(tensor)
+        if tensor.untyped_storage().data_ptr() in shared:
+            array.flags.writeable = False
+        return array
+
+
+class _Unlocked:
+    """A locked array, for those who need to be told that they may write to it."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        interface = array.__array_interface__
+        self.array = array
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+class CudaTensors:
+    """Tensors and CuPy's arrays, on the stream that is CuPy's current one when they are made."""
+
+    def __init__(self, torch: Any, xp: Any) -> None:
+        self._torch = torch
+        self._xp = xp
+        self._streams: dict[tuple[int, int], Any] = {}
+
+    def active(self) -> AbstractContextManager[object]:
+        """A block in which CuPy's current stream is torch's; nothing may be awaited in it."""
+        cuda, torch = self._xp.cuda, self._torch
+        key = cuda.get_current_stream().ptr, cuda.runtime.getDevice()
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = torch.cuda.ExternalStream(key[0], device=f"cuda:{key[1]}")
+        stack = ExitStack()
+        stack.enter_context(torch.cuda.device(key[1]))
+        stack.enter_context(torch.cuda.stream(stream))
+        return stack
+
+    def random_state(self) -> Any:
+        """Which random numbers come next."""
+        return self._torch.cuda.get_rng_state()
+
+    def tensor(self, value: Any) -> Any:
+        """A tensor in the memory of an array; a number of the host is filled in by a kernel."""
+        torch = self._torch
+        if isinstance(value, np.generic):
+            dtype = torch_dtype(torch, value.dtype)
+            return torch.full((), value.item(), dtype=dtype, device=f"cuda:{self._xp.cuda.runtime.getDevice()}")
+        # Both sides have one stream, so neither waits.
+        return torch.from_dlpack(value)
+
+    def places(self, tensors: Iterable[Any]) -> set[int]:
+        """Where the memory of tensors is."""
+        return {x.untyped_storage().data_ptr() for x in tensors}
+
+    def output(self, tensor: Any, shared: Collection[int]) -> Any:
+        """An array that owns the memory of a tensor; a copy if that is among `shared`: CuPy cannot lock arrays."""
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        is_shared = tensor.untyped_storage().data_ptr() in shared
+        return self._xp.from_dlpack(tensor.clone() if is_shared else tensor.contiguous())
+
+
+__all__ = ["CudaTensors", "HostTensors", "torch_dtype"]

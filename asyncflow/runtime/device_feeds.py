@@ -1,0 +1,73 @@
+"""Fed values that are in the memory of a card already: what of them has to come to the host, and when they are copied.
+
+A feed is a snapshot. One that is used on a CUDA device is copied on the card when the run starts, in the order of the
+stream that its library writes to. One that the run needs on the host is read on a thread. Whoever has to wait before it
+comes to that is given a copy first, made by the library itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.devices.cuda_backend import cuda_backend
+from asyncflow.devices.foreign import ForeignArray, read, view
+from asyncflow.runtime.feeds import locked, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from asyncflow.compiler.plan import Plan
+    from asyncflow.devices.protocol import Device
+    from asyncflow.graph.ir import Tensor
+
+
+def has_foreign(values: Sequence[Any]) -> bool:
+    """Whether a checked value is in the memory of a card."""
+    return ForeignArray in map(type, values)
+
+
+def snapshots(values: Sequence[Any]) -> list[Any]:
+    """The values, with copies for those in the memory of a card."""
+    return [value.snapshot() if type(value) is ForeignArray else value for value in values]
+
+
+async def settled(values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]) -> Any:
+    """The values, as the devices of a plan take them; does not suspend if all stay in the memory of cards.
+
+    Raises:
+        FeedError: one has to be read on the host, and cannot be.
+    """
+    places = {index: devices[part.device] for part in plan.partitions for index in part.feed_indexes}
+    wanted = [
+        index
+        for index, value in enumerate(values)
+        # Numbers of rank 0 are the host's, wherever they are used.
+        if type(value) is ForeignArray and (index not in places or places[index].kind != "cuda" or not value.ndim)
+    ]
+    if not wanted:
+        return values
+    values = snapshots(values)
+    readings = [_read(feeds[index], values[index]) for index in wanted]
+    for index, array in zip(wanted, await asyncio.gather(*readings), strict=True):
+        values[index] = array
+    return values
+
+
+async def _read(tensor: Tensor, foreign: ForeignArray) -> Any:
+    backend = await asyncio.to_thread(cuda_backend)  # the first call may import CuPy
+    if backend.cupy is None:
+        raise refusal(
+            tensor,
+            foreign.value,
+            f"it is in the memory of a card, which takes CuPy to read ({backend.reason}); feed a copy on the host",
+        )
+    try:
+        array, written = view(backend.cupy, foreign)
+        values = await asyncio.to_thread(read, backend.cupy, array, written, foreign.card)
+    except Exception as error:
+        raise refusal(tensor, foreign.value, f"it cannot be copied from card {foreign.card}: {error}") from error
+    return locked(values)
+
+
+__all__ = ["has_foreign", "settled", "snapshots"]

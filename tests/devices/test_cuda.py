@@ -1,0 +1,495 @@
+"""A CUDA device on the stand-in for CuPy: its copies, what it keeps alive, what it waits for, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from asyncflow.devices.cuda import MARK_EVERY, MOST_AHEAD, CudaDevice
+from asyncflow.devices.cuda_copies import COPY_INLINE_BYTES, SMALL_BYTES
+from asyncflow.devices.cuda_memory import home_of
+from asyncflow.devices.cuda_values import CudaArray, CudaOpaque
+from asyncflow.devices.pinned import PinnedBuffer, PinnedSlab
+from asyncflow.errors import DeviceLostError, PlacementError
+from asyncflow.streams.cuda import CudaStream
+from tests.fake_cupy import FakeCupy
+
+GRACE_S = 10.0
+PINNED = 256 << 10
+
+
+@pytest.fixture
+def cupy() -> Iterator[FakeCupy]:
+    with FakeCupy(devices=2) as fake:
+        yield fake
+        fake.engine.errors.clear()
+
+
+@asynccontextmanager
+async def opened(cupy: FakeCupy, index: int = 0, **options: Any) -> AsyncIterator[CudaDevice]:
+    device = CudaDevice(cupy, index, **{"pinned": PinnedSlab(cupy, PINNED), **options})
+    await device.open()
+    try:
+        yield device
+    finally:
+        cupy.resume()
+        assert await device.aclose(GRACE_S)
+
+
+def fed(device: CudaDevice, value: np.ndarray[Any, Any]) -> asyncio.Future[CudaArray]:
+    future: asyncio.Future[CudaArray] = device.fed(value, "x")
+    return future
+
+
+def fetched(device: CudaDevice, value: Any) -> asyncio.Future[Any]:
+    future: asyncio.Future[Any] = device.fetched(value)
+    return future
+
+
+def computed(device: CudaDevice, compute: Callable[[Any], Any], *values: CudaArray, stream: int = 0) -> CudaArray:
+    """What a kernel gives on one of the compute streams."""
+    lane = device.compute_streams[stream]
+    for value in values:
+        value.order(lane)
+    device.hold(lane, *[value.array for value in values])
+    with lane.activate():
+        return CudaArray(compute(*[value.array for value in values]), device.name, lane, "y")
+
+
+def lend_all(slab: PinnedSlab) -> list[PinnedBuffer]:
+    lent = []
+    while hole := slab.largest_hole:
+        buffer = slab.take(hole)
+        assert buffer is not None
+        lent.append(buffer)
+    return lent
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await turns(1)
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.T,
+    "every other": lambda x: x[:, ::2],
+    "backwards": lambda x: x[::-1],
+    "broadcast": lambda x: np.broadcast_to(x[:1], (5, x.shape[1])),
+    "empty": lambda x: x[:0],
+    "one": lambda x: x[:1, :1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [np.bool_, np.float16, ml_dtypes.bfloat16, np.complex64])
+@pytest.mark.parametrize("rows", [6, 20_000])
+async def test_arrays_go_there_and_back(cupy: FakeCupy, dtype: Any, layout: str, rows: int) -> None:
+    made = np.random.default_rng(0).integers(0, 2, (rows, 14))
+    value = LAYOUTS[layout](made.astype(dtype))
+    async with opened(cupy) as device:
+        result = await fetched(device, await fed(device, value))
+        assert (result.dtype, result.shape) == (value.dtype, value.shape)
+        assert np.array_equal(result, value) and result.flags.writeable and result.base is None
+
+
+@pytest.mark.parametrize("value", [np.float32(2), np.float64(3), np.complex64(1j), np.float16(4)])
+async def test_what_has_rank_0_comes_back_as_a_scalar(cupy: FakeCupy, value: Any) -> None:
+    async with opened(cupy) as device:
+        result = await fetched(device, computed(device, lambda: cupy.full((), value, value.dtype)))
+        assert type(result) is type(value) and result == value
+
+
+async def test_a_scalar_that_finds_no_pinned_memory_is_a_scalar_all_the_same(cupy: FakeCupy) -> None:
+    async with opened(cupy) as device:
+        lent = lend_all(device.copies._slab) + lend_all(device.copies._small)
+        one = computed(device, lambda: cupy.full((), 1.5))
+        waiting = fetched(device, one)
+        await turns()
+        for buffer in lent:
+            buffer.free()
+        result = await waiting
+        assert type(result) is np.float64 and result == 1.5
+
+
+@pytest.mark.parametrize("layout", ["transposed", "every other", "backwards"])
+async def test_a_view_is_fetched_in_order(cupy: FakeCupy, layout: str) -> None:
+    value = np.arange(60_000.0).reshape(300, 200)
+    async with opened(cupy) as device:
+        x = await fed(device, value)
+        for part in (LAYOUTS[layout], lambda x: LAYOUTS[layout](x[:4])):
+            y = computed(device, part, x)
+            assert np.array_equal(await fetched(device, y), part(value))
+
+
+async def test_opaque_values_are_handed_over_once_what_made_them_is_done(cupy: FakeCupy) -> None:
+    async with opened(cupy) as device:
+        cupy.pause()
+        computed(device, lambda: cupy.zeros(3))
+        waiting = fetched(device, CudaOpaque("state"))
+        await turns()
+        assert not waiting.done()
+        cupy.resume()
+        assert await waiting == "state"
+
+
+# -- the host's side --------------------------------------------------------------------------------------------------
+
+
+async def test_the_event_loop_is_never_blocked(cupy: FakeCupy) -> None:
+    async with opened(cupy, memory_limit=32 << 20) as device:
+        lent = lend_all(device.copies._slab)
+        warm = len(cupy.blocking())
+        sizes = (1, 100, SMALL_BYTES // 8, COPY_INLINE_BYTES // 8, PINNED, 3 * PINNED)
+        values = [np.random.default_rng(n).random(n) for n in sizes]
+        feeds = [fed(device, value) for value in values]
+        device.copy_in(np.arange(64.0), "a small one")
+        await turns()
+        for buffer in lent:
+            buffer.free()
+        arrays = await asyncio.gather(*feeds)
+        results = await asyncio.gather(*[fetched(device, x) for x in arrays])
+        assert all(np.array_equal(result, value) for result, value in zip(results, values, strict=True))
+        assert cupy.blocking()[warm:] == []
+
+
+async def test_many_fetches_in_pieces_do_not_wait_for_one_another_for_ever(cupy: FakeCupy) -> None:
+    """Each keeps two pieces on their way, and there is room for three of them."""
+    async with opened(cupy, pinned=PinnedSlab(cupy, 3 * 4096, slabs=3)) as device:
+        values = [np.random.default_rng(n).random(5_000) for n in range(6)]
+        arrays = [await fed(device, value) for value in values]
+        results = await asyncio.gather(*[fetched(device, x) for x in arrays])
+        assert all(np.array_equal(result, value) for result, value in zip(results, values, strict=True))
+        assert device.copies._slab.free_bytes == 3 * 4096
+
+
+async def test_the_slab_serves_the_loops_of_several_threads(cupy: FakeCupy) -> None:
+    slab = PinnedSlab(cupy, PINNED)
+    waits = threading.Event()
+    value, results = np.random.default_rng(0).random(PINNED), []
+
+    async def other() -> None:
+        async with opened(cupy, 1, pinned=slab) as device:
+            feeding = fed(device, value)
+            await turns()
+            waits.set()
+            results.append(await fetched(device, await feeding))
+
+    async with opened(cupy, pinned=slab):
+        lent = lend_all(slab)
+        thread = threading.Thread(target=lambda: asyncio.run(other(), debug=True))
+        thread.start()
+        await asyncio.to_thread(waits.wait)
+        for buffer in lent:
+            buffer.free()
+        await asyncio.to_thread(thread.join)
+    assert np.array_equal(results[0], value)
+
+
+async def test_a_cancelled_copy_keeps_its_memory_until_the_card_is_done_with_it(cupy: FakeCupy) -> None:
+    """Only the end of the event loop cancels one."""
+    async with opened(cupy) as device:
+        slab = device.copies._slab
+        x = await fed(device, np.zeros(PINNED))
+        cupy.pause()
+        waiting = fetched(device, x)
+        await turns()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        gc.collect()
+        assert slab.free_bytes < PINNED
+        cupy.resume()
+        done = asyncio.Event()
+        device.when_done(lambda _error: done.set())
+        await done.wait()
+        gc.collect()
+        assert slab.free_bytes == PINNED
+
+
+async def test_who_cannot_read_what_was_copied_hears_of_it(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def view(*_: object) -> Any:
+        raise MemoryError("no memory for the result")
+
+    async with opened(cupy) as device:
+        x = await fed(device, np.zeros(8))
+        monkeypatch.setattr(PinnedBuffer, "view", view)
+        with pytest.raises(MemoryError, match="no memory for the result"):
+            await fetched(device, x)
+        monkeypatch.undo()
+        assert device.copies._small.free_bytes == device.copies._small.nbytes
+
+
+async def test_a_failing_callback_does_not_keep_others_from_theirs(cupy: FakeCupy) -> None:
+    seen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: seen.append(context))
+
+    def fail(value: Any, error: BaseException | None) -> None:
+        raise ZeroDivisionError
+
+    async with opened(cupy) as device:
+        x = await fed(device, np.arange(8.0))
+        cupy.pause()
+        device.fetch(x, fail)
+        waiting = fetched(device, x)
+        cupy.resume()
+        assert (await waiting)[7] == 7.0
+    assert [type(context["exception"]) for context in seen] == [ZeroDivisionError]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+async def test_memory_has_a_home(cupy: FakeCupy) -> None:
+    async with opened(cupy, compute_streams=2) as device:
+        x = await fed(device, np.arange(8.0))
+        y = computed(device, lambda x: x + 1, x, stream=1)
+        view = computed(device, lambda x: x[2:], x, stream=1)
+        homes = [home_of(array.array) for array in (x, y, view)]
+        assert homes == [device.compute_streams[index] for index in (0, 1, 0)]
+        assert home_of(cupy.zeros(3)) is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_views_of_another_streams_memory_are_kept_while_they_are_read(seed: int) -> None:
+    """The first stream frees its memory and uses it again at once; the second one still reads it, as a view."""
+    with FakeCupy(seed=seed) as cupy:
+        async with opened(cupy, compute_streams=2) as device:
+            sums = []
+            cupy.pause()
+            for number in range(6):
+                x = computed(device, lambda number=number: cupy.full((64, 64), float(number)))
+                view = computed(device, lambda x: x.reshape(-1), x, stream=1)
+                del x
+                sums.append(computed(device, lambda x: x.sum(), view, stream=1))
+                del view
+                for _ in range(3):
+                    computed(device, lambda: cupy.full((64, 64), -1.0))
+            cupy.resume()
+            assert [await fetched(device, x) for x in sums] == [64.0 * 64 * number for number in range(6)]
+
+
+async def test_a_copy_in_order_of_a_view_keeps_what_it_reads(cupy: FakeCupy) -> None:
+    async with opened(cupy, compute_streams=2) as device:
+        cupy.pause()
+        x = computed(device, lambda: cupy.full((64, 32), 3.0), stream=0)
+        view = computed(device, lambda x: x.T, x, stream=1)
+        waiting = fetched(device, view)
+        del x, view
+        for _ in range(4):
+            computed(device, lambda: cupy.full((64, 32), -1.0))
+        cupy.resume()
+        assert np.array_equal(await waiting, np.full((32, 64), 3.0))
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3])
+async def test_a_limit_can_be_used_up_on_any_stream(cupy: FakeCupy, streams: int) -> None:
+    async with opened(cupy, memory_limit=1 << 20, compute_streams=streams) as device:
+        for stream in (*range(streams), 0):
+            x = computed(device, lambda: cupy.zeros(1 << 20, np.uint8), stream=stream)
+            assert device.memory.used == 1 << 20
+            del x
+
+
+async def test_a_device_gives_its_memory_back(cupy: FakeCupy) -> None:
+    free = cupy.memory_map.regions[0].free_bytes
+    async with opened(cupy, memory_limit=8 << 20) as device:
+        x = await fed(device, np.zeros(1000))
+        await fetched(device, x)
+        del x
+        warm = len(cupy.blocking())
+    assert cupy.blocking()[warm:] == []
+    cupy.wait_idle()
+    assert cupy.memory_map.regions[0].free_bytes == free
+
+
+async def test_a_limit_that_the_card_does_not_have(cupy: FakeCupy) -> None:
+    device = CudaDevice(cupy, memory_limit=1 << 40)
+    with pytest.raises(PlacementError, match=r"device cuda:0 does not get the memory that it is to have: .* 1\.0 TiB"):
+        await device.open()
+    assert await device.aclose(GRACE_S)
+    async with opened(cupy) as other:
+        assert (await fetched(other, await fed(other, np.ones(3)))).sum() == 3
+
+
+# -- other devices ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (0, 3), (1,), ()])
+@pytest.mark.parametrize(("physical", "peers"), [(0, True), (1, True), (1, False)])
+async def test_arrays_go_to_another_device(physical: int, peers: bool, shape: tuple[int, ...]) -> None:
+    value = np.random.default_rng(0).random(shape)
+    with FakeCupy(devices=2, peers=peers, seed=1) as cupy:
+        async with opened(cupy) as one, opened(cupy, 1, physical=physical) as other:
+            x = computed(one, lambda: cupy.full((), value)) if not shape else await fed(one, value)
+            for part in (lambda x: x, lambda x: x.T):
+                y = computed(one, part, x)
+                arriving = other._future_of(lambda deliver, y=y: other.receive(y, one, deliver))  # type: ignore[misc]
+                del y
+                computed(one, lambda: cupy.full(shape, -1.0))
+                result = await fetched(other, await arriving)
+                assert np.array_equal(result, part(value))
+
+
+async def test_peer_access_is_asked_for_at_the_start(cupy: FakeCupy) -> None:
+    async with opened(cupy), opened(cupy, 1, physical=1):
+        assert cupy.cuda.runtime._peer_access == {(0, 1), (1, 0)}
+
+
+# -- how far it has got -----------------------------------------------------------------------------------------------
+
+
+async def test_a_run_that_copied_nothing_takes_one_ticket(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    notify = CudaStream.notify
+
+    def counted(stream: CudaStream, *args: Any) -> None:
+        asked.append(stream.name)
+        notify(stream, *args)
+
+    async with opened(cupy) as device:
+        await fetched(device, await fed(device, np.zeros(3)))
+        monkeypatch.setattr(CudaStream, "notify", counted)
+        ended = asyncio.Event()
+        device.when_done(lambda _error: ended.set())
+        await ended.wait()
+        assert asked == ["cuda:0/compute"]
+        asked.clear()
+        cupy.pause()
+        x = device.copy_in(np.zeros(3), "x")
+        asked.clear()
+        ended.clear()
+        device.when_done(lambda _error: ended.set())
+        assert asked == ["cuda:0/compute", "cuda:0/h2d"]
+        cupy.step(2)
+        await turns()
+        assert not ended.is_set()
+        cupy.resume()
+        await ended.wait()
+        del x
+
+
+async def test_launching_pauses_and_goes_on_even_if_a_callback_fails(cupy: FakeCupy) -> None:
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
+    resumed: list[str] = []
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    async with opened(cupy) as device:
+        cupy.pause()
+        for _ in range(MOST_AHEAD // MARK_EVERY):
+            computed(device, lambda: cupy.zeros(1))
+            device.launched += MARK_EVERY
+            is_far_ahead = device.throttle(fail)
+        assert is_far_ahead and device.throttle(lambda: resumed.append("second"))
+        await turns()
+        assert resumed == []
+        cupy.resume()
+        await until(lambda: bool(resumed))
+        assert [type(context["exception"]) for context in failures] == [ZeroDivisionError]
+        assert not device.throttle(fail)
+
+
+async def test_a_lost_device_pauses_nobody(cupy: FakeCupy) -> None:
+    resumed: list[str] = []
+    async with opened(cupy) as device:
+        cupy.pause()
+        computed(device, lambda: cupy.zeros(1))
+        device.launched = MOST_AHEAD
+        assert device.throttle(lambda: resumed.append("once"))
+        cupy.fail_device(0)
+        cupy.resume()
+        await until(lambda: bool(resumed))
+        assert not device.throttle(lambda: resumed.append("never"))
+        assert resumed == ["once"]
+
+
+async def test_a_lost_device_says_so_everywhere(cupy: FakeCupy) -> None:
+    loss = "cuda:0 is lost: .*illegal memory access.*launched last was 'x',"
+    async with opened(cupy) as device, opened(cupy, 1, physical=1) as other:
+        x = await fed(device, np.zeros(PINNED))
+        small = await fed(device, np.zeros(4))
+        cupy.pause()
+        waiting = [
+            fetched(device, x),
+            fetched(device, small),
+            fetched(device, CudaOpaque(1)),
+            fed(device, np.ones(PINNED)),
+        ]
+        ended: list[BaseException | None] = []
+        device.when_done(ended.append)
+        cupy.fail_stream(device.compute.raw)
+        cupy.resume()
+        for future in waiting:
+            with pytest.raises(DeviceLostError, match=loss):
+                await future
+        await until(lambda: bool(ended))
+        assert isinstance(ended[0], DeviceLostError) and ended[0].__cause__ is not None
+        for call in (device.check, lambda: fetched(device, x), lambda: device.copy_in(np.ones(3), "x")):
+            with pytest.raises(DeviceLostError, match=loss):
+                call()
+        got: list[Any] = []
+        other.receive(small, device, lambda _value, error: got.append(error))
+        device.receive(await fed(other, np.zeros(4)), other, lambda _value, error: got.append(error))
+        assert [type(error) for error in got] == [DeviceLostError] * 2
+        other.check()
+
+
+async def test_a_refused_call_loses_the_device_only_if_nothing_else_works(cupy: FakeCupy) -> None:
+    async with opened(cupy) as device:
+        cupy.fail_next(701, "launchKernel")
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as refused:
+            computed(device, lambda: cupy.full(3, 1.0))
+        assert device.cause_of(refused.value) is refused.value
+        device.check()
+        cupy.fail_next(700, "launchKernel")
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as refused:
+            computed(device, lambda: cupy.full(3, 1.0))
+        assert isinstance(device.cause_of(refused.value), DeviceLostError)
+        with pytest.raises(DeviceLostError):
+            device.check()
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+async def test_copies_in_flight_end_before_the_device_does(cupy: FakeCupy) -> None:
+    value = np.random.default_rng(0).random(PINNED)
+    async with opened(cupy) as device:
+        array = await fed(device, value)
+        feeding, fetching = fed(device, value), fetched(device, array)
+    assert np.array_equal(await fetching, value) and feeding.result().nbytes == value.nbytes
+
+
+async def test_what_does_not_end_in_time_is_given_up(cupy: FakeCupy) -> None:
+    device = CudaDevice(cupy, pinned=PinnedSlab(cupy, PINNED))
+    await device.open()
+    cupy.pause()
+    x = computed(device, lambda: cupy.zeros(3))
+    fetching = fetched(device, x)
+    assert not await device.aclose(0.0)
+    cupy.resume()
+    assert (await fetching).sum() == 0
+    assert await device.aclose(GRACE_S)
+
+
+async def test_a_device_that_was_never_opened_closes(cupy: FakeCupy) -> None:
+    assert await CudaDevice(cupy).aclose(GRACE_S)
