@@ -27,6 +27,8 @@ from asyncflow.compiler.plan import Plan
 from asyncflow.compiler.regions import REGION, make_regions
 from asyncflow.compiler.saved import find_saved
 from asyncflow.compiler.straight import find_straight
+from asyncflow.devices.names import DeviceSpec
+from asyncflow.errors import PlacementError
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.verify import verify
@@ -172,10 +174,22 @@ def _state_of(graph: Graph) -> Iterator[tuple[Node, Hashable]]:
 
 
 def _send_home(graph: Graph, homes: Mapping[Hashable, str]) -> None:
-    """Asks for the device that holds the state a node touches, where nobody has asked for one."""
+    """Asks for the device that holds the state a node touches.
+
+    Raises:
+        PlacementError: the node asks for another.
+    """
     for node, key in _state_of(graph):
-        if node.device is None:
-            node.device = homes.get(key)
+        home = homes.get(key)
+        if home is None:
+            continue
+        if node.device is not None and not DeviceSpec.parse(node.device).matches(home):
+            raise PlacementError(
+                f"{node.name} ({node.op.name}) asks for {node.device!r}, and what it touches is in the memory of "
+                f"{home}, where an earlier run of this session has put it; ask for {home!r} or for none"
+                f"\n  built at {node.location}"
+            )
+        node.device = home
 
 
 def runs_regions(device: Device) -> bool:

@@ -1,0 +1,162 @@
+"""What may be captured in a CUDA graph? Nodes of which it is known that they launch kernels and do nothing else.
+
+Left out are products of matrices (cuBLAS does not let CuPy capture it), sorting, linear algebra and what has shapes
+that depend on the data (they wait for the device), random numbers, state and tensor arrays (they keep what they are
+given), and the user's functions. Python decides while it captures, so branches and loops in a graph are those of the
+values on the host at that time, which are part of what the graph is valid for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.fused import FUSED
+from asyncflow.compiler.host_values import is_scalar_spec, may_stay_on_host
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
+from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.op import host_inputs, runs_on_host
+from asyncflow.graph.shapes import is_static
+from asyncflow.ops.cuda_source import has_source
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from asyncflow.compiler.regions import Region
+    from asyncflow.graph.graph import Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+
+_REDUCTIONS = (
+    *("all", "any", "argmax", "argmin", "count_nonzero", "max", "mean", "min", "prod", "std", "sum", "var"),
+    *("log_softmax", "logsumexp", "softmax", "layer_norm", "cumulative_prod", "cumulative_sum", "diff", "sum_to"),
+)
+_SHAPES = (
+    *("broadcast_arrays", "broadcast_to", "concat", "expand_dims", "flip", "matrix_transpose", "permute_dims"),
+    *("reshape", "reshape_to", "roll", "squeeze", "stack", "tile", "unstack", "rank", "shape", "size", "getitem"),
+)
+_OTHERS = (
+    *("arange", "complex_multiply", "eye", "full", "full_like", "imag", "one_hot", "real", "stop_gradient"),
+    *("take", "take_along_axis", "tril", "triu"),
+)
+CAPTURABLE = frozenset((*_REDUCTIONS, *_SHAPES, *_OTHERS))
+"""Names of the ops that may be captured, beside those that have C++ source."""
+
+_METADATA = frozenset(("rank", "shape", "size"))
+
+_COPIES_A_LAUNCH = 2
+"""Launching a kernel from Python takes about as long as copying so many arrays in or out of a graph's buffers."""
+
+_LEAST_GAIN = 2
+"""Launches that looking up and launching the graph take."""
+
+
+def can_capture(region: Region, on_host: Collection[Tensor]) -> bool:
+    """Whether the region can be captured, and is launched faster as a CUDA graph.
+
+    Args:
+        region: of a device whose regions enqueue.
+        on_host: tensors whose values are on the host; see `find_host_values`.
+    """
+    if not all(may_be_captured(node, on_host) for node in region.nodes):
+        return False
+    launches = sum(_launches(node, on_host) for node in region.walk())
+    copies = sum(tensor not in on_host for tensor in (*region.inputs, *region.outputs))
+    return launches > _LEAST_GAIN + copies / _COPIES_A_LAUNCH
+
+
+def may_be_captured(node: Node, on_host: Collection[Tensor]) -> bool:
+    """Whether the node does nothing, in a region, that a CUDA graph cannot hold."""
+    if node.op in (CONSTANT, IDENTITY, NO_OP, PARAMETER):
+        return True
+    if node.op.name in STRUCTURED:
+        return _decision(node) in on_host and all(
+            may_be_captured(inner, on_host) for body in node.subgraphs for inner in body.nodes
+        )
+    if _is_computed_on_host(node, on_host):
+        return True
+    is_known = node.op is FUSED or has_source(node.op) or node.op.name in CAPTURABLE
+    return is_known and not runs_on_host(node) and _finds_its_inputs(node, on_host)
+
+
+def _decision(node: Node) -> Tensor:
+    found: Tensor = node.attrs["cond"].results[0] if node.op.name == "while" else node.inputs[0]
+    return found
+
+
+def _is_computed_on_host(node: Node, on_host: Collection[Tensor]) -> bool:
+    return bool(node.outputs) and may_stay_on_host(node) and all(tensor in on_host for tensor in node.inputs)
+
+
+def _launches(node: Node, on_host: Collection[Tensor]) -> bool:
+    return node.op.kernel is not None and node.op is not CONSTANT and not _is_computed_on_host(node, on_host)
+
+
+def _finds_its_inputs(node: Node, on_host: Collection[Tensor]) -> bool:
+    """Whether no input has to be copied to the host or from there."""
+    read = host_inputs(node)
+    for index, tensor in enumerate(node.inputs):
+        if index in read:
+            is_found = tensor in on_host and (tensor.shape == () or node.op.name != "getitem")
+        else:
+            is_found = tensor not in on_host or tensor.shape == ()
+        if not is_found:
+            return False
+    return True
+
+
+# -- loops -----------------------------------------------------------------------------------------------------------
+
+
+def is_device_loop(node: Node, on_host: Collection[Tensor]) -> bool:
+    """Whether the node is a loop that decides by what a device computes, and that the device can run by itself.
+
+    Its variables have numbers and shapes that never change; variables that the host has outside, such as counters, are
+    the device's inside. There are no branches or loops in it.
+    """
+    if node.op.name != "while" or _decision(node) in on_host:
+        return False
+    if not all(spec.dtype.kind in "biufc" or spec.dtype.name == "bfloat16" for spec in (t.spec for t in node.outputs)):
+        return False
+    if not all(is_static(tensor.shape) for tensor in node.outputs):
+        return False
+    parts = node.attrs["cond"], node.attrs["body"]
+    inside = host_values_inside(node.inputs, parts, node.attrs["n_vars"], on_host)
+    if parts[0].results[0] in inside or any(result in inside and result.shape != () for result in parts[1].results):
+        return False
+    nodes = [inner for part in parts for inner in part.nodes]
+    return all(inner.op.name not in STRUCTURED and may_be_captured(inner, inside) for inner in nodes)
+
+
+def host_values_inside(
+    inputs: Sequence[Tensor], parts: Sequence[Subgraph], n_vars: int, on_host: Collection[Tensor]
+) -> set[Tensor]:
+    """The tensors in the predicate and the body of a device's loop whose values are on the host: none of a variable.
+
+    Args:
+        inputs: of the loop's node: first its variables, then what it captures.
+        parts: predicate and body.
+        n_vars: how many variables there are.
+        on_host: tensors outside whose values are on the host.
+    """
+    found: set[Tensor] = set()
+    for part in parts:
+        captures = zip(part.inputs[n_vars:], inputs[n_vars:], strict=True)
+        found.update(inner for inner, outer in captures if outer in on_host)
+        for node in part.nodes:
+            found.update(_host_outputs(node, found))
+    return found
+
+
+def _host_outputs(node: Node, found: Collection[Tensor]) -> Iterator[Tensor]:
+    if node.op is PARAMETER:
+        return
+    if node.op is CONSTANT:
+        is_there = is_scalar_spec(node.outputs[0].spec)
+    elif node.op is IDENTITY:
+        is_there = node.inputs[0] in found
+    else:
+        is_there = node.op.name in _METADATA or _is_computed_on_host(node, found)
+    if is_there:
+        yield from node.outputs
+
+
+__all__ = ["CAPTURABLE", "can_capture", "host_values_inside", "is_device_loop", "may_be_captured"]

@@ -1,0 +1,170 @@
+"""Pass: makes one node of a loop that a GPU can run by itself, and gives it its code.
+
+A `device_while` node takes and gives what the `while` node did. To the executor it is a node that waits: it launches
+the loop, and looks once at how far it came (`asyncflow.devices.cuda_while_launch`). All its results are the device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from asyncflow.compiler.capturable import host_values_inside, is_device_loop
+from asyncflow.compiler.codegen import TooManyIterations, generate
+from asyncflow.compiler.detached import detached_node
+from asyncflow.compiler.host_values import find_host_values
+from asyncflow.compiler.kernels import bind_member
+from asyncflow.compiler.regions import Region
+from asyncflow.compiler.replacements import Replacements
+from asyncflow.devices.cuda_bindings import cuda_bindings
+from asyncflow.devices.cuda_graph import driven
+from asyncflow.devices.cuda_while_launch import WhileLauncher
+from asyncflow.devices.protocol import KernelInfo
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.op import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from asyncflow.devices.cuda import CudaDevice
+    from asyncflow.devices.protocol import AsynchronousDevice
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loop:
+    """What a `device_while` node runs.
+
+    Attributes:
+        condition, body: those of the `while` node.
+        n_vars: how many of the inputs are loop variables; the others are what the loop captures.
+        specs: of the outputs.
+        captured_on_host: positions of the inputs whose values are on the host, among those it captures.
+    """
+
+    condition: Subgraph
+    body: Subgraph
+    n_vars: int
+    specs: tuple[Spec, ...]
+    captured_on_host: frozenset[int]
+
+
+def _not_bound(_xp: Any, *, loop: Loop) -> Kernel:
+    raise NotImplementedError(f"a loop of {loop.n_vars} variables is bound by bind_device_loop")
+
+
+DEVICE_WHILE = Op(name="device_while", infer=lambda *_, loop: loop.specs, kernel=_not_bound, is_async=True)
+
+
+def make_device_loops(graph: Graph, devices: Collection[str]) -> set[Tensor]:
+    """Replaces loops by `device_while` nodes, in place, also those in the bodies of other loops and of branches.
+
+    Args:
+        graph: with the device of every node in ``node.device``.
+        devices: names of the CUDA devices.
+
+    Returns:
+        The tensors whose values are on the host then, as `find_host_values` does.
+    """
+    on_host = find_host_values(graph)
+    # What depends on the counter of a loop that was replaced is no longer on the host, so one is replaced at a time.
+    while _replace_one(graph, devices, on_host):
+        on_host = find_host_values(graph)
+    return on_host
+
+
+def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Tensor]) -> bool:
+    """Whether there was a loop to be replaced, in the graph or below."""
+    for position, node in enumerate(graph.nodes):
+        device = _device_of(node)
+        if device in devices and is_device_loop(node, on_host):
+            made = graph.nodes[position] = _device_while(node, device, on_host)
+            replacements = Replacements(dict(zip(node.outputs, made.outputs, strict=True)), {node: made})
+            for later in graph.nodes[position:]:
+                replacements.apply(later)
+            replacements.apply_to_results(graph)
+            return True
+        bodies = node.subgraphs if node.op.name in STRUCTURED else ()
+        if any(_replace_one(body, devices, on_host) for body in bodies):
+            return True
+    return False
+
+
+def _device_of(node: Node) -> str | None:
+    """The one device that a loop runs on; None if there are several."""
+    if node.op.name != "while":
+        return None
+    members = [inner for part in node.subgraphs for inner in part.nodes]
+    found = {inner.device for inner in members if inner.op is not PARAMETER and inner.op is not CONSTANT}
+    return found.pop() if len(found) == 1 else None
+
+
+def _device_while(node: Node, device: str | None, on_host: Collection[Tensor]) -> Node:
+    n_vars: int = node.attrs["n_vars"]
+    specs = tuple(tensor.spec for tensor in node.outputs)
+    there = frozenset(index for index, tensor in enumerate(node.inputs) if index >= n_vars and tensor in on_host)
+    loop = Loop(node.attrs["cond"], node.attrs["body"], n_vars, specs, there)
+    made = detached_node(node.graph, DEVICE_WHILE, node.inputs, {"loop": loop}, node, specs, name=f"{node.name}/device")
+    made.control_inputs = list(node.control_inputs)
+    made.device = device
+    return made
+
+
+def bind_device_loop(
+    node: Node,
+    bare: Callable[[Any, Node], Kernel],
+    device: AsynchronousDevice,
+    stream: int,
+    max_iterations: int | None,
+) -> Kernel:
+    """What a firing of a `device_while` node calls.
+
+    Args:
+        node: of a CUDA device.
+        bare: gives a node's kernel for an array namespace.
+        device: where it runs.
+        stream: number of the compute stream.
+        max_iterations: most iterations of a loop.
+    """
+    loop: Loop = node.attrs["loop"]
+    there = {node.inputs[index] for index in loop.captured_on_host}
+    inside = host_values_inside(node.inputs, (loop.condition, loop.body), loop.n_vars, there)
+
+    def bind(member: Node) -> Kernel:
+        return bind_member(member, lambda xp: bare(xp, member), device, stream, inside)
+
+    condition, body = (_function(part, node.name, bind) for part in (loop.condition, loop.body))
+    launches = len(loop.condition.nodes) + len(loop.body.nodes)
+    info = KernelInfo(
+        name=node.name,
+        stream=stream,
+        single=False,
+        launches=launches,
+        flops=lambda inputs, outputs: 0.0,
+        infer=lambda inputs: None,
+    )
+    label = node.name.rpartition("/")[0].rpartition("/")[2]
+    return WhileLauncher(
+        cast("CudaDevice", device),
+        cuda_bindings(),
+        (lambda *values: condition(*values)[0], body),
+        info,
+        n_vars=loop.n_vars,
+        limit=max_iterations,
+        too_many=partial(TooManyIterations, label, max_iterations or 0),
+    )
+
+
+def _function(part: Subgraph, name: str, bind: Callable[[Node], Kernel]) -> Callable[..., Any]:
+    region = Region(tuple(part.nodes), tuple(part.inputs), tuple(part.results))
+    code = generate(region, name, bind, track=None, max_iterations=None, enqueues=True)
+    return driven(code.function) if code.is_generator else code.function
+
+
+__all__ = ["DEVICE_WHILE", "Loop", "bind_device_loop", "make_device_loops"]
