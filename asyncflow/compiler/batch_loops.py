@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node
 
 _BLOCK_BYTES = 24 << 20
-"""Most bytes of a block. Larger ones gain nothing more: their products are as fast as one of all rows."""
+"""Most bytes of a block. Larger ones gain nothing more: their products are as fast as one of all rows. From 32 MiB on,
+the C library would give the memory back to the system after each step."""
 
 _OVERLAPPED = 16
 """Blocks are so much smaller where iterations overlap: while a block is made, others wait for what goes from lane to

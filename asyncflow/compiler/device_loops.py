@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from asyncflow.compiler.capturable import host_values_inside, is_device_loop
 from asyncflow.compiler.codegen import TooManyIterations, generate
 from asyncflow.compiler.detached import detached_node
+from asyncflow.compiler.fuse import fuse_line
 from asyncflow.compiler.host_values import find_host_values
 from asyncflow.compiler.kernels import bind_member
 from asyncflow.compiler.regions import Region
@@ -62,36 +63,40 @@ def _not_bound(_xp: Any, *, loop: Loop) -> Kernel:
 DEVICE_WHILE = Op(name="device_while", infer=lambda *_, loop: loop.specs, kernel=_not_bound, is_async=True)
 
 
-def make_device_loops(graph: Graph, devices: Collection[str]) -> set[Tensor]:
+def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = True) -> set[Tensor]:
     """Replaces loops by `device_while` nodes, in place, also those in the bodies of other loops and of branches.
 
     Args:
         graph: with the device of every node in ``node.device``.
         devices: names of the CUDA devices.
+        fusion: make one kernel of chains of elementwise ones.
 
     Returns:
         The tensors whose values are on the host then, as `find_host_values` does.
     """
     on_host = find_host_values(graph)
     # What depends on the counter of a loop that was replaced is no longer on the host, so one is replaced at a time.
-    while _replace_one(graph, devices, on_host):
+    while _replace_one(graph, devices, on_host, fusion):
         on_host = find_host_values(graph)
     return on_host
 
 
-def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Tensor]) -> bool:
+def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Tensor], fusion: bool) -> bool:
     """Whether there was a loop to be replaced, in the graph or below."""
     for position, node in enumerate(graph.nodes):
         device = _device_of(node)
         if device in devices and is_device_loop(node, on_host):
             made = graph.nodes[position] = _device_while(node, device, on_host)
+            if fusion:
+                for part in node.subgraphs:
+                    part.nodes[:], part.results = fuse_line(part.nodes, part.results)
             replacements = Replacements(dict(zip(node.outputs, made.outputs, strict=True)), {node: made})
             for later in graph.nodes[position:]:
                 replacements.apply(later)
             replacements.apply_to_results(graph)
             return True
         bodies = node.subgraphs if node.op.name in STRUCTURED else ()
-        if any(_replace_one(body, devices, on_host) for body in bodies):
+        if any(_replace_one(body, devices, on_host, fusion) for body in bodies):
             return True
     return False
 

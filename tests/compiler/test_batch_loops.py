@@ -79,7 +79,7 @@ async def test_requests_for_several_devices(graph: af.Graph) -> None:
 
 def test_blocks_are_a_small_part_of_the_memory_limit() -> None:
     """And none are made where kernels are launched ahead."""
-    assert block_bytes([CpuDevice()]) == 32 << 20
+    assert block_bytes([CpuDevice()]) == 24 << 20
     assert block_bytes([CpuDevice(), CpuDevice(1, memory_limit=64 << 20)]) == 1 << 20
 
 
