@@ -13,7 +13,7 @@ from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
@@ -61,6 +61,8 @@ def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: 
         kernel = node.op.scalar_kernel
     if node.op.is_async:
         return kernel
+    if xp is not np and any(dtype_name(tensor.dtype) == "bfloat16" for tensor in node.outputs):
+        kernel = _casting(node, kernel)
     if check_outputs:
         kernel = _with_checked_outputs(node, kernel, xp)
     if check_numerics and any(tensor.dtype.kind in "fc" for tensor in node.outputs):
@@ -203,6 +205,16 @@ def _constant_on(device: AsynchronousDevice, node: Node, value: Any) -> Any:
 def is_host_spec(spec: Spec) -> bool:
     """Whether values of this spec stay on the host: counters, indices and predicates."""
     return spec.shape == () and spec.dtype.kind in "biu"
+
+
+def _casting(node: Node, kernel: Kernel) -> Kernel:
+    """`kernel` with outputs of the dtypes that the graph has: CuPy widens bfloat16 here and there."""
+    dtypes = [tensor.dtype for tensor in node.outputs]
+    if node.single:
+        return lambda *inputs: kernel(*inputs).astype(dtypes[0], copy=False)
+    return lambda *inputs: tuple(
+        [value.astype(dtype, copy=False) for value, dtype in zip(kernel(*inputs), dtypes, strict=True)]
+    )
 
 
 def _with_checked_outputs(node: Node, kernel: Kernel, xp: ModuleType) -> Kernel:

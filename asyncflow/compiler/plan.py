@@ -16,6 +16,7 @@ import numpy as np
 from asyncflow.compiler.codegen import RegionCode
 from asyncflow.compiler.estimate import estimate_region
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
+from asyncflow.compiler.fused import FUSED, kernel_source
 from asyncflow.compiler.kernels import is_small_spec
 from asyncflow.compiler.pending_sums import ADD_PRODUCTS
 from asyncflow.compiler.regions import REGION
@@ -32,6 +33,8 @@ from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import IDENTITY
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from asyncflow.compiler.estimate import RegionEstimate
     from asyncflow.compiler.place import Placement
     from asyncflow.compiler.regions import Region
@@ -315,7 +318,7 @@ class Plan:
         products of loops are done for several iterations at once.
 
         Args:
-            source: also the code of regions.
+            source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
             memory: only what loops save for their gradients: each value, its bytes an iteration, and who reads it.
         """
         if memory:
@@ -329,7 +332,10 @@ class Plan:
                 for node in frame.nodes:
                     lines += self._explain_node(node)
             if source:
-                lines.extend(f"\n# {n.name}\n{n.region.source}" for n in partition.nodes if n.region is not None)
+                for planned in partition.nodes:
+                    if planned.region is not None:
+                        lines.append(f"\n# {planned.name}\n{planned.region.source}")
+                        lines += _explain_kernels(planned.source)
         return "\n".join(lines)
 
     def _explain_transfers(self) -> list[str]:
@@ -368,6 +374,13 @@ class Plan:
             if inner.name in reasons:
                 names.setdefault(reasons[inner.name], []).append(inner.name)
         return [line, *(f"      # {', '.join(together)}: {reason}" for reason, together in names.items())]
+
+
+def _explain_kernels(region: Node) -> Iterator[str]:
+    for node in region.attrs["region"].walk():
+        if node.op is FUSED:
+            kernel = kernel_source(node.attrs["chain"])
+            yield f"# {node.name}: ({kernel.in_params}) -> ({kernel.out_params})\n{kernel.operation}\n"
 
 
 def _counted(count: int, what: str) -> str:

@@ -20,6 +20,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.state.containers import StateStore
 from tests.compiler.elementwise_kernel import CompiledNumpy
 from tests.compiler.stages import regions_made
+from tests.conftest import stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -434,3 +435,17 @@ def _check_program(program: Any, xp: Any, *, known: bool, ones: bool) -> None:
         fed, made = build(steps, extents if known else [(None, None)])
     results = [value for value, is_shown in zip(made, shown, strict=True) if is_shown] or made[-1:]
     fuse_and_compare(graph, results, feeds_for(fed, extents), xp)
+
+
+async def test_explain_shows_the_source_of_kernels() -> None:
+    with stand_in(0):
+        with af.Graph() as graph:
+            x = af.placeholder("float32", (None, 4))
+            y = af.tanh(x * 2 + 1)
+        async with af.Session(graph, devices=["cuda:0"]) as session:
+            shown = session.plan(y, [x]).explain(source=True)
+            assert "fused = k_fused(" in shown
+            assert "(float32 x0, " in shown and "tanhf(" in shown
+            assert "fused" not in session.plan(y, [x]).explain()
+        async with af.Session(graph, devices=["cuda:0"], fusion=False) as session:
+            assert "fused" not in session.plan(y, [x]).explain(source=True)
