@@ -12,10 +12,10 @@ SOURCES := asyncflow tests examples benchmarks
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check doctest bench package clean
+.PHONY: help setup demo test check doctest bench gpu-check package clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("asyncflow needs Python 3.11 or newer, and " \
@@ -45,6 +45,14 @@ doctest: $(STAMP) ## Run the examples in docstrings and in the README
 bench: $(STAMP) ## Measure beside NumPy, TensorFlow, PyTorch and JAX, where they are installed
 	$(BIN)/python -m benchmarks
 
+# On the Python that has CuPy, which `.venv` has not; it needs pytest besides, and nothing else of what `setup` installs.
+OUT ?= gpu-out
+GPU_CHECK_ARGS ?=
+gpu-check: ## Run tests/gpu on this machine's card, in two parts of at most nine minutes; results go to OUT=folder
+	@status=0; for part in A B; do \
+		ASYNCFLOW_REQUIRE_GPU=1 $(PYTHON) -m tests.gpu.check $$part --out $(OUT) $(GPU_CHECK_ARGS) || status=1; \
+	done; exit $$status
+
 # The wheel is built from the sdist, so both are complete; it is then installed alone, with the core dependencies only.
 package: $(STAMP) ## Build sdist and wheel, check their contents, try the wheel in an empty environment
 	@set -eu; out=$$(mktemp -d); trap 'rm -rf "$$out"' EXIT; set -x; \
@@ -55,5 +63,5 @@ package: $(STAMP) ## Build sdist and wheel, check their contents, try the wheel 
 	cd "$$out"; venv/bin/python -W error -c 'import asyncflow'; venv/bin/asyncflow devices
 
 clean: ## Remove what the targets made, the virtual environment too
-	rm -rf $(VENV) build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist demo-out gpu-out .cupy_cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find asyncflow tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -131,6 +131,7 @@ from asyncflow.ops.elementwise import (
     tanh,
     trunc,
 )
+from asyncflow.ops.from_torch import from_torch
 from asyncflow.ops.indexing import gather, index_add, index_update, scatter_add, scatter_update, take, take_along_axis
 from asyncflow.ops.linalg import einsum, matmul, matrix_transpose, tensordot, vecdot
 from asyncflow.ops.logic import (
@@ -188,6 +189,7 @@ from asyncflow.ops.shape import rank, shape, size
 from asyncflow.ops.sorting import argsort, sort
 from asyncflow.ops.statistical import cumulative_prod, cumulative_sum, max, mean, min, prod, std, sum, var
 from asyncflow.ops.utility import all, any, diff
+from asyncflow.runtime.fetches import on_device
 from asyncflow.runtime.function import Function, function
 from asyncflow.runtime.loop import run
 from asyncflow.runtime.prepared import Prepared
@@ -301,6 +303,7 @@ __all__ = [
     "foldl",
     "foldr",
     "from_dlpack",
+    "from_torch",
     "full",
     "full_like",
     "function",
@@ -359,6 +362,7 @@ __all__ = [
     "nn",
     "nonzero",
     "not_equal",
+    "on_device",
     "one_hot",
     "ones",
     "ones_like",

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from threadpoolctl import threadpool_limits
 
 import asyncflow as af
+from asyncflow.devices.cuda_backend import cuda_backend
 from benchmarks import (
     concurrent_runs,
     dependency_patterns,
     distributed_loop,
     dynamic_lstm,
     dynamic_unrolling,
+    gpu,
     graph_size,
     import_time,
     loop_gap,
@@ -72,6 +74,14 @@ WORKLOADS: dict[str, Workload] = {
     "stacked_lstm_training": stacked_lstm_training.measure,
 }
 
+GPU_WORKLOADS: dict[str, Workload] = {
+    "gpu_launches": gpu.measure_launches,
+    "gpu_loop": gpu.measure_loop,
+    "gpu_pipeline": gpu.measure_pipeline,
+    "gpu_lstm_training": gpu.measure_lstm,
+}
+"""Those of a card: part of all where there is one. ``gpu`` stands for all of them."""
+
 PICTURES: dict[str, Callable[[Sequence[Result], Path], list[Path]]] = {
     "two_device_loop": two_device_loop.draw,
     "stacked_lstm": stacked_lstm.draw,
@@ -80,6 +90,8 @@ PICTURES: dict[str, Callable[[Sequence[Result], Path], list[Path]]] = {
     "parallel_iterations": parallel_iterations.draw,
     "white_paper_pipelines": white_paper_pipelines.draw,
     "dynamic_unrolling": dynamic_unrolling.draw,
+    "gpu_pipeline": gpu.draw_pipeline,
+    "gpu_lstm_training": gpu.draw_lstm,
     "stacked_lstm_training": stacked_lstm_training.draw,
 }
 """What draws the workload's results, and its timelines, into a folder."""
@@ -88,40 +100,46 @@ PICTURES: dict[str, Callable[[Sequence[Result], Path], list[Path]]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures asyncflow beside its peers.")
-    parser.add_argument("workloads", nargs="*", metavar="workload", help=f"any of {', '.join(WORKLOADS)}; default: all")
+    backend = cuda_backend()
+    known = WORKLOADS | (GPU_WORKLOADS if backend.cupy is not None else {})
+    parser.add_argument(
+        "workloads", nargs="*", metavar="workload", help=f"any of {', '.join(known)}, or gpu for a card's; default: all"
+    )
     parser.add_argument("--repeats", type=int, help="trials of each system; default: each workload's own number")
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out even where they are installed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured value to FILE")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw workloads over several devices into FOLDER")
     options = parser.parse_args(arguments)
-    if unknown := [name for name in options.workloads if name not in WORKLOADS]:
-        parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+    chosen = [each for name in options.workloads for each in (GPU_WORKLOADS if name == "gpu" else [name])]
+    if backend.cupy is None and any(name in GPU_WORKLOADS for name in chosen):
+        parser.error(f"there is no card: {backend.reason}")
+    if unknown := [name for name in chosen if name not in known]:
+        parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(known)}")
     if options.repeats is not None and options.repeats < 1:
         parser.error(f"--repeats is at least 1; got {options.repeats}")
 
     machine = describe_machine()
-    print(machine, flush=True)
+    print("\n".join([str(machine), *backend.cards]), flush=True)
     peers = NO_PEERS if options.no_peers else load_peers()
     if peers.missing:
         reason = "left out" if options.no_peers else "not installed: pip install -e '.[bench]'"
         print(f"{', '.join(peers.missing)} skipped: {reason}", flush=True)
     results = []
-    for name in options.workloads or WORKLOADS:
+    for name in chosen or known:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        results += af.run(_measure(name, peers, options.repeats))
+        results += af.run(_measure(known[name], peers, options.repeats))
     print(f"\n{format_table(results)}")
     if options.json is not None:
         write_json(options.json, machine, results)
     if options.plots is not None:
-        for name in options.workloads or WORKLOADS:
+        for name in chosen or known:
             if name in PICTURES:
                 for path in PICTURES[name](results, options.plots):
                     print(f"wrote {path}")
     return 0
 
 
-async def _measure(name: str, peers: Peers, repeats: int | None) -> list[Result]:
-    measure = WORKLOADS[name]
+async def _measure(measure: Workload, peers: Peers, repeats: int | None) -> list[Result]:
     # NumPy's own programs get one BLAS thread too, in and outside sessions.
     with threadpool_limits(limits=1, user_api="blas"):
         return await (measure(peers) if repeats is None else measure(peers, repeats=repeats))

@@ -6,7 +6,7 @@ where there is more to do than counting.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -127,15 +127,27 @@ def cases(iterations: int) -> list[Case]:
     ]
 
 
-async def measure(peers: Peers = NO_PEERS, *, repeats: int = 15, iterations: int = 10_000) -> list[Result]:
-    """µs per iteration of every system."""
+NAME = "loop_overhead"
+
+
+async def measure(
+    peers: Peers = NO_PEERS,
+    *,
+    repeats: int = 15,
+    iterations: int = 10_000,
+    devices: Sequence[str] | None = None,
+    workload: str = NAME,
+) -> list[Result]:
+    """µs per iteration of every system; `devices` are asyncflow's, the others work on the CPU."""
     results = []
     for case in cases(iterations):
-        results += await _measure(case, peers, repeats)
+        results += await _measure(case, peers, repeats, devices, workload)
     return results
 
 
-async def _measure(case: Case, peers: Peers, repeats: int) -> list[Result]:
+async def _measure(
+    case: Case, peers: Peers, repeats: int, devices: Sequence[str] | None, workload: str
+) -> list[Result]:
     with af.Graph() as graph:
         limit = af.placeholder("int32", ())
         constants = [af.constant(value) for value in case.constants]
@@ -143,7 +155,7 @@ async def _measure(case: Case, peers: Peers, repeats: int) -> list[Result]:
         *_, last = af.while_loop(lambda i, *_: i < limit, _body(case, af.tanh, constants), loop_vars)
 
     scale = 1e6 / case.iterations
-    async with af.Session(graph) as session:
+    async with af.Session(graph, devices=devices) as session:
         name, by_hand = case.by_hand
         trials: dict[str, Trial] = {
             ASYNCFLOW: timed_await(TIME, scale, lambda: session.run(last, {limit: case.iterations})),
@@ -151,7 +163,7 @@ async def _measure(case: Case, peers: Peers, repeats: int) -> list[Result]:
         }
         for system, work in _peers_work(case, peers).items():
             trials[system] = timed(TIME, scale, work)
-        return await compare("loop_overhead", case.name, trials, repeats=repeats, tolerance=case.tolerance)
+        return await compare(workload, case.name, trials, repeats=repeats, tolerance=case.tolerance)
 
 
 def _body(case: Case, tanh: Any, constants: list[Any]) -> Callable[..., Any]:

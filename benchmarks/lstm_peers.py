@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from benchmarks.lstm import Model, Step
 
 
-def torch_loop(torch: Any, model: Model, outputs: int, counts: Sequence[int] | None = None) -> Callable[[], Step]:
+def torch_loop(
+    torch: Any, model: Model, outputs: int, counts: Sequence[int] | None = None, *, place: str = "cpu"
+) -> Callable[[], Step]:
     """A loop in Python over the same cell; only the first ``counts[t]`` rows of step t, if given."""
-    tensors = model.map(torch.from_numpy)
+    tensors = model.map(lambda value: torch.from_numpy(value).to(place))
     for tensor in tensors.parameters:
         tensor.requires_grad_()
 
@@ -30,12 +32,15 @@ def torch_loop(torch: Any, model: Model, outputs: int, counts: Sequence[int] | N
             h, c = cell(torch, tensors, x, h, c)
             total = total + h.square().sum()
         loss = total / outputs
-        return loss.detach(), torch.autograd.grad(loss, tensors.parameters)
+        found = torch.autograd.grad(loss, tensors.parameters)
+        return loss.detach().cpu(), [grad.cpu() for grad in found]
 
     return work
 
 
-def torch_module(torch: Any, model: Model, outputs: int, lengths: Any = None) -> Callable[[], Step]:
+def torch_module(
+    torch: Any, model: Model, outputs: int, lengths: Any = None, *, place: str = "cpu"
+) -> Callable[[], Step]:
     """`torch.nn.LSTM`; with packed sequences, if `lengths` are given."""
     hidden = model.h.shape[-1]
     lstm = torch.nn.LSTM(hidden, hidden)
@@ -48,7 +53,8 @@ def torch_module(torch: Any, model: Model, outputs: int, lengths: Any = None) ->
             (lstm.bias_hh_l0, np.zeros_like(model.bias)),
         ):
             parameter.copy_(torch.from_numpy(np.ascontiguousarray(value)))
-    xs, h, c = (torch.from_numpy(value) for value in (model.xs, model.h[None], model.c[None]))
+    lstm = lstm.to(place)
+    xs, h, c = (torch.from_numpy(value).to(place) for value in (model.xs, model.h[None], model.c[None]))
     h.requires_grad_()
     c.requires_grad_()
     parameters = lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, h, c
@@ -60,14 +66,14 @@ def torch_module(torch: Any, model: Model, outputs: int, lengths: Any = None) ->
             found = lstm(torch.nn.utils.rnn.pack_padded_sequence(xs, lengths), (h, c))[0].data
         loss = found.square().sum() / outputs
         d_x, d_h, *others = torch.autograd.grad(loss, parameters)
-        return loss.detach(), [d_x.T, d_h.T, *others]
+        return loss.detach().cpu(), [grad.cpu() for grad in (d_x.T, d_h.T, *others)]
 
     return work
 
 
-def jax_scan(jax: Any, model: Model, outputs: int) -> Callable[[], Step]:
-    """`lax.scan`, compiled."""
-    arrays = model.map(jax.numpy.asarray)
+def jax_scan(jax: Any, model: Model, outputs: int, *, place: Any = None) -> Callable[[], Step]:
+    """`lax.scan`, compiled; `place` is one of its devices, None the default."""
+    arrays = model.map(lambda value: jax.device_put(value, place))
 
     class Functions:
         sigmoid, tanh = staticmethod(jax.nn.sigmoid), staticmethod(jax.numpy.tanh)

@@ -26,13 +26,16 @@ WINDOWS = (1, 2, 4, 8, 16, 32)
 LAYERS, SIZE, ITERATIONS = 8, 1024, 400
 
 
-def build(window: int, *, layers: int, size: int, iterations: int) -> tuple[af.Graph, af.Tensor]:
-    """The loop, one layer a device, and the last layer's state after it."""
+def build(
+    window: int, *, layers: int, size: int, iterations: int, names: Sequence[str] | None = None
+) -> tuple[af.Graph, af.Tensor]:
+    """The loop, one layer a device, and the last layer's state after it; `names` for devices that are not simulated."""
+    names = devices(layers) if names is None else names
     with af.Graph() as graph:
 
         def body(step: af.Tensor, *states: af.Tensor) -> tuple[af.Tensor, ...]:
             below, after = states[0], []
-            for device, state in zip(devices(layers), states, strict=True):
+            for device, state in zip(names, states, strict=True):
                 with af.device(device):
                     below = af.matmul(below, state)
                 after.append(below)

@@ -125,7 +125,7 @@ class CudaDevice:
         """Make streams, memory and the clock; blocks. Idempotent.
 
         Raises:
-            PlacementError: the card has less memory free than the limit.
+            PlacementError: the card has less memory free than the limit, or refuses something else.
             DeviceLostError: the card takes no work, because an earlier kernel of this process has broken it.
         """
         if self._is_started:
@@ -135,7 +135,10 @@ class CudaDevice:
         except MemoryLimitExceeded as error:
             raise PlacementError(f"device {self._name} does not get the memory that it is to have: {error}") from error
         except self.cuda_error as error:
-            raise self.cause_of(error) from None
+            cause = self.cause_of(error)
+            if cause is error:
+                raise PlacementError(f"device {self._name} cannot be opened: {error}") from error
+            raise cause from error
         self._is_started = True
 
     def _start(self) -> None:
@@ -151,7 +154,8 @@ class CudaDevice:
         lose = weakref.WeakMethod(self._lose)
         for stream in streams:
             stream.on_lost = lambda error: (method := lose()) and method(error)
-        self.copies = Copies(self, self._given_slab or shared_slab(cupy), self._copying)
+        with cupy.cuda.Device(self.physical):
+            self.copies = Copies(self, self._given_slab or shared_slab(cupy), self._copying)
         enable_peer_access(cupy, self.physical)
         if self._count == 1:
             with self.compute.activate():
@@ -298,8 +302,9 @@ class CudaDevice:
         """`error` itself; or, if CUDA raised it because the device is lost, that."""
         if not isinstance(error, self.cuda_error):
             return error
-        if self._lost is None and self._streams:
-            status = self.cupy.cuda.runtime.streamQuery(self._streams[0].raw.ptr)
+        if self._lost is None:
+            with self.cupy.cuda.Device(self.physical):
+                status = self.cupy.cuda.runtime.streamQuery(self._streams[0].raw.ptr if self._streams else 0)
             if status not in (DONE, NOT_READY):
                 self._lose(error)
         return error if self._lost is None else self._loss()
@@ -411,6 +416,7 @@ class CudaDevice:
         `value` must not change before that, but for a `ForeignArray`. Counters, predicates and what is no array stay
         host values.
         """
+        self.exchange.take_back()
         if type(value) is ForeignArray:
             self.exchange.feed(value, deliver, name)
             return

@@ -35,22 +35,23 @@ class CudaBackend:
     reason: str = ""
 
 
-_stand_ins: list[Any] = []
+_stand_ins: list[CudaBackend] = []
 
 
 def cuda_backend() -> CudaBackend:
     """What this machine has. The first call imports CuPy where there is a driver, and runs one kernel on each card."""
-    return _describe(_stand_ins[-1]) if _stand_ins else _probe()
+    return _stand_ins[-1] if _stand_ins else _probe()
 
 
 @contextmanager
 def using_cupy(module: Any) -> Iterator[None]:
     """Devices opened inside take `module` for CuPy; for tests without a card."""
-    _stand_ins.append(module)
+    described = _describe(module)
+    _stand_ins.append(described)
     try:
         yield
     finally:
-        _stand_ins.remove(module)
+        _stand_ins.remove(described)
 
 
 @functools.cache

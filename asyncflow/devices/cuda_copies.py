@@ -10,6 +10,7 @@ the device's host thread fills or empties while the next one is copied.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from asyncflow.streams.cuda import CudaStream
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
+
+_log = logging.getLogger("asyncflow.devices")
 
 COPY_INLINE_BYTES = 1 << 20
 """A copy between host arrays up to this size is made on the event loop; a larger one on the device's host thread."""
@@ -110,12 +113,16 @@ class Copies:
 
     def _brought(self, value: Array, buffer: PinnedBuffer | None, name: str) -> CudaArray:
         device = self._device
-        array = self.new(value.shape, value.dtype, name)
         if buffer is None:
-            return CudaArray(array, device.name, device.compute, name)
-        np.copyto(buffer.view(value.dtype, value.shape), value)
-        self._own(self._h2d)
-        self._copy_in(array, 0, buffer, name)
+            return CudaArray(self.new(value.shape, value.dtype, name), device.name, device.compute, name)
+        try:
+            array = self.new(value.shape, value.dtype, name)
+            np.copyto(buffer.view(value.dtype, value.shape), value)
+            self._own(self._h2d)
+            self._copy_in(array, 0, buffer, name)
+        except Exception:
+            buffer.free()  # at once: others wait for it, and the traceback would keep it
+            raise
         return CudaArray(array, device.name, self._h2d, name, self._h2d.record())
 
     def _copy_in(self, array: Any, offset: int, buffer: PinnedBuffer, name: str) -> None:
@@ -135,9 +142,13 @@ class Copies:
             part = flat[start : start + self._piece]
             # If this is cancelled, the buffer goes back when the host thread lets go of it.
             buffer = await self._room(part.nbytes)
-            await device.in_host_thread(np.copyto, buffer.view(np.uint8, part.shape), part)
-            device.check()
-            self._copy_in(array, start, buffer, name)
+            try:
+                await device.in_host_thread(np.copyto, buffer.view(np.uint8, part.shape), part)
+                device.check()
+                self._copy_in(array, start, buffer, name)
+            except Exception:
+                buffer.free()  # at once: others wait for it, and the traceback would keep it
+                raise
         return CudaArray(array, device.name, self._h2d, name, self._h2d.record())
 
     # -- out -----------------------------------------------------------------------------------------------------
@@ -160,8 +171,12 @@ class Copies:
         if buffer is None:
             self._spawn(self._fetch_in_pieces(value), deliver)
             return
-        array = self.contiguous(value)
-        self._copy_out(value, array, 0, buffer)
+        try:
+            array = self.contiguous(value)
+            self._copy_out(value, array, 0, buffer)
+        except Exception:
+            buffer.free()
+            raise
 
         def emptied() -> Any:
             try:
@@ -199,25 +214,45 @@ class Copies:
         result = np.empty(value.shape, value.dtype)
         flat = result.reshape(-1).view(np.uint8)
         coming: deque[tuple[Array, PinnedBuffer, asyncio.Future[None]]] = deque()
-        for start in range(0, value.nbytes, self._piece):
-            part = flat[start : start + self._piece]
-            # Nobody waits for room while holding some: two of them might wait for each other.
-            while coming and (len(coming) == _AHEAD or self._slab.largest_hole < part.nbytes):
+        try:
+            for start in range(0, value.nbytes, self._piece):
+                part = flat[start : start + self._piece]
+                # Nobody waits for room while holding some: two of them might wait for each other.
+                while coming and (len(coming) == _AHEAD or self._slab.largest_hole < part.nbytes):
+                    await self._land(*coming.popleft())
+                buffer = await self._room(part.nbytes)
+                coming.append((part, buffer, self._leave(value, array, start, buffer)))
+            while coming:
                 await self._land(*coming.popleft())
-            buffer = await self._room(part.nbytes)
-            device.check()
-            self._copy_out(value, array, start, buffer)
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._d2h.notify(_resolving(done), array, buffer)
-            coming.append((part, buffer, done))
-        while coming:
-            await self._land(*coming.popleft())
+        finally:
+            for _, buffer, done in coming:  # there are none, unless something failed
+                done.add_done_callback(_freeing_after(buffer))
         return as_scalar(result)
 
+    def _leave(self, value: CudaArray, array: Any, offset: int, buffer: PinnedBuffer) -> asyncio.Future[None]:
+        """Give the copy of a piece to the stream; the future is that of its end."""
+        try:
+            self._device.check()
+            self._copy_out(value, array, offset, buffer)
+        except Exception:
+            buffer.free()
+            raise
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._d2h.notify(_resolving(done), array, buffer)
+        return done
+
     async def _land(self, part: Array, buffer: PinnedBuffer, done: asyncio.Future[None]) -> None:
-        # If this is cancelled, the buffer goes back when the ticket and the host thread let go of it.
-        await asyncio.shield(done)
-        await self._device.in_host_thread(np.copyto, part, buffer.view(np.uint8, part.shape))
+        try:
+            await asyncio.shield(done)
+            await self._device.in_host_thread(np.copyto, part, buffer.view(np.uint8, part.shape))
+        except asyncio.CancelledError:
+            # If it is being emptied, it goes back when the host thread lets go of it.
+            if not done.done():
+                done.add_done_callback(_freeing_after(buffer))
+            raise
+        except Exception:
+            buffer.free()
+            raise
         buffer.free()
 
     # -- from other devices --------------------------------------------------------------------------------------
@@ -365,8 +400,8 @@ def _enable(cupy: Any, card: int, other: int) -> None:
             try:
                 runtime.deviceEnablePeerAccess(other)
             except runtime.CUDARuntimeError as error:
-                if error.status != _ALREADY_ENABLED:
-                    raise
+                if error.status != _ALREADY_ENABLED:  # copies take the way through the host, then
+                    _log.info("card %d cannot reach the memory of card %d: %s", card, other, error)
 
 
 _LAUNCHES = 3
@@ -388,6 +423,14 @@ def resolve(future: asyncio.Future[Any], value: Any, error: BaseException | None
 
 def _resolving(future: asyncio.Future[None]) -> Callable[[BaseException | None], None]:
     return lambda error: resolve(future, None, error)
+
+
+def _freeing_after(buffer: PinnedBuffer) -> Callable[[asyncio.Future[None]], None]:
+    def free(done: asyncio.Future[None]) -> None:
+        done.exception()  # somebody else has raised it
+        buffer.free()
+
+    return free
 
 
 def _freeing(buffer: PinnedBuffer) -> Callable[[BaseException | None], None]:

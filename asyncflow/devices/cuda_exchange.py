@@ -80,15 +80,23 @@ class Exchange:
         if not self._returned or active_stream() is not None:
             return  # inside a block of ours, nobody can see whose stream was the current one
         device = self._device
-        cupy, card = device.cupy, device.physical
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        try:
+            self._catch_up()
+        except device.cuda_error as error:
+            device.cause_of(error)  # notes that the device is lost, which whoever launches next is told
+        del returned
+
+    def _catch_up(self) -> None:
+        """Let our kernels wait for what the current streams of other libraries have been given."""
+        device = self._device
+        cupy, card = device.cupy, device.physical
         with cupy.cuda.Device(card):
             for current in current_streams(cupy, card):
                 event = cupy.cuda.Event(block=True, disable_timing=True)
                 cupy.cuda.runtime.eventRecord(event.ptr, current)
                 for stream in device.compute_streams:
                     stream.raw.wait_event(event)
-        del returned
 
     def close(self) -> None:
         """Forget what has come back: there is no work of ours any more."""

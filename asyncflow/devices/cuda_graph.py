@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from asyncflow.devices.cuda_values import is_plain
+from asyncflow.devices.memory import MemoryLimitExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -82,7 +83,7 @@ def key_of(values: Sequence[Any], ndarray: type) -> tuple[Hashable, ...] | None:
 class GraphCache(Generic[Graph]):
     """The graphs of a region or loop by their keys.
 
-    Invariant: no more than `MOST_KEYS` keys, each with how often it was seen, its graph, or None if it has none.
+    Invariant: no more than `MOST_KEYS` keys, each with how often it was seen, or its graph.
     """
 
     __slots__ = ("_found", "_is_refused", "_label", "_warm_ups")
@@ -90,7 +91,7 @@ class GraphCache(Generic[Graph]):
     def __init__(self, label: str, warm_ups: int = WARM_UPS) -> None:
         self._label = label
         self._warm_ups = warm_ups
-        self._found: dict[Hashable, int | Graph | None] = {}
+        self._found: dict[Hashable, int | Graph] = {}
         self._is_refused = False
 
     @property
@@ -104,12 +105,14 @@ class GraphCache(Generic[Graph]):
         if not isinstance(seen, int):
             return seen
         if not seen and len(self._found) >= MOST_KEYS:
-            self._is_refused = all(graph is None or isinstance(graph, int) for graph in self._found.values())
+            self._is_refused = all(isinstance(found, int) for found in self._found.values())
             return None
         if seen < self._warm_ups:
             self._found[key] = seen + 1
             return None
-        graph = self._found[key] = self._made(make)
+        graph = self._made(make)
+        if graph is not None:
+            self._found[key] = graph
         return graph
 
     def _made(self, make: Callable[[], Graph]) -> Graph | None:
@@ -117,13 +120,19 @@ class GraphCache(Generic[Graph]):
             return make()
         except Exception as error:
             # If the device is lost or full, the caller hears of it when it goes on without a graph.
-            _log.info("no CUDA graph of %s: %s: %s", self._label, type(error).__name__, error)
-            _log.debug("no CUDA graph of %s", self._label, exc_info=True)
-            self._is_refused = True
+            self.refuse(error)
             return None
 
+    def refuse(self, error: Exception) -> None:
+        """Forget all graphs, and make no more."""
+        _log.info("no CUDA graph of %s: %s: %s", self._label, type(error).__name__, error)
+        _log.debug("no CUDA graph of %s", self._label, exc_info=error)
+        error.__traceback__ = None  # its frames hold the graph's memory
+        self.clear()
+        self._is_refused = True
+
     def clear(self) -> None:
-        """Forget all graphs, whose memory is free when their last launch is done; start anew."""
+        """Forget all graphs; what they held is free in the order of their stream. Start anew."""
         self._found.clear()
         self._is_refused = False
 
@@ -290,29 +299,34 @@ class CapturedRegion:
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """What `function` gives for these inputs."""
-        graph = self._graph(inputs)
-        if graph is not None:
-            return graph.launch(inputs)
-        outputs: tuple[Any, ...] = self._function(*inputs)
-        return outputs
+        outputs: tuple[Any, ...] | None = self._launched(inputs)
+        return self._function(*inputs) if outputs is None else outputs
 
     def steps(self, *inputs: Any) -> Generator[bool | None, int | None, tuple[Any, ...]]:
         """`__call__`, for a function that gives a generator: it is driven as that is, and a graph is one step."""
-        graph = self._graph(inputs)
-        if graph is not None:
-            return graph.launch(inputs)
-        outputs: tuple[Any, ...] = yield from self._function(*inputs)
+        outputs: tuple[Any, ...] | None = self._launched(inputs)
+        if outputs is None:
+            outputs = yield from self._function(*inputs)
         return outputs
 
     def release(self) -> None:
         """Drop all graphs, as memory is short; launches in flight are done first. Calls capture anew."""
         self._graphs.clear()
 
-    def _graph(self, inputs: Sequence[Any]) -> RegionGraph | None:
+    def _launched(self, inputs: Sequence[Any]) -> tuple[Any, ...] | None:
+        """The outputs of a graph; None if there is none for such inputs, or no room for it."""
         if self._graphs.is_refused:
             return None
         key = key_of(inputs, self._cupy.ndarray)
-        return None if key is None else self._graphs.get(key, lambda: self._captured(inputs))
+        graph = None if key is None else self._graphs.get(key, lambda: self._captured(inputs))
+        if graph is None:
+            return None
+        try:
+            return graph.launch(inputs)
+        except MemoryLimitExceeded as error:
+            del graph
+            self._graphs.refuse(error)
+            return None
 
     def _captured(self, inputs: Sequence[Any]) -> RegionGraph:
         function = driven(self._function) if self._is_generator else self._function

@@ -32,7 +32,7 @@ class CudaArray:
         name: of the node that made it.
     """
 
-    __slots__ = ("__weakref__", "_event", "array", "device", "name", "stream")
+    __slots__ = ("__weakref__", "_event", "_followers", "array", "device", "name", "stream")
 
     def __init__(self, array: Any, device: str, stream: CudaStream, name: str, event: CudaEvent | None = None) -> None:
         self.array = array
@@ -40,6 +40,7 @@ class CudaArray:
         self.stream = stream
         self.name = name
         self._event = event
+        self._followers: tuple[CudaStream, ...] = ()  # streams that wait for `_event` already
 
     @property
     def written(self) -> CudaEvent:
@@ -50,20 +51,23 @@ class CudaArray:
 
     def order(self, stream: CudaStream) -> None:
         """Let work given to `stream` from now on find the array written."""
-        if self.stream is not stream:
+        if self.stream is not stream and stream not in self._followers:
             stream.wait(self.written)
+            self._followers += (stream,)
 
     def settle(self, stream: CudaStream) -> None:
         """`order`, for a compute stream of the array's device that a copy was not made on: the array is valid there.
 
         Later users of that stream need not wait again.
         """
-        stream.wait(self.written)
-        self.stream, self._event = stream, None
+        self.order(stream)
+        self.stream = stream
+        self.renew()
 
     def renew(self) -> None:
         """Forget an event recorded earlier: more work on `stream` belongs to the array now."""
         self._event = None
+        self._followers = ()
 
     @property
     def dtype(self) -> DType:

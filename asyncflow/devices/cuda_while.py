@@ -30,6 +30,7 @@ from asyncflow.devices.cuda_graph import (
     empty_as,
     key_of,
 )
+from asyncflow.devices.memory import MemoryLimitExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -159,7 +160,7 @@ class LoopGraph:
 
         decide()
         _, _, graph, dependencies, *_ = _ok(runtime.cudaStreamGetCaptureInfo(main))
-        params = _while_node(driver, handle, context)
+        params = while_node(driver, handle, context)
         (node,) = _ok(driver.cuGraphAddNode(graph, dependencies, None, len(dependencies), params))
         flags = runtime.cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
         _ok(runtime.cudaStreamUpdateCaptureDependencies(main, [node], None, 1, flags))
@@ -177,7 +178,8 @@ class LoopGraph:
         _ok(ended)
 
 
-def _while_node(driver: Any, handle: Any, context: Any) -> Any:
+def while_node(driver: Any, handle: Any, context: Any) -> Any:
+    """What ``cuGraphAddNode`` makes a WHILE node of."""
     params = driver.CUgraphNodeParams()
     params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
     conditional = params.conditional
@@ -222,7 +224,7 @@ class DeviceLoop:
         cupy: Any,
         stream: CudaStream,
         pool: CudaPool,
-        bindings: Bindings,
+        bindings: Bindings | None,
         condition: Condition,
         body: Body,
         label: str,
@@ -235,7 +237,7 @@ class DeviceLoop:
             cupy: the module.
             stream: the compute stream that the loop runs on.
             pool: where the device's memory comes from.
-            bindings: see `cuda_bindings`.
+            bindings: see `cuda_bindings`; None: nothing is captured.
             condition: with `body`, what the loop does. Both launch on the current stream; dtypes and shapes of the
                 variables never change. They may be run once more than the loop needs.
             body: see `condition`.
@@ -266,18 +268,23 @@ class DeviceLoop:
 
         Returns:
             The variables after no more than `most` iterations, all of them arrays; None where the loop cannot be
-            captured, and the host has to drive it.
-
-        Raises:
-            MemoryLimitExceeded: the results do not fit; nothing was launched.
+            captured, or has no room, and the host has to drive it.
         """
-        if self._graphs.is_refused:
+        bindings = self._bindings
+        if bindings is None or self._graphs.is_refused:
             return None
         key = self._key(variables, captures)
         if key is None:
             return None
-        graph = self._graphs.get(key, lambda: self._captured(variables, captures))
-        return None if graph is None else graph.launch(variables, captures)
+        graph = self._graphs.get(key, lambda: self._captured(bindings, variables, captures))
+        if graph is None:
+            return None
+        try:
+            return graph.launch(variables, captures)
+        except MemoryLimitExceeded as error:
+            del graph
+            self._graphs.refuse(error)
+            return None
 
     def release(self) -> None:
         """Drop all graphs, as memory is short; launches in flight are done first. Launches capture anew."""
@@ -294,15 +301,16 @@ class DeviceLoop:
         captured = key_of(captures, ndarray)
         return None if captured is None else (*shapes, *captured)
 
-    def _captured(self, variables: Sequence[Any], captures: Sequence[Any]) -> LoopGraph:
+    def _captured(self, bindings: Bindings, variables: Sequence[Any], captures: Sequence[Any]) -> LoopGraph:
         functions = self.condition, self.body
         with PrivateMemory(self._stream, self._pool, f"CUDA graph of {self._label}"):
-            return LoopGraph(self._cupy, self._stream.raw, self._bindings, functions, variables, captures, self.most)
+            return LoopGraph(self._cupy, self._stream.raw, bindings, functions, variables, captures, self.most)
 
 
 def _scalar_key(value: Any) -> Hashable:
     """Of a variable's first value, which is copied in: its dtype."""
-    return (value.dtype, (), "C") if isinstance(value, np.generic) and value.dtype.kind in "biufc" else None
+    is_number = isinstance(value, np.generic) and (value.dtype.kind in "biufc" or value.dtype.name == "bfloat16")
+    return (value.dtype, (), "C") if is_number else None
 
 
-__all__ = ["MOST_ITERATIONS", "SOURCE", "Body", "Condition", "DeviceLoop", "Iterated", "LoopGraph"]
+__all__ = ["MOST_ITERATIONS", "SOURCE", "Body", "Condition", "DeviceLoop", "Iterated", "LoopGraph", "while_node"]

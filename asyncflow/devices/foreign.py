@@ -1,7 +1,7 @@
 """Arrays that other libraries made, exchanged by DLPack: where they are, and how work on them is ordered with ours.
 
-A library (CuPy, PyTorch, JAX) orders its work by a *current stream* of each thread. Its arrays are valid in the order of
-that stream, and it knows nothing of ours. So whoever reads an array of it does two things: wait for what that stream
+A library (CuPy, PyTorch, JAX) orders its work by a *current stream* of each thread. Its arrays are valid in the order
+of that stream, and it knows nothing of ours. So whoever reads an array of it does two things: wait for what that stream
 has been given, and make that stream wait, before it goes on, for having read. All of this enqueues; nothing here waits
 but `read`.
 
@@ -11,6 +11,7 @@ but `read`.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -56,8 +57,14 @@ class ForeignArray:
 
         Libraries without such a method, as far as we know them, do not change arrays at all.
         """
-        copy = getattr(self.value, "clone" if _is_torch(self.value) else "copy", None)
-        return self if copy is None else ForeignArray(copy(), self.dtype, self.shape, self.card)
+        value = self.value
+        if _is_torch(value):
+            return ForeignArray(value.clone(), self.dtype, self.shape, self.card)
+        if not hasattr(value, "copy"):
+            return self
+        device: Any = getattr(value, "device", None)
+        with device if hasattr(device, "__enter__") else nullcontext():  # CuPy copies to the card that is current
+            return ForeignArray(value.copy(), self.dtype, self.shape, self.card)
 
 
 class Loan:

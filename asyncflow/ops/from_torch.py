@@ -208,10 +208,10 @@ class TorchOp:
             results[index] = grad
         return results
 
-    def _flops(self, inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: Any) -> float:
+    def _flops(self, inputs: Sequence[Shape], results: Sequence[Shape], /, **attrs: Any) -> float:
         """As if every parameter were multiplied once a row."""
         rows = max((size_of(shape) or 1) // max(shape[-1] or 1, 1) for shape in (*inputs, (1,)) if shape)
-        return 2.0 * rows * sum(x.numel() for _, x in self._own_tensors())
+        return float(2 * rows * sum(x.numel() for _, x in self._own_tensors()))
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -278,14 +278,15 @@ class TorchOp:
                 if not torch.equal(before, tensors_of.random_state()):
                     raise RuntimeError(
                         f"{self.name} draws random numbers, and its gradient would be that of others than were drawn "
-                        "before; call module.eval(), or use af.nn for dropout"
+                        "before; call module.eval()"
                     )
                 leaves = [x for x in nest.flatten(returned)[0] if isinstance(x, torch.Tensor)]
                 ends = [(leaves[i], grad) for i, grad in zip(reaching, grads, strict=True) if leaves[i].requires_grad]
-                found = [None] * len(wanted)
-                if ends:
+                found: Sequence[Any] = [None] * len(wanted)
+                if ends:  # else nothing depends on the inputs
+                    ys, grads_of_ys = zip(*ends, strict=True)
                     at = [inputs[index] for index in wanted]
-                    found = torch.autograd.grad(*zip(*ends, strict=True), allow_unused=True, inputs=at)
+                    found = torch.autograd.grad(ys, at, grads_of_ys, allow_unused=True)
                 shared = tensors_of.places(tensors)
                 return tuple(
                     tensors_of.output(torch.zeros_like(inputs[index]) if grad is None else grad.detach(), shared)
@@ -303,18 +304,18 @@ class TorchOp:
 
     def _leaves(self, structure: nest.Structure, returned: Any) -> list[Any]:
         if structure.kind in (tuple, list) and isinstance(returned, tuple | list):
-            returned = structure.kind(returned)
+            returned = structure.kind(returned)  # either will do, as for @op
         try:
             return nest.flatten_like(structure, returned)
         except nest.StructureMismatch as error:
             raise TypeError(f"{self.name} returned another nest than is declared: {error}") from None
 
     def _check_place(self, inputs: Sequence[Any], names: tuple[str, ...]) -> None:
-        for name, x in self._own_tensors() if inputs else ():
-            if name not in names and x.device != inputs[0].device:
+        for name, x in self._own_tensors():
+            if name not in names and inputs and x.device != inputs[0].device:
                 raise RuntimeError(
-                    f"{self.name} runs on {inputs[0].device}, and its {name!r} is on {x.device}: move the module there, "
-                    f"or ask for its device with af.device"
+                    f"{self.name} runs on {inputs[0].device}, and its {name!r} is on {x.device}: move the module "
+                    f"there, or ask for its device with af.device"
                 )
 
 
@@ -331,14 +332,14 @@ def from_torch(module: Callable[..., Any], *, outputs: Any = None, name: str | N
         f = af.from_torch(module)
         params = {name: af.Variable(value) for name, value in f.parameters().items()}
         loss = af.mean((f(x, params=params) - y) ** 2)
-        step = af.optim.minimize(loss, list(params.values()), af.optim.sgd(0.1))
+        step = af.optim.minimize(loss, params, partial(af.optim.sgd, learning_rate=0.1))
 
     All other parameters are the module's own, as they are when a node runs, and get no gradient. The gradient runs the
     module again and needs the same outputs: one that draws random numbers (dropout in training) fails with a
     `KernelError`. Buffers that a module updates (batch normalisation in training) are updated once a run, in the order
-    in which nodes happen to run. Not covered: second derivatives, autocast, hooks that want a gradient of the module's
-    own parameters, and modules that write to their inputs (refused) or that wait for the card (they block the event
-    loop).
+    in which nodes happen to run. Not covered: second derivatives, complex gradients, autocast, hooks that want a
+    gradient of the module's own parameters, and modules that write to their inputs (refused) or that wait for the card
+    (they block the event loop).
 
     Args:
         module: on the CPU, or on the card of the CUDA device that its nodes run on.

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from asyncflow.devices import SimMachine, available_devices, current_machine, hardware, open_devices, use_machine
+from asyncflow.devices.cuda_backend import _probe
 from asyncflow.errors import PlacementError
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.devices.sim_machines import CARD, machine_of
@@ -26,8 +27,8 @@ def test_devices_come_in_the_order_named_and_share_nothing() -> None:
     ("specs", "message"),
     [
         (["cpu:0", "cpu"], "device cpu:0 is named 2 times in devices="),
-        (["cuda:0"], "device cuda:0: CUDA devices are not built into this version; run `asyncflow devices`"),
-        (["cuda"], "device cuda:0: CUDA devices"),
+        (["cuda:0"], "device cuda:0: CUDA is off on this machine: .*; available are logical CPU devices"),
+        (["cuda"], "device cuda:0: CUDA is off"),
         (
             ["sim:1"],
             "device sim:1: simulated devices exist on virtual time only; open the session inside "
@@ -81,7 +82,7 @@ def test_a_card_that_the_machine_has_not() -> None:
     )
     with pytest.raises(PlacementError, match=message):
         open_devices(["sim:3"])
-    with pytest.raises(PlacementError, match="device cuda:0: CUDA devices are not built"):
+    with pytest.raises(PlacementError, match="device cuda:0: there are no real cards on virtual time"):
         open_devices(["cuda"])
 
 
@@ -105,7 +106,12 @@ def test_the_machine_is_described() -> None:
 def test_why_cuda_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    detail = available_devices()[1].detail
-    assert detail == "off: CUDA devices are not built into this version; no NVIDIA driver found; cupy is not installed"
-    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
-    assert "driver" not in available_devices()[1].detail
+    _probe.cache_clear()
+    try:
+        detail = available_devices()[1].detail
+        assert detail.startswith("off: no NVIDIA driver found; cupy is not installed (pip install 'asyncflow[cuda13]'")
+        _probe.cache_clear()
+        monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
+        assert "no NVIDIA driver" not in available_devices()[1].detail
+    finally:
+        _probe.cache_clear()

@@ -58,6 +58,13 @@ def contiguous(shape: tuple[int, ...], itemsize: int, order: str) -> tuple[int, 
     return tuple(strides)
 
 
+class Capsule:
+    """What `__dlpack__` gives: only this fake, and libraries in its memory, can read it."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+
 class Array:
     """Takes the arguments of `cupy.ndarray`; the memory is not initialised."""
 
@@ -261,8 +268,14 @@ class Array:
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, self.data.device_id)
 
-    def __dlpack__(self, **_: Any) -> Any:
-        raise BufferError("the fake's arrays are exchanged with this fake only")
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Capsule:
+        """Makes the consumer's stream wait for CuPy's current one, whichever stream wrote the array."""
+        cuda = self._fake.cuda
+        with cuda.Device(self.data.device_id):
+            if stream not in (None, -1, cuda.get_current_stream().ptr or 1):
+                written = cuda.get_current_stream().record()
+                cuda.runtime.streamWaitEvent(0 if stream == 1 else stream, written.ptr)
+        return Capsule(self)
 
     # Views, copies and indexing
 

@@ -104,7 +104,7 @@ class CUgraphNodeParams:
     """What `cuGraphAddNode` adds."""
 
     def __init__(self) -> None:
-        self.type: CUgraphNodeType | None = None
+        self.type: Any = None
         self.conditional = ConditionalParams()
 
 
@@ -132,7 +132,7 @@ class Bindings:
             cudaStreamEndCapture=self.end_capture,
         )
 
-    def handle_create(self, graph: CUgraph, ctx: CUcontext, default: int, flags: int) -> tuple[Any, ...]:
+    def handle_create(self, graph: Any, ctx: Any, default: int, flags: int) -> tuple[Any, ...]:
         if not isinstance(graph, CUgraph) or not isinstance(ctx, CUcontext):
             raise TypeError("cuGraphConditionalHandleCreate(graph, ctx, default, flags)")
         try:
@@ -172,7 +172,7 @@ class Bindings:
             return CUresult.CUDA_SUCCESS, status.cudaStreamCaptureStatusInvalidated, 0, None, None, None, 0
         nodes = [CUgraphNode(self._engine.new_ptr(), step) for step in capture.last]
         graph = CUgraph(capture.graph.ptr, capture.graph)
-        found = status.cudaStreamCaptureStatusActive, capture.ident, graph, nodes, [], len(nodes)
+        found: tuple[Any, ...] = status.cudaStreamCaptureStatusActive, capture.ident, graph, nodes, [], len(nodes)
         return CUresult.CUDA_SUCCESS, *found
 
     def update_dependencies(

@@ -1,8 +1,8 @@
 """CUDA graphs: what a stream is given while it captures, done again and again, on the same memory.
 
 Rules
-1. While a stream captures, its work is recorded and not done. Asking the stream how far it is, or waiting for it, breaks
-   the capture: it ends with an error. CuPy itself refuses cuBLAS and copies from and to the host meanwhile.
+1. While a stream captures, its work is recorded and not done. Asking the stream how far it is, or waiting for it,
+   breaks the capture: it ends with an error. CuPy itself refuses cuBLAS and copies from and to the host meanwhile.
 2. A launch is one item of its stream. The steps run in an order that their dependencies allow, picked at random.
 3. Memory that was allocated in a capture and freed there is spoilt again by every launch, at that place.
 4. The body of a conditional node runs while its handle is not zero, which only a kernel (`set_cond`) says.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fake_cupy.arrays import Array
+from tests.fake_cupy.arrays import Array, Capsule
 from tests.fake_cupy.bindings import Bindings
 from tests.fake_cupy.elementwise import ElementwiseKernel
 from tests.fake_cupy.engine import Engine
@@ -194,10 +194,15 @@ class FakeCupy:
         return a.copy(order=order)
 
     def from_dlpack(self, array: Any, *, device: Any = None, copy: bool | None = None) -> Any:
-        """A view of an array of this fake."""
-        if not isinstance(array, self.ndarray):
-            raise BufferError(f"the fake exchanges its own arrays only, not {type(array).__name__}")
-        return array.copy() if copy else array.view()
+        """A view of what another library has in the memory of this fake, ordered with CuPy's current stream."""
+        kind, card = array.__dlpack_device__()
+        if kind != 2:
+            raise BufferError(f"the fake has no memory of DLPack's type {kind}")
+        with self.cuda.Device(card):
+            capsule = array.__dlpack__(stream=self.cuda.get_current_stream().ptr or 1)
+        if not isinstance(capsule, Capsule):
+            raise BufferError(f"the fake exchanges arrays in its own memory only, not {type(array).__name__}")
+        return capsule.array.copy() if copy else capsule.array.view()
 
     def get_array_module(self, *args: Any) -> Any:
         return self if any(isinstance(a, self.ndarray) for a in args) else np

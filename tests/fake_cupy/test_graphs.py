@@ -138,7 +138,7 @@ def test_an_event_of_a_capture_is_none_that_can_be_asked(cupy: FakeCupy, stream:
 
 
 def test_a_capture_is_ended_by_the_thread_that_began_it(cupy: FakeCupy, stream: Any) -> None:
-    failures: list[BaseException] = []
+    failures: list[CUDARuntimeError] = []
 
     def end() -> None:
         try:

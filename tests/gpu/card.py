@@ -14,6 +14,7 @@ import numpy as np
 
 from asyncflow.devices.cuda import CudaDevice
 from asyncflow.devices.cuda_backend import cuda_backend, using_cupy
+from asyncflow.devices.cuda_bindings import Bindings, cuda_bindings
 from asyncflow.devices.pinned import close_shared_slab, shared_slab
 from asyncflow.streams.cuda import CudaStream
 from tests.fake_cupy import FakeCupy
@@ -66,6 +67,13 @@ class Card:
     @property
     def is_real(self) -> bool:
         return self.fake is None
+
+    @property
+    def bindings(self) -> Bindings:
+        """What makes conditional nodes."""
+        found: Bindings | None = cuda_bindings() if self.fake is None else self.fake.bindings
+        assert found is not None, "cuda-bindings is not installed, or too old"
+        return found
 
     def choose(self, real: int, fake: int) -> int:
         """A size: that of the real test, or one that the stand-in does in a moment."""

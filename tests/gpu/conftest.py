@@ -7,6 +7,7 @@ Without a card they run on the stand-in for CuPy, but for those marked `needs`, 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -50,13 +51,20 @@ def _missing(item: pytest.Item) -> list[str]:
     return [what for what in needed if (what in given_up if is_required() else not IS_THERE[what]())]
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    missing = {item: _missing(item) for item in items if HERE in item.path.parents}
+    ours = [item for item in items if HERE in item.path.parents]
+    if card_is_there():
+        for item in ours:
+            item.add_marker(pytest.mark.filterwarnings("error::cupy._util.PerformanceWarning"))
+    missing = {item: _missing(item) for item in ours}
     deselected = [item for item, what in missing.items() if what]
+    for item in deselected:
+        item.user_properties.append(("missing", missing[item]))
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not missing.get(item)]
+        # A line for each, at the end.
         _left_out[:] = [f"{item.name} (needs {', '.join(missing[item])})" for item in deselected]
 
 
@@ -83,9 +91,10 @@ def card(request: pytest.FixtureRequest) -> Iterator[Card]:
 def figures(request: pytest.FixtureRequest, card: Card) -> Iterator[Figures]:
     """What the test measured; on a card its limits hold."""
     measured = Figures(is_real=card.is_real)
-    properties: list[tuple[str, Any]] = request.node.user_properties
-    properties.append(("figures", measured))
     yield measured
+    # As plain values, which go from process to process when tests are spread over several.
+    properties: list[tuple[str, Any]] = request.node.user_properties
+    properties.append(("figures", json.loads(json.dumps(measured, default=float))))
     measured.check()
 
 

@@ -84,8 +84,8 @@ async def shutdown(card: Card) -> Outcome:
                 array = card.cupy.full(1 << 10, 3.0, np.float32)
             value = device.constant(np.arange(4.0))
             for _ in range(20):
-                device.compute.notify(lambda error: delivered.append(error))
-            device.fetch(value, lambda array, error: fetched.append(array.tolist()))
+                device.compute.notify(delivered.append)
+            device.fetch(value, lambda array, error, fetched=fetched: fetched.append(array.tolist()))  # type: ignore[misc]
             del array, value
             closing = asyncio.ensure_future(device.aclose(GRACE_S))
             await asyncio.sleep(0)

@@ -134,10 +134,12 @@ async def test_t07_copies_run_beside_kernels(card: Card, figures: Figures) -> No
         await ticket(device.compute)
 
         def copy_in() -> None:
-            _copy(card, device.h2d, arrays[0].data.ptr, buffers[0].ptr, nbytes)
+            for _ in range(4):
+                _copy(card, device.h2d, arrays[0].data.ptr, buffers[0].ptr, nbytes)
 
         def copy_out() -> None:
-            _copy(card, device.d2h, buffers[1].ptr, arrays[1].data.ptr, nbytes)
+            for _ in range(4):
+                _copy(card, device.d2h, buffers[1].ptr, arrays[1].data.ptr, nbytes)
 
         copy_in_ms = await _elapsed_ms(card, device.h2d, copy_in)
         copy_out_ms = await _elapsed_ms(card, device.d2h, copy_out)

@@ -153,7 +153,14 @@ async def test_t17_dtypes(card: Card, figures: Figures, dtype: str) -> None:
 @on_loop
 async def test_t17_rank_0_and_empty_arrays(card: Card, shape: tuple[int, ...]) -> None:
     def build(x: Any, y: Any) -> list[Any]:
-        return [x + y, af.exp(x) * 2.0, af.sum(x), af.where(x > y, x, y), af.reshape(x, (-1,)), af.concat([x, y], axis=None)]
+        return [
+            x + y,
+            af.exp(x) * 2.0,
+            af.sum(x),
+            af.where(x > y, x, y),
+            af.reshape(x, (-1,)),
+            af.concat([x, y], axis=None),
+        ]
 
     arrays = [_numbers("float32", shape), _numbers("float32", shape)]
     built = _built(build, arrays, gradients=True)

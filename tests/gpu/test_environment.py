@@ -13,7 +13,17 @@ import pytest
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures
 
-PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numpy", "uvloop", "ml-dtypes", "torch", "jax", "cuda-bindings", "cuda-core")
+PACKAGES = (
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "numpy",
+    "uvloop",
+    "ml-dtypes",
+    "torch",
+    "jax",
+    "cuda-bindings",
+    "cuda-core",
+)
 
 FIRST = """
 import json
@@ -62,7 +72,11 @@ def test_t00_the_first_kernel_of_a_process(card: Card, figures: Figures) -> None
 @pytest.mark.needs("card")
 def test_t00_what_cupy_was_built_with(card: Card, figures: Figures) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "import cupy; cupy.show_config()"], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", "import cupy; cupy.show_config()"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
     )
     figures["config"] = done.stdout.splitlines()
     assert "CuPy Version" in done.stdout

@@ -92,11 +92,11 @@ async def test_t18_a_large_graph(card: Card, figures: Figures, regions: bool) ->
     fed = np.ones((8, 8), np.float32)
     async with af.Session(graph, devices=["cuda:0"], regions=regions, memory_limit=16 << 20) as session:
         first = await session.run(y, {x: fed})
+        np.testing.assert_array_equal(first, fed)
         times = []
         for _ in range(card.choose(5, 1)):
             started = perf_counter()
             found = await session.run(y, {x: fed})
             times.append(perf_counter() - started)
-    np.testing.assert_array_equal(first, fed)
-    np.testing.assert_array_equal(found, fed)
+            np.testing.assert_array_equal(found, fed)
     figures["ops_per_s"] = nodes / min(times)

@@ -36,6 +36,7 @@ def test_t20_no_wrong_memory_access(card: Card, name: str) -> None:
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "3"]
     done = subprocess.run(
         [*command, sys.executable, "-m", "tests.gpu.programs", name],
+        check=False,
         capture_output=True,
         text=True,
         timeout=300,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -37,7 +38,7 @@ async def test_t16_spans_are_in_order_and_in_the_hosts_time(card: Card, figures:
         ended_ns = perf_counter_ns()
         settled = device.settle(spans)
     assert [span.label for span in settled] == [f"spin {index}" for index in range(20)]
-    for one, other in zip(settled, settled[1:], strict=False):
+    for one, other in itertools.pairwise(settled):
         assert one.started_ns <= one.ended_ns <= other.started_ns
     slack_ns = 100_000
     assert started_ns - slack_ns <= settled[0].started_ns
@@ -87,7 +88,7 @@ async def test_t16_the_timeline_of_a_run(card: Card, figures: Figures, out: Path
     assert {"compute", "peer"} <= {stream for _, stream in streams}
     for spans in streams.values():
         spans.sort()
-        assert all(one[1] <= other[0] for one, other in zip(spans, spans[1:], strict=False))
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     assert sum(map(len, lanes.values())) >= sum(map(len, streams.values()))
     for device in summarize(trace).devices:
         figures[f"{device.device}_compute_ms"] = device.compute_ns / 1e6

@@ -1,0 +1,204 @@
+"""On a card: launches, trivial loops, a pipeline over logical devices, and the training step of an LSTM layer.
+
+Beside CuPy by hand, PyTorch and JAX on the same card, all of which give their results to the host. Products are of
+float32 in every system, not of TF32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+import asyncflow as af
+from asyncflow.devices.cuda_backend import cuda_backend
+from asyncflow.profiler import save
+from benchmarks import loop_overhead, parallel_iterations
+from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare, timed, timed_await
+from benchmarks.lstm import TOLERANCE, AsyncflowStep, looped, random_model, timed_step, timed_step_await
+from benchmarks.lstm_peers import jax_scan, torch_loop, torch_module
+from benchmarks.lstm_training import TORCH_MODULE
+from benchmarks.peers import JAX, NO_PEERS, TORCH, Peers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+CARD: Final = "cuda:0"
+CUPY: Final = "cupy"
+INTERPRETED: Final = f"{ASYNCFLOW}, interpreted"
+OPERATION_TIME: Final = Figure("time an operation", "µs")
+ITERATION_RATE: Final = Figure("rate", "iterations/s", higher_is_better=True)
+
+LAUNCHES, LOOP = "gpu_launches", "gpu_loop"
+PIPELINE, LSTM = "gpu_pipeline", "gpu_lstm_training"
+PIPELINE_SIZES: Final = {"layers": 4, "size": 512, "iterations": 100}
+LSTM_SIZES: Final = {"steps": 100, "batch": 64, "hidden": 512}
+
+
+# -- launches ------------------------------------------------------------------------------------------------------
+
+
+def _products(x: Any, w: Any, operations: int) -> Any:
+    """Each on the result of the one before, and nothing that could be fused."""
+    for _ in range(operations):
+        x = x @ w
+    return x
+
+
+async def measure_launches(peers: Peers = NO_PEERS, *, repeats: int = 7, operations: int = 1000) -> list[Result]:
+    """µs of one of many tiny products, from the call until the last result is on the host."""
+    fed, weight = np.ones((8, 8), np.float32), np.eye(8, dtype=np.float32)
+    with af.Graph() as graph:
+        x = af.placeholder("float32", fed.shape)
+        y = _products(x, af.constant(weight), operations)
+    scale = 1e6 / operations
+    systems = {ASYNCFLOW: True, INTERPRETED: False}
+    sessions = {name: af.Session(graph, devices=[CARD], regions=regions) for name, regions in systems.items()}
+    trials: dict[str, Trial] = {
+        name: timed_await(OPERATION_TIME, scale, lambda session=session: session.run(y, {x: fed}))  # type: ignore[misc]
+        for name, session in sessions.items()
+    }
+    trials[CUPY] = timed(OPERATION_TIME, scale, _by_hand(fed, weight, operations))
+    if peers.torch is not None:
+        torch = peers.torch
+        on_card = torch.from_numpy(weight).to(CARD)
+        trials[TORCH] = timed(
+            OPERATION_TIME, scale, lambda: _products(torch.from_numpy(fed).to(CARD), on_card, operations).cpu().numpy()
+        )
+    try:
+        return await compare(LAUNCHES, f"{operations:,} products of 8x8", trials, repeats=repeats, tolerance=1e-6)
+    finally:
+        for session in sessions.values():
+            await session.aclose()
+
+
+def _by_hand(fed: np.ndarray[Any, Any], weight: np.ndarray[Any, Any], operations: int) -> Callable[[], Any]:
+    cupy = cuda_backend().cupy
+    on_card = cupy.asarray(weight)
+    return lambda: _products(cupy.asarray(fed), on_card, operations).get()
+
+
+async def measure_loop(peers: Peers = NO_PEERS, *, repeats: int = 7, iterations: int = 10_000) -> list[Result]:
+    """µs of an iteration of trivial loops on the card, beside NumPy and Python on the host."""
+    return await loop_overhead.measure(repeats=repeats, iterations=iterations, devices=[CARD], workload=LOOP)
+
+
+# -- a pipeline over logical devices (EuroSys '18, fig. 12) ----------------------------------------------------------
+
+
+def _pipeline(window: int, count: int, sizes: dict[str, int]) -> tuple[af.Graph, af.Tensor, list[str]]:
+    """The loop with layers spread over `count` logical devices of the card."""
+    devices = [f"cuda:{index}" for index in range(count)]
+    names = [devices[layer * count // sizes["layers"]] for layer in range(sizes["layers"])]
+    graph, top = parallel_iterations.build(window, **sizes, names=names)
+    return graph, top, devices
+
+
+async def measure_pipeline(
+    peers: Peers = NO_PEERS,
+    *,
+    repeats: int = 5,
+    counts: Sequence[int] = (1, 2, 4),
+    windows: Sequence[int] = (1, 8),
+    sizes: dict[str, int] | None = None,
+) -> list[Result]:
+    """Iterations/s by the number of logical devices on one card, and by how many iterations may run at once."""
+    chosen = PIPELINE_SIZES | (sizes or {})
+    results = []
+    for count in counts:
+        for window in windows:
+            graph, top, devices = _pipeline(window, count, chosen)
+            async with af.Session(graph, devices=devices) as session:
+
+                async def trial(session: af.Session = session, top: af.Tensor = top) -> Sample:
+                    started = perf_counter()
+                    answer = await session.run(top)
+                    return Sample({ITERATION_RATE: chosen["iterations"] / (perf_counter() - started)}, answer)
+
+                case = f"{chosen['layers']} layers of {chosen['size']}x{chosen['size']}, logical devices: {count}, "
+                case += f"parallel_iterations {window}"
+                results += await compare(PIPELINE, case, {ASYNCFLOW: trial}, repeats=repeats)
+    return results
+
+
+def draw_pipeline(
+    results: Sequence[Result], folder: Path, *, count: int = 4, sizes: dict[str, int] | None = None
+) -> list[Path]:
+    """Its timeline, from the card's events."""
+
+    async def traced() -> af.Trace:
+        graph, top, devices = _pipeline(8, count, PIPELINE_SIZES | {"iterations": 20} | (sizes or {}))
+        async with af.Session(graph, devices=devices) as session:
+            await session.run(top)
+            trace = af.Trace()
+            await session.run(top, trace=trace)
+            return trace
+
+    return _saved(af.run(traced()), folder, PIPELINE)
+
+
+# -- an LSTM layer ---------------------------------------------------------------------------------------------------
+
+
+async def measure_lstm(
+    peers: Peers = NO_PEERS, *, repeats: int = 5, sizes: dict[str, int] | None = None
+) -> list[Result]:
+    """ms of a training step: forward, and backward through the loop."""
+    chosen = LSTM_SIZES | (sizes or {})
+    model = random_model(**chosen)
+    outputs = model.xs.size
+    ours = _step(chosen)
+    trials: dict[str, Trial] = {ASYNCFLOW: timed_step_await(outputs, ours.run)}
+    if peers.torch is not None:
+        # cuDNN's LSTM takes TF32 by default.
+        peers.torch.backends.cudnn.allow_tf32 = False
+        trials[TORCH] = timed_step(outputs, torch_loop(peers.torch, model, outputs, place=CARD))
+        trials[TORCH_MODULE] = timed_step(outputs, torch_module(peers.torch, model, outputs, place=CARD))
+    if peers.jax is not None and (cards := _cards_of(peers.jax)):
+        peers.jax.config.update("jax_default_matmul_precision", "highest")
+        trials[JAX] = timed_step(outputs, jax_scan(peers.jax, model, outputs, place=cards[0]))
+    case = f"hidden {chosen['hidden']}, batch {chosen['batch']}, {chosen['steps']} steps"
+    try:
+        return await compare(LSTM, case, trials, repeats=repeats, lead_ins=1, tolerance=TOLERANCE)
+    finally:
+        await ours.session.aclose()
+
+
+def _cards_of(jax: Any) -> Sequence[Any]:
+    """The cards that JAX was built for; it raises where there are none."""
+    try:
+        cards: Sequence[Any] = jax.devices("gpu")
+    except RuntimeError:
+        return []
+    return cards
+
+
+def _step(sizes: dict[str, int]) -> AsyncflowStep:
+    model = random_model(**sizes)
+    return AsyncflowStep(model, looped, model.xs.size, [np.array(len(model.xs), np.int32)], devices=[CARD])
+
+
+def draw_lstm(results: Sequence[Result], folder: Path, *, sizes: dict[str, int] | None = None) -> list[Path]:
+    """The timeline of a step, with its copies beside its kernels."""
+
+    async def traced() -> af.Trace:
+        step = _step(LSTM_SIZES | {"steps": 20} | (sizes or {}))
+        async with step.session:
+            await step.run()
+            with af.Trace() as trace:
+                # Two at once: the inputs of one are copied while the other computes.
+                await asyncio.gather(step.run(), step.run())
+            return trace
+
+    return _saved(af.run(traced()), folder, LSTM)
+
+
+def _saved(trace: af.Trace, folder: Path, name: str) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}{suffix}" for suffix in (".json.gz", ".html", ".png")]
+    for path in paths:
+        save(trace, path)
+    return paths

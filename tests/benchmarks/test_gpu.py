@@ -1,0 +1,75 @@
+"""The workloads of a card, at tiny sizes on a stand-in for CuPy, whose figures say nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+
+from asyncflow.devices.cuda_backend import CudaBackend, using_cupy
+from asyncflow.devices.pinned import close_shared_slab, shared_slab
+from benchmarks import __main__ as command
+from benchmarks import gpu
+from benchmarks.harness import ASYNCFLOW
+from tests.fake_cupy import FakeCupy
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
+    from pathlib import Path
+
+    from benchmarks.harness import Result
+
+TINY_PIPELINE = {"layers": 2, "size": 8, "iterations": 4}
+TINY_LSTM = {"steps": 3, "batch": 2, "hidden": 4}
+TINY = {
+    "gpu_launches": lambda: gpu.measure_launches(repeats=2, operations=10),
+    "gpu_loop": lambda: gpu.measure_loop(repeats=1, iterations=10),
+    "gpu_pipeline": lambda: gpu.measure_pipeline(repeats=1, counts=(1, 2), windows=(1, 2), sizes=TINY_PIPELINE),
+    "gpu_lstm_training": lambda: gpu.measure_lstm(repeats=1, sizes=TINY_LSTM),
+}
+
+
+@pytest.fixture(autouse=True)
+def fake() -> Iterator[FakeCupy]:
+    fake = FakeCupy(nbytes=64 << 20)
+    shared_slab(fake, 4 << 20)
+    try:
+        with using_cupy(fake):
+            yield fake
+    finally:
+        close_shared_slab(fake)
+        fake.close()
+
+
+def test_every_workload_has_a_tiny_size() -> None:
+    assert TINY.keys() == command.GPU_WORKLOADS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+async def test_workload(name: str) -> None:
+    measuring: Coroutine[None, None, list[Result]] = TINY[name]()
+    results = await measuring
+    assert ASYNCFLOW in {result.system for result in results}
+    for result in results:
+        assert result.workload == name
+        assert all(math.isfinite(value) and value >= 0 for value in result.values), result
+
+
+@pytest.mark.slow
+def test_timelines(tmp_path: Path) -> None:
+    paths = [
+        *gpu.draw_pipeline([], tmp_path, count=2, sizes=TINY_PIPELINE),
+        *gpu.draw_lstm([], tmp_path, sizes=TINY_LSTM),
+    ]
+    assert len(paths) == 6
+    assert all(path.stat().st_size > 1000 for path in paths)
+
+
+def test_there_has_to_be_a_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "cuda_backend", lambda: CudaBackend(None, reason="no driver"))
+    for name in ("gpu", "gpu_loop"):
+        with pytest.raises(SystemExit):
+            command.main([name])
+        assert "there is no card: no driver" in capsys.readouterr().err

@@ -1,0 +1,181 @@
+"""What may be captured in a CUDA graph, and which loops a GPU runs by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import asyncflow as af
+from asyncflow.compiler.capturable import CAPTURABLE, can_capture, is_device_loop, may_be_captured
+from asyncflow.compiler.device_loops import DEVICE_WHILE, make_device_loops
+from asyncflow.compiler.extract import extract
+from asyncflow.compiler.host_values import find_host_values
+from asyncflow.compiler.regions import Region
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.op import find_op
+from asyncflow.graph.verify import verify
+
+
+@pytest.fixture
+def x(graph: af.Graph) -> af.Tensor:
+    return af.placeholder("float64", (3, 3), name="x")
+
+
+@pytest.fixture
+def n(graph: af.Graph) -> af.Tensor:
+    return af.placeholder("int64", (), name="n")
+
+
+def working(*fetches: af.Tensor) -> Graph:
+    """The part of the graph that the fetches need, as passes see it, on one device."""
+    graph = fetches[0].graph
+    feeds = [node.outputs[0] for node in graph.nodes if node.op.name == "placeholder"]
+    extracted = extract(graph, list(fetches), feeds).graph
+    for node in extracted.walk():
+        node.device = "cuda:0"
+    return extracted
+
+
+def captured(fetch: af.Tensor) -> bool:
+    """Whether all that is computed for `fetch` may be captured."""
+    graph = working(fetch)
+    on_host = find_host_values(graph)
+    return all(may_be_captured(node, on_host) for node in graph.nodes if node.op.name not in ("feed", "fetch"))
+
+
+def test_what_is_listed_are_ops_that_only_compute() -> None:
+    for name in CAPTURABLE:
+        op = find_op(name)
+        assert op.is_pure, name
+        assert not op.runs_on_host, name
+
+
+YES: dict[str, Callable[[af.Tensor, af.Tensor], af.Tensor]] = {
+    "elementwise": lambda x, n: af.tanh(x) * 2 + af.where(x > 0, x, 0.0),
+    "reductions": lambda x, n: af.sum(x, axis=0) - af.max(x) + af.mean(x),
+    "shapes": lambda x, n: af.permute_dims(af.reshape(x, (9, 1)), (1, 0))[:, 2:],
+    "a shape of the host": lambda x, n: af.broadcast_to(af.sum(x), (n, 2)),
+    "a counter": lambda x, n: x * af.astype(n + 1, af.float64),
+    "an index of the device": lambda x, n: x[af.argmax(x)],
+    "a branch on the host": lambda x, n: af.cond(n > 2, lambda: x + 1, lambda: x - 1),
+    "a loop on the host": lambda x, n: af.while_loop(lambda i, y: i < n, lambda i, y: (i + 1, y * 2), (0, x))[1],
+}
+NO: dict[str, Callable[[af.Tensor, af.Tensor], af.Tensor]] = {
+    "cuBLAS": lambda x, n: af.matmul(x, x),
+    "cuBLAS in a branch": lambda x, n: af.cond(n > 2, lambda: x @ x, lambda: x),
+    "a branch on the device": lambda x, n: af.cond(af.max(x) > 2, lambda: x + 1, lambda: x - 1),
+    "a loop on the device": lambda x, n: af.while_loop(lambda y: af.max(y) < 2, lambda y: y * 2, (x,))[0],
+    "sorting": lambda x, n: af.sort(x),
+    "a shape that depends on the data": lambda x, n: af.nonzero(x)[0],
+    "random numbers": lambda x, n: x + af.random.normal((3, 3)),
+    "a shape as data": lambda x, n: af.astype(af.shape(x), af.float64) + 1.0,
+}
+
+
+@pytest.mark.parametrize("name", YES)
+def test_what_may_be_captured(x: af.Tensor, n: af.Tensor, name: str) -> None:
+    assert captured(YES[name](x, n))
+
+
+@pytest.mark.parametrize("name", NO)
+def test_what_may_not_be_captured(x: af.Tensor, n: af.Tensor, name: str) -> None:
+    assert not captured(NO[name](x, n))
+
+
+def test_state_is_not_captured(graph: af.Graph) -> None:
+    variable = af.Variable([1.0, 2.0])
+    assert not captured(variable.read() + 1)
+
+
+@pytest.mark.parametrize(("launches", "pays"), [(1, False), (3, False), (4, True), (20, True)])
+def test_a_graph_has_to_save_more_launches_than_it_costs(x: af.Tensor, launches: int, pays: bool) -> None:
+    y = x
+    for _ in range(launches):
+        y = af.tanh(y)
+    graph = working(y)
+    nodes = [node for node in graph.nodes if node.op.name == "tanh"]
+    region = Region(tuple(nodes), tuple(nodes[0].inputs), tuple(nodes[-1].outputs))
+    assert can_capture(region, set()) is pays
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+def newton(x: af.Tensor) -> Any:
+    return af.while_loop(lambda i, y: af.max(af.abs(y * y - x)) > 1e-6, lambda i, y: (i + 1, (y + x / y) / 2), (0, x))
+
+
+LOOPS: dict[str, tuple[bool, Callable[[af.Tensor, af.Tensor], Any]]] = {
+    "newton": (True, lambda x, n: newton(x)),
+    "bounded": (
+        True,
+        lambda x, n: af.while_loop(lambda y: af.max(y) < 9, lambda y: y * 2, (x,), maximum_iterations=5),
+    ),
+    "with a number of the host": (
+        True,
+        lambda x, n: af.while_loop(lambda y: af.max(y) < 9, lambda y: y + af.astype(n * 2, af.float64), (x,)),
+    ),
+    "decided by the host": (False, lambda x, n: af.while_loop(lambda i, y: i < n, lambda i, y: (i + 1, y), (0, x))),
+    "with cuBLAS": (False, lambda x, n: af.while_loop(lambda y: af.max(y) < 9, lambda y: y @ y, (x,))),
+    "with a branch": (
+        False,
+        lambda x, n: af.while_loop(
+            lambda y: af.max(y) < 9, lambda y: af.cond(n > 1, lambda: y + 1, lambda: y * 2), (x,)
+        ),
+    ),
+    "with a shape that changes": (
+        False,
+        lambda x, n: af.while_loop(
+            lambda y: af.max(y) < 9,
+            lambda y: af.concat([y, y + 1]),
+            (x,),
+            shape_invariants=((None, 3),),
+        ),
+    ),
+    "with a shape of its counter": (
+        False,
+        lambda x, n: af.while_loop(lambda i, y: af.max(y) < 9, lambda i, y: (i + 1, y + af.sum(af.ones((i,)))), (1, x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_of_a_device(x: af.Tensor, n: af.Tensor, name: str) -> None:
+    expected, build = LOOPS[name]
+    found = build(x, n)
+    graph = working(*(found if isinstance(found, tuple | list) else [found]))
+    (loop,) = [node for node in graph.nodes if node.op.name == "while"]
+    assert is_device_loop(loop, find_host_values(graph)) is expected
+    make_device_loops(graph, {"cuda:0"})
+    assert any(node.op is DEVICE_WHILE for node in graph.nodes) is expected
+    verify(graph)
+
+
+def test_loops_of_other_devices_stay(x: af.Tensor) -> None:
+    graph = working(newton(x)[1])
+    make_device_loops(graph, {"cuda:1"})
+    assert not any(node.op is DEVICE_WHILE for node in graph.walk())
+
+
+def test_a_loop_in_a_loop_that_the_host_drives(x: af.Tensor, n: af.Tensor) -> None:
+    _, y = af.while_loop(lambda i, y: i < n, lambda i, y: (i + 1, newton(y + 1)[1]), (0, x))
+    graph = working(y)
+    make_device_loops(graph, {"cuda:0"})
+    (outer,) = [node for node in graph.nodes if node.op.name == "while"]
+    assert [node.op for node in outer.attrs["body"].nodes].count(DEVICE_WHILE) == 1
+    verify(graph)
+
+
+def test_what_follows_from_a_counter_of_the_device_is_not_on_the_host(x: af.Tensor) -> None:
+    """A loop that takes a value from another one that was replaced has to find it on the device."""
+    count, y = newton(x)
+    _, again = af.while_loop(lambda i, z: af.max(z) < 9, lambda i, z: (i + 1, z + 1), (count + 1, y))
+    graph = working(count * 2, again)
+    on_host = make_device_loops(graph, {"cuda:0"})
+    loops = [node for node in graph.nodes if node.op is DEVICE_WHILE]
+    assert len(loops) == 2
+    assert not any(output in on_host for loop in loops for output in loop.outputs)
+    assert not any(t in on_host for node in graph.nodes if node.op.name == "multiply" for t in node.outputs)
+    assert on_host == find_host_values(graph)

@@ -1,0 +1,414 @@
+"""Regions as CUDA graphs, on a stand-in for CuPy: the results are those without graphs, whatever happens."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncflow.devices import MemoryLimitExceeded
+from asyncflow.devices.cuda_graph import MOST_KEYS, WARM_UPS, CapturedRegion, captured
+from asyncflow.devices.cuda_memory import CudaPool, install_allocator
+from asyncflow.streams.cuda import CudaStream
+from tests.fake_cupy import FakeCupy
+
+MIB = 2**20
+
+
+class Card:
+    """A device as far as captures go."""
+
+    def __init__(self, cupy: FakeCupy, limit: int | None = None) -> None:
+        install_allocator(cupy)
+        self.cupy = cupy
+        self.pool = CudaPool(cupy, 0, "cuda:0", limit)
+        self.stream = CudaStream(cupy, 0, "cuda:0/compute", self.pool)
+
+    def region(self, function: Callable[..., Any]) -> Region:
+        return Region(self, function)
+
+    def sent(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value
+        with self.stream.activate():
+            if value.flags.forc:
+                return self.cupy.asarray(value)
+            assert isinstance(value.base, np.ndarray)
+            return self.cupy.asarray(value.base)[:, ::2]
+
+
+@dataclass
+class Region:
+    """A region, and how often Python ran it."""
+
+    card: Card
+    function: Callable[..., Any]
+    calls: int = 0
+    captured: CapturedRegion = field(init=False)
+
+    def __post_init__(self) -> None:
+        def counted(*inputs: Any) -> Any:
+            self.calls += 1
+            return self.function(self.card.cupy, *inputs)
+
+        self.captured = CapturedRegion(self.card.cupy, self.card.stream, self.card.pool, counted, "region")
+
+    def launch(self, *inputs: Any) -> tuple[Any, ...]:
+        values = [self.card.sent(value) for value in inputs]
+        with self.card.stream.activate():
+            return self.captured(*values)
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        outputs = self.launch(*inputs)
+        with self.card.stream.activate():
+            return [value.get() if hasattr(value, "get") else value for value in outputs]
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCupy]:
+    with FakeCupy(nbytes=8 * MIB) as cupy:
+        yield cupy
+
+
+@pytest.fixture
+def card(fake: FakeCupy) -> Card:
+    return Card(fake)
+
+
+def chain(xp: Any, x: Any, y: Any) -> tuple[Any, ...]:
+    z = xp.tanh(x) * y + xp.sum(y, axis=-1, keepdims=True)
+    return z, xp.max(z - y, axis=0), x
+
+
+def test_the_results_are_those_without_a_graph(card: Card) -> None:
+    region, random = card.region(chain), np.random.default_rng(0)
+    for _ in range(WARM_UPS + 4):
+        x, y = random.normal(size=(2, 3, 5))
+        x, y = x.copy(), y.copy()
+        for found, wanted in zip(region(x, y), chain(np, x, y), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    assert region.calls == WARM_UPS + 1  # the last of them is the capture
+
+
+def test_results_are_not_overwritten_by_the_next_launch(card: Card) -> None:
+    region = card.region(lambda xp, x: (x + 1, x))
+    launched = [region.launch(np.full(3, float(k))) for k in range(WARM_UPS + 4)]
+    with card.stream.activate():
+        for k, (one_more, same) in enumerate(launched):
+            assert one_more.get().tolist() == [k + 1.0] * 3
+            assert same.get().tolist() == [float(k)] * 3
+
+
+def test_inputs_may_be_freed_and_used_again_while_a_launch_is_pending(fake: FakeCupy, card: Card) -> None:
+    region = card.region(lambda xp, x: (x * 2,))
+    for _ in range(WARM_UPS + 1):
+        region(np.zeros(4))
+    fake.pause()
+    outputs: list[Any] = []
+    for k in range(5):
+        with card.stream.activate():
+            x = fake.full(4, float(k))
+            outputs += card_call(region, x)
+            del x
+            fake.full(4, -1.0)
+    fake.resume()
+    with card.stream.activate():
+        assert [output.get()[0] for output in outputs] == [0, 2, 4, 6, 8]
+
+
+def card_call(region: Region, *values: Any) -> tuple[Any, ...]:
+    return region.captured(*values)
+
+
+def test_shapes_dtypes_and_layouts_have_graphs_of_their_own(card: Card) -> None:
+    region = card.region(lambda xp, x: (x + x,))
+    kinds: list[np.ndarray] = [
+        np.ones(3),
+        np.ones(4),
+        np.ones(3, np.float32),
+        np.ones((2, 2)),
+        np.asfortranarray(np.ones((2, 3))),
+    ]
+    for _ in range(WARM_UPS + 2):
+        for x in kinds:
+            (found,) = region(x)
+            assert (found.dtype, found.shape) == (x.dtype, x.shape)
+            assert (found == 2).all()
+    assert region.calls == len(kinds) * (WARM_UPS + 1)
+
+
+def test_a_view_with_gaps_is_run_without_a_graph(card: Card) -> None:
+    region = card.region(lambda xp, x: (x + 1,))
+    for k in range(WARM_UPS + 3):
+        x = np.full((4, 6), float(k))[:, ::2]
+        np.testing.assert_array_equal(region(x)[0], np.asarray(x) + 1)
+    assert region.calls == WARM_UPS + 3
+
+
+def test_a_result_with_gaps_is_copied_out(card: Card) -> None:
+    region = card.region(lambda xp, x: (xp.broadcast_to(x + 1, (3, 4)), (x + 2)[::2]))
+    for k in range(WARM_UPS + 3):
+        spread, strided = region(np.full(4, float(k)))
+        np.testing.assert_array_equal(spread, np.full((3, 4), k + 1.0))
+        np.testing.assert_array_equal(strided, np.full(2, k + 2.0))
+    assert region.calls == WARM_UPS + 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (np.float64(0.0), np.float64(-0.0)),
+        (np.int32(1), np.int64(1)),
+        (1, True),
+        (1.0, 1),
+        (np.arange(2), np.arange(1, 3)),
+        ("a", b"a"),
+    ],
+)
+def test_a_graph_is_valid_for_the_values_on_the_host(card: Card, first: Any, second: Any) -> None:
+    region = card.region(lambda xp, x, host: (x + 1, host))
+    for _ in range(WARM_UPS + 2):
+        for host in (first, second):
+            with card.stream.activate():
+                _, found = card_call(region, card.cupy.ones(2), host)
+            assert found is host or type(found) is type(host)
+            assert repr(found) == repr(host)
+    assert region.calls == 2 * (WARM_UPS + 1)
+
+
+def test_a_region_that_branches_on_the_host_is_captured_for_each_branch(card: Card) -> None:
+    region = card.region(lambda xp, x, n: (xp.exp(x) if n else x - 1,))
+    for _ in range(WARM_UPS + 2):
+        assert region(np.zeros(2), np.bool_(True))[0].tolist() == [1, 1]
+        assert region(np.zeros(2), np.bool_(False))[0].tolist() == [-1, -1]
+
+
+def test_a_region_with_ever_new_values_is_left_alone(fake: FakeCupy, card: Card) -> None:
+    region = card.region(lambda xp, x, step: (x * step,))
+    for step in range(3 * MOST_KEYS):
+        assert region(np.ones(2), np.float64(step))[0].tolist() == [step, step]
+    for _ in range(WARM_UPS + 2):
+        region(np.ones(2), np.float64(0))
+    assert region.calls == 3 * MOST_KEYS + WARM_UPS + 2
+    assert card.pool.account.statistics().buffers == 0
+
+
+def test_graphs_that_are_there_stay_when_there_are_too_many_keys(card: Card) -> None:
+    region = card.region(lambda xp, x, step: (x * step,))
+    for _ in range(WARM_UPS + 1):
+        region(np.ones(2), np.float64(-1))
+    for step in range(2 * MOST_KEYS):
+        assert region(np.ones(2), np.float64(step))[0].tolist() == [step, step]
+    before = region.calls
+    region(np.ones(2), np.float64(-1))
+    assert region.calls == before
+
+
+REFUSED = {
+    "cuBLAS": lambda xp, x: (xp.matmul(x, x),),
+    "a shape that depends on the values": lambda xp, x: (xp.nonzero(x)[0],),
+    "a copy to the host": lambda xp, x: (x * float(x[0, 0]),),
+    "an object": lambda xp, x: (x + 1, object),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured_runs_without(card: Card, name: str) -> None:
+    region = card.region(REFUSED[name])
+    x = np.arange(4.0).reshape(2, 2)
+    for _ in range(WARM_UPS + 4):
+        np.testing.assert_array_equal(region(x)[0], REFUSED[name](np, x)[0])
+    assert region.calls == WARM_UPS + 4 + 1  # the capture failed
+    assert not card.stream.raw.is_capturing()
+    gc.collect()
+    assert card.pool.account.statistics().buffers == 0
+
+
+@pytest.mark.parametrize("call", ["streamBeginCapture", "graphInstantiate"])
+def test_a_failure_of_cuda_while_capturing_costs_the_graph_only(fake: FakeCupy, card: Card, call: str) -> None:
+    region = card.region(lambda xp, x: (x + 1,))
+    for k in range(WARM_UPS + 4):
+        if k == WARM_UPS:
+            fake.fail_next(2, call)
+        assert region(np.ones(2))[0].tolist() == [2, 2]
+    assert not card.stream.raw.is_capturing()
+    assert card.stream.pool is card.pool
+
+
+def test_an_error_of_the_region_is_raised_as_it_is(card: Card) -> None:
+    def broken(xp: Any, x: Any) -> Any:
+        raise ZeroDivisionError("of the user's")
+
+    region = card.region(broken)
+    for _ in range(WARM_UPS + 3):
+        with pytest.raises(ZeroDivisionError):
+            region(np.ones(2))
+
+
+def test_memory_of_a_graph_counts_and_is_no_one_elses(fake: FakeCupy, card: Card) -> None:
+    region = card.region(lambda xp, x: (((x + 1) * 2) - 3,))
+    for _ in range(WARM_UPS + 1):
+        region(np.ones(128))
+    labels = {buffer.label for buffer in card.pool.account.top()}
+    assert labels == {"CUDA graph of region"}
+    used = card.pool.account.used
+    with card.stream.activate():
+        others = [fake.full(128, float(k)) for k in range(20)]
+        assert region(np.ones(128))[0].tolist() == [1.0] * 128
+        assert [int(other.get()[0]) for other in others] == list(range(20))
+        del others
+    assert card.pool.account.used == used
+    region.captured.release()
+    gc.collect()
+    assert card.pool.account.used == 0
+    assert region(np.ones(128))[0].tolist() == [1.0] * 128
+
+
+def test_a_graph_that_does_not_fit_is_not_made(fake: FakeCupy) -> None:
+    card = Card(fake, limit=3 * 512)
+    region = card.region(lambda xp, x: (x + 1,))
+    for _ in range(WARM_UPS + 3):
+        assert region(np.ones(64))[0].tolist() == [2.0] * 64
+    assert region.calls == WARM_UPS + 4
+
+
+def test_a_graph_makes_room_for_the_results(fake: FakeCupy) -> None:
+    card = Card(fake, limit=4 * 512)
+    region = card.region(lambda xp, x: (x + 1,))
+    for _ in range(WARM_UPS + 2):
+        assert region(np.ones(64))[0].tolist() == [2.0] * 64
+    assert region.calls == WARM_UPS + 1
+    with card.stream.activate():
+        x = fake.ones(64)
+        kept = [card_call(region, x)]
+        kept.append(card_call(region, x))
+        assert region.calls == WARM_UPS + 2
+        kept.append(card_call(region, x))
+        assert [value.get().tolist() for (value,) in kept] == [[2.0] * 64] * 3
+        with pytest.raises(MemoryLimitExceeded):
+            card_call(region, x)
+
+
+def test_capturing_and_launching_never_block(fake: FakeCupy, card: Card) -> None:
+    region = card.region(chain)
+    with card.stream.activate():
+        x, y = fake.ones((3, 5)), fake.ones((3, 5))
+        before = [name for name in fake.blocking() if name != "malloc"]
+        fake.pause()
+        for _ in range(WARM_UPS + 5):
+            region.captured(x, y)
+        assert [name for name in fake.blocking() if name != "malloc"] == before
+        fake.resume()
+
+
+# -- generators --------------------------------------------------------------------------------------------------------
+
+
+def loop(xp: Any, x: Any, n: Any) -> Any:
+    """As code is generated for a loop that the host decides on."""
+    budget = 1
+    i = 0
+    budget = yield True
+    while i < n:
+        x = x * 2
+        i += 1
+        budget -= 1
+        if not budget:
+            budget = yield
+    return (x, i)
+
+
+def driven_to_the_end(generator: Any) -> tuple[int, Any]:
+    steps = 0
+    budget = None
+    while True:
+        try:
+            generator.send(budget)
+        except StopIteration as ended:
+            return steps, ended.value
+        steps += 1
+        budget = 2
+
+
+def test_a_generator_becomes_one_step(card: Card) -> None:
+    function = captured(
+        card.cupy, card.stream, card.pool, lambda x, n: loop(card.cupy, x, n), "region", is_generator=True
+    )
+    with card.stream.activate():
+        for k in range(WARM_UPS + 3):
+            steps, (x, count) = driven_to_the_end(function(card.cupy.full(2, float(k)), np.int64(8)))
+            assert x.get().tolist() == [256.0 * k] * 2
+            assert count == 8
+            assert (steps > 1) == (k < WARM_UPS)
+
+
+def test_a_loop_that_is_too_long_is_not_captured(card: Card) -> None:
+    function = captured(
+        card.cupy, card.stream, card.pool, lambda x, n: loop(card.cupy, x, n), "region", is_generator=True
+    )
+    with card.stream.activate():
+        for _ in range(WARM_UPS + 3):
+            steps, (x, count) = driven_to_the_end(function(card.cupy.zeros(2), np.int64(900)))
+            assert steps > 400
+            assert count == 900
+            assert x.get().tolist() == [0.0, 0.0]
+
+
+def test_a_plain_function_is_called_as_one(card: Card) -> None:
+    function = captured(card.cupy, card.stream, card.pool, lambda x: (x + 1,), "region", is_generator=False)
+    with card.stream.activate():
+        assert [function(card.cupy.ones(1))[0].item() for _ in range(WARM_UPS + 2)] == [2.0] * (WARM_UPS + 2)
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+UNARY = ("tanh", "exp", "negative", "square", "sin", "floor")
+BINARY = ("add", "subtract", "multiply", "maximum", "minimum", "arctan2")
+REDUCING = ("sum", "max", "min", "mean")
+
+steps = st.one_of(
+    st.tuples(st.sampled_from(UNARY), st.integers(0, 30)),
+    st.tuples(st.sampled_from(BINARY), st.integers(0, 30), st.integers(0, 30)),
+    st.tuples(st.sampled_from(REDUCING), st.integers(0, 30), st.sampled_from([0, 1, None])),
+    st.tuples(st.just("transposed"), st.integers(0, 30)),
+)
+
+
+def program(xp: Any, lines: list[tuple[Any, ...]], x: Any, y: Any) -> tuple[Any, ...]:
+    values = [x, y]
+    for name, first, *rest in lines:
+        value = values[first % len(values)]
+        if name in UNARY:
+            values.append(getattr(xp, name)(value))
+        elif name in BINARY:
+            values.append(getattr(xp, name)(value, values[rest[0] % len(values)]))
+        elif name in REDUCING:
+            reduced = getattr(xp, name)(value, axis=rest[0], keepdims=True)
+            values.append(xp.broadcast_to(reduced, (4, 4)) * 0.5)
+        else:
+            values.append(value.T)
+    return tuple(values[len(values) // 2 :])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(steps, min_size=1, max_size=12), st.integers(0, 2**16))
+def test_any_program_gives_what_numpy_gives(lines: list[tuple[Any, ...]], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    with FakeCupy(nbytes=8 * MIB, seed=seed) as fake:
+        card = Card(fake)
+        region = card.region(lambda xp, x, y: program(xp, lines, x, y))
+        launched = []
+        for _ in range(WARM_UPS + 3):
+            x, y = random.normal(size=(4, 4)), random.normal(size=(4, 4))
+            launched.append((region.launch(x, y), program(np, lines, x, y)))
+        assert region.calls == WARM_UPS + 1
+        with card.stream.activate(), np.errstate(all="ignore"):
+            for found, wanted in launched:
+                for left, right in zip(found, wanted, strict=True):
+                    np.testing.assert_allclose(left.get(), right, rtol=1e-12)

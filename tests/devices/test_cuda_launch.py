@@ -1,0 +1,230 @@
+"""What launchers do: launches, uploads, counts, failures; kernels of the host; regions step by step."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda_launch import LONG_ELEMENTS, STEP_LAUNCHES, is_coroutine_function
+from asyncflow.devices.cuda_values import CudaArray, CudaOpaque
+from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.devices.pinned import PinnedSlab
+from asyncflow.devices.protocol import KernelInfo
+from asyncflow.errors import DeviceLostError, InternalError
+from asyncflow.streams.cuda import active_stream
+from tests.fake_cupy import FakeCupy
+
+VALUE = np.arange(12.0).reshape(3, 4)
+
+
+@pytest.fixture
+def cupy() -> Iterator[FakeCupy]:
+    with FakeCupy(devices=2) as fake:
+        yield fake
+
+
+@asynccontextmanager
+async def opened(cupy: FakeCupy, index: int = 0, **options: Any) -> AsyncIterator[CudaDevice]:
+    device = CudaDevice(cupy, index, pinned=PinnedSlab(cupy, 64 << 10), **options)
+    await device.open()
+    try:
+        yield device
+    finally:
+        cupy.resume()
+        assert await device.aclose(10.0)
+
+
+def info(**options: Any) -> KernelInfo:
+    return KernelInfo(**{"name": "node", "flops": lambda *_: 0.0, "infer": lambda _: None, **options})
+
+
+async def test_a_kernel_gets_arrays_and_scalars_while_its_stream_is_active(cupy: FakeCupy) -> None:
+    seen: list[Any] = []
+
+    def kernel(*args: Any) -> Any:
+        seen.append((active_stream(), [type(value) for value in args]))
+        return args[0] + args[1]
+
+    async with opened(cupy) as device:
+        x = await device.fed(VALUE, "x")
+        launch = device.bind(kernel, info())
+        y = launch(x, VALUE, np.asarray(2.0), np.float32(3), "text", CudaOpaque([1]))
+        assert seen == [(device.compute, [cupy.ndarray, cupy.ndarray, np.float64, np.float32, str, list])]
+        assert active_stream() is None and device.pool.label == "node"
+        assert (type(y), y.name, y.stream, y.device) == (CudaArray, "node", device.compute, "cuda:0")
+        assert np.array_equal(await device.fetched(y), 2 * VALUE)
+
+
+@pytest.mark.parametrize(
+    ("output", "kind"),
+    [
+        (np.float64(2), np.float64),
+        (np.asarray(2.0), np.float64),
+        (3, int),
+        ("text", str),
+        (None, type(None)),
+        (np.arange(4), np.ndarray),
+        (np.arange(65), CudaArray),
+        (np.ones(4), CudaArray),
+        (np.array(["a"], object), np.ndarray),
+        ([1], CudaOpaque),
+    ],
+)
+async def test_what_a_kernel_gives(cupy: FakeCupy, output: Any, kind: type) -> None:
+    async with opened(cupy) as device:
+        assert type(device.bind(lambda: output, info())()) is kind
+        (only,) = device.bind(lambda: (output,), info(single=False))()
+        assert type(only) is kind
+
+
+async def test_inputs_that_the_host_reads_are_not_copied_in(cupy: FakeCupy) -> None:
+    async with opened(cupy) as device:
+        launch = device.bind(
+            lambda context, x, shape: x.reshape(tuple(shape)), info(needs_context=True, host_inputs=frozenset({1}))
+        )
+        y = launch("context", await device.fed(VALUE, "x"), np.array([4, 3]))
+        assert y.shape == (4, 3)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+async def test_a_stream_waits_once_for_a_value_that_was_copied_in(cupy: FakeCupy, streams: int) -> None:
+    async with opened(cupy, compute_streams=streams) as device:
+        x = device.copy_in(VALUE, "x")
+        launches = [device.bind(lambda x: x + 1, info(stream=stream)) for stream in range(streams)]
+        before = len(cupy.engine.launches)
+        for launch in launches * 5:
+            launch(x)
+        waits = [name for _, name in cupy.engine.launches[before:] if name == "streamWaitEvent"]
+        assert len(waits) == streams
+
+
+async def test_values_of_another_device_are_refused(cupy: FakeCupy) -> None:
+    async with opened(cupy) as device, opened(cupy, 1) as other:
+        x = await other.fed(VALUE, "x")
+        with pytest.raises(InternalError, match="'node' runs on cuda:0 and was given 'x', which is on cuda:1"):
+            device.bind(lambda x: x + 1, info())(x)
+
+
+@pytest.mark.parametrize("code", [701, 700])
+@pytest.mark.parametrize("kind", ["kernel", "region", "steps"])
+async def test_a_launch_that_cuda_refuses(cupy: FakeCupy, kind: str, code: int) -> None:
+    """Only some errors are the device's last."""
+
+    def steps(x: Any) -> Generator[bool, int | None, tuple[Any, ...]]:
+        yield True
+        return (x + 1,)
+
+    async with opened(cupy) as device:
+        x = await device.fed(VALUE, "x")
+        if kind == "kernel":
+            launch: Callable[..., Any] = device.bind(lambda x: x + 1, info())
+        elif kind == "region":
+            launch = device.bind_region(lambda x: (x + 1,), info(single=False), is_generator=False)
+        else:
+            bound = device.bind_region(steps, info(single=False), is_generator=True)
+            launch = lambda x: list(bound(x))  # noqa: E731
+        cupy.fail_next(code, "launchKernel")
+        with pytest.raises(DeviceLostError if code == 700 else cupy.cuda.runtime.CUDARuntimeError) as refused:
+            launch(x)
+        assert active_stream() is None
+        if code == 700:
+            assert "launched last was 'node'" in str(refused.value)
+            assert isinstance(refused.value.__cause__, cupy.cuda.runtime.CUDARuntimeError)
+        else:
+            launch(x)
+
+
+@pytest.mark.parametrize("regions", [False, True])
+async def test_memory_that_does_not_fit_is_refused_under_the_nodes_name(cupy: FakeCupy, regions: bool) -> None:
+    async with opened(cupy, memory_limit=1 << 16) as device:
+        x = await device.fed(VALUE, "x")
+        used = device.memory.used
+
+        def kernel(x: Any) -> Any:
+            held = cupy.zeros(1 << 12)
+            return (cupy.concatenate([held, cupy.zeros(1 << 12)]),)
+
+        launch: Callable[..., Any] = device.bind(kernel, info(single=False))
+        if regions:
+            launch = device.bind_region(kernel, info(single=False), is_generator=False)
+        error: MemoryLimitExceeded | None = None
+        try:
+            launch(x)
+        except MemoryLimitExceeded as refusal:
+            error = refusal.with_traceback(None)  # as the runtime does: frames hold what is too much
+        assert error is not None and error.requested == 1 << 15 and error.top[0].label == "node"
+        assert device.memory.used == used and active_stream() is None
+
+
+async def test_a_step_of_a_region_counts_as_what_it_may_launch(cupy: FakeCupy) -> None:
+    def steps(x: Any) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+        for _ in range(4):
+            x = x + 1
+            yield None
+        return (x,)
+
+    async with opened(cupy) as device:
+        x = await device.fed(VALUE, "x")
+        device.launched = 0
+        firing = device.bind_region(steps, info(single=False, launches=1000), is_generator=True)(x)
+        assert firing.send(None) is None and active_stream() is None
+        assert device.launched == STEP_LAUNCHES
+        firing.send(2)
+        assert device.launched == 3 * STEP_LAUNCHES
+        firing.close()
+        device.bind_region(lambda x: (x,), info(single=False, launches=5), is_generator=False)(x)
+        assert device.launched == 3 * STEP_LAUNCHES + 5
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_region_that_is_given_up_keeps_what_its_kernels_read(seed: int) -> None:
+    """Memory of the first stream, read on the second one, by a region that is stopped half-way."""
+    written: list[Any] = []
+
+    def steps(x: Any) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+        written.append(x.sum())
+        yield None
+        return (x,)
+
+    with FakeCupy(seed=seed) as cupy:
+        async with opened(cupy, compute_streams=2) as device:
+            cupy.pause()
+            x = device.bind(lambda: cupy.full((64, 64), 2.0), info())()
+            firing = device.bind_region(steps, info(stream=1, single=False), is_generator=True)(x)
+            firing.send(None)
+            firing.close()
+            del x, firing
+            fill = device.bind(lambda: cupy.full((64, 64), -1.0), info())
+            for _ in range(3):
+                fill()
+            cupy.resume()
+            total = CudaArray(written.pop(), device.name, device.compute_streams[1], "total")
+            assert await device.fetched(total) == 2.0 * 64 * 64
+
+
+async def test_kernels_of_the_host_get_arrays_of_numpy(cupy: FakeCupy) -> None:
+    async def later(x: Any) -> Any:
+        return np.unique(x)
+
+    async with opened(cupy) as device:
+        x = await device.fed(np.array([3.0, 1.0, 3.0]), "x")
+        for kernel in (np.unique, later):
+            y = await device.bind(kernel, info(is_async=True))(x)
+            assert type(y) is CudaArray and np.array_equal(await device.fetched(y), [1.0, 3.0])
+        big = await device.fed(np.ones(LONG_ELEMENTS + 1), "big")
+        assert (await device.fetched(await device.bind(later, info(is_async=True))(big))) == [1.0]
+
+
+def test_what_has_to_be_called_on_the_loop() -> None:
+    async def function() -> None: ...
+
+    class Asked:
+        async def __call__(self) -> None: ...
+
+    assert is_coroutine_function(function) and is_coroutine_function(Asked())
+    assert not is_coroutine_function(np.unique) and not is_coroutine_function(len)

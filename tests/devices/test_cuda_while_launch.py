@@ -1,0 +1,162 @@
+"""Loops of a CUDA device: launched where they can be captured, else driven by the host, with the same results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.devices import cuda_while_launch
+from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda_values import CudaArray
+from asyncflow.devices.cuda_while_launch import WhileLauncher
+from asyncflow.devices.pinned import close_shared_slab, shared_slab
+from asyncflow.devices.protocol import KernelInfo, is_coroutine_kernel
+from tests.fake_cupy import FakeCupy
+
+INFO = KernelInfo(name="while", single=False, flops=lambda *_: 0.0, infer=lambda *_: None)
+
+
+class TooManyError(Exception):
+    """What the launchers here are told to raise."""
+
+
+@pytest.fixture
+async def device() -> AsyncIterator[CudaDevice]:
+    fake = FakeCupy(nbytes=16 << 20)
+    shared_slab(fake, 1 << 20)
+    device = CudaDevice(fake, compute_streams=2)
+    await device.open()
+    try:
+        yield device
+        assert await device.aclose(5)
+    finally:
+        close_shared_slab(fake)
+        fake.close()
+
+
+@pytest.fixture(params=["launched", "driven"])
+def bind(device: CudaDevice, request: pytest.FixtureRequest) -> Callable[..., WhileLauncher]:
+    """Binds functions of the device's namespace."""
+    bindings = device.cupy.bindings if request.param == "launched" else None
+
+    def bound(condition: Callable[..., Any], body: Callable[..., Any], **options: Any) -> WhileLauncher:
+        return WhileLauncher(device, bindings, (condition, body), INFO, too_many=TooManyError, **options)
+
+    return bound
+
+
+async def fetched(device: CudaDevice, values: Sequence[Any]) -> list[Any]:
+    return [await found if type(value) is CudaArray else value for value in values for found in [device.fetched(value)]]
+
+
+class Sums:
+    """The sum of the first numbers below a limit, with a counter that begins on the host."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.device = device
+        self.functions = (self.is_below, self.add_up)
+
+    def is_below(self, i: Any, total: Any, n: Any) -> Any:
+        return self.device.cupy.less(i, n)
+
+    def add_up(self, i: Any, total: Any, n: Any) -> tuple[Any, ...]:
+        add = self.device.cupy.add if isinstance(i, self.device.cupy.ndarray) else np.add
+        return add(i, np.int64(1)), self.device.cupy.add(total, i)
+
+    def inputs(self, n: int) -> list[Any]:
+        return [np.int64(0), self.device.copy_in(np.zeros(2), "total"), self.device.copy_in(np.asarray([n]), "n")]
+
+    async def run(self, launcher: WhileLauncher, n: int) -> list[Any]:
+        return await fetched(self.device, await launcher(*self.inputs(n)))
+
+
+@pytest.fixture
+def sums(device: CudaDevice) -> Sums:
+    return Sums(device)
+
+
+@pytest.mark.parametrize("n", [0, 1, 30])
+async def test_results(sums: Sums, bind: Callable[..., WhileLauncher], n: int) -> None:
+    launcher = bind(*sums.functions, n_vars=2)
+    assert is_coroutine_kernel(launcher)
+    for _ in range(2):
+        i, total = await sums.run(launcher, n)
+        assert i == n
+        assert total.tolist() == [n * (n - 1) / 2] * 2
+
+
+@pytest.mark.parametrize("limit", [1, 5, 6, 7])
+async def test_the_limit_is_an_error_only_where_more_would_follow(
+    sums: Sums, bind: Callable[..., WhileLauncher], limit: int
+) -> None:
+    launcher = bind(*sums.functions, n_vars=2, limit=limit)
+    for n in (0, limit - 1, limit):
+        assert (await sums.run(launcher, n))[0] == n
+    with pytest.raises(TooManyError):
+        await sums.run(launcher, limit + 1)
+
+
+@pytest.mark.parametrize("limit", [None, 7, 8, 9, 10])
+async def test_a_long_loop_is_launched_again_and_again(
+    sums: Sums, bind: Callable[..., WhileLauncher], limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_while_launch, "MOST_ITERATIONS", 4)
+    launcher = bind(*sums.functions, n_vars=2, limit=limit)
+    for n in (3, 4, 5, 7):
+        assert (await sums.run(launcher, n))[1].tolist() == [n * (n - 1) / 2] * 2
+    if limit is not None:
+        with pytest.raises(TooManyError):
+            await sums.run(launcher, limit + 1)
+        assert (await sums.run(launcher, limit))[0] == limit
+
+
+async def test_a_loop_is_one_launch_and_the_host_is_asked_once(device: CudaDevice, sums: Sums) -> None:
+    launcher = WhileLauncher(device, device.cupy.bindings, sums.functions, INFO, n_vars=2, too_many=TooManyError)
+    await sums.run(launcher, 3)
+    for n in (3, 300):
+        device.cupy.engine.launches.clear()
+        await sums.run(launcher, n)
+        names = [name for _, name in device.cupy.engine.launches]
+        assert names.count("graph") == 1
+        assert not {"cupy_less", "cupy_add", "set_cond"} & set(names)
+
+
+async def test_runs_that_overlap_do_not_disturb_one_another(sums: Sums, bind: Callable[..., WhileLauncher]) -> None:
+    launcher = bind(*sums.functions, n_vars=2)
+    counts = (5, 0, 9, 2)
+    runs = await asyncio.gather(*(sums.run(launcher, n) for n in counts))
+    assert [values[0] for values in runs] == list(counts)
+    assert [values[1][0] for values in runs] == [n * (n - 1) / 2 for n in counts]
+
+
+async def test_what_cannot_be_captured_gives_the_same(device: CudaDevice) -> None:
+    def multiplied(i: Any, x: Any) -> tuple[Any, ...]:
+        return i + np.int64(1), device.cupy.matmul(x, x)
+
+    launcher = WhileLauncher(
+        device,
+        device.cupy.bindings,
+        (lambda i, x: device.cupy.max(x) < 100, multiplied),
+        INFO,
+        n_vars=2,
+        too_many=TooManyError,
+    )
+    x = np.full((2, 2), 1.0)
+    i, found = await fetched(device, await launcher(np.int64(0), device.copy_in(x, "x")))
+    count = 0
+    while x.max() < 100:
+        x, count = x @ x, count + 1
+    assert (i, found.tolist()) == (count, x.tolist())
+
+
+async def test_what_the_body_raises_is_raised(device: CudaDevice, bind: Callable[..., WhileLauncher]) -> None:
+    def broken(x: Any) -> Any:
+        raise ZeroDivisionError("of the user's")
+
+    launcher = bind(lambda x: device.cupy.max(x) < 1, broken, n_vars=1)
+    with pytest.raises(ZeroDivisionError):
+        await launcher(device.copy_in(np.zeros(2), "x"))

@@ -1,0 +1,225 @@
+"""T12, T13: captured CUDA graphs, and loops that the card runs by itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda_graph import WARM_UPS, CapturedRegion, capture
+from asyncflow.devices.cuda_values import CudaArray
+from asyncflow.devices.cuda_while import DeviceLoop
+from tests.gpu.card import Card
+from tests.gpu.figures import Figures
+from tests.gpu.on_loop import on_loop, ticket
+
+ROWS, COLUMNS = 64, 33
+
+
+def _chain(xp: Any, x: Any, y: Any) -> tuple[Any, ...]:
+    z = xp.tanh(x) * y + xp.sum(y, axis=-1, keepdims=True)
+    for _ in range(8):
+        z = xp.sqrt(z * z + 1.0) - x
+    return z, xp.max(z - y, axis=0)
+
+
+async def _fetched(device: CudaDevice, arrays: Any) -> list[np.ndarray]:
+    return [await device.fetched(CudaArray(array, device.name, device.compute, "x")) for array in arrays]
+
+
+async def _sent(device: CudaDevice, value: np.ndarray) -> Any:
+    sent = await device.fed(value, "x")
+    sent.settle(device.compute)
+    return sent.array
+
+
+class Counted:
+    """A function of `_chain`'s kind, and how often Python ran it."""
+
+    def __init__(self, card: Card) -> None:
+        self.calls = 0
+        self._xp = card.cupy
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        self.calls += 1
+        return _chain(self._xp, *inputs)
+
+
+@pytest.mark.slow
+@on_loop
+async def test_t12_replays_are_equal_to_launches(card: Card, figures: Figures) -> None:
+    """While others allocate, fill and free: what the graph has freed is not theirs."""
+    rounds = card.choose(1000, 30)
+    random_, generator = random.Random(0), np.random.default_rng(0)
+    async with card.device(memory_limit=64 << 20) as device:
+        function = Counted(card)
+        region = CapturedRegion(card.cupy, device.compute, device.pool, function, "chain")
+        inputs = [await _sent(device, generator.standard_normal((ROWS, COLUMNS), np.float32)) for _ in range(4)]
+        kept: list[Any] = []
+        replay_s = eager_s = 0.0
+        for index in range(rounds):
+            x, y = random_.sample(inputs, 2)
+            with device.activate():
+                kept.append(card.cupy.full(random_.choice((ROWS, ROWS * COLUMNS)), float(index), np.float32))
+                started = perf_counter()
+                found = region(x, y)
+                launched = perf_counter()
+                wanted = _chain(card.cupy, x, y)
+                if index > WARM_UPS:
+                    replay_s += launched - started
+                    eager_s += perf_counter() - launched
+            if len(kept) > 16:
+                kept.clear()
+            if index % 25 == 24 or index <= WARM_UPS + 1:
+                for one, other in zip(await _fetched(device, found), await _fetched(device, wanted), strict=True):
+                    np.testing.assert_array_equal(one, other)
+        figures["replay_us"] = 1e6 * replay_s / (rounds - WARM_UPS - 1)
+        figures["launches_us"] = 1e6 * eager_s / (rounds - WARM_UPS - 1)
+        assert function.calls == WARM_UPS + 1, "it was not captured, or more than once"
+
+
+@on_loop
+async def test_t12_a_product_cannot_be_captured(card: Card) -> None:
+    """CuPy refuses; the stream works on, and a region with one works without a graph."""
+    async with card.device(memory_limit=64 << 20) as device:
+        with device.activate():
+            x = card.cupy.eye(8, dtype=np.float32) * np.float32(2.0)
+            product = x @ x
+            with pytest.raises(NotImplementedError):
+                capture(device.compute.raw, lambda: x @ x)
+            region = CapturedRegion(card.cupy, device.compute, device.pool, lambda x: (x @ x,), "product")
+            results = [region(x)[0] for _ in range(WARM_UPS + 3)]
+        for found in await _fetched(device, [product, *results]):
+            np.testing.assert_array_equal(found, 4.0 * np.eye(8, dtype=np.float32))
+
+
+def _collatz(xp: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Steps until 1, and the largest number on the way; what a branch would choose, `where` does."""
+
+    def condition(n: Any, steps: Any, largest: Any) -> Any:
+        return n != 1
+
+    def body(n: Any, steps: Any, largest: Any) -> tuple[Any, ...]:
+        n = xp.where(n % 2 == 0, n // 2, 3 * n + 1)
+        return n, steps + 1, xp.maximum(largest, n)
+
+    return condition, body
+
+
+def _by_hand(start: int) -> tuple[int, int, int]:
+    n, steps, largest = start, 0, start
+    while n != 1:
+        n = n // 2 if n % 2 == 0 else 3 * n + 1
+        steps, largest = steps + 1, max(largest, n)
+    return n, steps, largest
+
+
+async def _launched(device: CudaDevice, loop: DeviceLoop, variables: Any, captures: Any = ()) -> tuple[Any, ...]:
+    """The values after a launch, and the count."""
+    with device.activate():
+        iterated = loop.launch(variables, captures)
+    assert iterated is not None, "the loop was not captured"
+    *values, count = await _fetched(device, [*iterated.values, iterated.count])
+    return tuple(values), int(count)
+
+
+def _integers(card: Card, device: CudaDevice, *numbers: int) -> list[Any]:
+    with device.activate():
+        return [card.cupy.full((), number, dtype=np.int64) for number in numbers]
+
+
+@on_loop
+async def test_t13_the_card_runs_a_loop(card: Card) -> None:
+    """As often as its own result says, 0 times and once too; launched again and again."""
+    async with card.device(memory_limit=64 << 20) as device:
+        loop = DeviceLoop(card.cupy, device.compute, device.pool, card.bindings, *_collatz(card.cupy), "collatz")
+        for start in (27, 1, 2, 97, 1, 6):
+            values, count = await _launched(device, loop, _integers(card, device, start, 0, start))
+            assert tuple(map(int, values)) == _by_hand(start)
+            assert count == _by_hand(start)[1]
+
+
+@pytest.mark.slow
+@on_loop
+async def test_t13_what_an_iteration_costs(card: Card, figures: Figures) -> None:
+    """A thousand of them, beside the loop in which the host asks for the predicate."""
+    steps = card.choose(1000, 50)
+    async with card.device(memory_limit=64 << 20) as device:
+        xp = card.cupy
+
+        def condition(i: Any, x: Any) -> Any:
+            return i < steps
+
+        def body(i: Any, x: Any) -> tuple[Any, Any]:
+            return i + 1, 0.5 * (x + 2.0 / x)
+
+        def variables() -> list[Any]:
+            with device.activate():
+                return [xp.zeros((), np.int64), xp.full(16, 5.0, np.float32)]
+
+        loop = DeviceLoop(xp, device.compute, device.pool, card.bindings, condition, body, "newton")
+        await _launched(device, loop, variables())
+        started = perf_counter()
+        (_, found), count = await _launched(device, loop, variables())
+        figures["on_the_card_us"] = 1e6 * (perf_counter() - started) / steps
+        assert count == steps
+
+        started = perf_counter()
+        i, x = variables()
+        while True:
+            with device.activate():
+                goes_on = condition(i, x)
+            if not (await _fetched(device, [goes_on]))[0]:
+                break
+            with device.activate():
+                i, x = body(i, x)
+        figures["driven_by_the_host_us"] = 1e6 * (perf_counter() - started) / steps
+        np.testing.assert_allclose(found, (await _fetched(device, [x]))[0], rtol=1e-6)
+        np.testing.assert_allclose(found, np.sqrt(2.0), rtol=1e-5)
+
+
+@on_loop
+async def test_t13_a_launch_makes_so_many_iterations_at_most(card: Card) -> None:
+    """What it gave is where the next launch goes on."""
+    async with card.device(memory_limit=64 << 20) as device:
+        loop = DeviceLoop(
+            card.cupy, device.compute, device.pool, card.bindings, *_collatz(card.cupy), "collatz", most=50
+        )
+        values: Any = _integers(card, device, 27, 0, 27)
+        for _ in range(_by_hand(27)[1] // 50):
+            with device.activate():
+                iterated = loop.launch(values)
+            assert iterated is not None
+            values = iterated.values
+            assert int((await _fetched(device, [iterated.count]))[0]) > 50
+        found, count = await _launched(device, loop, values)
+        assert tuple(map(int, found)) == _by_hand(27)
+        assert count == _by_hand(27)[1] % 50
+
+
+@on_loop
+async def test_t13_a_loop_that_cannot_be_captured_is_left_to_the_host(card: Card) -> None:
+    async with card.device(memory_limit=64 << 20) as device:
+        with device.activate():
+            x = card.cupy.eye(4, dtype=np.float32)
+        loop = DeviceLoop(
+            card.cupy,
+            device.compute,
+            device.pool,
+            card.bindings,
+            lambda x: x.sum() < 100.0,
+            lambda x: (x @ x + x,),
+            "product",
+        )
+        for _ in range(2):
+            with device.activate():
+                assert loop.launch([x]) is None
+        with device.activate():
+            y = x + x
+        np.testing.assert_array_equal((await _fetched(device, [y]))[0], 2.0 * np.eye(4, dtype=np.float32))
+        await ticket(device.compute)

@@ -1,0 +1,258 @@
+"""`af.from_torch`: modules and functions of PyTorch's as ops, on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+
+torch: Any = importlib.import_module("torch")
+
+Run = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture
+def perceptron() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+def numbers(*shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_module_is_an_op(run: Run, graph: af.Graph, perceptron: Any) -> None:
+    x = af.placeholder("float32", (None, 4))
+    f = af.from_torch(perceptron)
+    y = f(x)
+    assert (repr(f), str(y.spec), y.node.device) == ("<from_torch Sequential>", "float32[?,2]", "cpu")
+    value = numbers(5, 4)
+    expected = perceptron(torch.from_numpy(value)).detach().numpy()
+    np.testing.assert_array_equal(await run(y, {x: value}), expected)
+    with torch.no_grad():
+        perceptron[0].weight.zero_()
+    changed = await run(y, {x: value})
+    assert not np.array_equal(changed, expected), "the module's own parameters are those of the moment"
+
+
+async def test_nests_dtypes_and_static_arguments(run: Run, graph: af.Graph) -> None:
+    def both(a: Any, b: Any, *, scale: float) -> dict[str, Any]:
+        return {"sum": (a + b) * scale, "more": (a > b, [b.to(torch.bfloat16)])}
+
+    f = af.from_torch(both)
+    a, b = af.placeholder("float32", (None, 3)), af.placeholder("float32", ())
+    result = f(a, b, scale=2.0)
+    value = numbers(2, 3)
+    fetched = await run(result, {a: value, b: 0.5})
+    np.testing.assert_array_equal(fetched["sum"], (value + np.float32(0.5)) * 2)
+    np.testing.assert_array_equal(fetched["more"][0], value > 0.5)
+    assert fetched["more"][1][0].dtype == result["more"][1][0].dtype == af.placeholder("bfloat16", ()).dtype
+
+
+INPUTS = [numbers(3, 4), numbers(4, 3).T, numbers(3, 8)[:, ::-2], numbers(0, 4)]
+
+
+@pytest.mark.parametrize("value", INPUTS, ids=["plain", "transposed", "backwards", "empty"])
+async def test_values_in_other_layouts(run: Run, graph: af.Graph, value: np.ndarray[Any, Any]) -> None:
+    x = af.placeholder("float32", (None, 4))
+    y = af.from_torch(torch.neg)(af.identity(x[::-1]))
+    np.testing.assert_array_equal(await run(y, {x: value}), -value[::-1])
+
+
+def test_inputs_and_outputs_share_memory(graph: af.Graph) -> None:
+    seen: list[int] = []
+
+    def look(x: Any) -> Any:
+        seen.append(x.data_ptr())
+        return x + 1
+
+    node = af.from_torch(look, outputs=af.spec("float32", (None,)))(af.placeholder("float32", (None,))).node
+    value = numbers(8)
+    value.flags.writeable = False
+    assert node.op.kernel is not None
+    result = node.op.kernel(np, **node.attrs)(value)
+    assert seen == [value.ctypes.data] and result.flags.writeable
+
+
+async def test_what_a_module_gives_back_is_not_written_to(run: Run, graph: af.Graph) -> None:
+    """An output in memory that others use is locked, so that nothing computes into it."""
+    layer = torch.nn.Linear(3, 3, bias=False)
+    before = layer.weight.detach().clone()
+
+    class Reveal(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Any) -> tuple[Any, Any]:
+            return self.layer.weight, x.reshape(-1)
+
+    x = af.placeholder("float32", (3, 3))
+    weight, flat = af.from_torch(Reveal())(x)
+    node = weight.node
+    value = numbers(3, 3)
+    results = node.op.kernel(np, **node.attrs)(value)
+    assert [result.flags.writeable for result in results] == [False, False]
+    fetched = await run([weight, flat, af.exp(weight) + 1], {x: value})
+    fetched[0][:] = 7
+    assert torch.equal(layer.weight, before)
+    np.testing.assert_array_equal(fetched[1], value.reshape(-1))
+
+
+async def test_in_loops_and_branches(run: Run, graph: af.Graph) -> None:
+    f = af.from_torch(torch.tanh)
+    x = af.placeholder("float64", (3,))
+    _, y = af.while_loop(lambda i, _: i < 4, lambda i, y: (i + 1, f(y)), (af.constant(0), x))
+    z = af.cond(af.sum(x) > 100, lambda: f(x), lambda: x)
+    slope = af.gradients(y, [x])[0]
+    value = np.array([0.1, 0.5, 2.0])
+    tensor = torch.from_numpy(value).requires_grad_()
+    expected = tensor
+    for _ in range(4):
+        expected = torch.tanh(expected)
+    expected.sum().backward()
+    got = await run([y, z, slope], {x: value})
+    for found, wanted in zip(got, (expected.detach(), value, tensor.grad), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-12)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+async def test_gradients_are_torchs(run: Run, graph: af.Graph, perceptron: Any) -> None:
+    x, scale = af.placeholder("float32", (None, 4)), af.placeholder("float32", ())
+    f = af.from_torch(perceptron)
+    weights = {name: af.constant(value) for name, value in f.parameters().items()}
+    y = af.sum(f(x * scale, params={name: weights[name] for name in ("0.weight", "2.bias")}) ** 2)
+    found = af.gradients(y, [x, scale, weights["0.weight"], weights["2.bias"], weights["0.bias"]], unconnected="zero")
+    value = numbers(5, 4)
+    got = await run(found, {x: value, scale: 2.0})
+
+    a, s = torch.from_numpy(value).requires_grad_(), torch.tensor(2.0, requires_grad=True)
+    (perceptron(a * s) ** 2).sum().backward()
+    parameters = dict(perceptron.named_parameters())
+    wanted = [a.grad, s.grad, parameters["0.weight"].grad, parameters["2.bias"].grad]
+    for gradient, expected in zip(got, wanted, strict=False):
+        assert expected is not None
+        np.testing.assert_allclose(gradient, expected.numpy(), rtol=1e-5, atol=1e-6)
+    assert not got[4].any(), "the module's own parameters have no gradient in the graph"
+
+
+async def test_a_module_is_trained(graph: af.Graph, perceptron: Any) -> None:
+    f = af.from_torch(perceptron)
+    params = {name: af.Variable(value, name=name) for name, value in f.parameters().items()}
+    x, target = af.placeholder("float32", (None, 4)), af.placeholder("float32", (None, 2))
+    loss = af.mean((f(x, params=params) - target) ** 2)
+    step = af.optim.minimize(loss, params, partial(af.optim.sgd, learning_rate=0.1))
+    feeds = {x: numbers(16, 4), target: numbers(16, 2)}
+    optimizer = torch.optim.SGD(perceptron.parameters(), lr=0.1)
+    async with af.Session(graph) as session:
+        for _ in range(5):
+            got, _ = await session.run([loss, step], feeds)
+            expected = ((perceptron(torch.from_numpy(feeds[x])) - torch.from_numpy(feeds[target])) ** 2).mean()
+            np.testing.assert_allclose(got, expected.item(), rtol=1e-5)
+            optimizer.zero_grad()
+            expected.backward()
+            optimizer.step()
+        trained = await session.run(params)
+    for name, parameter in perceptron.named_parameters():
+        np.testing.assert_allclose(trained[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+async def test_inputs_and_outputs_without_a_gradient(run: Run, graph: af.Graph) -> None:
+    def chosen(table: Any, index: Any) -> tuple[Any, Any, Any]:
+        return table[index], index + 1, torch.ones(2)
+
+    table, index = af.placeholder("float64", (4, 2)), af.placeholder("int64", (None,))
+    rows, after, ones = af.from_torch(chosen)(table, index)
+    loss = af.sum(rows * 3.0) + af.sum(ones) + af.astype(af.sum(after), "float64")
+    got = await run(af.gradients(loss, [table])[0], {table: np.zeros((4, 2)), index: np.array([1, 1, 3])})
+    np.testing.assert_array_equal(got, [[0, 0], [6, 6], [0, 0], [3, 3]])
+    none = await run(af.gradients(af.sum(ones), [table])[0], {table: np.zeros((4, 2)), index: np.array([0])})
+    np.testing.assert_array_equal(none, np.zeros((4, 2)))
+
+
+async def test_running_statistics_count_a_batch_once(graph: af.Graph) -> None:
+    layer = torch.nn.BatchNorm1d(3)
+    x = af.placeholder("float32", (None, 3))
+    y = af.sum(af.from_torch(layer)(x) ** 3)
+    async with af.Session(graph) as session:
+        await session.run([y, af.gradients(y, [x])[0]], {x: numbers(8, 3)})
+    assert layer.num_batches_tracked is not None and int(layer.num_batches_tracked) == 1
+
+
+async def test_gradients_of_random_numbers_are_refused(run: Run, graph: af.Graph) -> None:
+    layer = torch.nn.Dropout(0.5)
+    x = af.placeholder("float32", (None,))
+    y = af.from_torch(layer)(x)
+    slope = af.gradients(y, [x])[0]
+    feeds = {x: np.ones(4, np.float32)}
+    assert set((await run(y, feeds)).tolist()) <= {0.0, 2.0}
+    with pytest.raises(af.KernelError, match=r"Dropout draws random numbers.*call module.eval\(\)"):
+        await run(slope, feeds)
+    layer.eval()
+    assert (await run(slope, feeds)).tolist() == [1, 1, 1, 1]
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_built(graph: af.Graph, perceptron: Any) -> None:
+    x = af.placeholder("float32", (None, 4))
+    f = af.from_torch(perceptron)
+    with pytest.raises(af.GraphError, match=r"Sequential has no parameter 'weight'; it has 0.weight, 0.bias"):
+        f(x, params={"weight": x})
+    with pytest.raises(af.GraphError, match=r"parameter '0.bias' is float32\[8\], and .* was given"):
+        f(x, params={"0.bias": af.zeros((7,), dtype="float32")})
+    with pytest.raises(af.GraphError, match=r"(?s)cannot be inferred \(RuntimeError.*declare it: af.from_torch"):
+        f(af.placeholder("float32", (None, 3)))
+    with pytest.raises(af.GraphError, match=r"cannot be inferred \(ValueError: .*the rank of an input is unknown"):
+        f(af.placeholder("float32", None))
+    with pytest.raises(af.GraphError, match="is no array of numbers"):
+        f(af.constant("text"))
+    with pytest.raises(af.GraphError, match=r"takes a torch\.nn\.Module or a function on tensors; got 3"):
+        af.from_torch(3)  # type: ignore[arg-type]
+    with pytest.raises(af.GraphError, match=r"outputs are described by af\.spec"):
+        af.from_torch(perceptron, outputs="float32")
+    with pytest.raises(af.GraphError, match="tanh is a function"):
+        af.from_torch(torch.tanh).parameters()
+
+
+async def test_what_fails_in_a_run_names_the_node(run: Run, graph: af.Graph) -> None:
+    x = af.placeholder("float32", (None,))
+    vector = af.spec("float32", (None,))
+    cases: list[tuple[Callable[..., Any], str]] = [
+        (lambda x: x.double(), r"returned float64\[3\] as output 0, declared as float32\[\?\]"),
+        (lambda x: x.reshape(3, 1), r"returned float32\[3,1\] as output 0"),
+        (lambda x: 3, "returned int as output 0"),
+        (lambda x: (x, x), "returned another nest than is declared"),
+        (lambda x: x.add_(1), "writes to its inputs"),
+        (lambda x: x @ torch.ones(5), "size"),
+    ]
+    for function, message in cases:
+        y = af.from_torch(function, outputs=vector, name="mine")(af.identity(x) + 0)
+        with pytest.raises(af.KernelError, match=rf"(?s){message}.*node    mine"):
+            await run(y, {x: np.ones(3, np.float32)})
+
+
+def test_second_derivatives_are_refused(graph: af.Graph) -> None:
+    x = af.placeholder("float32", (3,))
+    first = af.gradients(af.from_torch(torch.tanh)(x), [x])[0]
+    with pytest.raises(af.GraphError, match="tanh_gradient"):
+        af.gradients(first, [x])
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r"from_torch needs PyTorch: pip install 'asyncflow\[torch\]'"):
+        af.from_torch(abs)

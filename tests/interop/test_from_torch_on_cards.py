@@ -1,0 +1,74 @@
+"""`af.from_torch` on CUDA devices, with stand-ins for CuPy and PyTorch: the stream, the memory, and who waits."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.devices.cuda_backend import using_cupy
+from asyncflow.devices.pinned import close_shared_slab, shared_slab
+from tests.fake_cupy import FakeCupy
+from tests.interop.torch_on_cards import TorchOnCards
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LENGTH = 3000
+VECTOR = af.spec("float32", (None,))
+
+
+@pytest.fixture(params=range(4))
+def torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchOnCards]:
+    """The stand-in, on one card, which serves streams in an order of its own."""
+    fake = FakeCupy(nbytes=16 << 20, seed=request.param)
+    shared_slab(fake, 1 << 20)
+    torch = TorchOnCards(fake)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    try:
+        with using_cupy(fake):
+            yield torch
+    finally:
+        close_shared_slab(fake)
+        fake.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"compute_streams": 2}, {"memory_limit": 1 << 18}], ids=str)
+async def test_a_function_runs_on_the_stream_of_its_node(
+    torch: TorchOnCards, graph: af.Graph, options: dict[str, Any]
+) -> None:
+    x, scale = af.placeholder("float32", (None,)), af.placeholder("float32", ())
+    f = af.from_torch(lambda x, scale: x * scale + x, outputs=VECTOR)
+    y = f(x + 1, scale)
+    _, z = af.while_loop(lambda i, _: i < 5, lambda i, z: (i + 1, f(z, scale) - z), (af.constant(0), y))
+    value = np.arange(LENGTH, dtype=np.float32)
+    async with af.Session(graph, devices=["cuda:0"], debug=True, **options) as session:
+        for _ in range(3):
+            got = await session.run([y, z, af.on_device(y)], {x: value, scale: 2.0})
+            np.testing.assert_array_equal(got[0], (value + 1) * 3)
+            np.testing.assert_array_equal(got[1], (value + 1) * 3 * 32)
+            np.testing.assert_array_equal(got[2].get(), got[0])
+    assert torch.waits == 0, "both sides have one stream"
+    assert not [name for name in torch.fake.blocking() if "ynchronize" in name or "memcpy" in name]
+
+
+async def test_what_a_function_gives_back_is_copied(torch: TorchOnCards, graph: af.Graph) -> None:
+    """CuPy cannot lock an array, so an output in the memory of an input is one of its own."""
+    x = af.placeholder("float32", (None,))
+    y = x + 1
+    same = af.from_torch(lambda x: x, outputs=VECTOR)(y)
+    async with af.Session(graph, devices=["cuda:0"]) as session:
+        first, second = await session.run([af.on_device(y), af.on_device(same)], {x: np.ones(LENGTH, np.float32)})
+    assert first.data.ptr != second.data.ptr
+    np.testing.assert_array_equal(first.get(), second.get())
+
+
+async def test_what_does_not_fit_names_the_node(torch: TorchOnCards, graph: af.Graph) -> None:
+    x = af.placeholder("float32", (None,))
+    y = af.from_torch(lambda x: x + x, outputs=af.spec("float64", (None,)), name="mine")(x)
+    async with af.Session(graph, devices=["cuda:0"]) as session:
+        with pytest.raises(af.KernelError, match=r"(?s)returned float32\[3000\] as output 0.*node    mine"):
+            await session.run(y, {x: np.ones(LENGTH, np.float32)})
