@@ -54,7 +54,7 @@ def fetched(device: CudaDevice, value: Any) -> asyncio.Future[Any]:
     return future
 
 
-def computed(device: CudaDevice, compute: Callable[[Any], Any], *values: CudaArray, stream: int = 0) -> CudaArray:
+def computed(device: CudaDevice, compute: Callable[..., Any], *values: CudaArray, stream: int = 0) -> CudaArray:
     """What a kernel gives on one of the compute streams."""
     lane = device.compute_streams[stream]
     for value in values:
@@ -419,6 +419,7 @@ async def test_launching_pauses_and_goes_on_even_if_a_callback_fails(cupy: FakeC
 
     async with opened(cupy) as device:
         cupy.pause()
+        is_far_ahead = False
         for _ in range(MOST_AHEAD // MARK_EVERY):
             computed(device, lambda: cupy.zeros(1))
             device.launched += MARK_EVERY

@@ -139,7 +139,7 @@ async def test_the_throttle_holds_for_all_runs_together_and_one_is_cancelled(cup
         assert await settled(lambda: len(cupy.engine.launches)) - before < 1_000
         runs[2].cancel()
         cupy.resume()
-        results = await asyncio.gather(*runs, return_exceptions=True)
+        results: list[Any] = await asyncio.gather(*runs, return_exceptions=True)
         assert isinstance(results.pop(2), asyncio.CancelledError)
         assert [result[0] for result in results] == [1_000, 1_001, 1_003, 1_004]
 
