@@ -151,7 +151,9 @@ def _uploading(kernel: Kernel, positions: Sequence[int], xp: ModuleType, needs_c
     return call
 
 
-def bind_region(node: Node, code: RegionCode, device: AsynchronousDevice, stream: int) -> Kernel:
+def bind_region(
+    node: Node, code: RegionCode, device: AsynchronousDevice, stream: int, *, captures: bool = False
+) -> Kernel:
     """What a firing of a region calls on a device that enqueues it as a whole."""
     region: Region = node.attrs["region"]
     launches = sum(member.op.kernel is not None and member.op is not CONSTANT for member in region.walk())
@@ -161,6 +163,7 @@ def bind_region(node: Node, code: RegionCode, device: AsynchronousDevice, stream
         single=False,
         needs_context=code.needs_context,
         launches=launches,
+        captures=captures,
         flops=partial(_flops, node),
         infer=partial(_infer, node),
     )

@@ -10,9 +10,11 @@ import numpy as np
 
 from asyncflow.compiler.assign_streams import assign_streams
 from asyncflow.compiler.batch_loops import block_bytes
+from asyncflow.compiler.capturable import can_capture
 from asyncflow.compiler.codegen import generate
 from asyncflow.compiler.constraints import resolve_requests
 from asyncflow.compiler.delay_recvs import delay_recvs
+from asyncflow.compiler.device_loops import DEVICE_WHILE, bind_device_loop, make_device_loops
 from asyncflow.compiler.extract import FEED, extract
 from asyncflow.compiler.frames import assign_frames
 from asyncflow.compiler.fuse import fuse_region
@@ -27,6 +29,7 @@ from asyncflow.compiler.plan import Plan
 from asyncflow.compiler.regions import REGION, make_regions
 from asyncflow.compiler.saved import find_saved
 from asyncflow.compiler.straight import find_straight
+from asyncflow.devices.cuda_bindings import cuda_bindings
 from asyncflow.devices.names import DeviceSpec
 from asyncflow.errors import PlacementError
 from asyncflow.graph.op import host_inputs, runs_on_host
@@ -62,6 +65,8 @@ def compile_plan(
     loop_batching: bool = True,
     regions: bool = True,
     fusion: bool = True,
+    cuda_graphs: bool = False,
+    device_while: bool = False,
     debug: bool = False,
     check_numerics: bool = False,
     max_iterations: int | None = None,
@@ -85,6 +90,8 @@ def compile_plan(
         loop_batching: with `optimize`, make one matrix product of those of many iterations of a loop, on CPUs.
         regions: compile clusters of nodes that never wait to Python functions.
         fusion: with `regions`, make one kernel of chains of elementwise ones, on devices that launch them.
+        cuda_graphs: with `regions`, replay those that can be captured as CUDA graphs.
+        device_while: run loops on the card that decide by its arrays and compute nothing else than a graph can hold.
         debug: verify the graph after every pass, and every kernel's outputs while running.
         check_numerics: fail on NaN and infinity.
         max_iterations: most iterations of a loop, for those inside regions.
@@ -123,7 +130,11 @@ def compile_plan(
         homes.update((key, node.device) for node, key in _state_of(working) if node.device is not None)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
     enqueuing = {device.name for device in devices if runs_regions(device)}
-    on_host = find_host_values(working) if enqueuing else set()
+    if device_while and enqueuing and cuda_bindings() is not None:
+        on_host = make_device_loops(working, enqueuing, fusion=fusion)
+        check(working)
+    else:
+        on_host = find_host_values(working) if enqueuing else set()
     streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
     if regions:
         streams = make_regions(working, streams, asynchronous - enqueuing, enqueuing, on_host)
@@ -138,7 +149,9 @@ def compile_plan(
         delay=partial(delay_recvs, devices=devices, costs=costs),
     )
     check(lowered)
-    binding = _Binding(resolve, streams, debug, check_numerics, max_iterations, on_host)
+    # A graph that is replayed raises nothing.
+    graphs = cuda_graphs and not check_numerics
+    binding = _Binding(resolve, streams, debug, check_numerics, max_iterations, on_host, graphs)
     used = {node.device for node in lowered.nodes if not is_everywhere(node)}
     partitions = binding.partitions(
         extracted, lowered, [device for device in devices if device.name in used] or devices[:1]
@@ -214,6 +227,7 @@ class _Binding:
     check_numerics: bool
     max_iterations: int | None
     on_host: Collection[Tensor]
+    cuda_graphs: bool
 
     def partitions(self, extracted: Extract, lowered: Graph, devices: Sequence[Device]) -> list[Partition]:
         """One per device."""
@@ -243,6 +257,8 @@ class _Binding:
         if not device.is_asynchronous:
             return self.bare(device.xp, node)
         launching = cast("AsynchronousDevice", device)
+        if node.op is DEVICE_WHILE:
+            return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.max_iterations)
         return bind_launch(node, partial(self.bare, node=node), launching, self.streams.get(node, 0))
 
     def bare(self, xp: ModuleType, node: Node) -> Kernel:
@@ -264,4 +280,5 @@ class _Binding:
             return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
 
         code = generate_region(bind, track=None, enqueues=True)
-        return code, bind_region(node, code, launching, stream)
+        captures = self.cuda_graphs and device.kind == "cuda" and can_capture(region, self.on_host)
+        return code, bind_region(node, code, launching, stream, captures=captures)

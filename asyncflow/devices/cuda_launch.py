@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from asyncflow.devices.cuda_graph import captured
 from asyncflow.devices.cuda_values import CudaArray, CudaOpaque, as_scalar, is_plain, is_shape, stays_on_host
 from asyncflow.devices.protocol import CoroutineKernel, recording
 from asyncflow.errors import InternalError
@@ -203,9 +204,12 @@ class RegionLauncher:
         self, device: CudaDevice, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool
     ) -> None:
         self._device = device
+        stream = device.compute_streams[info.stream]
+        if info.captures:
+            function = captured(device.cupy, stream, device.pool, function, info.name, is_generator=is_generator)
         self._function = self._stepped(function) if is_generator else self._called(function)
         self._info = info
-        self._values = Values(device, device.compute_streams[info.stream])
+        self._values = Values(device, stream)
 
     def __call__(self, *args: Any) -> Any:
         """The outputs, or a generator that is driven as the region's own is and returns them.

@@ -35,6 +35,7 @@ class KernelInfo:
         on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; on a device whose
             arrays are NumPy's, None.
         launches: how many kernels a region launches at a time.
+        captures: a region may become a CUDA graph.
         flops: ``flops(input_shapes, output_shapes)``, for the cost model.
         infer: ``infer(input_specs)`` gives the specs of the outputs for those of the inputs; None where they depend on
             data.
@@ -50,6 +51,7 @@ class KernelInfo:
     host_inputs: frozenset[int] = frozenset()
     on_host: Callable[..., Any] | None = None
     launches: int = 1
+    captures: bool = False
     flops: Callable[[Sequence[Shape], Sequence[Shape]], float]
     infer: Callable[[Sequence[ArraySpec]], Sequence[ArraySpec] | None]
 

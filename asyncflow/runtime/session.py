@@ -81,6 +81,10 @@ class Session:
         regions: compile clusters of nodes that never wait into generated Python functions.
         fusion: with `regions`, make one CUDA kernel of each chain of elementwise ones. It is compiled when it first
             runs; results are the same but for rounding in transcendental functions.
+        cuda_graphs: with `regions`, launch a region of elementwise operations and reductions as one CUDA graph once it
+            has run a few times with the same shapes and the same numbers on the host. New; not yet run on a card.
+        device_while: run loops on the card that decide by arrays and whose bodies are such operations, with no copy to
+            the host in between; needs the package ``cuda-bindings``. New; not yet run on a card.
         debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
         memory_limit: bytes per device; None for no limit.
@@ -116,6 +120,8 @@ class Session:
         loop_batching: bool = True,
         regions: bool = True,
         fusion: bool = True,
+        cuda_graphs: bool = False,
+        device_while: bool = False,
         debug: bool = False,
         seed: int | None = None,
         memory_limit: int | None = None,
@@ -145,6 +151,8 @@ class Session:
         self._optimize = optimize
         self._loop_batching = loop_batching
         self._fusion = fusion
+        self._cuda_graphs = cuda_graphs
+        self._device_while = device_while
         self._debug = debug
         self._seed = seed
         self._threads = threads
@@ -513,6 +521,8 @@ class Session:
                 loop_batching=self._loop_batching,
                 regions=request.regions,
                 fusion=self._fusion,
+                cuda_graphs=self._cuda_graphs,
+                device_while=self._device_while,
                 debug=self._debug,
                 max_iterations=self._max_iterations,
                 check_numerics=self._check_numerics,
