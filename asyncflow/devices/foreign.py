@@ -34,12 +34,16 @@ class ForeignArray:
         dtype: of its elements.
         shape: its extents.
         card: CUDA's number of the card.
+        written: completes when the array is written; None if the library's current stream says so itself.
     """
 
-    __slots__ = ("card", "dtype", "shape", "value")
+    __slots__ = ("card", "dtype", "shape", "value", "written")
 
-    def __init__(self, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], card: int) -> None:
+    def __init__(
+        self, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], card: int, written: Any = None
+    ) -> None:
         self.value = value
+        self.written = written
         self.dtype = dtype
         self.shape = shape
         self.card = card
@@ -52,19 +56,37 @@ class ForeignArray:
     def __repr__(self) -> str:
         return f"<ForeignArray {type(self.value).__name__} {self.dtype}{list(self.shape)} on card {self.card}>"
 
-    def snapshot(self) -> ForeignArray:
+    def snapshot(self, cupy: Any) -> ForeignArray:
         """A copy that nobody changes, made by the library itself in the order of its current stream.
 
-        Libraries without such a method, as far as we know them, do not change arrays at all.
+        Whoever looks at it later may find another stream the current one, so it brings its event. Libraries without
+        such a method, as far as we know them, do not change arrays at all.
+
+        Args:
+            cupy: the module; None where there is none, and then nobody will be able to look.
         """
         value = self.value
-        if _is_torch(value):
-            return ForeignArray(value.clone(), self.dtype, self.shape, self.card)
-        if not hasattr(value, "copy"):
+        if self.written is not None:  # it is one already
+            return self
+        if not hasattr(value, "clone" if _is_torch(value) else "copy"):
             return self
         device: Any = getattr(value, "device", None)
         with device if hasattr(device, "__enter__") else nullcontext():  # CuPy copies to the card that is current
-            return ForeignArray(value.copy(), self.dtype, self.shape, self.card)
+            copied = value.clone() if _is_torch(value) else value.copy()
+        written = None if cupy is None else _event_after(cupy, value, self.card)
+        return ForeignArray(copied, self.dtype, self.shape, self.card, written)
+
+
+def _event_after(cupy: Any, value: Any, card: int) -> Any:
+    """An event after all that the current stream of the value's library has been given."""
+    with cupy.cuda.Device(card):
+        event = cupy.cuda.Event(block=True, disable_timing=True)
+        torch: Any = sys.modules["torch"] if _is_torch(value) else None
+        current = (
+            cupy.cuda.get_current_stream(card).ptr if torch is None else torch.cuda.current_stream(card).cuda_stream
+        )
+        cupy.cuda.runtime.eventRecord(event.ptr, current)
+    return event
 
 
 class Loan:
@@ -88,10 +110,13 @@ def view(cupy: Any, foreign: ForeignArray) -> tuple[Any, Any]:
 
     One in another order is copied to C order first, in the memory of CuPy's own pool.
 
-    Ordering: what the library's current stream has been given so far. CuPy's current stream on the card waits for it.
+    Ordering: what the library's current stream has been given so far, or what `foreign.written` says. CuPy's current
+    stream on the card waits for it.
     """
     array = foreign.value if isinstance(foreign.value, cupy.ndarray) else cupy.from_dlpack(foreign.value)
     with cupy.cuda.Device(foreign.card):
+        if foreign.written is not None:
+            cupy.cuda.runtime.streamWaitEvent(cupy.cuda.get_current_stream(foreign.card).ptr, foreign.written.ptr)
         if not array.flags.c_contiguous:
             array = cupy.ascontiguousarray(array)
         written = cupy.cuda.Event(block=True, disable_timing=True)

@@ -29,7 +29,10 @@ def has_foreign(values: Sequence[Any]) -> bool:
 
 def snapshots(values: Sequence[Any]) -> list[Any]:
     """The values, with copies for those in the memory of a card."""
-    return [value.snapshot() if type(value) is ForeignArray else value for value in values]
+    # At once, because the stream that is current now orders the copies; CuPy is imported already unless the values are
+    # another library's and no device here is a card.
+    cupy = cuda_backend().cupy
+    return [value.snapshot(cupy) if type(value) is ForeignArray else value for value in values]
 
 
 async def settled(values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]) -> Any:
@@ -55,7 +58,7 @@ async def settled(values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, de
 
 
 async def _read(tensor: Tensor, foreign: ForeignArray) -> Any:
-    backend = await asyncio.to_thread(cuda_backend)  # the first call may import CuPy
+    backend = cuda_backend()
     if backend.cupy is None:
         raise refusal(
             tensor,

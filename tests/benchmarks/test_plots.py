@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import dependency_patterns, plots, two_device_loop
-from benchmarks.__main__ import PICTURES, WORKLOADS, main
+from benchmarks.__main__ import GPU_WORKLOADS, PICTURES, WORKLOADS, main
 from benchmarks.plots import Chart, Timeline, draw_bars, draw_charts, draw_timelines
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
 def test_the_command_draws_what_it_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert PICTURES.keys() < WORKLOADS.keys()
+    assert PICTURES.keys() < WORKLOADS.keys() | GPU_WORKLOADS.keys()
     monkeypatch.setitem(WORKLOADS, "two_device_loop", lambda peers: two_device_loop.measure(peers, iterations=10))
     assert main(["two_device_loop", "--no-peers", "--plots", str(tmp_path)]) == 0
     assert f"wrote {tmp_path / 'two_device_loop.png'}" in capsys.readouterr().out
