@@ -257,14 +257,6 @@ def held_buffers(session: af.Session) -> dict[str, Counter[LiveBuffer]]:
     return held
 
 
-async def still_held(session: af.Session) -> dict[str, Counter[LiveBuffer]]:
-    """`held_buffers` once the threads of the streams have let go of what they delivered last."""
-    for device in session.devices:
-        for stream in device.compute_streams:
-            await stream.record().wait()
-    return held_buffers(session)
-
-
 def assert_freed(session: af.Session) -> None:
     """After a session has closed, its cards, simulated or not, hold nothing; on CPUs the test may hold results."""
     if session.devices[0].kind != "cpu" and held_buffers(session):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-
-from asyncflow.streams.protocol import Deliver
+from collections.abc import Callable
 
 
 class Mailbox:
@@ -20,13 +19,11 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._completions: deque[tuple[Deliver, object, BaseException | None, int, int]] = deque()
+        self._completions: deque[Callable[[], object]] = deque()
         self._waking = False
 
-    def post(
-        self, deliver: Deliver, result: object, error: BaseException | None, started_ns: int, ended_ns: int
-    ) -> None:
-        """Have ``deliver(result, error, started_ns, ended_ns)`` called on the loop; from the stream's thread.
+    def post(self, completion: Callable[[], object]) -> None:
+        """Have ``completion()`` called on the loop; from the stream's thread.
 
         On a closed loop the completion is dropped without a word. That is by design: whoever awaited it went with
         the loop, `asyncio.run` has cancelled and reported the run already, and the only thing left to say would be
@@ -35,21 +32,20 @@ class Mailbox:
         if self.loop.is_closed():
             self._completions.clear()
             return
-        self._completions.append((deliver, result, error, started_ns, ended_ns))
+        self._completions.append(completion)
         self._wake()
 
     def collect(self) -> None:
         """Deliver what has come so far; on the loop's thread.
 
-        A ``deliver`` that raises reaches the loop's exception handler, and the rest is delivered by another wake-up.
+        A completion that raises reaches the loop's exception handler, and the rest is delivered by another wake-up.
         """
         self._waking = False
         completions = self._completions
         try:
             # Only what is here now: a fast stream must not hold the loop for ever. The rest has its own wake-up.
             for _ in range(len(completions)):
-                deliver, result, error, started_ns, ended_ns = completions.popleft()
-                deliver(result, error, started_ns, ended_ns)
+                completions.popleft()()
         finally:
             if completions:
                 self._wake()

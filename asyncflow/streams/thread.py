@@ -316,32 +316,43 @@ class _Call:
 class _Submission:
     """Work whose outcome is delivered to an event loop."""
 
-    __slots__ = ("args", "deliver", "mailbox", "work")
+    __slots__ = ("args", "deliver", "ended_ns", "error", "mailbox", "result", "started_ns", "work")
 
     def __init__(
         self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, mailbox: Mailbox
     ) -> None:
         self.work = work
         self.args = args
-        self.deliver = deliver
+        self.deliver: Deliver | None = deliver
         self.mailbox = mailbox
+        # The thread has no local variable for the outcome, and lets go of nothing late: once it is delivered, all that
+        # belongs to it is freed.
+        self.result: object = None
+        self.error: BaseException | None = None
 
     def run(self, jobs: _Queue) -> None:
-        result: object = None
-        error: BaseException | None = None
-        started_ns = perf_counter_ns()
+        self.started_ns = perf_counter_ns()
         if jobs.abandoned:
-            error = _abandonment(jobs)
+            self.error = _abandonment(jobs)
         else:
             try:
-                result = self.work(*self.args)
+                self.result = self.work(*self.args)
             except BaseException as exc:
-                error = _without_this_frame(exc)
-        ended_ns = perf_counter_ns()
+                self.error = _without_this_frame(exc)
+        self.ended_ns = perf_counter_ns()
         self.args = ()  # freed before the loop is told, so that an account it then reads is right
         jobs.finished += 1
-        self.mailbox.post(self.deliver, result, error, started_ns, ended_ns)
-        error = None  # its traceback leads to this frame, and that would be a cycle
+        self.mailbox.post(self.finish)
+
+    def finish(self) -> None:
+        """Deliver the outcome; on the loop's thread."""
+        deliver, result, error = self.deliver, self.result, self.error
+        self.deliver = self.result = self.error = None
+        assert deliver is not None, "an outcome is delivered once"
+        try:
+            deliver(result, error, self.started_ns, self.ended_ns)
+        finally:
+            del error  # its traceback may lead to this frame, and that would be a cycle
 
 
 class _Mark:

@@ -12,7 +12,7 @@ import pytest
 
 import asyncflow as af
 from tests.conformance.gates import settle
-from tests.conftest import held_buffers, still_held
+from tests.conftest import held_buffers
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -235,7 +235,7 @@ async def test_50_arrays_are_freed_after_success(session: af.Session) -> None:
     total = await session.run(af.sum(written.stack()))
     assert total == 28 * SIDE * SIDE
     assert sum(device.memory.peak for device in session.devices) >= 8 * SIDE * SIDE * 8, "the elements were counted"
-    assert await still_held(session) == {}
+    assert held_buffers(session) == {}
 
 
 async def test_50_arrays_are_freed_after_an_error(session: af.Session) -> None:
@@ -243,7 +243,7 @@ async def test_50_arrays_are_freed_after_an_error(session: af.Session) -> None:
     _, written = af.while_loop(lambda i, a: i < 10, filled, (0, array(8)))
     await fails_with(session.run, written.stack(), IndexError, "8")
     gc.collect()  # the exception just caught and its traceback refer to one another
-    assert await still_held(session) == {}
+    assert held_buffers(session) == {}
 
 
 async def test_50_arrays_are_freed_after_cancel(session: af.Session) -> None:
@@ -267,7 +267,7 @@ async def test_50_arrays_are_freed_after_cancel(session: af.Session) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     del task
-    assert await still_held(session) == {}
+    assert held_buffers(session) == {}
 
 
 # -- 51: arrays in loops and branches --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import asyncflow as af
 from asyncflow.autodiff.gradients import gradients
 from tests.conformance.gates import settle
-from tests.conftest import held_buffers, still_held
+from tests.conftest import held_buffers
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -282,7 +282,7 @@ async def test_50_freed_after_success(session: af.Session) -> None:
     assert sum(device.memory.peak for device in session.devices) >= 8 * SIDE * SIDE * 8, "the elements were counted"
     del value, grad
     await threads_let_go(session)
-    assert await still_held(session) == {}
+    assert held_buffers(session) == {}
 
 
 async def test_50_freed_after_an_error(session: af.Session) -> None:
@@ -296,7 +296,7 @@ async def test_50_freed_after_an_error(session: af.Session) -> None:
     await fails_with(session.run, found, {x: np.full((SIDE, SIDE), 3.0), grad: np.ones((SIDE, 1))}, r"\[64,1\]")
     gc.collect()  # the exception just caught and its traceback refer to one another
     await threads_let_go(session)
-    assert await still_held(session) == {}
+    assert held_buffers(session) == {}
 
 
 async def test_50_freed_after_cancel(session: af.Session) -> None:
@@ -321,7 +321,7 @@ async def test_50_freed_after_cancel(session: af.Session) -> None:
     del task
     await settle()  # the loop still has a callback of the run, which does nothing any more
     await threads_let_go(session)
-    assert await still_held(session) == {}
+    assert held_buffers(session) == {}
 
 
 # -- 51: arrays in loops and branches --------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def make() -> tuple[FakeLoop, Mailbox, list[object]]:
 
 
 def post(mailbox: Mailbox, got: list[object], value: object) -> None:
-    mailbox.post(lambda result, *_: got.append(result), value, None, 0, 1)
+    mailbox.post(lambda: got.append(value))
 
 
 def test_one_wake_up_delivers_a_batch_in_order() -> None:
@@ -54,7 +54,7 @@ def test_one_wake_up_delivers_a_batch_in_order() -> None:
 
 def test_what_comes_during_a_delivery_has_its_own_wake_up() -> None:
     loop, mailbox, got = make()
-    mailbox.post(lambda *_: post(mailbox, got, "late"), None, None, 0, 1)
+    mailbox.post(lambda: post(mailbox, got, "late"))
     loop.turn()
     assert got == [] and loop.sent == 2
     loop.turn()
@@ -65,10 +65,10 @@ def test_what_comes_during_a_delivery_has_its_own_wake_up() -> None:
 def test_a_deliver_that_raises_leaves_the_rest_for_another_wake_up(error: BaseException) -> None:
     loop, mailbox, got = make()
 
-    def deliver(*_: object) -> None:
+    def deliver() -> None:
         raise error
 
-    mailbox.post(deliver, None, None, 0, 1)
+    mailbox.post(deliver)
     post(mailbox, got, "rest")
     with pytest.raises(type(error)):
         loop.turn()
