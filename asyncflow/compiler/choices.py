@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from asyncflow.compiler.constraints import usable_devices
 from asyncflow.compiler.node_costs import spec_nbytes
 from asyncflow.graph.graph import STRUCTURED
-from asyncflow.graph.resource import Resource
+from asyncflow.graph.resource import resources_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -106,9 +106,9 @@ class Choices:
 def _held_nbytes(nodes: Iterable[Node]) -> float:
     held: dict[object, float] = {}
     for node in nodes:
-        for value in node.attrs.values():
-            if isinstance(value, Resource) and hasattr(value, "spec"):
-                held[getattr(value, "effect_key", value)] = spec_nbytes(value.spec)
+        for resource in resources_of(node):
+            if hasattr(resource, "spec"):
+                held[resource.effect_key] = spec_nbytes(resource.spec)
     return sum(held.values())
 
 

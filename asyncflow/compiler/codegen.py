@@ -191,9 +191,10 @@ class _Generator:
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         namespace = dict(self.bound)
         exec(compile(source, filename, "exec"), namespace)
-        weakref.finalize(namespace[function], linecache.cache.pop, filename, None).atexit = False
+        made = namespace.pop(function)  # out of its own globals: a cycle would keep its constants until it is collected
+        weakref.finalize(made, linecache.cache.pop, filename, None).atexit = False
         places = {number + len(head): place for number, place in self.places.items()}
-        return RegionCode(namespace[function], source, filename, places, self.is_generator, self.needs_context)
+        return RegionCode(made, source, filename, places, self.is_generator, self.needs_context)
 
     # -- names ---------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from asyncflow.errors import PlacementError
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.op import runs_on_host
-from asyncflow.graph.resource import Resource
+from asyncflow.graph.resource import resources_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -124,10 +124,8 @@ class _Groups:
         if node.colocated_with is not None:
             target = node.colocated_with
             self._join(node.name, target, f"{node.name} is colocated with {target}, as written at {node.location}")
-        for value in node.attrs.values():
-            if isinstance(value, Resource):
-                hub = getattr(value, "effect_key", value)
-                self._join(node.name, hub, f"{node.name} uses {value!r}, built at {node.location}")
+        for resource in resources_of(node):
+            self._join(node.name, resource.effect_key, f"{node.name} uses {resource!r}, built at {node.location}")
 
     def _join_variants(self, node: Node) -> None:
         """Joins what makes a variant with what uses it, through branches and loops."""

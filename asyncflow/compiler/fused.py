@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.errors import InternalError
-from asyncflow.graph.op import Op
+from asyncflow.graph.op import Op, bound_kernel
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
@@ -195,10 +195,8 @@ def _one_by_one(xp: Any, chain: Chain) -> Kernel:
 
 
 def _own_kernel(xp: Any, chain: Chain, member: Member) -> Kernel:
-    if member.op.scalar_kernel is not None and all(chain.specs[operand].shape == () for operand in member.operands):
-        return member.op.scalar_kernel
-    assert member.op.kernel is not None
-    return member.op.kernel(xp, **member.attrs)
+    of_scalars = all(chain.specs[operand].shape == () for operand in member.operands)
+    return bound_kernel(member.op, xp, member.attrs, of_scalars=of_scalars)
 
 
 def _with_scalars(run: Kernel, one_by_one: Kernel, scalars: Sequence[int], *, may_be_alone: bool) -> Kernel:

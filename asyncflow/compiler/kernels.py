@@ -14,7 +14,7 @@ from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT, dtype_name
-from asyncflow.graph.op import host_inputs, runs_on_host
+from asyncflow.graph.op import bound_kernel, host_inputs, runs_on_host
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
@@ -54,11 +54,7 @@ def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: 
         check_numerics: fail on NaN and infinity.
     """
     attrs = {name: resolve(value) if isinstance(value, Resource) else value for name, value in node.attrs.items()}
-    assert node.op.kernel is not None, f"{node.op.name} has no kernel"
-    kernel = node.op.kernel(xp, **attrs)
-    # What Python does with scalars, `if` among it, would wait for those in a device's memory.
-    if xp is np and node.op.scalar_kernel is not None and all(tensor.shape == () for tensor in node.inputs):
-        kernel = node.op.scalar_kernel
+    kernel = bound_kernel(node.op, xp, attrs, of_scalars=all(tensor.shape == () for tensor in node.inputs))
     if node.op.is_async:
         return kernel
     if xp is not np and any(dtype_name(tensor.dtype) == "bfloat16" for tensor in node.outputs):

@@ -104,12 +104,13 @@ class _Lowering(Emitter):
             self.ungated.update(node.outputs)
             self.completion[node] = []
         else:
+            read = self.reads(node)  # asks about the tensors of before
             inputs = self.values(node.inputs)
             if node.op in (FETCH, EMIT):
                 inputs = [self.host_value(tensor, node, place) for tensor in inputs]
             controls = self.arrived(self.controls(node.control_inputs), node.device)
             node.inputs = [self.local(tensor, node.device) for tensor in inputs]
-            for index in self.reads(node):
+            for index in read:
                 node.inputs[index] = self.read_value(inputs[index], node, place)
             node.control_inputs = self.held_back(inputs, controls, place, node.device)
             self.places[node] = place

@@ -33,7 +33,7 @@ from asyncflow.devices.cuda_bindings import cuda_bindings
 from asyncflow.devices.names import DeviceSpec
 from asyncflow.errors import PlacementError
 from asyncflow.graph.op import host_inputs, runs_on_host
-from asyncflow.graph.resource import Resource
+from asyncflow.graph.resource import resources_of
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
@@ -181,9 +181,8 @@ def _fuse(graph: Graph, enqueuing: Collection[str]) -> None:
 def _state_of(graph: Graph) -> Iterator[tuple[Node, Hashable]]:
     """Nodes that touch a resource, with what tells resources apart."""
     for node in graph.walk():
-        for value in node.attrs.values():
-            if isinstance(value, Resource):
-                yield node, getattr(value, "effect_key", value)
+        for resource in resources_of(node):
+            yield node, resource.effect_key
 
 
 def _send_home(graph: Graph, homes: Mapping[Hashable, str]) -> None:

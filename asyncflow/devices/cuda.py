@@ -30,13 +30,14 @@ from asyncflow.devices.cuda_launch import HostLauncher, Launcher, RegionLauncher
 from asyncflow.devices.cuda_memory import CudaMemoryAccount, CudaPool, home_of, install_allocator
 from asyncflow.devices.cuda_namespace import cuda_namespace
 from asyncflow.devices.cuda_timing import Clock, HostSpan, PendingSpan
-from asyncflow.devices.cuda_values import CudaArray, CudaOpaque, as_scalar, is_shape, stays_on_host
+from asyncflow.devices.cuda_values import CudaArray, CudaOpaque, as_scalar, is_shape
 from asyncflow.devices.foreign import ForeignArray
 from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
 from asyncflow.devices.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Span
+from asyncflow.devices.values import stays_on_host
 from asyncflow.errors import DeviceLostError, PlacementError
 from asyncflow.streams.cuda import CudaStream, active_stream
 from asyncflow.streams.pooled_event import DONE, NOT_READY

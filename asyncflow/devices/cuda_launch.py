@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.devices.cuda_graph import captured
-from asyncflow.devices.cuda_values import CudaArray, CudaOpaque, as_scalar, is_plain, is_shape, stays_on_host
+from asyncflow.devices.cuda_values import CudaArray, CudaOpaque, as_scalar, is_plain, is_shape
 from asyncflow.devices.protocol import CoroutineKernel, recording
+from asyncflow.devices.values import stays_on_host
 from asyncflow.errors import InternalError
 
 if TYPE_CHECKING:

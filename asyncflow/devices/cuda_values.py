@@ -5,11 +5,11 @@ Anything that is neither a `CudaArray` nor a `CudaOpaque` is a *host value*: cou
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from asyncflow.devices.values import DeviceArray
 from asyncflow.errors import FetchError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DType: TypeAlias = "np.dtype[Any]"
 
 
-class CudaArray:
+class CudaArray(DeviceArray):
     """An array in a CUDA device's memory.
 
     Invariant: work given to `stream` from now on finds the array written. Work given to any other stream does once that
@@ -33,6 +33,8 @@ class CudaArray:
     """
 
     __slots__ = ("__weakref__", "_event", "_followers", "array", "device", "name", "stream")
+
+    device: str
 
     def __init__(self, array: Any, device: str, stream: CudaStream, name: str, event: CudaEvent | None = None) -> None:
         self.array = array
@@ -81,33 +83,6 @@ class CudaArray:
         shape: Shape = self.array.shape
         return shape
 
-    @property
-    def ndim(self) -> int:
-        """The rank."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its elements."""
-        return self.size * self.dtype.itemsize
-
-    def __repr__(self) -> str:
-        return f"<CudaArray {self.name} {self.dtype}{list(self.shape)} on {self.device}>"
-
-    def __array__(self, *_: object, **__: object) -> NoReturn:
-        raise self._unseen("NumPy")
-
-    def __bool__(self) -> NoReturn:
-        raise self._unseen("Python")
-
-    def __iter__(self) -> NoReturn:
-        raise self._unseen("Python")
-
     def _unseen(self, who: str) -> FetchError:
         return FetchError(f"{who} reads {self.name!r}, which is in the memory of {self.device}; fetch the value first")
 
@@ -139,13 +114,6 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def stays_on_host(value: object) -> bool:
-    """Whether a host value is no matter for a device: all that is no array of numbers, and counters and predicates."""
-    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind in "OSUT":
-        return True
-    return value.ndim == 0 and value.dtype.kind in "biu"
-
-
 def is_shape(value: object) -> bool:
     """Whether a value that the host has made may be a shape, and stays there: a short vector of integers."""
     return isinstance(value, np.ndarray) and value.ndim <= 1 and value.dtype.kind in "biu" and value.size <= _FEW
@@ -157,4 +125,4 @@ def as_scalar(value: Any) -> Any:
     return value[()] if is_number else value
 
 
-__all__ = ["CudaArray", "CudaOpaque", "as_scalar", "is_plain", "is_shape", "stays_on_host"]
+__all__ = ["CudaArray", "CudaOpaque", "as_scalar", "is_plain", "is_shape"]

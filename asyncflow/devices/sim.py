@@ -43,8 +43,8 @@ from asyncflow.devices.sim_values import (
     SimMemoryAccount,
     SimOpaque,
     Storage,
-    stays_on_host,
 )
+from asyncflow.devices.values import stays_on_host
 from asyncflow.errors import FetchError, InternalError
 from asyncflow.streams.sim import SimEvent, SimStream
 

@@ -15,8 +15,8 @@ from asyncflow.devices.sim_values import (
     SimArray,
     SimOpaque,
     Storage,
-    is_array,
 )
+from asyncflow.devices.values import is_array
 from asyncflow.errors import InternalError, ShapeError
 
 if TYPE_CHECKING:

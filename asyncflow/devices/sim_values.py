@@ -11,17 +11,15 @@ a pattern, so that whoever still reads it shows in the results.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from asyncflow.devices.memory import LiveBuffer, MemoryAccount, MemoryLimitExceeded, MemoryStatistics, owner_of
+from asyncflow.devices.values import DeviceArray
 from asyncflow.errors import HazardError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from asyncflow.devices.protocol import Shape
     from asyncflow.devices.sim_machine import SimMachine
     from asyncflow.streams.sim import SimEvent, SimStream
@@ -165,7 +163,7 @@ class Storage:
             self.machine.keep(owner_of(array), self)
 
 
-class SimArray:
+class SimArray(DeviceArray):
     """An array on a simulated device; a view shares the `Storage` of what it looks into.
 
     Attributes:
@@ -178,6 +176,9 @@ class SimArray:
     """
 
     __slots__ = ("__weakref__", "data", "dtype", "name", "shape", "storage", "written")
+
+    dtype: DType
+    shape: Shape
 
     def __init__(self, data: Any, dtype: DType, shape: Shape, storage: Storage, written: SimEvent, name: str) -> None:
         self.data = data
@@ -192,36 +193,9 @@ class SimArray:
         """The name of the device it is on."""
         return self.storage.device
 
-    @property
-    def ndim(self) -> int:
-        """The rank."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its elements."""
-        return self.size * self.dtype.itemsize
-
-    def __repr__(self) -> str:
-        return f"<SimArray {self.name} {self.dtype}{list(self.shape)} on {self.device}>"
-
     def stand_in(self) -> Any:
         """`data`, or where there is none something of the dtype and shape that takes no memory: NaN, or 0."""
         return no_data(self.dtype, self.shape) if self.data is None else self.data
-
-    def __array__(self, *_: object, **__: object) -> Array:
-        raise self._unseen("NumPy")
-
-    def __bool__(self) -> bool:
-        raise self._unseen("Python")
-
-    def __iter__(self) -> Iterator[Any]:
-        raise self._unseen("Python")
 
     def _unseen(self, who: str) -> HazardError:
         return HazardError(
@@ -246,16 +220,6 @@ class SimOpaque:
 
     def __repr__(self) -> str:
         return f"<SimOpaque {self.value!r}>"
-
-
-def is_array(value: object) -> bool:
-    """Whether a device can hold it: an array or scalar of NumPy's, not of strings or objects."""
-    return isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OSUT"
-
-
-def stays_on_host(value: object) -> bool:
-    """Whether it is no matter for a device: all that is no array, and counters, indices and predicates."""
-    return not is_array(value) or (np.ndim(value) == 0 and value.dtype.kind in "biu")  # type: ignore[attr-defined,arg-type]
 
 
 def poison(array: Array) -> None:
@@ -286,8 +250,6 @@ __all__ = [
     "SimMemoryAccount",
     "SimOpaque",
     "Storage",
-    "is_array",
     "no_data",
     "poison",
-    "stays_on_host",
 ]

@@ -7,11 +7,14 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from asyncflow.errors import GraphError
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from types import ModuleType
 
     from asyncflow.graph.ir import Node, Tensor
 
@@ -92,6 +95,22 @@ class Op:
 
     def __repr__(self) -> str:
         return f"Op({self.name!r})"
+
+
+def bound_kernel(op: Op, xp: ModuleType, attrs: Mapping[str, Any], *, of_scalars: bool) -> Kernel:
+    """The kernel of a node.
+
+    Args:
+        op: with a kernel.
+        xp: the array namespace it computes with.
+        attrs: the node's, with the state of resources in their place.
+        of_scalars: all inputs have rank 0.
+    """
+    # What Python does with scalars, `if` among it, would wait for those in a device's memory.
+    if of_scalars and xp is np and op.scalar_kernel is not None:
+        return op.scalar_kernel
+    assert op.kernel is not None, f"{op.name} has no kernel"
+    return op.kernel(xp, **attrs)
 
 
 def inputs_from(first: int) -> Callable[[Node], Collection[int]]:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+    from asyncflow.graph.ir import Node
 
 _serial = itertools.count()
 
@@ -20,9 +25,19 @@ class Resource:
         self.container = container
         self.serial = next(_serial)
 
+    @property
+    def effect_key(self) -> Hashable:
+        """What tells states apart: two resources may share one."""
+        return self
+
     def create_state(self) -> Any:
         """The initial state; called once per session (or container)."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+
+def resources_of(node: Node) -> Iterator[Resource]:
+    """The resources that `node` touches."""
+    return (value for value in node.attrs.values() if isinstance(value, Resource))
