@@ -45,60 +45,30 @@ if TYPE_CHECKING:
     from asyncflow.compiler.kernels import Resolve
     from asyncflow.compiler.plan import Partition
     from asyncflow.compiler.regions import Region
+    from asyncflow.compiler.request import PlanOptions, PlanRequest
     from asyncflow.devices.protocol import AsynchronousDevice, Device
-    from asyncflow.graph.build import SupportsTensor
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
 
 
 def compile_plan(
-    graph: Graph,
-    fetches: Sequence[Tensor | Node | SupportsTensor],
-    feeds: Sequence[Tensor],
+    request: PlanRequest,
+    options: PlanOptions,
     *,
     devices: Sequence[Device],
     resolve: Resolve,
-    streamed: Sequence[Tensor] = (),
-    all_effects: bool = False,
-    optimize: bool = True,
-    loop_batching: bool = True,
-    regions: bool = True,
-    fusion: bool = True,
-    cuda_graphs: bool = False,
-    device_while: bool = False,
-    debug: bool = False,
-    check_numerics: bool = False,
-    max_iterations: int | None = None,
-    transfer_dtype: str | None = None,
     costs: Mapping[str, float] | None = None,
-    soft_placement: bool = True,
-    placement_seed: int | None = None,
     homes: dict[Hashable, str] | None = None,
 ) -> Plan:
     """Compiles what one kind of run needs.
 
     Args:
-        graph: a root graph; not changed.
-        fetches: what the run returns.
-        feeds: tensors the run gets values for.
+        request: the kind of run; its graph is not changed.
+        options: those of the session.
         devices: those of the session.
         resolve: looks up the state of resources.
-        streamed: tensors of one body, handed out in each iteration.
-        all_effects: run every side effect of the graph, fetched or not.
-        optimize: fold constants, join equal nodes, move invariant ones out of loops, and leave out what does nothing.
-        loop_batching: with `optimize`, make one matrix product of those of many iterations of a loop, on CPUs.
-        regions: compile clusters of nodes that never wait to Python functions.
-        fusion: with `regions`, make one kernel of chains of elementwise ones, on devices that launch them.
-        cuda_graphs: with `regions`, replay those that can be captured as CUDA graphs.
-        device_while: run loops on the card that decide by its arrays and compute nothing else than a graph can hold.
-        debug: verify the graph after every pass, and every kernel's outputs while running.
-        check_numerics: fail on NaN and infinity.
-        max_iterations: most iterations of a loop, for those inside regions.
-        transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits.
         costs: mean nanoseconds that nodes took in earlier runs, by name.
-        soft_placement: a node that has no kernel where it is asked to be goes elsewhere.
-        placement_seed: places nodes at random where they may be; None where they finish first.
         homes: where state is, of devices with a memory of their own; what this plan puts somewhere is added.
 
     Raises:
@@ -106,53 +76,53 @@ def compile_plan(
         GraphError: the graph is not a valid program.
         PlacementError: no device fits the constraints of a node.
     """
-    extracted = extract(graph, fetches, feeds, streamed=streamed, all_effects=all_effects)
+    extracted = extract(
+        request.graph, request.fetches, request.feeds, streamed=request.streamed, all_effects=request.all_effects
+    )
     working = extracted.graph
-    check = verify if debug else _do_not_verify
+    check = verify if options.debug else _do_not_verify
     if homes:
         _send_home(working, homes)
-    resolve_requests(working, graph, devices, soft=soft_placement)
+    resolve_requests(working, request.graph, devices, soft=options.soft_placement)
     check(working)
-    if optimize:
+    if options.optimize:
         run_optimizations(
             working,
             keep=extracted.kept,
             on_host=all(device.xp is np for device in devices),
-            check_numerics=check_numerics,
-            debug=debug,
-            block_bytes=block_bytes(devices) if loop_batching else None,
+            check_numerics=options.check_numerics,
+            debug=options.debug,
+            block_bytes=block_bytes(devices) if options.loop_batching else None,
         )
     order_effects(working)
     check(working)
     saved = find_saved(working)
-    placement = place(working, devices, costs, seed=placement_seed)
+    placement = place(working, devices, costs, seed=options.placement_seed)
     if homes is not None:
         homes.update((key, node.device) for node, key in _state_of(working) if node.device is not None)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
     enqueuing = {device.name for device in devices if runs_regions(device)}
-    if device_while and enqueuing and cuda_bindings() is not None:
-        on_host = make_device_loops(working, enqueuing, fusion=fusion)
+    if options.device_while and enqueuing and cuda_bindings() is not None:
+        on_host = make_device_loops(working, enqueuing, fusion=options.fusion)
         check(working)
     else:
         on_host = find_host_values(working) if enqueuing else set()
     streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
-    if regions:
+    if request.regions:
         streams = make_regions(working, streams, asynchronous - enqueuing, enqueuing, on_host)
-        if fusion:
+        if options.fusion:
             _fuse(working, enqueuing)
         check(working)
     lowered = lower(
         working,
         asynchronous=asynchronous,
-        truncate=transfer_dtype is not None,
+        truncate=options.transfer_dtype is not None,
         reads=partial(_read_on_host, enqueuing=enqueuing, on_host=on_host) if enqueuing else None,
         delay=partial(delay_recvs, devices=devices, costs=costs),
     )
     check(lowered)
-    # A graph that is replayed raises nothing.
-    graphs = cuda_graphs and not check_numerics
-    binding = _Binding(resolve, streams, debug, check_numerics, max_iterations, on_host, graphs)
     used = {node.device for node in lowered.nodes if not is_everywhere(node)}
+    binding = _Binding(options, resolve, streams, on_host)
     partitions = binding.partitions(
         extracted, lowered, [device for device in devices if device.name in used] or devices[:1]
     )
@@ -220,13 +190,10 @@ def _read_on_host(node: Node, *, enqueuing: Collection[str], on_host: Collection
 class _Binding:
     """How nodes get their code."""
 
+    options: PlanOptions
     resolve: Resolve
     streams: Mapping[Node, int]
-    debug: bool
-    check_numerics: bool
-    max_iterations: int | None
     on_host: Collection[Tensor]
-    cuda_graphs: bool
 
     def partitions(self, extracted: Extract, lowered: Graph, devices: Sequence[Device]) -> list[Partition]:
         """One per device."""
@@ -257,20 +224,21 @@ class _Binding:
             return self.bare(device.xp, node)
         launching = cast("AsynchronousDevice", device)
         if node.op is DEVICE_WHILE:
-            return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.max_iterations)
+            return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.options.max_iterations)
         return bind_launch(node, partial(self.bare, node=node), launching, self.streams.get(node, 0))
 
     def bare(self, xp: ModuleType, node: Node) -> Kernel:
         """The kernel itself."""
-        return bind_kernel(node, xp, self.resolve, check_outputs=self.debug, check_numerics=self.check_numerics)
+        options = self.options
+        return bind_kernel(node, xp, self.resolve, check_outputs=options.debug, check_numerics=options.check_numerics)
 
     def region(self, device: Device, node: Node) -> tuple[RegionCode, Kernel]:
         """A region's code, and what a firing calls."""
         region: Region = node.attrs["region"]
-        generate_region = partial(generate, region, node.name, max_iterations=self.max_iterations)
+        generate_region = partial(generate, region, node.name, max_iterations=self.options.max_iterations)
         if not device.is_asynchronous:
             # Accounting costs a region more than many a kernel: without a limit only what enters and leaves counts.
-            track = device.memory.track if self.debug or device.memory.limit is not None else None
+            track = device.memory.track if self.options.debug or device.memory.limit is not None else None
             code = generate_region(partial(self.kernel, device), track=track)
             return code, code.function
         launching, stream = cast("AsynchronousDevice", device), self.streams.get(node, 0)
@@ -279,5 +247,7 @@ class _Binding:
             return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
 
         code = generate_region(bind, track=None, enqueues=True)
-        captures = self.cuda_graphs and device.kind == "cuda" and can_capture(region, self.on_host)
+        # A graph that is replayed raises nothing.
+        may_capture = self.options.cuda_graphs and not self.options.check_numerics and device.kind == "cuda"
+        captures = may_capture and can_capture(region, self.on_host)
         return code, bind_region(node, code, launching, stream, captures=captures)

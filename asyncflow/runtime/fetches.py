@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -19,10 +19,9 @@ from asyncflow.graph.ir import Node, Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from asyncflow.compiler.request import Fetch
     from asyncflow.devices.cuda import CudaDevice
     from asyncflow.devices.protocol import Device
-
-Fetch: TypeAlias = Tensor | Node | SupportsTensor
 
 
 class OnDevice:

@@ -8,31 +8,19 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from asyncflow.compiler.estimate import assumed_ns
+from asyncflow.compiler.request import PlanRequest
 from asyncflow.errors import DeadlineExceeded
-from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.loop import is_virtual
 
 if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan, PlanNode
     from asyncflow.graph.graph import Graph
-    from asyncflow.runtime.fetches import Fetch
 
 _COMPILED_INLINE = 200
 """A graph of at most so many nodes compiles on the event loop, in a few ms."""
-
-
-class PlanRequest(NamedTuple):
-    """What a plan is compiled for; see `asyncflow.compiler.pipeline.compile_plan`."""
-
-    graph: Graph
-    fetches: tuple[Fetch, ...]
-    feeds: tuple[Tensor, ...]
-    streamed: tuple[Tensor, ...] = ()
-    all_effects: bool = False
-    regions: bool = True
 
 
 Compile: TypeAlias = Callable[[PlanRequest], "Plan"]

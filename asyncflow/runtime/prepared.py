@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.compiler.request import PlanRequest
 from asyncflow.errors import FeedError
 from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.feeds import feed_targets, feed_value
 from asyncflow.runtime.fetches import OnDevice, exchangeable, graph_of, read_fetches, read_streamed, user_values
-from asyncflow.runtime.plans import PlanRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.compiler.request import Fetch
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
-    from asyncflow.runtime.fetches import Fetch
     from asyncflow.runtime.session import Session
     from asyncflow.runtime.trace import Trace
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, cast
 
 from asyncflow.compiler.pipeline import compile_plan
+from asyncflow.compiler.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import check_event_loop, has_one_memory, open_devices
 from asyncflow.errors import GraphError, SessionClosedError
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import AsynchronousDevice, Device
-    from asyncflow.runtime.plans import PlanRequest
 
 _THREADS_END_S = 5.0
 """How long idle threads may take to end."""
@@ -148,19 +148,21 @@ class Session:
         self.devices: tuple[Device, ...] = open_devices(devices, memory_limit, compute_streams)
         self._device_of = {device.name: device for device in self.devices}
         self.state = StateStore()
-        self._optimize = optimize
-        self._loop_batching = loop_batching
-        self._fusion = fusion
-        self._cuda_graphs = cuda_graphs
-        self._device_while = device_while
-        self._debug = debug
+        self._options = PlanOptions(
+            optimize=optimize,
+            loop_batching=loop_batching,
+            fusion=fusion,
+            cuda_graphs=cuda_graphs,
+            device_while=device_while,
+            debug=debug,
+            check_numerics=check_numerics,
+            max_iterations=max_iterations,
+            transfer_dtype=transfer_dtype,
+            soft_placement=soft_placement,
+            placement_seed=placement_seed,
+        )
         self._seed = seed
         self._threads = threads
-        self._check_numerics = check_numerics
-        self._max_iterations = max_iterations
-        self._transfer_dtype = transfer_dtype
-        self._soft_placement = soft_placement
-        self._placement_seed = placement_seed
         self._random_seed = secrets.randbits(63)
         # A variable stays on the device whose memory it is in, whatever else a later plan runs.
         self._homes: dict[Hashable, str] | None = None if has_one_memory(self.devices) else {}
@@ -386,7 +388,7 @@ class Session:
 
     def _may_run_straight(self, timeout: float | None) -> bool:
         assert self._turn is not None
-        return timeout is None and not self._debug and self._turn.has_time()
+        return timeout is None and not self._options.debug and self._turn.has_time()
 
     def _start(
         self,
@@ -411,11 +413,11 @@ class Session:
             turn=self._turn,
             seed=self._random_seed if plan.graph.seed is None else plan.graph.seed,
             shuffle_seed=self._seed,
-            max_iterations=self._max_iterations,
+            max_iterations=self._options.max_iterations,
             trace=trace,
             channel=channel,
             staying=staying,
-            guard=self._debug,
+            guard=self._options.debug,
             on_end=self._forget,
         )
         self._runs.add(run)
@@ -510,26 +512,11 @@ class Session:
     def _compile(self, request: PlanRequest) -> Plan:
         try:
             return compile_plan(
-                request.graph,
-                request.fetches,
-                request.feeds,
+                request,
+                self._options,
                 devices=self.devices,
                 resolve=self.state.lookup,
-                streamed=request.streamed,
-                all_effects=request.all_effects,
-                optimize=self._optimize,
-                loop_batching=self._loop_batching,
-                regions=request.regions,
-                fusion=self._fusion,
-                cuda_graphs=self._cuda_graphs,
-                device_while=self._device_while,
-                debug=self._debug,
-                max_iterations=self._max_iterations,
-                check_numerics=self._check_numerics,
-                transfer_dtype=self._transfer_dtype,
                 costs=self._plans.measured_costs(),
-                soft_placement=self._soft_placement,
-                placement_seed=self._placement_seed,
                 homes=self._homes,
             )
         except RecursionError:

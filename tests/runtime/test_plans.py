@@ -6,7 +6,8 @@ import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import asyncflow as af
-from asyncflow.runtime.plans import PlanCache, PlanRequest
+from asyncflow.compiler.request import PlanRequest
+from asyncflow.runtime.plans import PlanCache
 from asyncflow.testing import virtual_clock
 
 if TYPE_CHECKING:

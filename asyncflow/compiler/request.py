@@ -1,0 +1,60 @@
+"""What a plan is compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from asyncflow.graph.build import SupportsTensor
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
+
+Fetch: TypeAlias = Tensor | Node | SupportsTensor
+
+
+class PlanRequest(NamedTuple):
+    """One kind of run: what its plan is found by."""
+
+    graph: Graph
+    """A root graph."""
+    fetches: tuple[Fetch, ...]
+    """What the run returns."""
+    feeds: tuple[Tensor, ...]
+    """Tensors the run gets values for."""
+    streamed: tuple[Tensor, ...] = ()
+    """Tensors of one body, handed out in each iteration."""
+    all_effects: bool = False
+    """Run every side effect of the graph, fetched or not."""
+    regions: bool = True
+    """Compile clusters of nodes that never wait to Python functions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What is the same for all plans of a session."""
+
+    optimize: bool = True
+    """Fold constants, join equal nodes, move invariant ones out of loops, and leave out what does nothing."""
+    loop_batching: bool = True
+    """With `optimize`, make one matrix product of those of many iterations of a loop, on CPUs."""
+    fusion: bool = True
+    """With regions, make one kernel of chains of elementwise ones, on devices that launch them."""
+    cuda_graphs: bool = False
+    """With regions, replay those that can be captured as CUDA graphs."""
+    device_while: bool = False
+    """Run loops on the card that decide by its arrays and compute nothing else than a graph can hold."""
+    debug: bool = False
+    """Verify the graph after every pass, and every kernel's outputs while running."""
+    check_numerics: bool = False
+    """Fail on NaN and infinity."""
+    max_iterations: int | None = None
+    """Most iterations of a loop."""
+    transfer_dtype: str | None = None
+    """``"bfloat16"`` sends float32 values between devices as their upper 16 bits."""
+    soft_placement: bool = True
+    """A node that has no kernel where it is asked to be goes elsewhere."""
+    placement_seed: int | None = None
+    """Places nodes at random where they may be; None where they finish first."""
+
+
+__all__ = ["Fetch", "PlanOptions", "PlanRequest"]
