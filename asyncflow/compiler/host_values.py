@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.extract import FEED
+from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
 from asyncflow.graph.dtypes import VARIANT
 
@@ -67,6 +68,8 @@ def _is_on_host(node: Node, found: Collection[Tensor]) -> bool:
         return False  # whoever enters the body says so
     if node.op is IDENTITY:
         return node.inputs[0] in found
+    if node.op is LOOP_COND:
+        return True  # the scheduler has looked at it
     if node.op.name in _METADATA:
         return True
     return may_stay_on_host(node) and all(tensor in found for tensor in node.inputs)

@@ -117,7 +117,7 @@ def compile_plan(
         working,
         asynchronous=asynchronous,
         truncate=options.transfer_dtype is not None,
-        reads=partial(_read_on_host, enqueuing=enqueuing, on_host=on_host) if enqueuing else None,
+        reads=partial(_read_on_host, asynchronous=asynchronous, enqueuing=enqueuing, on_host=on_host),
         delay=partial(delay_recvs, devices=devices, costs=costs),
     )
     check(lowered)
@@ -179,9 +179,11 @@ def runs_regions(device: Device) -> bool:
     return device.is_asynchronous and cast("AsynchronousDevice", device).runs_regions
 
 
-def _read_on_host(node: Node, *, enqueuing: Collection[str], on_host: Collection[Tensor]) -> list[int]:
-    """Positions of inputs that the kernel reads, and that may be in the memory of its device."""
-    if node.device not in enqueuing or runs_on_host(node):
+def _read_on_host(
+    node: Node, *, asynchronous: Collection[str], enqueuing: Collection[str], on_host: Collection[Tensor]
+) -> list[int]:
+    """Positions of inputs that the kernel, or of primitives the scheduler, reads, and that may be the device's."""
+    if node.device not in (asynchronous if node.op.kernel is None else enqueuing) or runs_on_host(node):
         return []
     return [index for index in sorted(host_inputs(node)) if node.inputs[index] not in on_host]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from asyncflow.compiler.estimate import assumed_ns
 from asyncflow.compiler.request import PlanRequest
 from asyncflow.errors import DeadlineExceeded
+from asyncflow.graph.builtin import CONSTANT
 from asyncflow.runtime.loop import is_virtual
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _COMPILED_INLINE = 200
 """A graph of at most so many nodes compiles on the event loop, in a few ms."""
+
+_CONSTANTS_INLINE = 1 << 20
+"""So do constants of at most so many bytes: they are folded, and copied to devices."""
 
 
 Compile: TypeAlias = Callable[[PlanRequest], "Plan"]
@@ -60,7 +64,7 @@ class PlanCache:
         return plans[request]
 
     async def get(self, request: PlanRequest, compile: Compile, timeout: float | None) -> Plan:
-        """The plan; a large graph compiles on a thread, so that the event loop goes on.
+        """The plan; a graph that is large, or holds much, compiles on a thread, so that the event loop goes on.
 
         Not on virtual time, where nobody waits meanwhile, and the same has to happen every time.
 
@@ -71,7 +75,7 @@ class PlanCache:
         plan = plans.get(request)
         if plan is not None:
             return plan
-        if request.graph.version <= _COMPILED_INLINE or is_virtual(asyncio.get_running_loop()):
+        if _compiles_soon(request.graph) or is_virtual(asyncio.get_running_loop()):
             return self.get_nowait(request, compile)
         # Requests that arrive meanwhile share the work; one that is cancelled does not take it from the others.
         key = (request.graph.version, request)
@@ -100,6 +104,13 @@ class PlanCache:
             plans = {}
             self._plans[graph] = graph.version, plans
         return plans
+
+
+def _compiles_soon(graph: Graph) -> bool:
+    if graph.version > _COMPILED_INLINE:
+        return False
+    constants: int = sum(node.attrs["value"].nbytes for node in graph.walk() if node.op is CONSTANT)
+    return constants <= _CONSTANTS_INLINE
 
 
 _SWITCH_S = 0.000_5

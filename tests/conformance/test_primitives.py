@@ -148,6 +148,21 @@ async def test_merge_gives_the_live_input_and_its_index(graph: af.Graph, run: Ru
     assert values[1].dtype == np.int32
 
 
+async def test_predicates_that_are_computed_from_arrays(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 3: of a switch by itself and of a loop, wherever the arrays are."""
+    x = af.placeholder("float32", (4,))
+    negative, positive = af.raw.switch(x * 2, af.sum(x) > 0)
+    chosen, _ = af.raw.merge(negative + 1, positive * 10)
+    value, _ = af.raw.merge(af.raw.enter(x, "doubling"))
+    goes_on = af.raw.loop_cond(af.sum(value) < af.raw.enter(np.float32(50), "doubling", constant=True))
+    done, body = af.raw.switch(value, goes_on)
+    af.raw.add_back_edge(value, af.raw.next_iteration(body + body))
+    doubled = af.raw.exit(done)
+    for fed, fetches, expected in ((1, [chosen, doubled], [20, 16]), (-1, [chosen], [-1])):
+        values = await run(fetches, {x: np.full(4, fed, "float32")})
+        assert [value.tolist() for value in values] == [[each] * 4 for each in expected]
+
+
 async def test_merge_fires_once(graph: af.Graph, run: Run) -> None:
     """CONFORMANCE 3: what depends on it runs once."""
     on_false, on_true, fed = fork()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import pytest
+
 import asyncflow as af
 from asyncflow.compiler.request import PlanRequest
 from asyncflow.runtime.plans import PlanCache
@@ -42,8 +45,8 @@ def test_costs_are_asked_for_while_runs_add_plans() -> None:
     assert len(cache) == 3
 
 
-async def compiled_on(cache: PlanCache) -> int:
-    """The thread on which the plan of a large graph is compiled."""
+async def compiled_on(cache: PlanCache, n_nodes: int = 1000, n_constants: int = 1) -> int:
+    """The thread on which the plan of a graph is compiled: a chain that starts at so many float64 constants."""
     threads = []
 
     def compile(_: PlanRequest) -> Plan:
@@ -51,8 +54,8 @@ async def compiled_on(cache: PlanCache) -> int:
         return empty()
 
     with af.Graph() as graph:
-        x = af.constant(0)
-        for _ in range(1000):
+        x = af.constant(np.zeros(n_constants))
+        for _ in range(n_nodes):
             x = af.identity(x)
     await cache.get(PlanRequest(graph, (x,), ()), compile, None)
     return threads[0]
@@ -61,6 +64,12 @@ async def compiled_on(cache: PlanCache) -> int:
 async def test_a_large_graph_compiles_beside_the_event_loop() -> None:
     """So that other coroutines go on."""
     assert await compiled_on(PlanCache()) != threading.get_ident()
+
+
+@pytest.mark.parametrize(("n_constants", "is_beside"), [(1 << 10, False), (1 << 18, True)])
+async def test_so_does_a_small_one_with_large_constants(n_constants: int, is_beside: bool) -> None:
+    """They are folded, and copied to devices."""
+    assert (await compiled_on(PlanCache(), 3, n_constants) != threading.get_ident()) is is_beside
 
 
 def test_on_virtual_time_it_does_not() -> None:

@@ -30,7 +30,7 @@ def _infer(data: Spec, pred: Spec) -> tuple[Spec, Spec]:
     return data, data
 
 
-SWITCH = register(Op(name="switch", infer=_infer))
+SWITCH = register(Op(name="switch", infer=_infer, host_inputs=(1,)))
 
 
 def switch(data: TensorLike, pred: TensorLike, *, name: str | None = None) -> tuple[Tensor, Tensor]:
