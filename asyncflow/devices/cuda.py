@@ -7,7 +7,8 @@ on the producer, waits on the consumer, and keeps the memory referenced until th
 Memory is taken from the pool while a compute stream is CuPy's current one, so freed memory is used again in the order
 of that stream, its *home*. What another stream reads or writes is kept until that stream is done with it.
 
-The copies are in `asyncflow.devices.cuda_copies`, what launches kernels in `asyncflow.devices.cuda_launch`.
+The copies are in `asyncflow.devices.cuda_copies`, what launches kernels in `asyncflow.devices.cuda_launch`, how far the
+device has got and whether it is lost in `asyncflow.devices.cuda_progress`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.devices.cuda_copies import Copies, enable_peer_access, resolve
+from asyncflow.devices.cuda_copies import Copies, enable_peer_access
 from asyncflow.devices.cuda_exchange import Exchange
 from asyncflow.devices.cuda_launch import HostLauncher, Launcher, RegionLauncher
 from asyncflow.devices.cuda_memory import CudaMemoryAccount, CudaPool, home_of, install_allocator
 from asyncflow.devices.cuda_namespace import cuda_namespace
+from asyncflow.devices.cuda_progress import Progress
 from asyncflow.devices.cuda_timing import Clock, HostSpan, PendingSpan
 from asyncflow.devices.cuda_values import CudaArray, CudaOpaque, as_scalar, is_shape
 from asyncflow.devices.foreign import ForeignArray
@@ -36,21 +38,12 @@ from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
 from asyncflow.devices.pinned import PinnedSlab, shared_slab
-from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Span
+from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
 from asyncflow.devices.values import stays_on_host
-from asyncflow.errors import DeviceLostError, PlacementError
+from asyncflow.errors import PlacementError
 from asyncflow.streams.cuda import CudaStream, active_stream
-from asyncflow.streams.pooled_event import DONE, NOT_READY
+from asyncflow.streams.futures import resolve
 from asyncflow.streams.thread import ThreadStream
-
-MARK_EVERY = 64
-"""Launches between two marks that tell how far the device has got."""
-
-MOST_AHEAD = 256
-"""Launches that may be in flight before launching has to pause.
-
-At about 1,000 the driver would block the caller; some of ours are several of the driver's, and marks count too.
-"""
 
 _NS_PER_LAUNCH = 8_000.0
 _NS_PER_FLOP = 1e9 / 10e12
@@ -59,18 +52,14 @@ _NS_PER_COPY = 12_000.0
 _NS_PER_HOST_BYTE = 1e9 / 20e9
 
 
-class CudaDevice:
+class CudaDevice(Progress):
     """One logical CUDA device of a session.
 
     Any number of them may share a card; each has streams, memory, a limit and a throttle of its own.
 
-    Attributes:
-        cupy: the module.
-        pool: where its memory comes from.
+    Attributes (more in `Progress`):
         copies: what moves its values.
         exchange: what takes arrays from other libraries, and lends them some.
-        cuda_error: what CuPy raises when CUDA refuses something.
-        launched: kernels launched since the last mark.
     """
 
     def __init__(
@@ -98,20 +87,12 @@ class CudaDevice:
         Raises:
             ValueError: `memory_limit` or `compute_streams` is no positive int.
         """
-        self.cupy = cupy
-        self.cuda_error: type[Exception] = cupy.cuda.runtime.CUDARuntimeError
-        self.physical = physical
-        self._name = str(DeviceName("cuda", index))
+        name = str(DeviceName("cuda", index))
         self._count = positive_count(compute_streams, "the number of compute streams")
+        super().__init__(cupy, physical, name, CudaPool(cupy, physical, name, memory_limit))
         self._xp = cuda_namespace(cupy, self.upload)
         self._given_slab = pinned
-        self.pool = CudaPool(cupy, physical, self._name, memory_limit)
-        self.launched = 0
-        self._in_flight = 0
-        self._resumes: list[Callable[[], object]] = []
         self._spans: list[Any] | None = None
-        self._lost: BaseException | None = None
-        self._lost_at = ""
         self._streams: tuple[CudaStream, ...] = ()
         self._host = ThreadStream(f"{self._name}/host")
         self.exchange = Exchange(self)
@@ -150,19 +131,20 @@ class CudaDevice:
         streams = [CudaStream(cupy, self.physical, f"{name}/{role}", self.pool) for role in roles]
         self._streams = tuple(streams)
         self._compute = tuple(streams[: self._count])
-        self._copying = self._h2d, self._d2h, self._peer = streams[self._count], streams[-3], streams[-2]
+        self._h2d, self._d2h, self._peer, clock = streams[self._count :]
+        self._copying = copying = self._h2d, self._d2h, self._peer
         self._roles = dict(zip(streams, roles, strict=True))
         lose = weakref.WeakMethod(self._lose)
         for stream in streams:
             stream.on_lost = lambda error: (method := lose()) and method(error)
         with cupy.cuda.Device(self.physical):
-            self.copies = Copies(self, self._given_slab or shared_slab(cupy), self._copying)
+            self.copies = Copies(self, self._given_slab or shared_slab(cupy), copying)
         enable_peer_access(cupy, self.physical)
         if self._count == 1:
             with self.compute.activate():
                 self.pool.prime()
         # On a stream of its own, which is never busy: how late an answer comes is how wrong the clock is.
-        self._clock = Clock(cupy, streams[-1])
+        self._clock = Clock(cupy, clock)
 
     def __repr__(self) -> str:
         return f"<CudaDevice {self._name} on card {self.physical}>"
@@ -276,92 +258,6 @@ class CudaDevice:
         self.exchange.take_back()
         return self.compute.activate()
 
-    def check(self) -> None:
-        """Raise if the device is lost.
-
-        Raises:
-            DeviceLostError: an earlier kernel has broken it.
-        """
-        if self._lost is not None:
-            raise self._loss()
-
-    def _loss(self) -> DeviceLostError:
-        loss = DeviceLostError(
-            f"{self._name} is lost: a kernel or copy failed with {self._lost}, after which CUDA refuses all work in "
-            f"this process; launched last was {self._lost_at!r}, and CUDA_LAUNCH_BLOCKING=1 shows which it was. Start "
-            "the process anew"
-        )
-        loss.__cause__ = self._lost
-        return loss
-
-    def loss_of(self, error: BaseException) -> DeviceLostError:
-        """What to tell those whose work was not done: `error` is of a stream, and the device is lost by it."""
-        self._lose(error)
-        return self._loss()
-
-    def cause_of(self, error: BaseException) -> BaseException:
-        """`error` itself; or, if CUDA raised it because the device is lost, that."""
-        if not isinstance(error, self.cuda_error):
-            return error
-        if self._lost is None:
-            with self.cupy.cuda.Device(self.physical):
-                status = self.cupy.cuda.runtime.streamQuery(self._streams[0].raw.ptr if self._streams else 0)
-            if status not in (DONE, NOT_READY):
-                self._lose(error)
-        return error if self._lost is None else self._loss()
-
-    def _lose(self, error: BaseException) -> None:
-        if self._lost is None:
-            self._lost = error.with_traceback(None)
-            self._lost_at = self.pool.label
-        self._go_on()
-
-    def _go_on(self) -> None:
-        resumes, self._resumes = self._resumes, []
-        for resume in resumes:
-            resume()
-
-    def throttle(self, resume: Callable[[], None]) -> bool:
-        """Whether so much is launched and not done that launching has to pause; then calls ``resume()`` once, later."""
-        if self.launched >= MARK_EVERY:
-            count, self.launched = self.launched, 0
-            self._in_flight += count
-            self.when_done(lambda _error: self._caught_up(count))
-        if self._in_flight < MOST_AHEAD or self._lost is not None:
-            return False
-        # Later, so that one that fails does not keep the others waiting.
-        self._resumes.append(partial(asyncio.get_running_loop().call_soon_threadsafe, resume))
-        return True
-
-    def _caught_up(self, count: int) -> None:
-        self._in_flight -= count
-        if self._in_flight < MOST_AHEAD // 2:
-            self._go_on()
-
-    def mark(self) -> Mark:
-        """None: `when_done` says that all work launched before it is called has ended, whoever launched it."""
-        return None
-
-    def when_done(
-        self, done: Callable[[BaseException | None], None], mark: Mark = None, *, elsewhere: bool = False
-    ) -> None:
-        """Call ``done(error)`` once, never before this returns, when all work launched has ended."""
-        del mark, elsewhere
-        # Every copy has a ticket; a stream without any has nothing to do.
-        busy = [*self._compute, *[stream for stream in self._copying if stream.pending]]
-        left = len(busy)
-        failure: BaseException | None = None
-
-        def ended(error: BaseException | None) -> None:
-            nonlocal left, failure
-            left -= 1
-            failure = failure or error
-            if not left:
-                done(None if failure is None else self.loss_of(failure))
-
-        for stream in busy:
-            stream.notify(ended)
-
     def require_data(self, value: Any, name: str) -> None:
         """Does nothing: what was computed has data."""
 
@@ -439,9 +335,7 @@ class CudaDevice:
             False, without ever calling `deliver`, if `value` is a host value, usable as it is.
         """
         if type(value) is CudaOpaque:
-            self.compute.notify(
-                lambda error: deliver(*(value.value, None) if error is None else (None, self.loss_of(error)))
-            )
+            self.compute.notify(self.copies.told(lambda: value.value, deliver))
             return True
         if type(value) is not CudaArray:
             return False
@@ -474,12 +368,7 @@ class CudaDevice:
             deliver(value, None) if stays else self.feed(value, deliver)
         else:
             assert isinstance(source, CudaDevice)
-            try:
-                received = self.copies.receive(value, source)
-            except Exception as error:  # whoever receives gets it, whichever side was at fault
-                deliver(None, error)
-            else:
-                deliver(received, None)
+            self.answer(deliver, self.copies.receive, value, source)  # whichever side is at fault
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
@@ -506,7 +395,7 @@ class CudaDevice:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         # Whoever waits for several hears of the first failure only.
         future.add_done_callback(lambda future: future.cancelled() or future.exception())
-        ask(lambda value, error: resolve(future, value, error))
+        ask(partial(resolve, future))
         return future
 
     # -- timelines -----------------------------------------------------------------------------------------------
@@ -548,4 +437,4 @@ def _is_on_loop() -> bool:
 
 _UNTIMED = nullcontext()
 
-__all__ = ["MARK_EVERY", "MOST_AHEAD", "CudaDevice"]
+__all__ = ["CudaDevice"]

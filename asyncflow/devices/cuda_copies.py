@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from asyncflow.devices.cuda_values import CudaArray, as_scalar
 from asyncflow.devices.pinned import PinnedBuffer, PinnedSlab
+from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -95,21 +97,12 @@ class Copies:
 
     def feed(self, value: Array, deliver: Deliver, name: str) -> None:
         """Copy an array in: ``deliver(device_value, error)`` is called once, now or later."""
-        device = self._device
         nbytes = value.nbytes
         buffer = self._pinned(nbytes) if nbytes <= COPY_INLINE_BYTES else None
         if buffer is None and nbytes:
             self._spawn(self._feed_in_pieces(value, name), deliver)
-            return
-        try:
-            device.check()
-            copied = self._brought(value, buffer, name)
-        except device.cuda_error as error:
-            deliver(None, device.cause_of(error))
-        except Exception as error:
-            deliver(None, error)
         else:
-            deliver(copied, None)
+            self._device.answer(deliver, self._brought, value, buffer, name)
 
     def _brought(self, value: Array, buffer: PinnedBuffer | None, name: str) -> CudaArray:
         device = self._device
@@ -165,7 +158,7 @@ class Copies:
     def _fetch(self, value: CudaArray, deliver: Deliver) -> None:
         nbytes, shape, dtype = value.nbytes, value.shape, value.dtype
         if not nbytes:
-            self._d2h.notify(self._told(lambda: np.empty(shape, dtype), deliver))
+            self._d2h.notify(self.told(lambda: np.empty(shape, dtype), deliver))
             return
         buffer = self._pinned(nbytes) if nbytes <= COPY_INLINE_BYTES else None
         if buffer is None:
@@ -184,9 +177,9 @@ class Copies:
             finally:
                 buffer.free()
 
-        self._d2h.notify(self._told(emptied, deliver), array, buffer)
+        self._d2h.notify(self.told(emptied, deliver), array, buffer)
 
-    def _told(self, read: Callable[[], Any], deliver: Deliver) -> Callable[[BaseException | None], None]:
+    def told(self, read: Callable[[], Any], deliver: Deliver) -> Callable[[BaseException | None], None]:
         """A notice that delivers what ``read()`` gives, or why there is nothing to read."""
 
         def notice(error: BaseException | None) -> None:
@@ -238,7 +231,7 @@ class Copies:
             buffer.free()
             raise
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._d2h.notify(_resolving(done), array, buffer)
+        self._d2h.notify(partial(resolve, done, None), array, buffer)
         return done
 
     async def _land(self, part: Array, buffer: PinnedBuffer, done: asyncio.Future[None]) -> None:
@@ -263,7 +256,6 @@ class Copies:
         Cards that cannot reach each other are copied through the host by the driver.
         """
         device = self._device
-        device.check()
         source.check()
         try:
             return self._received(value, source)
@@ -411,20 +403,6 @@ _ALREADY_ENABLED = 704
 _cards: dict[Any, set[int]] = {}
 
 
-def resolve(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    """Set the result of a future, unless its task was cancelled meanwhile."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)
-
-
-def _resolving(future: asyncio.Future[None]) -> Callable[[BaseException | None], None]:
-    return lambda error: resolve(future, None, error)
-
-
 def _freeing_after(buffer: PinnedBuffer) -> Callable[[asyncio.Future[None]], None]:
     def free(done: asyncio.Future[None]) -> None:
         done.exception()  # somebody else has raised it
@@ -438,4 +416,4 @@ def _freeing(buffer: PinnedBuffer) -> Callable[[BaseException | None], None]:
     return lambda _error: buffer.free()
 
 
-__all__ = ["COPY_INLINE_BYTES", "PIECE_BYTES", "Copies", "enable_peer_access", "resolve"]
+__all__ = ["COPY_INLINE_BYTES", "PIECE_BYTES", "Copies", "enable_peer_access"]

@@ -34,16 +34,7 @@ class Exchange:
 
         Ordering: after what that library's current stream has been given so far, before what it is given next.
         """
-        device = self._device
-        try:
-            device.check()
-            copied = self._copied(foreign, name)
-        except device.cuda_error as error:
-            deliver(None, device.cause_of(error))
-        except Exception as error:
-            deliver(None, error)
-        else:
-            deliver(copied, None)
+        self._device.answer(deliver, self._copied, foreign, name)
 
     def _copied(self, foreign: ForeignArray, name: str) -> CudaArray:
         device = self._device

@@ -66,7 +66,7 @@ class Clock:
 
 
 class PendingSpan:
-    """Work given to a stream between the making of this and `end`; a context manager."""
+    """Work given to a stream between entering and leaving this as a context manager."""
 
     __slots__ = ("_anchor", "_clock", "_ended", "_into", "_label", "_nbytes", "_role", "_started", "_stream")
 

@@ -5,18 +5,16 @@ Anything that is neither a `CudaArray` nor a `CudaOpaque` is a *host value*: cou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.devices.values import DeviceArray
+from asyncflow.devices.values import DeviceArray, DType
 from asyncflow.errors import FetchError
 
 if TYPE_CHECKING:
     from asyncflow.devices.protocol import Shape
     from asyncflow.streams.cuda import CudaEvent, CudaStream
-
-DType: TypeAlias = "np.dtype[Any]"
 
 
 class CudaArray(DeviceArray):

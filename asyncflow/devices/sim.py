@@ -37,13 +37,7 @@ from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Span
 from asyncflow.devices.sim_launch import Launcher
 from asyncflow.devices.sim_links import Lane, first_common_gap
 from asyncflow.devices.sim_machine import SimMachine, current_machine, use_machine
-from asyncflow.devices.sim_values import (
-    SMALL_BYTES,
-    SimArray,
-    SimMemoryAccount,
-    SimOpaque,
-    Storage,
-)
+from asyncflow.devices.sim_values import SMALL_BYTES, SimArray, SimMemoryAccount, SimOpaque, Storage
 from asyncflow.devices.values import stays_on_host
 from asyncflow.errors import FetchError, InternalError
 from asyncflow.streams.sim import SimEvent, SimStream

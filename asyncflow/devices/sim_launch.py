@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from asyncflow.devices.memory import owner_of
 from asyncflow.devices.protocol import recording
-from asyncflow.devices.sim_values import (
-    SMALL_BYTES,
-    SimArray,
-    SimOpaque,
-    Storage,
-)
+from asyncflow.devices.sim_values import SMALL_BYTES, SimArray, SimOpaque, Storage
 from asyncflow.devices.values import is_array
 from asyncflow.errors import InternalError, ShapeError
+from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
     from asyncflow.devices.protocol import ArraySpec, KernelInfo, Span
@@ -114,17 +111,8 @@ class Launcher:
 
     async def _fetched(self, value: Any, spans: list[Span] | None) -> Any:
         future: asyncio.Future[Any] = self._device.machine.loop.create_future()
-
-        def deliver(array: Any, error: BaseException | None) -> None:
-            if future.done():
-                return  # cancelled meanwhile
-            if error is None:
-                future.set_result(array)
-            else:
-                future.set_exception(error)
-
         with recording(self._device, spans):
-            is_copied = self._device.fetch(value, deliver)
+            is_copied = self._device.fetch(value, partial(resolve, future))
         return await future if is_copied else value
 
     def _has_data(self, arrays: Sequence[SimArray], specs: _Specs) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.devices.memory import LiveBuffer, MemoryAccount, MemoryLimitExceeded, MemoryStatistics, owner_of
-from asyncflow.devices.values import DeviceArray
+from asyncflow.devices.values import DeviceArray, DType
 from asyncflow.errors import HazardError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from asyncflow.devices.sim_machine import SimMachine
     from asyncflow.streams.sim import SimEvent, SimStream
 
-DType: TypeAlias = "np.dtype[Any]"
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 SMALL_BYTES = 4096

@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from asyncflow.errors import InternalError
+from asyncflow.streams.futures import resolve
 from asyncflow.streams.pooled_event import EventPool, PooledEvent
 from asyncflow.streams.protocol import Deliver, Event
 from asyncflow.streams.reaper import Notice, Reaper, Ticket
@@ -311,7 +312,7 @@ class CudaStream:
                 raise reaper.lost.with_traceback(None)
         else:
             reached = asyncio.get_running_loop().create_future()
-            reaper.give(Ticket(partial(_settle, reached), event=event))
+            reaper.give(Ticket(partial(resolve, reached, None), event=event))
             await reached
 
     def fail(self, error: BaseException) -> None:
@@ -460,15 +461,6 @@ def _dropped(reaper: Reaper) -> None:
             ResourceWarning,
             stacklevel=2,
         )
-
-
-def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
-    if future.done():  # its task may have been cancelled meanwhile
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
 
 
 def _without_this_frame(exc: Exception) -> Exception:

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+from asyncflow.streams.futures import resolve
+
 
 class Latch:
     """Set once, from any thread, and set for ever.
@@ -53,7 +55,7 @@ class Latch:
 
         def wake() -> None:
             try:
-                loop.call_soon_threadsafe(_resolve, woken)
+                loop.call_soon_threadsafe(resolve, woken)
             except RuntimeError:
                 if not loop.is_closed():  # a closed loop has no task left to wake
                     raise
@@ -75,8 +77,3 @@ class Latch:
         with self._lock:
             if callback in self._callbacks:
                 self._callbacks.remove(callback)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():  # its task may have been cancelled meanwhile
-        future.set_result(None)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
 
 
-class Mailbox:
+class Mailbox(Generic[Item]):
     """Completions of one stream on their way to one loop.
 
     Waking a loop costs a system call and two thread switches, so a wake-up that has been sent and not yet answered
@@ -15,48 +18,69 @@ class Mailbox:
     completion that came too late to be seen therefore finds the flag clear, and sends its own wake-up.
     """
 
-    __slots__ = ("_completions", "_waking", "loop")
+    __slots__ = ("_deliver", "_discard", "_items", "_waking", "loop")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Callable[[Item], object],
+        discard: Callable[[Item], object],
+    ) -> None:
+        """Make an empty one; ``deliver(item)`` is called on the loop, ``discard(item)`` once that is closed."""
         self.loop = loop
-        self._completions: deque[Callable[[], object]] = deque()
+        self._deliver = deliver
+        self._discard = discard
+        self._items: deque[Item] = deque()
         self._waking = False
 
-    def post(self, completion: Callable[[], object]) -> None:
-        """Have ``completion()`` called on the loop; from the stream's thread.
+    def post(self, *items: Item) -> None:
+        """Have the items delivered on the loop, in order; from the stream's thread.
 
-        On a closed loop the completion is dropped without a word. That is by design: whoever awaited it went with
-        the loop, `asyncio.run` has cancelled and reported the run already, and the only thing left to say would be
-        an "Event loop is closed" traceback in the user's terminal at exit.
+        On a closed loop they are discarded without a word. That is by design: whoever awaited them went with the loop,
+        `asyncio.run` has cancelled and reported the run already, and the only thing left to say would be an "Event loop
+        is closed" traceback in the user's terminal at exit.
         """
-        if self.loop.is_closed():
-            self._completions.clear()
-            return
-        self._completions.append(completion)
+        self._items.extend(items)
         self._wake()
 
     def collect(self) -> None:
         """Deliver what has come so far; on the loop's thread.
 
-        A completion that raises reaches the loop's exception handler, and the rest is delivered by another wake-up.
+        A delivery that raises reaches the loop's exception handler, and the rest is delivered by another wake-up.
         """
         self._waking = False
-        completions = self._completions
+        items = self._items
         try:
             # Only what is here now: a fast stream must not hold the loop for ever. The rest has its own wake-up.
-            for _ in range(len(completions)):
-                completions.popleft()()
+            for _ in range(len(items)):
+                self._deliver(items.popleft())
         finally:
-            if completions:
+            if items:
                 self._wake()
 
+    def settle(self) -> None:
+        """Deliver what has come, if this is the loop; discard it, if the loop is closed."""
+        if self.loop.is_closed():
+            self._empty()
+        elif asyncio.get_running_loop() is self.loop:
+            self.collect()
+
     def _wake(self) -> None:
-        if self._waking:
-            return
-        self._waking = True
-        try:
-            self.loop.call_soon_threadsafe(self.collect)
-        except RuntimeError:
-            if not self.loop.is_closed():
-                raise
-            self._completions.clear()
+        if not self._waking:
+            self._waking = True
+            try:
+                self.loop.call_soon_threadsafe(self.collect)
+            except RuntimeError:
+                if not self.loop.is_closed():
+                    raise
+        if self.loop.is_closed():
+            self._empty()
+
+    def _empty(self) -> None:
+        """Discard all; two threads may be at it."""
+        while True:
+            try:
+                item = self._items.popleft()
+            except IndexError:
+                return
+            self._discard(item)

@@ -4,7 +4,7 @@ A *ticket* is an event recorded on one CUDA stream, what to call when it complet
 Each stream has a `Reaper`: a thread that sleeps on the oldest ticket's event (`cudaEventSynchronize` of a blocking
 event, which releases the GIL), then takes every further ticket that is done by now, and wakes the loop once for all::
 
-    loop's thread   give ──▶ queue ──▶ reaper's thread: synchronize, query, query, ... ──▶ _Outbox ──▶ deliver
+    loop's thread   give ──▶ queue ──▶ reaper's thread: synchronize, query, query, ... ──▶ Mailbox ──▶ deliver
 
 A stream does its work in order, so the oldest ticket never holds up one that could be delivered. Python code is never
 run on a thread of the driver: a host function would stall its stream until it has the GIL, may deadlock with a thread
@@ -22,9 +22,7 @@ that has the GIL and waits for the driver, and is not called at all once the dev
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import groupby
@@ -33,8 +31,8 @@ from queue import Empty, SimpleQueue
 from time import perf_counter_ns
 from typing import Any, TypeAlias, TypeVar
 
-from asyncflow.errors import SessionClosedError
-from asyncflow.streams.latch import Latch
+from asyncflow.streams.lifecycle import Lifecycle
+from asyncflow.streams.mailbox import Mailbox
 from asyncflow.streams.pooled_event import DONE, NOT_READY, EventPool, PooledEvent
 
 Notice: TypeAlias = Callable[[BaseException | None], object]
@@ -57,7 +55,7 @@ class Ticket:
         ended_ns: when the reaper saw it done, on `time.perf_counter_ns` as are all times.
     """
 
-    __slots__ = ("_deliver", "ended_ns", "error", "event", "holds", "outbox", "started_ns")
+    __slots__ = ("_deliver", "ended_ns", "error", "event", "holds", "mailbox", "started_ns")
 
     def __init__(
         self, deliver: Notice | None, holds: tuple[object, ...] = (), event: PooledEvent | None = None
@@ -66,7 +64,7 @@ class Ticket:
         self.holds = holds
         self.event = event
         self.error: BaseException | None = None
-        self.outbox: _Outbox | None = None
+        self.mailbox: Mailbox[Ticket] | None = None
         self.started_ns = perf_counter_ns()
         self.ended_ns = 0
 
@@ -84,7 +82,7 @@ class Ticket:
         self.event = None
 
 
-class Reaper:
+class Reaper(Lifecycle):
     """The tickets of one CUDA stream, and the thread that completes them in order.
 
     It does not refer to its stream, so that dropping the stream ends the thread. All methods belong to the thread of
@@ -93,32 +91,28 @@ class Reaper:
     Attributes:
         name: of the stream; the thread's name is ``asyncflow:<name>``.
         stopped: takes no more tickets.
-        forked: this process is a child of the owner's.
         ended: set when all work is done and all tickets are on their way to the loop.
         lost: what the device failed with, if it did.
     """
 
     __slots__ = (
-        "__weakref__",
         "_device",
         "_end",
         "_events",
         "_free_ns",
         "_held",
         "_in_flight",
+        "_mailbox",
         "_on_lost",
-        "_outbox",
         "_physical",
         "_queue",
         "_raw",
         "_thread",
         "_told",
-        "ended",
-        "forked",
         "lost",
-        "name",
-        "stopped",
     )
+
+    after_fork = "CUDA does not survive a fork; start processes that use GPUs by 'spawn'"
 
     def __init__(
         self,
@@ -139,10 +133,7 @@ class Reaper:
             events: of the same device.
             on_lost: called once, on the event loop and before any ticket is failed, with what the device failed with.
         """
-        self.name = name
-        self.stopped = False
-        self.forked = False
-        self.ended = Latch()
+        super().__init__(name)
         self.lost: BaseException | None = None
         self._device = cupy.cuda.Device(physical)
         self._physical = physical
@@ -152,12 +143,11 @@ class Reaper:
         self._told = False
         self._in_flight: deque[Ticket] = deque()
         self._held: list[object] = []
-        self._outbox: _Outbox | None = None
+        self._mailbox: Mailbox[Ticket] | None = None
         self._queue: SimpleQueue[Ticket | None] = SimpleQueue()
         self._end: PooledEvent | None = None
         self._thread: threading.Thread | None = None
         self._free_ns = 0
-        _reapers.add(self)
 
     # -- on the loop's thread ------------------------------------------------------------------------------------
 
@@ -189,7 +179,7 @@ class Reaper:
             RuntimeError: tickets of a different loop are pending.
         """
         self.refuse_if_closed()
-        self._enter(ticket, self._outbox_of(loop or asyncio.get_running_loop()))
+        self._enter(ticket, self._mailbox_of(loop or asyncio.get_running_loop()))
 
     def hold(self, holds: tuple[object, ...]) -> None:
         """Refer to `holds` until all work that the stream has by now is done.
@@ -202,7 +192,7 @@ class Reaper:
         """
         self.refuse_if_closed()
         loop = asyncio.get_running_loop()
-        self._outbox_of(loop)
+        self._mailbox_of(loop)
         if not self._held:
             loop.call_soon(self.flush)
         self._held.extend(holds)
@@ -210,8 +200,8 @@ class Reaper:
     def flush(self) -> None:
         """Give the ticket for what is held."""
         if self._held:
-            assert self._outbox is not None
-            self._enter(Ticket(None), self._outbox)
+            assert self._mailbox is not None
+            self._enter(Ticket(None), self._mailbox)
 
     def record(self, wrap: Callable[[EventPool, Any], _E]) -> _E:
         """A new event, made by `wrap`, after all work that the stream has by now.
@@ -263,27 +253,13 @@ class Reaper:
 
     def settle(self) -> None:
         """After `ended`: deliver what is still on its way, and see the thread off, which takes microseconds."""
-        if self._outbox is not None:
-            self._outbox.settle()
+        if self._mailbox is not None:
+            self._mailbox.settle()
         if self._thread is not None:
             self._thread.join()
 
-    def refuse_if_closed(self) -> None:
-        """Raise unless work may be given."""
-        if self.stopped:
-            self.refuse_if_forked()
-            raise SessionClosedError(f"stream {self.name} is closed and takes no more work; open a new session")
-
-    def refuse_if_forked(self) -> None:
-        """Raise in a process that has the stream but, being a fork, neither its thread nor a working device."""
-        if self.forked:
-            raise SessionClosedError(
-                f"stream {self.name} belongs to the parent of process {os.getpid()}: CUDA does not survive a fork; "
-                "start processes that use GPUs by 'spawn'"
-            )
-
-    def deliver(self, ticket: Ticket) -> None:
-        """Finish the oldest ticket; called by the outbox."""
+    def _deliver(self, ticket: Ticket) -> None:
+        """Finish the oldest ticket."""
         self._in_flight.popleft()
         try:
             if ticket.error is not None:
@@ -291,12 +267,12 @@ class Reaper:
         finally:
             ticket.finish()
 
-    def discard(self, ticket: Ticket) -> None:
-        """Forget the oldest ticket, of a loop that is closed; called by the outbox, also on the reaper's thread."""
+    def _discard(self, ticket: Ticket) -> None:
+        """Forget the oldest ticket, of a loop that is closed; also on the reaper's thread."""
         self._in_flight.popleft()
         ticket.drop()
 
-    def _enter(self, ticket: Ticket, outbox: _Outbox) -> None:
+    def _enter(self, ticket: Ticket, mailbox: Mailbox[Ticket]) -> None:
         if self._thread is None:
             self._start()
         if ticket.event is None:
@@ -304,7 +280,7 @@ class Reaper:
                 ticket.holds = (*self._held, *ticket.holds)
                 self._held.clear()
             ticket.event = self._marked()
-        ticket.outbox = outbox
+        ticket.mailbox = mailbox
         self._in_flight.append(ticket)
         self._queue.put(ticket)
 
@@ -329,21 +305,21 @@ class Reaper:
         if self.lost is not None:
             raise self.lost.with_traceback(None)
 
-    def _outbox_of(self, loop: asyncio.AbstractEventLoop) -> _Outbox:
-        outbox = self._outbox
-        if outbox is not None:
-            if outbox.loop is loop:
-                return outbox
-            if outbox.loop.is_closed():
+    def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox[Ticket]:
+        mailbox = self._mailbox
+        if mailbox is not None:
+            if mailbox.loop is loop:
+                return mailbox
+            if mailbox.loop.is_closed():
                 self.flush()
-                outbox.settle()
+                mailbox.settle()
             elif self.pending:
                 raise RuntimeError(
                     f"stream {self.name} is used on a different loop while {self.pending} of its tickets are to be "
                     "delivered on another; open one session per event loop"
                 )
-        self._outbox = outbox = _Outbox(self, loop)
-        return outbox
+        self._mailbox = mailbox = Mailbox(loop, self._deliver, self._discard)
+        return mailbox
 
     def _start(self) -> None:
         thread = threading.Thread(target=_serve, args=(self,), name=f"asyncflow:{self.name}", daemon=True)
@@ -415,72 +391,10 @@ class Reaper:
             self.lost = error.with_traceback(None)
 
 
-class _Outbox:
-    """Tickets that are done, on their way to one loop.
-
-    As in `Mailbox`, a wake-up that has been sent and not yet answered stands for every ticket that follows it, and
-    `collect` clears ``_waking`` *before* it looks.
-    """
-
-    __slots__ = ("_done", "_reaper", "_waking", "loop")
-
-    def __init__(self, reaper: Reaper, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._reaper = reaper
-        self._done: deque[Ticket] = deque()
-        self._waking = False
-
-    def post(self, tickets: list[Ticket]) -> None:
-        """Have the tickets finished on the loop; on a closed loop nobody waits, and they are dropped."""
-        self._done.extend(tickets)
-        self._wake()
-
-    def collect(self) -> None:
-        """Finish what has come so far; on the loop's thread.
-
-        A notice that raises reaches the loop's exception handler, and the rest is delivered by another wake-up.
-        """
-        self._waking = False
-        done = self._done
-        try:
-            for _ in range(len(done)):
-                self._reaper.deliver(done.popleft())
-        finally:
-            if done:
-                self._wake()
-
-    def settle(self) -> None:
-        """Finish what has come, if this is the loop; drop it, if the loop is closed."""
-        if self.loop.is_closed():
-            self._discard()
-        elif asyncio.get_running_loop() is self.loop:
-            self.collect()
-
-    def _wake(self) -> None:
-        if not self._waking:
-            self._waking = True
-            try:
-                self.loop.call_soon_threadsafe(self.collect)
-            except RuntimeError:
-                if not self.loop.is_closed():
-                    raise
-        if self.loop.is_closed():
-            self._discard()
-
-    def _discard(self) -> None:
-        """Drop all; two threads may be at it."""
-        while True:
-            try:
-                ticket = self._done.popleft()
-            except IndexError:
-                return
-            self._reaper.discard(ticket)
-
-
 def _post(batch: list[Ticket]) -> None:
     """One wake-up for all; a second loop comes into it only after the first was closed."""
-    for outbox, tickets in groupby(batch, attrgetter("outbox")):
-        outbox.post(list(tickets))
+    for mailbox, tickets in groupby(batch, attrgetter("mailbox")):
+        mailbox.post(*tickets)
 
 
 def _serve(reaper: Reaper) -> None:
@@ -489,17 +403,3 @@ def _serve(reaper: Reaper) -> None:
         reaper.serve()
     finally:
         reaper.ended.set()
-
-
-_reapers: weakref.WeakSet[Reaper] = weakref.WeakSet()
-"""Every live reaper of the process, to be closed in a forked child."""
-
-
-def _close_all_in_child() -> None:
-    for reaper in list(_reapers):
-        reaper.stopped = True
-        reaper.forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_all_in_child)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from asyncflow.errors import SessionClosedError
+from asyncflow.streams.futures import resolve
 from asyncflow.streams.protocol import Deliver, Event
 from asyncflow.streams.virtual import VirtualClockLoop
 
@@ -123,7 +124,7 @@ class SimEvent:
         host = self.stream.host
         if host.now_ns() < self.time_ns:
             done = host.loop.create_future()
-            timer = host.loop.call_at_ns(self.time_ns, _resolve, done)
+            timer = host.loop.call_at_ns(self.time_ns, resolve, done)
             try:
                 await done
             finally:
@@ -386,11 +387,6 @@ def _merged(seen: _Seen, counts: Iterable[tuple[SimStream, int]], own: SimStream
         if stream is not own and not stream.is_over and merged.get(stream, 0) < count:
             merged[stream] = count
     return merged
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():  # its task may have been cancelled meanwhile
-        future.set_result(None)
 
 
 __all__ = ["HostClock", "SimEvent", "SimStream"]

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import warnings
 import weakref
@@ -34,6 +33,7 @@ import numpy as np
 
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams.latch import Latch
+from asyncflow.streams.lifecycle import Lifecycle
 from asyncflow.streams.mailbox import Mailbox
 from asyncflow.streams.protocol import Deliver, Event
 
@@ -54,7 +54,7 @@ class ThreadStream:
         self._name = name
         self._queue = _Queue(name)
         self._thread: threading.Thread | None = None
-        self._mailbox: Mailbox | None = None
+        self._mailbox: Mailbox[_Submission] | None = None
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ class ThreadStream:
         """
         mailbox = self._mailbox
         if mailbox is None or mailbox.loop is not loop:
-            self._mailbox = mailbox = Mailbox(loop)
+            self._mailbox = mailbox = Mailbox(loop, _Submission.finish, _Submission.drop)
         self._give(_Submission(work, args, deliver, mailbox))
 
     def record(self) -> ThreadEvent:
@@ -210,39 +210,25 @@ class _Job(Protocol):
     def run(self, jobs: _Queue) -> None: ...
 
 
-class _Queue:
+class _Queue(Lifecycle):
     """What a stream, its events and its thread share.
 
     ``given`` is written by the owner's thread alone, ``finished`` by the stream's thread alone, and ``finished``
     counts a job only when all its effects can be seen; so ``given == finished`` means an idle stream.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_failures",
-        "_jobs",
-        "_lock",
-        "abandoned",
-        "ended",
-        "finished",
-        "forked",
-        "given",
-        "name",
-        "stopped",
-    )
+    __slots__ = ("_failures", "_jobs", "_lock", "abandoned", "finished", "given")
+
+    after_fork = "its thread did not survive the fork; open a new session in the child"
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        super().__init__(name)
         self.given = 0
         self.finished = 0
-        self.stopped = False
         self.abandoned = False
-        self.forked = False
-        self.ended = Latch()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._failures: list[BaseException] = []
-        _queues.add(self)
 
     def put(self, job: _Job) -> None:
         """Append a job."""
@@ -257,20 +243,6 @@ class _Queue:
         if not self.stopped:
             self.stopped = True
             self._jobs.put(None)
-
-    def refuse_if_closed(self) -> None:
-        """Raise unless work may be given."""
-        if self.stopped:
-            self.refuse_if_forked()
-            raise SessionClosedError(f"stream {self.name} is closed and takes no more work; open a new session")
-
-    def refuse_if_forked(self) -> None:
-        """Raise in a process that has the stream but, being a fork, not its thread."""
-        if self.forked:
-            raise SessionClosedError(
-                f"stream {self.name} belongs to the parent of process {os.getpid()}: its thread did not survive the "
-                "fork; open a new session in the child"
-            )
 
     def fail(self, failure: BaseException) -> None:
         """Keep the failure of fire-and-forget work until an awaited event has raised it."""
@@ -319,7 +291,11 @@ class _Submission:
     __slots__ = ("args", "deliver", "ended_ns", "error", "mailbox", "result", "started_ns", "work")
 
     def __init__(
-        self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, mailbox: Mailbox
+        self,
+        work: Callable[..., object],
+        args: tuple[object, ...],
+        deliver: Deliver,
+        mailbox: Mailbox[_Submission],
     ) -> None:
         self.work = work
         self.args = args
@@ -342,7 +318,7 @@ class _Submission:
         self.ended_ns = perf_counter_ns()
         self.args = ()  # freed before the loop is told, so that an account it then reads is right
         jobs.finished += 1
-        self.mailbox.post(self.finish)
+        self.mailbox.post(self)
 
     def finish(self) -> None:
         """Deliver the outcome; on the loop's thread."""
@@ -353,6 +329,10 @@ class _Submission:
             deliver(result, error, self.started_ns, self.ended_ns)
         finally:
             del error  # its traceback may lead to this frame, and that would be a cycle
+
+    def drop(self) -> None:
+        """Refer to nothing any more: nobody waits for the outcome."""
+        self.deliver = self.result = self.error = None
 
 
 class _Mark:
@@ -416,17 +396,3 @@ def _as_one(failures: tuple[BaseException, ...], name: str) -> BaseException:
     if len(failures) == 1:
         return failures[0]
     return BaseExceptionGroup(f"{len(failures)} failures on stream {name}", failures)
-
-
-_queues: weakref.WeakSet[_Queue] = weakref.WeakSet()
-"""Every live queue of the process, to be closed in a forked child; asking for the pid at each call costs more."""
-
-
-def _close_all_in_child() -> None:
-    for jobs in list(_queues):
-        jobs.stopped = True
-        jobs.forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_all_in_child)

@@ -13,9 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asyncflow.devices.cuda import MARK_EVERY, MOST_AHEAD, CudaDevice
+from asyncflow.devices.cuda import CudaDevice
 from asyncflow.devices.cuda_copies import COPY_INLINE_BYTES, SMALL_BYTES
 from asyncflow.devices.cuda_memory import home_of
+from asyncflow.devices.cuda_progress import MARK_EVERY, MOST_AHEAD
 from asyncflow.devices.cuda_values import CudaArray, CudaOpaque
 from asyncflow.devices.pinned import PinnedBuffer, PinnedSlab
 from asyncflow.errors import DeviceLostError, PlacementError

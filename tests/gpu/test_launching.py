@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda import MOST_AHEAD, CudaDevice
+from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda_progress import MOST_AHEAD
 from asyncflow.devices.cuda_values import CudaArray
 from asyncflow.streams.cuda import CudaStream, active_stream
 from tests.gpu.card import Card

@@ -30,23 +30,33 @@ class FakeLoop:
         self.wakeups.pop(0)()
 
 
-def make() -> tuple[FakeLoop, Mailbox, list[object]]:
-    loop = FakeLoop()
-    return loop, Mailbox(cast(asyncio.AbstractEventLoop, loop)), []
+def make() -> tuple[FakeLoop, Mailbox[object], list[object]]:
+    """A mailbox whose items are noted; those that can be called are called instead."""
+    loop, got = FakeLoop(), list[object]()
+
+    def deliver(item: object) -> None:
+        if callable(item):
+            item()
+        else:
+            got.append(item)
+
+    return loop, on(loop, deliver), got
 
 
-def post(mailbox: Mailbox, got: list[object], value: object) -> None:
-    mailbox.post(lambda: got.append(value))
+def on(loop: FakeLoop, deliver: Callable[[object], object], discarded: list[object] | None = None) -> Mailbox[object]:
+    into = [] if discarded is None else discarded
+    return Mailbox(cast(asyncio.AbstractEventLoop, loop), deliver, into.append)
 
 
 def test_one_wake_up_delivers_a_batch_in_order() -> None:
     loop, mailbox, got = make()
     for value in range(100):
-        post(mailbox, got, value)
+        mailbox.post(value)
+    mailbox.post(*range(100, 200))
     assert loop.sent == 1 and got == []
     loop.turn()
-    assert got == list(range(100))
-    post(mailbox, got, "next")
+    assert got == list(range(200))
+    mailbox.post("next")
     assert loop.sent == 2
     loop.turn()
     assert got[-1] == "next"
@@ -54,7 +64,7 @@ def test_one_wake_up_delivers_a_batch_in_order() -> None:
 
 def test_what_comes_during_a_delivery_has_its_own_wake_up() -> None:
     loop, mailbox, got = make()
-    mailbox.post(lambda: post(mailbox, got, "late"))
+    mailbox.post(lambda: mailbox.post("late"))
     loop.turn()
     assert got == [] and loop.sent == 2
     loop.turn()
@@ -69,31 +79,58 @@ def test_a_deliver_that_raises_leaves_the_rest_for_another_wake_up(error: BaseEx
         raise error
 
     mailbox.post(deliver)
-    post(mailbox, got, "rest")
+    mailbox.post("rest")
     with pytest.raises(type(error)):
         loop.turn()
     loop.turn()
     assert got == ["rest"]
 
 
-def test_a_closed_loop_drops_results_silently() -> None:
-    loop, mailbox, got = make()
-    post(mailbox, got, "waiting when it closes")
+def test_a_closed_loop_discards_results_silently() -> None:
+    loop, got, discarded = FakeLoop(), list[object](), list[object]()
+    mailbox = on(loop, got.append, discarded)
+    mailbox.post("waiting when it closes")
     loop.closed = True
-    post(mailbox, got, "after")
-    assert loop.sent == 1
+    mailbox.post("after")
+    assert loop.sent == 1 and discarded == ["waiting when it closes", "after"]
     loop.turn()
     assert got == []
 
 
-def test_a_loop_that_closes_under_a_wake_up_drops_results_silently() -> None:
+def test_settling_discards_what_a_closed_loop_left() -> None:
+    loop, got, discarded = FakeLoop(), list[object](), list[object]()
+    mailbox = on(loop, got.append, discarded)
+    mailbox.post("left")
+    loop.closed = True
+    mailbox.settle()
+    assert got == [] and discarded == ["left"]
+
+
+def test_settling_delivers_at_once_and_on_its_own_loop_alone() -> None:
+    loop, got = asyncio.new_event_loop(), list[object]()
+    mailbox: Mailbox[object] = Mailbox(loop, got.append, got.append)
+
+    async def settled(value: object) -> list[object]:
+        mailbox.post(value)
+        mailbox.settle()
+        return got.copy()
+
+    try:
+        assert asyncio.run(settled("from another loop")) == []
+        assert loop.run_until_complete(settled("here")) == ["from another loop", "here"]
+    finally:
+        loop.close()
+
+
+def test_a_loop_that_closes_under_a_wake_up_discards_results_silently() -> None:
     class Closing(FakeLoop):
         def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
             self.closed = True
             super().call_soon_threadsafe(callback)
 
-    mailbox = Mailbox(cast(asyncio.AbstractEventLoop, Closing()))
-    post(mailbox, [], 1)
+    discarded: list[object] = []
+    on(Closing(), lambda _: None, discarded).post(1)
+    assert discarded == [1]
 
 
 def test_a_loop_that_refuses_for_another_reason_is_heard() -> None:
@@ -101,6 +138,6 @@ def test_a_loop_that_refuses_for_another_reason_is_heard() -> None:
         def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
             raise RuntimeError("out of order")
 
-    mailbox = Mailbox(cast(asyncio.AbstractEventLoop, Broken()))
+    mailbox = on(Broken(), lambda _: None)
     with pytest.raises(RuntimeError, match="out of order"):
-        post(mailbox, [], 1)
+        mailbox.post(1)

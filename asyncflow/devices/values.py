@@ -1,0 +1,89 @@
+"""What the arrays of asynchronous devices have in common, and which values of the host such a device leaves there."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Shape
+
+DType: TypeAlias = "np.dtype[Any]"
+
+
+class DeviceArray:
+    """An array that only its device's work may look into: Python and NumPy are refused.
+
+    It is no `abc.ABC`, whose `isinstance` is slower: every launch asks what its arguments are.
+
+    Attributes:
+        name: of the node that made it.
+    """
+
+    __slots__ = ()
+
+    name: str
+
+    @property
+    @abstractmethod
+    def device(self) -> str:
+        """The name of the logical device it is on."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> DType:
+        """Of the elements."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> Shape:
+        """The extents."""
+
+    @property
+    def ndim(self) -> int:
+        """The rank."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return self.size * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} {self.dtype}{list(self.shape)} on {self.device}>"
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        raise self._unseen("NumPy")
+
+    def __bool__(self) -> NoReturn:
+        raise self._unseen("Python")
+
+    def __iter__(self) -> NoReturn:
+        raise self._unseen("Python")
+
+    @abstractmethod
+    def _unseen(self, who: str) -> Exception:
+        """What to raise where `who` reads it on the host."""
+
+
+def is_array(value: object) -> bool:
+    """Whether a device can hold a host value: an array or scalar of NumPy's, not of strings or objects."""
+    return isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OSUT"
+
+
+def stays_on_host(value: object) -> bool:
+    """Whether a host value is no matter for a device: all that is no `is_array`, and counters and predicates."""
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind in "OSUT":
+        return True
+    return value.ndim == 0 and value.dtype.kind in "biu"
+
+
+__all__ = ["DType", "DeviceArray", "is_array", "stays_on_host"]

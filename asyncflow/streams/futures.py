@@ -1,0 +1,16 @@
+"""How a future gets its outcome from a callback that may come late."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+
+def resolve(future: asyncio.Future[Any], value: Any = None, error: BaseException | None = None) -> None:
+    """Give a future its result or exception, unless its task was cancelled meanwhile; on the future's loop."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

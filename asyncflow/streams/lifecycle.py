@@ -1,0 +1,60 @@
+"""When a stream takes work: until it is stopped, and never in a fork of the process that made it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import ClassVar
+
+from asyncflow.errors import SessionClosedError
+from asyncflow.streams.latch import Latch
+
+
+class Lifecycle:
+    """What a stream and its thread both know of its end; the base of what they share.
+
+    Attributes:
+        name: of the stream.
+        stopped: takes no more work.
+        forked: this process is a child of the owner's.
+        ended: set when all work is done, as the thread's last act.
+        after_fork: what to say in a child.
+    """
+
+    __slots__ = ("__weakref__", "ended", "forked", "name", "stopped")
+
+    after_fork: ClassVar[str]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stopped = False
+        self.forked = False
+        self.ended = Latch()
+        _alive.add(self)
+
+    def refuse_if_closed(self) -> None:
+        """Raise unless work may be given."""
+        if self.stopped:
+            self.refuse_if_forked()
+            raise SessionClosedError(f"stream {self.name} is closed and takes no more work; open a new session")
+
+    def refuse_if_forked(self) -> None:
+        """Raise in a process that has the stream but, being a fork, not its thread."""
+        if self.forked:
+            raise SessionClosedError(
+                f"stream {self.name} belongs to the parent of process {os.getpid()}: {self.after_fork}"
+            )
+
+
+_alive: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
+"""Those of the process, to be closed in a forked child; asking for the pid at each call costs more."""
+
+
+def _close_all_in_child() -> None:
+    for lifecycle in list(_alive):
+        lifecycle.stopped = True
+        lifecycle.forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all_in_child)
