@@ -22,7 +22,9 @@ import pytest
 import uvloop
 
 import asyncflow as af
+from asyncflow.devices import cuda_graph
 from asyncflow.devices.cuda_backend import using_cupy
+from asyncflow.devices.cuda_bindings import using_bindings
 from asyncflow.devices.memory import LiveBuffer
 from asyncflow.devices.pinned import close_shared_slab, shared_slab
 from asyncflow.devices.presets import parse_machine
@@ -78,17 +80,23 @@ class Arrangement:
         regions: whether sessions compile regions.
         draw: which of the random placements on three devices; None for one device.
         cuda: the event loop on which devices are CUDA's, with a stand-in for CuPy; empty for CPUs, or simulated cards.
+        graphs: whether regions are captured as CUDA graphs, at once, and loops run on the card where they can.
     """
 
     name: str
     regions: bool
     draw: int | None = None
     cuda: str = ""
+    graphs: bool = False
 
 
 ONE_DEVICE = (Arrangement("regions", True), Arrangement("interpreted", False))
 THREE_DEVICES = tuple(Arrangement(f"three-{k}" if k else "three", True, k) for k in range(SEEDS))
-CUDA = (Arrangement("cuda", True, cuda="uvloop"), Arrangement("three-cuda", True, 0, cuda="asyncio"))
+CUDA = (
+    Arrangement("cuda", True, cuda="uvloop"),
+    Arrangement("graphs-cuda", True, cuda="uvloop", graphs=True),
+    Arrangement("three-cuda", True, 0, cuda="asyncio"),
+)
 """On a stand-in for CuPy that does its work when it likes, as a card would: what nothing orders goes wrong."""
 
 
@@ -179,12 +187,16 @@ def stand_in(seed: int) -> Iterator[FakeCupy]:
 
 
 @pytest.fixture
-def cards(arrangement: Arrangement, request: pytest.FixtureRequest) -> Iterator[FakeCupy | None]:
+def cards(
+    arrangement: Arrangement, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeCupy | None]:
     """The stand-in for CuPy that sessions find where the arrangement has CUDA devices."""
     if not arrangement.cuda:
         yield None
         return
-    with stand_in(_seed(request)) as fake:
+    with stand_in(_seed(request)) as fake, using_bindings(fake.bindings):
+        if arrangement.graphs:
+            monkeypatch.setattr(cuda_graph, "WARM_UPS", 0)  # most tests run a region once
         yield fake
 
 
@@ -200,6 +212,8 @@ def open_session(
         "regions": arrangement.regions,
         "devices": [f"{kind}:{index}" for index in range(count)],
         "placement_seed": None if arrangement.draw is None else _seed(request),
+        "cuda_graphs": arrangement.graphs,
+        "device_while": arrangement.graphs,
     }
 
     @asynccontextmanager
@@ -243,12 +257,13 @@ def assert_baseline(session: af.Session) -> None:
 def held_buffers(session: af.Session) -> dict[str, Counter[LiveBuffer]]:
     """What the devices hold for runs.
 
-    Not counted are constants, there as long as the plan is, and what a simulated device keeps for an array that lives
-    elsewhere: a graph's constants, when a TensorArray hands them out, and variables.
+    Not counted are constants and CUDA graphs, there as long as the plan is, and what a simulated device keeps for an
+    array that lives elsewhere: a graph's constants, when a TensorArray hands them out, and variables.
     """
     held: dict[str, Counter[LiveBuffer]] = {}
     for device in session.devices:
-        buffers = Counter(b for b in device.memory.top(1000) if b.label != "constant")
+        kept_by_plans = ("constant", "CUDA graph of ")
+        buffers = Counter(b for b in device.memory.top(1000) if not b.label.startswith(kept_by_plans))
         if isinstance(device, SimDevice):
             kept = [storage for _, storage in device.machine._kept.values() if storage.account is device.account]
             buffers -= Counter(LiveBuffer(storage.nbytes, storage.written.label) for storage in kept)

@@ -88,9 +88,9 @@ class GraphCache(Generic[Graph]):
 
     __slots__ = ("_found", "_is_refused", "_label", "_warm_ups")
 
-    def __init__(self, label: str, warm_ups: int = WARM_UPS) -> None:
+    def __init__(self, label: str, warm_ups: int | None = None) -> None:
         self._label = label
-        self._warm_ups = warm_ups
+        self._warm_ups = WARM_UPS if warm_ups is None else warm_ups
         self._found: dict[Hashable, int | Graph] = {}
         self._is_refused = False
 
