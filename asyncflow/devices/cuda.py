@@ -116,7 +116,7 @@ class CudaDevice(Progress):
             self._start()
         except MemoryLimitExceeded as error:
             raise PlacementError(f"device {self._name} does not get the memory that it is to have: {error}") from error
-        except self.cuda_error as error:
+        except RuntimeError as error:
             cause = self.cause_of(error)
             if cause is error:
                 raise PlacementError(f"device {self._name} cannot be opened: {error}") from error

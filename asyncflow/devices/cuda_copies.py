@@ -92,8 +92,8 @@ class Copies:
             if buffer is not None or not value.nbytes:
                 return self._brought(value, buffer, name)
             return device.copied_pageable(self.new(value.shape, value.dtype, name), value, name)
-        except device.cuda_error as error:
-            raise device.cause_of(error) from error
+        except RuntimeError as error:
+            raise device.cause_of(error)  # noqa: B904 - which has its cause
 
     def feed(self, value: Array, deliver: Deliver, name: str) -> None:
         """Copy an array in: ``deliver(device_value, error)`` is called once, now or later."""
@@ -152,8 +152,8 @@ class Copies:
         device.check()
         try:
             self._fetch(value, deliver)
-        except device.cuda_error as error:
-            raise device.cause_of(error) from error
+        except RuntimeError as error:
+            raise device.cause_of(error)  # noqa: B904 - which has its cause
 
     def _fetch(self, value: CudaArray, deliver: Deliver) -> None:
         nbytes, shape, dtype = value.nbytes, value.shape, value.dtype
@@ -259,8 +259,8 @@ class Copies:
         source.check()
         try:
             return self._received(value, source)
-        except device.cuda_error as error:
-            raise source.cause_of(device.cause_of(error)) from error
+        except RuntimeError as error:
+            raise source.cause_of(device.cause_of(error))  # noqa: B904 - which has its cause
 
     def _received(self, value: CudaArray, source: CudaDevice) -> CudaArray:
         device = self._device

@@ -139,7 +139,7 @@ class Launcher:
                 if info.single:
                     return values.wrapped(result, info.name)
                 return tuple([values.wrapped(output, info.name) for output in result])
-        except device.cuda_error as error:
+        except RuntimeError as error:
             raise device.cause_of(error)  # noqa: B904 - which has its cause
 
 
@@ -238,7 +238,7 @@ class RegionLauncher:
                 with stream.activate(), device.timed(stream, info.name):
                     device.launched += info.launches
                     return self._outputs(function(*self._inputs(args)))
-            except device.cuda_error as error:
+            except RuntimeError as error:
                 raise device.cause_of(error)  # noqa: B904 - which has its cause
 
         return call
@@ -264,7 +264,7 @@ class RegionLauncher:
                         with stream.activate():
                             return self._outputs(ended.value)
                     budget = yield begins_loop
-            except device.cuda_error as error:
+            except RuntimeError as error:
                 raise device.cause_of(error)  # noqa: B904 - which has its cause
 
         return steps

@@ -54,6 +54,7 @@ class _CudaNamespace(ModuleType):
         self._upload = cupy.asarray if upload is None else upload
         self.array = self._array
         self.asarray = self._as_array
+        self.matmul = self._matmul
         self.meshgrid = self._meshgrid
         for name in _ARRAY_FUNCTIONS:
             setattr(self, name, self._of_arrays(getattr(cupy, name)))
@@ -77,6 +78,13 @@ class _CudaNamespace(ModuleType):
     def _array(self, value: Any) -> Any:
         """A copy of `value`."""
         return value.copy() if isinstance(value, self._cupy.ndarray) else self._as_array(value)
+
+    def _matmul(self, x1: Any, x2: Any, **options: Any) -> Any:
+        # cuBLAS multiplies matrices of bfloat16; CuPy has no kernel of its own for stacks of them.
+        if max(x1.ndim, x2.ndim) > 2 and x1.dtype.name == x2.dtype.name == "bfloat16":
+            product = self._cupy.matmul(x1.astype(np.float32), x2.astype(np.float32), **options)
+            return product.astype(x1.dtype)
+        return self._cupy.matmul(x1, x2, **options)
 
     def _meshgrid(self, *vectors: Any, indexing: str) -> Any:
         return self._cupy.meshgrid(*[self._as_array(vector).reshape(-1) for vector in vectors], indexing=indexing)

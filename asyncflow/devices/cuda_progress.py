@@ -36,7 +36,6 @@ class Progress:
         cupy: the module.
         physical: the card's number.
         pool: where the device's memory comes from; its label is that of the latest launch.
-        cuda_error: what CuPy raises when CUDA refuses something.
         launched: kernels launched since the last mark.
     """
 
@@ -44,7 +43,6 @@ class Progress:
         self.cupy = cupy
         self.physical = physical
         self.pool = pool
-        self.cuda_error: type[Exception] = cupy.cuda.runtime.CUDARuntimeError
         self.launched = 0
         self._name = name
         self._compute: tuple[CudaStream, ...] = ()
@@ -128,8 +126,12 @@ class Progress:
         return self._loss()
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """`error` itself; or, if CUDA raised it because the device is lost, that."""
-        if not isinstance(error, self.cuda_error):
+        """`error` itself; or, if CUDA raised it because the device is lost, that.
+
+        CuPy's errors of CUDA's runtime, of its driver (at launches), of cuBLAS and of Thrust are RuntimeErrors, and
+        have nothing else in common.
+        """
+        if not isinstance(error, RuntimeError):
             return error
         if self._lost is None:
             with self.cupy.cuda.Device(self.physical):
