@@ -54,11 +54,15 @@ class Exchange:
     def lend(self, value: CudaArray) -> Any:
         """The array itself as a ``cupy.ndarray``, for others, who must not write to it.
 
+        One with negative strides is copied: PyTorch aborts the process where it gets such an array.
+
         Ordering: work that CuPy's current stream is given from here on finds it written.
         """
         cupy, card, array = self._device.cupy, self._device.physical, value.array
         if not value.nbytes:
             return array
+        if min(array.strides, default=0) < 0:
+            array = self._device.copies.contiguous(value)
         cupy.cuda.get_current_stream(card).wait_event(value.written.raw)
         memory = cupy.cuda.memory.UnownedMemory(array.data.ptr, value.nbytes, Loan(array, self._returned.append), card)
         return cupy.ndarray(array.shape, array.dtype, cupy.cuda.memory.MemoryPointer(memory, 0), array.strides)
@@ -74,7 +78,7 @@ class Exchange:
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         try:
             self._catch_up()
-        except device.cuda_error as error:
+        except RuntimeError as error:
             device.cause_of(error)  # notes that the device is lost, which whoever launches next is told
         del returned
 

@@ -104,6 +104,8 @@ class CudaTensors:
         if isinstance(value, np.generic):
             dtype = torch_dtype(torch, value.dtype)
             return torch.full((), value.item(), dtype=dtype, device=f"cuda:{self._xp.cuda.runtime.getDevice()}")
+        if min(value.strides, default=0) < 0:
+            value = self._xp.ascontiguousarray(value)  # torch has no such strides, and aborts the process
         # Both sides have one stream, so neither waits.
         return torch.from_dlpack(value)
 

@@ -55,6 +55,17 @@ async def test_a_function_runs_on_the_stream_of_its_node(
     assert not [name for name in torch.fake.blocking() if "ynchronize" in name or "memcpy" in name]
 
 
+async def test_a_flipped_array_comes_with_strides_that_torch_has(torch: TorchOnCards, graph: af.Graph) -> None:
+    x = af.placeholder("float32", (None,))
+    flipped = af.flip(x)
+    double = af.from_torch(lambda x: x + x, outputs=VECTOR)(flipped)
+    value = np.arange(LENGTH, dtype=np.float32)
+    async with af.Session(graph, devices=["cuda:0"]) as session:
+        doubled, lent = await session.run([double, af.on_device(flipped)], {x: value})
+    np.testing.assert_array_equal(doubled, value[::-1] * 2)
+    np.testing.assert_array_equal(torch.from_dlpack(lent).array.get(), value[::-1])
+
+
 async def test_what_a_function_gives_back_is_copied(torch: TorchOnCards, graph: af.Graph) -> None:
     """CuPy cannot lock an array, so an output in the memory of an input is one of its own."""
     x = af.placeholder("float32", (None,))

@@ -45,7 +45,8 @@ class TorchOnCards:
         self.current = before
 
     def from_dlpack(self, array: Any) -> TensorOnCard:
-        """A tensor in the memory of an array."""
+        """A tensor in the memory of an array; PyTorch aborts the process where it has a negative stride."""
+        assert min(array.strides, default=0) >= 0, array.strides
         return TensorOnCard(self, array.__dlpack__(stream=self.current.cuda_stream or 1).array)
 
     def full(self, shape: tuple[int, ...], value: float, *, dtype: str, device: str) -> TensorOnCard:
