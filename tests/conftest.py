@@ -13,7 +13,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from zlib import crc32
@@ -23,10 +23,7 @@ import uvloop
 
 import asyncflow as af
 from asyncflow.devices import cuda_graph
-from asyncflow.devices.cuda_backend import using_cupy
-from asyncflow.devices.cuda_bindings import using_bindings
 from asyncflow.devices.memory import LiveBuffer
-from asyncflow.devices.pinned import close_shared_slab, shared_slab
 from asyncflow.devices.presets import parse_machine
 from asyncflow.devices.sim import SimDevice
 from asyncflow.devices.sim_machine import SimMachine, use_machine
@@ -34,10 +31,12 @@ from asyncflow.runtime import session as session_module
 from asyncflow.runtime.run import Run
 from asyncflow.runtime.scheduler import Statistics
 from asyncflow.streams.virtual import VirtualClockLoop
-from tests.fake_cupy import FakeCupy
+from tests.fake_cupy.stand_in import stand_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+
+    from tests.fake_cupy import FakeCupy
 
 OpenSession: TypeAlias = Callable[..., AbstractAsyncContextManager[af.Session]]
 
@@ -174,16 +173,9 @@ async def machine(request: pytest.FixtureRequest) -> AsyncIterator[SimMachine | 
     assert made.hazards == []
 
 
-@contextmanager
-def stand_in(seed: int) -> Iterator[FakeCupy]:
+def small_cards(seed: int) -> AbstractContextManager[FakeCupy]:
     """Sessions opened inside find the two cards of a stand-in for CuPy, which does its work in an order from `seed`."""
-    with FakeCupy(devices=2, nbytes=CARD_BYTES, seed=seed) as fake:
-        shared_slab(fake, PINNED_BYTES)
-        try:
-            with using_cupy(fake):
-                yield fake
-        finally:
-            close_shared_slab(fake)
+    return stand_in(devices=2, nbytes=CARD_BYTES, seed=seed, pinned_nbytes=PINNED_BYTES)
 
 
 @pytest.fixture
@@ -194,7 +186,7 @@ def cards(
     if not arrangement.cuda:
         yield None
         return
-    with stand_in(_seed(request)) as fake, using_bindings(fake.bindings):
+    with small_cards(_seed(request)) as fake:
         if arrangement.graphs:
             monkeypatch.setattr(cuda_graph, "WARM_UPS", 0)  # most tests run a region once
         yield fake

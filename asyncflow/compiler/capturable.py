@@ -3,7 +3,8 @@
 Left out are products of matrices (cuBLAS does not let CuPy capture it), sorting, linear algebra and what has shapes
 that depend on the data (they wait for the device), random numbers, state and tensor arrays (they keep what they are
 given), and the user's functions. Python decides while it captures, so branches and loops in a graph are those of the
-values on the host at that time, which are part of what the graph is valid for.
+values on the host at that time, which are part of what the graph is valid for. Only loops that a device runs by itself
+decide by its own values, and so do branches and loops in them.
 """
 
 from __future__ import annotations
@@ -110,20 +111,44 @@ def is_device_loop(node: Node, on_host: Collection[Tensor]) -> bool:
     """Whether the node is a loop that decides by what a device computes, and that the device can run by itself.
 
     Its variables have numbers and shapes that never change; variables that the host has outside, such as counters, are
-    the device's inside. There are no branches or loops in it.
+    the device's inside. In it there may be loops of that kind, whatever they decide by, and branches with such results.
     """
-    if node.op.name != "while" or _decision(node) in on_host:
-        return False
-    if not all(spec.dtype.kind in "biufc" or spec.dtype.name == "bfloat16" for spec in (t.spec for t in node.outputs)):
-        return False
-    if not all(is_static(tensor.shape) for tensor in node.outputs):
-        return False
+    return node.op.name == "while" and _decision(node) not in on_host and _may_loop(node, on_host)
+
+
+def _may_loop(node: Node, on_host: Collection[Tensor]) -> bool:
+    n_vars = node.attrs["n_vars"]
     parts = node.attrs["cond"], node.attrs["body"]
-    inside = host_values_inside(node.inputs, parts, node.attrs["n_vars"], on_host)
-    if parts[0].results[0] in inside or any(result in inside and result.shape != () for result in parts[1].results):
+    inside = host_values_inside(node.inputs, parts, n_vars, on_host)
+    if not _have_buffers(node) or parts[0].results[0] in inside:
         return False
-    nodes = [inner for part in parts for inner in part.nodes]
-    return all(inner.op.name not in STRUCTURED and may_be_captured(inner, inside) for inner in nodes)
+    if _holds_vector(node.inputs[:n_vars], on_host) or _holds_vector(parts[1].results, inside):
+        return False
+    return all(_may_be_inside(inner, inside) for part in parts for inner in part.nodes)
+
+
+def _may_branch(node: Node, inside: Collection[Tensor]) -> bool:
+    if not _have_buffers(node) or any(_holds_vector(branch.results, inside) for branch in node.subgraphs):
+        return False
+    return all(_may_be_inside(inner, inside) for branch in node.subgraphs for inner in branch.nodes)
+
+
+def _may_be_inside(node: Node, inside: Collection[Tensor]) -> bool:
+    if node.op.name == "while":
+        return _may_loop(node, inside)
+    return _may_branch(node, inside) if node.op.name == "cond" else may_be_captured(node, inside)
+
+
+def _have_buffers(node: Node) -> bool:
+    """Whether all outputs are numbers, in arrays of shapes that are known."""
+    specs = [tensor.spec for tensor in node.outputs]
+    are_numbers = all(spec.dtype.kind in "biufc" or spec.dtype.name == "bfloat16" for spec in specs)
+    return are_numbers and all(is_static(spec.shape) for spec in specs)
+
+
+def _holds_vector(tensors: Sequence[Tensor], on_host: Collection[Tensor]) -> bool:
+    """Whether one of them is an array of the host's, such as a shape, which is not copied to a device in a graph."""
+    return any(tensor in on_host and tensor.shape != () for tensor in tensors)
 
 
 def host_values_inside(
@@ -139,11 +164,29 @@ def host_values_inside(
     """
     found: set[Tensor] = set()
     for part in parts:
-        captures = zip(part.inputs[n_vars:], inputs[n_vars:], strict=True)
-        found.update(inner for inner, outer in captures if outer in on_host)
-        for node in part.nodes:
-            found.update(_host_outputs(node, found))
+        _enter(part, inputs[n_vars:], on_host, found, first=n_vars)
     return found
+
+
+def _enter(
+    part: Subgraph, captures: Sequence[Tensor], outside: Collection[Tensor], found: set[Tensor], first: int = 0
+) -> None:
+    """Add to `found` what is on the host in a body, whose inputs stand for `captures` from position `first` on."""
+    found.update(inner for inner, outer in zip(part.inputs[first:], captures, strict=True) if outer in outside)
+    for node in part.nodes:
+        if node.op.name == "while":
+            n_vars = node.attrs["n_vars"]
+            for inner in (node.attrs["cond"], node.attrs["body"]):
+                _enter(inner, node.inputs[n_vars:], found, found, first=n_vars)
+        elif node.op.name == "cond":
+            pred, *captured = node.inputs
+            for branch in node.subgraphs:
+                _enter(branch, captured, found, found)
+            if pred in found:  # otherwise the results are in buffers
+                results = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
+                found.update(output for output, *each in results if all(result in found for result in each))
+        else:
+            found.update(_host_outputs(node, found))
 
 
 def _host_outputs(node: Node, found: Collection[Tensor]) -> Iterator[Tensor]:

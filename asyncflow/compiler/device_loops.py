@@ -1,4 +1,4 @@
-"""Pass: makes one node of a loop that a GPU can run by itself, and gives it its code.
+"""Pass: makes one node of a loop that a GPU can run by itself, with all that is in it, and gives it its code.
 
 A `device_while` node takes and gives what the `while` node did. To the executor it is a node that waits: it launches
 the loop, and looks once at how far it came (`asyncflow.devices.cuda_while_launch`). All its results are the device's.
@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from asyncflow.compiler.capturable import host_values_inside, is_device_loop
-from asyncflow.compiler.codegen import TooManyIterations, generate
+from asyncflow.compiler.codegen import TooManyIterations
 from asyncflow.compiler.detached import detached_node
+from asyncflow.compiler.device_functions import DeviceFunctions
 from asyncflow.compiler.fuse import fuse_line
 from asyncflow.compiler.host_values import find_host_values
 from asyncflow.compiler.kernels import bind_member
-from asyncflow.compiler.regions import Region
 from asyncflow.compiler.replacements import Replacements
 from asyncflow.devices.cuda_bindings import cuda_bindings
-from asyncflow.devices.cuda_graph import driven
 from asyncflow.devices.cuda_while_launch import WhileLauncher
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
@@ -89,7 +87,7 @@ def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Ten
             made = graph.nodes[position] = _device_while(node, device, on_host)
             if fusion:
                 for part in node.subgraphs:
-                    part.nodes[:], part.results = fuse_line(part.nodes, part.results)
+                    _fuse(part)
             replacements = Replacements(dict(zip(node.outputs, made.outputs, strict=True)), {node: made})
             for later in graph.nodes[position:]:
                 replacements.apply(later)
@@ -101,11 +99,18 @@ def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Ten
     return False
 
 
+def _fuse(part: Subgraph) -> None:
+    for node in part.nodes:
+        for inner in node.subgraphs if node.op.name in STRUCTURED else ():
+            _fuse(inner)
+    part.nodes[:], part.results = fuse_line(part.nodes, part.results)
+
+
 def _device_of(node: Node) -> str | None:
     """The one device that a loop runs on; None if there are several."""
     if node.op.name != "while":
         return None
-    members = [inner for part in node.subgraphs for inner in part.nodes]
+    members = [inner for part in node.subgraphs for inner in part.walk() if inner.op.name not in STRUCTURED]
     found = {inner.device for inner in members if inner.op is not PARAMETER and inner.op is not CONSTANT}
     return found.pop() if len(found) == 1 else None
 
@@ -144,8 +149,8 @@ def bind_device_loop(
     def bind(member: Node) -> Kernel:
         return bind_member(member, lambda xp: bare(xp, member), device, stream, inside)
 
-    condition, body = (_function(part, node.name, bind) for part in (loop.condition, loop.body))
-    launches = len(loop.condition.nodes) + len(loop.body.nodes)
+    functions = DeviceFunctions(node.name, bind)
+    launches = sum(1 for part in (loop.condition, loop.body) for _ in part.walk())
     info = KernelInfo(
         name=node.name,
         stream=stream,
@@ -158,18 +163,13 @@ def bind_device_loop(
     return WhileLauncher(
         cast("CudaDevice", device),
         cuda_bindings(),
-        (lambda *values: condition(*values)[0], body),
+        (functions.condition(loop.condition), functions.body(loop.body)),
         info,
         n_vars=loop.n_vars,
+        label=label,
         limit=max_iterations,
-        too_many=partial(TooManyIterations, label, max_iterations or 0),
+        too_many=lambda label: TooManyIterations(label, max_iterations or 0),
     )
-
-
-def _function(part: Subgraph, name: str, bind: Callable[[Node], Kernel]) -> Callable[..., Any]:
-    region = Region(tuple(part.nodes), tuple(part.inputs), tuple(part.results))
-    code = generate(region, name, bind, track=None, max_iterations=None, enqueues=True)
-    return driven(code.function) if code.is_generator else code.function
 
 
 __all__ = ["DEVICE_WHILE", "Loop", "bind_device_loop", "make_device_loops"]

@@ -1,25 +1,25 @@
 """Loops that a GPU runs by itself: its own result decides whether another iteration follows, the host is not asked.
 
-The loop is one CUDA graph. Its conditional node of type WHILE holds the body and runs it again while a handle is not
-zero, and a kernel of one thread (`SOURCE`) sets the handle from the predicate: once before the node, which decides on
-the first iteration, and at the end of the body. The loop variables are in fixed buffers, written in place::
+The loop is one CUDA graph, with a conditional node for itself and for each loop and branch in its body, see
+`asyncflow.devices.cuda_conditional`. Loop variables, those of loops inside too, and the results of branches are in
+fixed buffers, written in place; they are the graph's.
 
-    predicate of the buffers → set_cond → WHILE [ next values → buffers → predicate of the buffers → set_cond ]
+What CUDA refuses to capture spoils the capture, and if that is one of a conditional node's body, ending it ends the
+process (a bug of the drivers of CUDA 13, NVBUG 6805256). So all is captured once without conditional nodes before.
 
-CuPy captures kernels but has no conditional nodes, so those few calls are made through `cuda.bindings`: handles of
-streams and graphs are the driver's, and the same for both.
-
-A launch makes at most `most` iterations, so that no loop takes hold of the device for ever; who calls it looks at the
-count and goes on with the values it gave.
+A launch makes so many iterations at most (`Limits`), that no loop takes hold of the device for ever; who calls it looks
+at its state and goes on with the values it gave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from asyncflow.devices.cuda_conditional import ConditionalNodes, Limits, Rehearsal
+from asyncflow.devices.cuda_decisions import Branch, Ended, Loop, advance, decisions
 from asyncflow.devices.cuda_graph import (
     GraphCache,
     NotCapturableError,
@@ -36,27 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from asyncflow.devices.cuda_bindings import Bindings
+    from asyncflow.devices.cuda_conditional import Node, Nodes
+    from asyncflow.devices.cuda_decisions import Body, Condition, Decision
     from asyncflow.devices.cuda_memory import CudaPool
     from asyncflow.streams.cuda import CudaStream
-
-SOURCE = """
-extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
-
-extern "C" __global__ void set_cond(unsigned long long handle, const bool* pred, long long* count, long long most)
-{
-    cudaGraphSetConditional(handle, (*pred && (*count)++ < most) ? 1u : 0u);
-}
-"""
-"""NVRTC has no header that declares the function; the driver finds it when it loads the kernel."""
-
-MOST_ITERATIONS = 1 << 16
-"""Of a launch: some tenths of a second, after which whoever runs the loop can stop it."""
-
-Body: TypeAlias = Callable[..., Sequence[Any]]
-"""Takes the loop variables and what the loop captures, and gives the next values of the variables."""
-
-Condition: TypeAlias = Callable[..., Any]
-"""Takes the same, and gives a boolean with one element."""
 
 
 class Iterated(NamedTuple):
@@ -64,17 +47,106 @@ class Iterated(NamedTuple):
 
     Attributes:
         values: of the loop variables, new arrays.
-        count: an int64 array of rank 0: how many iterations; more than there may be where the loop has not ended.
+        state: an int64 array of three: how many iterations, how it came out (`ENDED`, `STOPPED` or `GIVEN_UP`), and how
+            many iterations of the loops inside.
     """
 
     values: tuple[Any, ...]
-    count: Any
+    state: Any
+
+
+class Interpreter:
+    """Runs functions that decide by arrays on the current stream, with `Nodes` for what they decide."""
+
+    __slots__ = ("_cupy", "_nodes")
+
+    def __init__(self, cupy: Any, nodes: Nodes) -> None:
+        self._cupy = cupy
+        self._nodes = nodes
+
+    def run(self, loop: Loop, buffers: Sequence[Any]) -> None:
+        """The loop of a launch, whose variables are in `buffers`."""
+        self._repeat(loop, buffers, self._nodes.loop())
+
+    def _values(self, function: Any, arguments: Sequence[Any]) -> Any:
+        """What ``function(*arguments)`` gives."""
+        running = decisions(function, arguments)
+        decision = advance(running, None)
+        while not isinstance(decision, Ended):
+            decision = advance(running, self._decided(decision))
+        return decision.value
+
+    def _decided(self, decision: Decision) -> Sequence[Any]:
+        return self._looped(decision) if isinstance(decision, Loop) else self._branched(decision)
+
+    def _branched(self, branch: Branch) -> Sequence[Any]:
+        """The results of a branch, in buffers that either side writes."""
+        if not isinstance(branch.pred, self._cupy.ndarray):
+            return list(self._values(branch.on_true if branch.pred else branch.on_false, branch.arguments))
+        node = self._nodes.branch()
+        node.decide(self._checked(branch.pred))
+        buffers = None
+        for function, side in zip((branch.on_true, branch.on_false), node.bodies(), strict=True):
+            with side:
+                results = self._values(function, branch.arguments)
+                if buffers is None:
+                    buffers = [self.buffer_for(result) for result in results]
+                self.put(buffers, results)
+        assert buffers is not None
+        return buffers
+
+    def _looped(self, loop: Loop) -> Sequence[Any]:
+        """The variables of a loop inside, in buffers of its own."""
+        node = self._nodes.inner_loop()
+        buffers = [self.buffer_for(value) for value in loop.variables]
+        self.put(buffers, loop.variables)
+        self._repeat(loop, buffers, node)
+        return buffers
+
+    def _repeat(self, loop: Loop, buffers: Sequence[Any], node: Node) -> None:
+        arguments = *buffers, *loop.captures
+        node.decide(self._checked(self._values(loop.condition, arguments)))
+        (iteration,) = node.bodies()
+        with iteration:
+            self.put(buffers, self._values(loop.body, arguments))
+            node.decide(self._checked(self._values(loop.condition, arguments)))
+
+    def _checked(self, pred: Any) -> Any:
+        if not isinstance(pred, self._cupy.ndarray) or pred.dtype != np.bool_ or pred.size != 1:
+            raise NotCapturableError("a predicate is not computed on the device")
+        return pred
+
+    def buffer_for(self, value: Any) -> Any:
+        """New memory for `value`, an array or a number of the host."""
+        is_array = isinstance(value, self._cupy.ndarray)
+        return empty_as(self._cupy, value) if is_array else self._cupy.empty((), np.asarray(value).dtype)
+
+    def put(self, buffers: Sequence[Any], values: Sequence[Any]) -> None:
+        """Write each value into its buffer, as if all at once."""
+        values = list(values)
+        places = {buffer.data.mem.ptr for buffer in buffers if buffer.nbytes}
+        for index, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
+            _check_fits(buffer, value)
+            # One variable's next value may be another's current one, or a view of its own.
+            if isinstance(value, self._cupy.ndarray) and value is not buffer and value.data.mem.ptr in places:
+                values[index] = value.copy()
+        for buffer, value in zip(buffers, values, strict=True):
+            if not isinstance(value, self._cupy.ndarray):
+                buffer.fill(value)
+            elif value is not buffer:
+                self._cupy.copyto(buffer, value)
+
+
+def _check_fits(buffer: Any, value: Any) -> None:
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+    if (dtype, shape) != (buffer.dtype, buffer.shape):
+        raise NotCapturableError(f"a value of {buffer.dtype}{buffer.shape} becomes {dtype}{shape}")
 
 
 class LoopGraph:
     """A captured loop; what its kernels use stays as long as it does."""
 
-    __slots__ = ("_captures", "_count", "_cupy", "_functions", "_graph", "_kernel", "_raw", "_side", "_variables")
+    __slots__ = ("_captures", "_cupy", "_graph", "_held", "_raw", "_state", "_variables")
 
     def __init__(
         self,
@@ -84,23 +156,27 @@ class LoopGraph:
         functions: tuple[Condition, Body],
         variables: Sequence[Any],
         captures: Sequence[Any],
-        most: int,
+        limits: Limits,
     ) -> None:
         """Capture; a private pool is the stream's pool meanwhile. The arguments are those of `DeviceLoop`."""
         self._cupy = cupy
         self._raw = raw
-        self._functions = functions
-        self._kernel = cupy.RawModule(code=SOURCE).get_function("set_cond")
-        self._variables = [_buffer_for(cupy, value) for value in variables]
+        rehearsal = Rehearsal()
+        rehearsed = Interpreter(cupy, rehearsal)
+        self._variables = [rehearsed.buffer_for(value) for value in variables]
         self._captures = [empty_as(cupy, x) if isinstance(x, cupy.ndarray) else x for x in captures]
-        self._count = cupy.zeros((), np.int64)
-        # Never given memory of its own: see `PrivateMemory`.
-        self._side = cupy.cuda.Stream(non_blocking=True)
+        self._state = cupy.zeros(3, np.int64)
         self._fill(variables, captures)
+        loop = Loop(*functions, self._variables, self._captures)
         # Compiles all kernels: in a capture nothing may have to be loaded.
-        self._iterate()
-        self._predicate()
-        self._graph, _ = capture(raw, lambda: self._record(bindings, most))
+        rehearsed.run(loop, self._variables)
+        capture(raw, lambda: rehearsed.run(loop, self._variables))
+        # Never given memory of their own: see `PrivateMemory`.
+        sides = [cupy.cuda.Stream(non_blocking=True) for _ in range(rehearsal.depth)]
+        nodes = ConditionalNodes(cupy, raw, sides, bindings, self._state, limits)
+        # Constants are in the functions, and the kernels that decide in the nodes.
+        self._held = functions, nodes
+        self._graph, _ = capture(raw, lambda: Interpreter(cupy, nodes).run(loop, self._variables))
 
     def launch(self, variables: Sequence[Any], captures: Sequence[Any]) -> Iterated:
         """Run the loop from these values.
@@ -109,14 +185,14 @@ class LoopGraph:
             MemoryLimitExceeded: the results do not fit; nothing was launched.
         """
         cupy, raw = self._cupy, self._raw
-        results = [empty_as(cupy, buffer) for buffer in (*self._variables, self._count)]
+        results = [empty_as(cupy, buffer) for buffer in (*self._variables, self._state)]
         self._fill(variables, captures)
-        cupy.cuda.runtime.memsetAsync(self._count.data.ptr, 0, self._count.nbytes, raw.ptr)
+        cupy.cuda.runtime.memsetAsync(self._state.data.ptr, 0, self._state.nbytes, raw.ptr)
         self._graph.launch(stream=raw)
-        for result, buffer in zip(results, (*self._variables, self._count), strict=True):
+        for result, buffer in zip(results, (*self._variables, self._state), strict=True):
             copy_into(cupy, result, buffer, raw)
-        *values, count = results
-        return Iterated(tuple(values), count)
+        *values, state = results
+        return Iterated(tuple(values), state)
 
     def _fill(self, variables: Sequence[Any], captures: Sequence[Any]) -> None:
         cupy = self._cupy
@@ -126,86 +202,6 @@ class LoopGraph:
             elif isinstance(buffer, cupy.ndarray):
                 buffer.fill(value)
 
-    # -- what is captured ----------------------------------------------------------------------------------------
-
-    def _predicate(self) -> Any:
-        pred = self._functions[0](*self._variables, *self._captures)
-        if not isinstance(pred, self._cupy.ndarray) or pred.dtype != np.bool_ or pred.size != 1:
-            raise NotCapturableError("its predicate is not computed on the device")
-        return pred
-
-    def _iterate(self) -> None:
-        """Put the next values in the place of the current ones."""
-        values = list(self._functions[1](*self._variables, *self._captures))
-        places = {buffer.data.mem.ptr: buffer for buffer in self._variables if buffer.nbytes}
-        for index, (buffer, value) in enumerate(zip(self._variables, values, strict=True)):
-            _check_fits(buffer, value)
-            # One variable's next value may be another's current one, or a view of its own.
-            if isinstance(value, self._cupy.ndarray) and value is not buffer and value.data.mem.ptr in places:
-                values[index] = value.copy()
-        for buffer, value in zip(self._variables, values, strict=True):
-            if not isinstance(value, self._cupy.ndarray):
-                buffer.fill(value)
-            elif value is not buffer:
-                self._cupy.copyto(buffer, value)
-
-    def _record(self, bindings: Bindings, most: int) -> None:
-        driver, runtime, main, side = bindings.driver, bindings.runtime, self._raw.ptr, self._side.ptr
-        _, _, graph, *_ = _ok(runtime.cudaStreamGetCaptureInfo(main))
-        (context,) = _ok(driver.cuCtxGetCurrent())
-        (handle,) = _ok(driver.cuGraphConditionalHandleCreate(graph, context, 0, 0))
-
-        def decide() -> None:
-            self._kernel((1,), (1,), (np.uint64(int(handle)), self._predicate(), self._count, np.int64(most)))
-
-        decide()
-        _, _, graph, dependencies, *_ = _ok(runtime.cudaStreamGetCaptureInfo(main))
-        params = while_node(driver, handle, context)
-        (node,) = _ok(driver.cuGraphAddNode(graph, dependencies, None, len(dependencies), params))
-        flags = runtime.cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
-        _ok(runtime.cudaStreamUpdateCaptureDependencies(main, [node], None, 1, flags))
-        body = params.conditional.phGraph_out[0]
-        # Relaxed: the pool may have to ask CUDA for memory.
-        mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
-        _ok(runtime.cudaStreamBeginCaptureToGraph(side, body, None, None, 0, mode))
-        try:
-            with self._side:
-                self._iterate()
-                decide()
-        finally:
-            # Not `end_capture`, which would make a graph of its own of the body; the node owns it.
-            ended = runtime.cudaStreamEndCapture(side)
-        _ok(ended)
-
-
-def while_node(driver: Any, handle: Any, context: Any) -> Any:
-    """What ``cuGraphAddNode`` makes a WHILE node of."""
-    params = driver.CUgraphNodeParams()
-    params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
-    conditional = params.conditional
-    conditional.handle, conditional.ctx, conditional.size = handle, context, 1
-    conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
-    return params
-
-
-def _ok(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The results of a call of the bindings."""
-    code, *values = result
-    if int(code):
-        raise NotCapturableError(f"CUDA says {code!r}")
-    return tuple(values)
-
-
-def _buffer_for(cupy: Any, value: Any) -> Any:
-    is_array = isinstance(value, cupy.ndarray)
-    return empty_as(cupy, value) if is_array else cupy.empty((), np.asarray(value).dtype)
-
-
-def _check_fits(buffer: Any, value: Any) -> None:
-    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
-    if (dtype, shape) != (buffer.dtype, buffer.shape):
-        raise NotCapturableError(f"a variable of {buffer.dtype}{buffer.shape} becomes {dtype}{shape}")
-
 
 class DeviceLoop:
     """A loop over raw arrays; for each kind of values it is captured once, and one launch runs it.
@@ -214,10 +210,9 @@ class DeviceLoop:
 
     Attributes:
         condition, body: as given.
-        most: iterations of a launch, at most.
     """
 
-    __slots__ = ("_bindings", "_cupy", "_graphs", "_label", "_pool", "_stream", "body", "condition", "most")
+    __slots__ = ("_bindings", "_cupy", "_graphs", "_label", "_limits", "_pool", "_stream", "body", "condition")
 
     def __init__(
         self,
@@ -229,7 +224,7 @@ class DeviceLoop:
         body: Body,
         label: str,
         *,
-        most: int = MOST_ITERATIONS,
+        limits: Limits | None = None,
     ) -> None:
         """Nothing is captured before the first launch.
 
@@ -238,24 +233,26 @@ class DeviceLoop:
             stream: the compute stream that the loop runs on.
             pool: where the device's memory comes from.
             bindings: see `cuda_bindings`; None: nothing is captured.
-            condition: with `body`, what the loop does. Both launch on the current stream; dtypes and shapes of the
-                variables never change. They may be run once more than the loop needs.
+            condition: with `body`, what the loop does. Both launch on the current stream, and yield what they decide by
+                arrays; dtypes and shapes of variables and results never change. Each body and each side of a branch is
+                run beforehand, whatever the values are.
             body: see `condition`.
             label: for logs, and for what the memory of its graphs is called.
-            most: iterations of a launch, at least 1.
+            limits: of a launch; None for the usual ones.
 
         Raises:
-            ValueError: `most` is less than 1.
+            ValueError: a launch would make no iteration.
         """
-        if most < 1:
-            raise ValueError(f"a launch of {label!r} makes at least 1 iteration; got most={most}")
+        limits = Limits() if limits is None else limits
+        if limits.most < 1 or limits.inside < 1:
+            raise ValueError(f"a launch of {label!r} makes at least 1 iteration; got {limits}")
         self._cupy = cupy
         self._stream = stream
         self._pool = pool
         self._bindings = bindings
         self.condition = condition
         self.body = body
-        self.most = most
+        self._limits = limits
         self._label = label
         self._graphs: GraphCache[LoopGraph] = GraphCache(label, warm_ups=0)
 
@@ -267,8 +264,8 @@ class DeviceLoop:
             captures: arrays and host values that do not change; host values are part of what is captured.
 
         Returns:
-            The variables after no more than `most` iterations, all of them arrays; None where the loop cannot be
-            captured, or has no room, and the host has to drive it.
+            The variables after no more iterations than a launch may make, all of them arrays; None where the loop
+            cannot be captured, or has no room, and the host has to drive it.
         """
         bindings = self._bindings
         if bindings is None or self._graphs.is_refused:
@@ -304,7 +301,7 @@ class DeviceLoop:
     def _captured(self, bindings: Bindings, variables: Sequence[Any], captures: Sequence[Any]) -> LoopGraph:
         functions = self.condition, self.body
         with PrivateMemory(self._stream, self._pool, f"CUDA graph of {self._label}"):
-            return LoopGraph(self._cupy, self._stream.raw, bindings, functions, variables, captures, self.most)
+            return LoopGraph(self._cupy, self._stream.raw, bindings, functions, variables, captures, self._limits)
 
 
 def _scalar_key(value: Any) -> Hashable:
@@ -313,4 +310,4 @@ def _scalar_key(value: Any) -> Hashable:
     return (value.dtype, (), "C") if is_number else None
 
 
-__all__ = ["MOST_ITERATIONS", "SOURCE", "Body", "Condition", "DeviceLoop", "Iterated", "LoopGraph", "while_node"]
+__all__ = ["DeviceLoop", "Interpreter", "Iterated", "LoopGraph"]

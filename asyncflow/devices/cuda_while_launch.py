@@ -1,29 +1,33 @@
 """How a CUDA device runs a loop that decides by what it computes: one launch, and one look at how far it came.
 
-A loop that cannot be captured is driven by the host, which waits for the predicate of each iteration.
+A loop that cannot be captured is driven by the host, which waits for the predicate of each iteration, and of each
+branch and loop inside. So is what is left of a loop when an iteration of it was given up: because a loop inside passes
+the limit, which is an error that the host then comes to, or because loops inside go on for too long.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.devices.cuda_conditional import GIVEN_UP, MOST_INSIDE, MOST_ITERATIONS, STOPPED, Limits
+from asyncflow.devices.cuda_decisions import Loop
 from asyncflow.devices.cuda_launch import Values
-from asyncflow.devices.cuda_while import MOST_ITERATIONS, DeviceLoop
-from asyncflow.devices.protocol import CoroutineKernel, recording
+from asyncflow.devices.cuda_while import DeviceLoop
+from asyncflow.devices.cuda_while_host import HostDriver
+from asyncflow.devices.protocol import CoroutineKernel
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda import CudaDevice
     from asyncflow.devices.cuda_bindings import Bindings
-    from asyncflow.devices.cuda_while import Body, Condition
+    from asyncflow.devices.cuda_decisions import Body, Condition
     from asyncflow.devices.protocol import KernelInfo, Span
 
 
 class WhileLauncher(CoroutineKernel):
     """A loop bound to a CUDA device: calling it with its variables and captures gives a coroutine of its results."""
 
-    __slots__ = ("_device", "_info", "_limit", "_loop", "_n_vars", "_too_many", "_values")
+    __slots__ = ("_device", "_info", "_label", "_limit", "_loop", "_n_vars", "_too_many", "_values")
 
     def __init__(
         self,
@@ -33,8 +37,9 @@ class WhileLauncher(CoroutineKernel):
         info: KernelInfo,
         *,
         n_vars: int,
+        label: str = "loop",
         limit: int | None = None,
-        too_many: Callable[[], Exception],
+        too_many: Callable[[str], Exception],
     ) -> None:
         """Nothing is captured before the first call.
 
@@ -44,18 +49,21 @@ class WhileLauncher(CoroutineKernel):
             functions: condition and body, over CuPy's arrays and host values; see `DeviceLoop`.
             info: of the node.
             n_vars: how many of the arguments of a call are loop variables.
-            limit: most iterations of a call.
-            too_many: the error if the predicate still holds after so many.
+            label: of the loop, for errors.
+            limit: most iterations of a loop, this one or one inside.
+            too_many: the error if the predicate of the loop of that label still holds after so many.
         """
         stream = device.compute_streams[info.stream]
         most = MOST_ITERATIONS if limit is None else max(1, min(limit, MOST_ITERATIONS))
+        limits = Limits(most, limit, MOST_INSIDE)
         self._device = device
         self._info = info
         self._n_vars = n_vars
+        self._label = label
         self._limit = limit
         self._too_many = too_many
         self._values = Values(device, stream)
-        self._loop = DeviceLoop(device.cupy, stream, device.pool, bindings, *functions, info.name, most=most)
+        self._loop = DeviceLoop(device.cupy, stream, device.pool, bindings, *functions, info.name, limits=limits)
 
     def __call__(self, *args: Any) -> Coroutine[Any, Any, tuple[Any, ...]]:
         """Run the loop.
@@ -65,74 +73,39 @@ class WhileLauncher(CoroutineKernel):
             MemoryLimitExceeded: a value does not fit.
             BaseException: what `too_many` gives, or what a kernel raises.
 
-        Cancellation: what is launched is done to its end, for no more than `MOST_ITERATIONS` iterations.
+        Cancellation: what is launched is done to its end, for no more iterations than `Limits` allows.
         """
         return self._run(args, self._device.recorded())
 
     async def _run(self, args: Sequence[Any], spans: list[Span] | None) -> tuple[Any, ...]:
-        variables, captures = args[: self._n_vars], args[self._n_vars :]
         try:
-            return await self._launched(variables, captures, spans)
-        except self._device.cuda_error as error:
+            return await self._launched(args, spans)
+        except RuntimeError as error:
             raise self._device.cause_of(error)  # noqa: B904 - which has its cause
 
-    async def _launched(
-        self, variables: Sequence[Any], captures: Sequence[Any], spans: list[Span] | None
-    ) -> tuple[Any, ...]:
-        done = 0
-        while True:
-            iterated = self._in_one_block(self._loop.launch, (variables, captures), spans)
-            if iterated is None:
-                return await self._driven(done, variables, captures, spans)
-            values, count = self._wrapped(iterated.values), self._values.wrapped(iterated.count, self._info.name)
-            reached = int(await self._fetched(count, spans))
-            done += min(reached, self._loop.most)
-            goes_on = reached > self._loop.most
-            self._check(done, goes_on)
-            if not goes_on:
-                return values
-            variables = values
+    async def _launched(self, args: Sequence[Any], spans: list[Span] | None) -> tuple[Any, ...]:
+        host = HostDriver(self._device, self._values, self._info, args, spans, self._check)
+        with self._values.stream.activate():
+            raw = [self._values.raw(value, self._info.name) for value in args]
+        variables: Sequence[Any] = raw[: self._n_vars]
+        captures = raw[self._n_vars :]
+        done, outcome = 0, STOPPED
+        while outcome == STOPPED:
+            iterated = host.in_one_block(self._loop.launch, variables, captures)
+            count, outcome, _ = (0, GIVEN_UP, 0) if iterated is None else (await host.fetched(iterated.state)).tolist()
+            if iterated is None or outcome == GIVEN_UP:
+                rest = Loop(self._loop.condition, self._loop.body, variables, captures, self._label)
+                variables = await host.looped(rest, done)
+            else:
+                done += count
+                self._check(self._label, done + (outcome == STOPPED))
+                variables = iterated.values
+        return tuple([self._values.wrapped(value, self._info.name) for value in variables])
 
-    async def _driven(
-        self, done: int, variables: Sequence[Any], captures: Sequence[Any], spans: list[Span] | None
-    ) -> tuple[Any, ...]:
-        condition, body = self._loop.condition, self._loop.body
-        while True:
-            goes_on = self._in_one_block(lambda *given: condition(*given[0], *given[1]), (variables, captures), spans)
-            if not await self._fetched(self._values.wrapped(goes_on, self._info.name), spans):
-                return tuple(variables)
-            self._check(done, goes_on=True)
-            values = self._in_one_block(lambda *given: body(*given[0], *given[1]), (variables, captures), spans)
-            variables = self._wrapped(values)
-            done += 1
-
-    def _check(self, done: int, goes_on: bool) -> None:
-        """Raise if that many iterations, and one more if it goes on, are too many."""
-        if self._limit is not None and done + goes_on > self._limit:
-            raise self._too_many()
-
-    def _in_one_block(
-        self,
-        launch: Callable[..., Any],
-        given: tuple[Sequence[Any], Sequence[Any]],
-        spans: list[Span] | None,
-    ) -> Any:
-        """``launch(variables, captures)`` on raw values, with the stream active and nothing in between."""
-        device, info, values = self._device, self._info, self._values
-        device.check()
-        device.pool.label = info.name
-        values.hold([*given[0], *given[1]])
-        with recording(device, spans), values.stream.activate(), device.timed(values.stream, info.name):
-            device.launched += info.launches
-            return launch(*[[values.raw(value, info.name) for value in part] for part in given])
-
-    def _wrapped(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple([self._values.wrapped(value, self._info.name) for value in values])
-
-    async def _fetched(self, value: Any, spans: list[Span] | None) -> Any:
-        with recording(self._device, spans):
-            found = self._device.fetched(value)
-        return await found if isinstance(found, asyncio.Future) else found
+    def _check(self, label: str, count: int) -> None:
+        """Raise if that many iterations are too many."""
+        if self._limit is not None and count > self._limit:
+            raise self._too_many(label)
 
 
 __all__ = ["WhileLauncher"]

@@ -83,8 +83,9 @@ class Session:
             runs; results are the same but for rounding in transcendental functions.
         cuda_graphs: with `regions`, launch a region of elementwise operations and reductions as one CUDA graph once it
             has run a few times with the same shapes and the same numbers on the host. New; not yet run on a card.
-        device_while: run loops on the card that decide by arrays and whose bodies are such operations, with no copy to
-            the host in between; needs the package ``cuda-bindings``. New; not yet run on a card.
+        device_while: run loops on the card that decide by arrays and whose bodies are such operations, branches and
+            loops of them included, with no copy to the host in between; needs the package ``cuda-bindings`` and a
+            driver of CUDA 12.8 or later. New; not yet run on a card.
         debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
         memory_limit: bytes per device; None for no limit.

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from asyncflow.devices.cuda_backend import CudaBackend, using_cupy
-from asyncflow.devices.pinned import close_shared_slab, shared_slab
+from asyncflow.devices.cuda_backend import CudaBackend
 from benchmarks import __main__ as command
 from benchmarks import gpu
 from benchmarks.harness import ASYNCFLOW
 from tests.fake_cupy import FakeCupy
+from tests.fake_cupy.stand_in import stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
@@ -32,14 +32,8 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def fake() -> Iterator[FakeCupy]:
-    fake = FakeCupy(nbytes=64 << 20)
-    shared_slab(fake, 4 << 20)
-    try:
-        with using_cupy(fake):
-            yield fake
-    finally:
-        close_shared_slab(fake)
-        fake.close()
+    with stand_in(nbytes=64 << 20, pinned_nbytes=4 << 20) as fake:
+        yield fake
 
 
 def test_every_workload_has_a_tiny_size() -> None:

@@ -13,7 +13,7 @@ from asyncflow.compiler.device_loops import DEVICE_WHILE, make_device_loops
 from asyncflow.compiler.extract import extract
 from asyncflow.compiler.host_values import find_host_values
 from asyncflow.compiler.regions import Region
-from asyncflow.graph.graph import Graph
+from asyncflow.graph.graph import STRUCTURED, Graph
 from asyncflow.graph.op import find_op
 from asyncflow.graph.verify import verify
 
@@ -107,6 +107,11 @@ def newton(x: af.Tensor) -> Any:
     return af.while_loop(lambda i, y: af.max(af.abs(y * y - x)) > 1e-6, lambda i, y: (i + 1, (y + x / y) / 2), (0, x))
 
 
+def inside(x: af.Tensor, body: Callable[[af.Tensor], Any]) -> Any:
+    """A loop on the device with that body."""
+    return af.while_loop(lambda y: af.max(y) < 9, lambda y: (body(y),), (x,))[0]
+
+
 LOOPS: dict[str, tuple[bool, Callable[[af.Tensor, af.Tensor], Any]]] = {
     "newton": (True, lambda x, n: newton(x)),
     "bounded": (
@@ -119,11 +124,63 @@ LOOPS: dict[str, tuple[bool, Callable[[af.Tensor, af.Tensor], Any]]] = {
     ),
     "decided by the host": (False, lambda x, n: af.while_loop(lambda i, y: i < n, lambda i, y: (i + 1, y), (0, x))),
     "with cuBLAS": (False, lambda x, n: af.while_loop(lambda y: af.max(y) < 9, lambda y: y @ y, (x,))),
-    "with a branch": (
-        False,
+    "with a branch of the host": (
+        True,
         lambda x, n: af.while_loop(
             lambda y: af.max(y) < 9, lambda y: af.cond(n > 1, lambda: y + 1, lambda: y * 2), (x,)
         ),
+    ),
+    "with a branch": (True, lambda x, n: inside(x, lambda y: af.cond(af.max(y) > 1, lambda: y + 1, lambda: y * 2))),
+    "with a branch in its predicate": (
+        True,
+        lambda x, n: af.while_loop(
+            lambda y: af.cond(af.max(y) > 1, lambda: af.sum(y) < 9, lambda: True), lambda y: y + 1, (x,)
+        ),
+    ),
+    "with a loop": (True, lambda x, n: inside(x, lambda y: newton(y + 1)[1])),
+    "with a loop over a counter": (
+        True,
+        lambda x, n: inside(x, lambda y: af.while_loop(lambda i, z: i < n, lambda i, z: (i + 1, z + 1), (0, y))[1]),
+    ),
+    "with a loop in a branch in a loop": (
+        True,
+        lambda x, n: inside(x, lambda y: inside(y, lambda z: af.cond(af.max(z) > 1, lambda: newton(z)[1], lambda: z))),
+    ),
+    "with cuBLAS in a branch": (
+        False,
+        lambda x, n: inside(x, lambda y: af.cond(af.max(y) > 1, lambda: y @ y, lambda: y + 1)),
+    ),
+    "with cuBLAS in a loop": (False, lambda x, n: inside(x, lambda y: inside(y, lambda z: z @ z))),
+    "with branches of two shapes": (
+        False,
+        lambda x, n: inside(x, lambda y: y + af.sum(af.cond(af.max(y) > 1, lambda: y, lambda: y[:1]))),
+    ),
+    "with a shape from a branch": (
+        False,
+        lambda x, n: inside(x, lambda y: y + af.sum(af.ones((af.cond(af.max(y) > 1, lambda: 1, lambda: n),)))),
+    ),
+    "with a branch of shapes": (
+        False,
+        lambda x, n: inside(
+            x, lambda y: y + af.sum(af.cond(af.max(y) > 1, lambda: af.shape(y), lambda: af.shape(y[:1])))
+        ),
+    ),
+    "with a loop from a shape": (
+        False,
+        lambda x, n: inside(
+            x, lambda y: y + af.sum(af.while_loop(lambda s: af.max(s) < 9, lambda s: s * 2, (af.shape(y),))[0])
+        ),
+    ),
+    "with a shape of the counter of a loop": (
+        False,
+        lambda x, n: inside(
+            x,
+            lambda y: af.while_loop(lambda i, z: i < n, lambda i, z: (i + 1, z + af.sum(af.ones((i,)))), (0, y))[1],
+        ),
+    ),
+    "with a loop that does not look at its variables": (
+        False,
+        lambda x, n: inside(x, lambda y: af.while_loop(lambda z: n > 1, lambda z: z + 1, (y,))[0]),
     ),
     "with a shape that changes": (
         False,
@@ -150,7 +207,17 @@ def test_loops_of_a_device(x: af.Tensor, n: af.Tensor, name: str) -> None:
     assert is_device_loop(loop, find_host_values(graph)) is expected
     make_device_loops(graph, {"cuda:0"})
     assert any(node.op is DEVICE_WHILE for node in graph.nodes) is expected
+    assert not (expected and any(node.op.name in STRUCTURED for node in graph.walk()))
     verify(graph)
+
+
+def test_a_loop_over_several_devices_stays(x: af.Tensor) -> None:
+    """Also where only a branch is elsewhere."""
+    y = inside(x, lambda y: af.cond(af.max(y) > 1, lambda: af.tanh(y), lambda: y + 1))
+    graph = working(y)
+    next(node for node in graph.walk() if node.op.name == "tanh").device = "cuda:1"
+    make_device_loops(graph, {"cuda:0", "cuda:1"})
+    assert not any(node.op is DEVICE_WHILE for node in graph.walk())
 
 
 def test_loops_of_other_devices_stay(x: af.Tensor) -> None:

@@ -20,7 +20,7 @@ from asyncflow.graph.graph import Graph
 from asyncflow.state.containers import StateStore
 from tests.compiler.elementwise_kernel import CompiledNumpy
 from tests.compiler.stages import regions_made
-from tests.conftest import stand_in
+from tests.conftest import small_cards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -438,7 +438,7 @@ def _check_program(program: Any, xp: Any, *, known: bool, ones: bool) -> None:
 
 
 async def test_explain_shows_the_source_of_kernels() -> None:
-    with stand_in(0):
+    with small_cards(0):
         with af.Graph() as graph:
             x = af.placeholder("float32", (None, 4))
             y = af.tanh(x * 2 + 1)

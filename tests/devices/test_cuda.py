@@ -482,12 +482,12 @@ async def test_a_lost_device_says_so_everywhere(cupy: FakeCupy) -> None:
 async def test_a_refused_call_loses_the_device_only_if_nothing_else_works(cupy: FakeCupy) -> None:
     async with opened(cupy) as device:
         cupy.fail_next(701, "launchKernel")
-        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as refused:
+        with pytest.raises(cupy.cuda.driver.CUDADriverError) as refused:
             computed(device, lambda: cupy.full(3, 1.0))
         assert device.cause_of(refused.value) is refused.value
         device.check()
         cupy.fail_next(700, "launchKernel")
-        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as refused:
+        with pytest.raises(cupy.cuda.driver.CUDADriverError) as refused:
             computed(device, lambda: cupy.full(3, 1.0))
         assert isinstance(device.cause_of(refused.value), DeviceLostError)
         with pytest.raises(DeviceLostError):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+import itertools
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,10 @@ from hypothesis import strategies as st
 
 from asyncflow.devices import hardware
 from asyncflow.devices.cuda_bindings import cuda_bindings, using_bindings
+from asyncflow.devices.cuda_conditional import ENDED, GIVEN_UP, SOURCE, STOPPED, Limits, node_params
 from asyncflow.devices.cuda_graph import MOST_KEYS
 from asyncflow.devices.cuda_memory import CudaPool, install_allocator
-from asyncflow.devices.cuda_while import MOST_ITERATIONS, SOURCE, DeviceLoop, Iterated, while_node
+from asyncflow.devices.cuda_while import DeviceLoop, Iterated
 from asyncflow.streams.cuda import CudaStream
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.bindings import (
@@ -27,6 +31,7 @@ from tests.fake_cupy.bindings import (
     cudaStreamCaptureMode,
     cudaStreamUpdateCaptureDependenciesFlags,
 )
+from tests.fake_cupy.graphs import SETTERS
 
 MIB = 2**20
 
@@ -40,18 +45,20 @@ class Card:
         self.pool = CudaPool(cupy, 0, "cuda:0", limit)
         self.stream = CudaStream(cupy, 0, "cuda:0/compute", self.pool)
 
-    def loop(self, condition: Callable[..., Any], body: Callable[..., Any], *, most: int = MOST_ITERATIONS) -> Loop:
-        return Loop(self, condition, body, most)
+    def loop(self, condition: Callable[..., Any], body: Callable[..., Any], **limits: int) -> Loop:
+        return Loop(self, condition, body, Limits(**limits))
 
 
 class Loop:
     """A loop, and how often Python ran its functions."""
 
-    def __init__(self, card: Card, condition: Callable[..., Any], body: Callable[..., Any], most: int) -> None:
+    def __init__(self, card: Card, condition: Callable[..., Any], body: Callable[..., Any], limits: Limits) -> None:
         self.card = card
         self.calls = {"condition": 0, "body": 0}
         functions = (self.counted("condition", condition), self.counted("body", body))
-        self.device = DeviceLoop(card.cupy, card.stream, card.pool, card.cupy.bindings, *functions, "while", most=most)
+        self.device = DeviceLoop(
+            card.cupy, card.stream, card.pool, card.cupy.bindings, *functions, "while", limits=limits
+        )
 
     def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*values: Any) -> Any:
@@ -70,10 +77,16 @@ class Loop:
             return self.device.launch(*sent)
 
     def __call__(self, variables: list[Any], captures: list[Any] = []) -> tuple[list[Any], int]:  # noqa: B006 - likewise
-        found = self.launch(variables, captures)
+        values, (count, outcome, _) = self.launched(variables, captures)
+        assert outcome == ENDED
+        return values, count
+
+    def launched(self, variables: list[Any], captures: Sequence[Any] = ()) -> tuple[list[Any], list[int]]:
+        """The values after one launch, and its state."""
+        found = self.launch(variables, list(captures))
         assert found is not None
         with self.card.stream.activate():
-            return [value.get() for value in found.values], int(found.count.get())
+            return [value.get() for value in found.values], found.state.get().tolist()
 
 
 @pytest.fixture
@@ -109,8 +122,8 @@ def test_one_capture_serves_all_trip_counts(card: Card) -> None:
         (i, total), count = loop([np.int64(0), np.full(3, 0.5)], [np.asarray(n)])
         assert (i, count) == (n, n)
         assert total.tolist() == [n * (n - 1) / 2 + 0.5] * 3
-    # Once to compile, and once before and inside the loop.
-    assert loop.calls == {"condition": 3, "body": 2}
+    # To compile, to see whether all of it can be captured, and to capture it, each time before and inside the loop.
+    assert loop.calls == {"condition": 6, "body": 3}
 
 
 def test_nothing_blocks_and_results_are_not_overwritten(fake: FakeCupy, card: Card) -> None:
@@ -131,11 +144,10 @@ def test_nothing_blocks_and_results_are_not_overwritten(fake: FakeCupy, card: Ca
 @pytest.mark.parametrize(("most", "n"), [(1, 0), (1, 1), (1, 5), (5, 4), (5, 5), (5, 6), (5, 5000)])
 def test_a_launch_ends_after_so_many_iterations_and_says_so(card: Card, most: int, n: int) -> None:
     loop = card.loop(is_below, add_up, most=most)
-    (i, total), count = loop([np.int64(0), np.zeros(1)], [np.asarray(n)])
+    (i, total), state = loop.launched([np.int64(0), np.zeros(1)], [np.asarray(n)])
     done = min(n, most)
     assert (i, total.tolist()) == (done, [done * (done - 1) / 2])
-    assert (count > most) == (n > most)
-    assert min(count, most) == done
+    assert state == [done, STOPPED if n > most else ENDED, 0]
 
 
 def test_a_loop_that_was_stopped_goes_on_from_its_values(card: Card) -> None:
@@ -143,16 +155,18 @@ def test_a_loop_that_was_stopped_goes_on_from_its_values(card: Card) -> None:
     values: list[Any] = [np.int64(0), np.zeros(1)]
     rounds = 0
     while True:
-        values, count = loop(values, [np.asarray(11)])
+        values, (_, outcome, _) = loop.launched(values, [np.asarray(11)])
         rounds += 1
-        if count <= 4:
+        if outcome == ENDED:
             break
     assert (values[0], values[1].tolist(), rounds) == (11, [55], 3)
 
 
 def test_no_launch_without_iterations(card: Card) -> None:
-    with pytest.raises(ValueError, match="at least 1 iteration; got most=0"):
+    with pytest.raises(ValueError, match=r"at least 1 iteration; got Limits\(most=0"):
         card.loop(is_below, add_up, most=0)
+    with pytest.raises(ValueError, match="inside=0"):
+        card.loop(is_below, add_up, inside=0)
 
 
 def test_variables_that_take_each_others_place(card: Card) -> None:
@@ -203,7 +217,7 @@ def test_shapes_and_captured_host_values_have_graphs_of_their_own(card: Card) ->
                 while wanted < 10:
                     wanted += step
                 assert x.tolist() == [wanted] * size
-    assert loop.calls["body"] == 4 * 2
+    assert loop.calls["body"] == 4 * 3
 
 
 def test_ever_new_host_values_are_no_longer_captured(card: Card) -> None:
@@ -350,7 +364,7 @@ def test_collatz(starts: list[list[int]], seed: int) -> None:
             assert count == times
             for left, right in zip(found, wanted, strict=True):
                 np.testing.assert_array_equal(left, right)
-        assert loop.calls["body"] == 2
+        assert loop.calls["body"] == 3
 
 
 @settings(max_examples=25, deadline=None)
@@ -408,6 +422,34 @@ def test_bindings_are_those_that_a_test_brings(fake: FakeCupy) -> None:
     assert cuda_bindings() is before
 
 
+if (cpp := shutil.which("c++")) is not None:
+
+    def test_the_kernels_that_decide_do_what_the_stand_in_does(tmp_path: Path) -> None:
+        """Their source, compiled for this machine, with the address of a value for a handle."""
+        source, library = tmp_path / "kernels.cpp", tmp_path / "kernels.so"
+        source.write_text(f"""
+            #define __global__
+            #define __device__
+            {SOURCE}
+            extern "C" void cudaGraphSetConditional(unsigned long long handle, unsigned int value)
+            {{ *reinterpret_cast<unsigned int*>(handle) = value; }}
+        """)
+        subprocess.run([str(cpp), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+        kernels = ctypes.CDLL(str(library))
+        states = list(itertools.product((0, 1, 2), (ENDED, STOPPED, GIVEN_UP), (0, 4, 5)))
+        for pred, state, count, most in itertools.product((False, True), states, (0, 1), (0, 1, 2)):
+            for name, numbers in (("set_branch", 0), ("set_loop", 2), ("set_inner_loop", 2)):
+                arrays = [np.asarray(pred), np.asarray(state), np.asarray(count)]
+                arrays = arrays[: {"set_branch": 1, "set_loop": 2, "set_inner_loop": 3}[name]]
+                copies = [array.copy() for array in arrays]
+                value = ctypes.c_uint(7)
+                limits = [ctypes.c_longlong(limit) for limit in (most, 5)[:numbers]]
+                pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+                kernels[name](ctypes.c_ulonglong(ctypes.addressof(value)), *pointers, *limits)
+                assert value.value == SETTERS[name](*copies, *(most, 5)[:numbers])
+                assert [array.tolist() for array in arrays] == [array.tolist() for array in copies]
+
+
 def nvrtc() -> Path | None:
     """NVIDIA's compiler, where its wheel is installed; it needs no GPU."""
     try:
@@ -420,10 +462,10 @@ def nvrtc() -> Path | None:
 
 if (compiler := nvrtc()) is not None:
 
-    def test_the_kernel_that_decides_compiles_for_hopper() -> None:
+    def test_the_kernels_that_decide_compile_for_hopper() -> None:
         library = ctypes.CDLL(str(compiler))
         program = ctypes.c_void_p()
-        assert library.nvrtcCreateProgram(ctypes.byref(program), SOURCE.encode(), b"set_cond", 0, None, None) == 0
+        assert library.nvrtcCreateProgram(ctypes.byref(program), SOURCE.encode(), b"conditional", 0, None, None) == 0
         options = (ctypes.c_char_p * 2)(b"-arch=sm_90", b"-std=c++17")
         assert library.nvrtcCompileProgram(program, 2, options) == 0
         size = ctypes.c_size_t()
@@ -437,11 +479,12 @@ if (real := cuda_bindings()) is not None and not hardware.has_nvidia_driver():
         """Without a driver every call fails, but no longer because of its arguments."""
         assert real is not None
         driver, runtime = real.driver, real.runtime
-        params = while_node(driver, driver.CUgraphConditionalHandle(5), driver.CUcontext(7))
-        conditional = params.conditional
-        assert (int(conditional.handle), int(conditional.ctx), conditional.size) == (5, 7, 1)
-        assert conditional.type == CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
-        assert params.type == CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        for kind, size in (("WHILE", 1), ("IF", 2)):
+            params = node_params(driver, kind, size, driver.CUgraphConditionalHandle(5), driver.CUcontext(7))
+            conditional = params.conditional
+            assert (int(conditional.handle), int(conditional.ctx), conditional.size) == (5, 7, size)
+            assert conditional.type == getattr(CUgraphConditionalNodeType, f"CU_GRAPH_COND_TYPE_{kind}")
+            assert params.type == CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
         flags = runtime.cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
         assert mode == cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed

@@ -11,6 +11,7 @@ import pytest
 
 from asyncflow.devices import cuda_while_launch
 from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda_decisions import Branch, Loop
 from asyncflow.devices.cuda_values import CudaArray
 from asyncflow.devices.cuda_while_launch import WhileLauncher
 from asyncflow.devices.pinned import close_shared_slab, shared_slab
@@ -122,7 +123,7 @@ async def test_a_loop_is_one_launch_and_the_host_is_asked_once(device: CudaDevic
         await sums.run(launcher, n)
         names = [name for _, name in device.cupy.engine.launches]
         assert names.count("graph") == 1
-        assert not {"cupy_less", "cupy_add", "set_cond"} & set(names)
+        assert not {"cupy_less", "cupy_add", "set_loop"} & set(names)
 
 
 async def test_runs_that_overlap_do_not_disturb_one_another(sums: Sums, bind: Callable[..., WhileLauncher]) -> None:
@@ -158,5 +159,115 @@ async def test_what_the_body_raises_is_raised(device: CudaDevice, bind: Callable
         raise ZeroDivisionError("of the user's")
 
     launcher = bind(lambda x: device.cupy.max(x) < 1, broken, n_vars=1)
+    with pytest.raises(ZeroDivisionError):
+        await launcher(device.copy_in(np.zeros(2), "x"))
+
+
+# -- branches and loops inside -----------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Adds the numbers below i, for each i below a limit, those of odd i with the other sign."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.xp = device.cupy
+        self.device = device
+        self.functions = (self.is_below, self.add_row)
+
+    def is_below(self, i: Any, total: Any, n: Any) -> Any:
+        return self.xp.less(i, n)
+
+    def add_row(self, i: Any, total: Any, n: Any) -> Any:
+        add, less = self.xp.add, self.xp.less
+        is_odd = self.xp.equal(i % 2, self.xp.ones_like(n))
+        row = Loop(
+            lambda j, row, i: less(j, i),
+            lambda j, row, i: (add(j, np.int64(1)), add(row, j)),
+            (np.int64(0), self.xp.zeros(2)),
+            (add(i, self.xp.zeros_like(n)),),
+            "row",
+        )
+        _, row = yield row
+        (total,) = yield Branch(is_odd, lambda t, r: (t - r,), lambda t, r: (t + r,), (total, row))
+        return add(i, np.int64(1)), total
+
+    @staticmethod
+    def expected(n: int) -> float:
+        return sum((-1) ** (i % 2) * i * (i - 1) / 2 for i in range(n))
+
+    async def run(self, launcher: WhileLauncher, n: int) -> list[Any]:
+        total, limit = self.device.copy_in(np.zeros(2), "total"), self.device.copy_in(np.asarray([n]), "n")
+        i, found = await fetched(self.device, await launcher(np.int64(0), total, limit))
+        return [int(i), found.tolist()]
+
+
+@pytest.fixture
+def rows(device: CudaDevice) -> Rows:
+    return Rows(device)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7])
+async def test_results_of_what_is_inside(rows: Rows, bind: Callable[..., WhileLauncher], n: int) -> None:
+    launcher = bind(*rows.functions, n_vars=2)
+    for _ in range(2):
+        assert await rows.run(launcher, n) == [n, [rows.expected(n)] * 2]
+
+
+async def test_the_event_loop_never_waits_for_a_predicate(
+    device: CudaDevice, rows: Rows, bind: Callable[..., WhileLauncher]
+) -> None:
+    launcher = bind(*rows.functions, n_vars=2)
+    await rows.run(launcher, 3)
+    before = len(device.cupy.blocking())
+    await asyncio.gather(*(rows.run(launcher, n) for n in (4, 2)))
+    assert [name for name in device.cupy.blocking()[before:] if name != "malloc"] == []
+
+
+async def test_runs_with_decisions_inside_do_not_disturb_one_another(
+    rows: Rows, bind: Callable[..., WhileLauncher]
+) -> None:
+    launcher = bind(*rows.functions, n_vars=2)
+    counts = (5, 0, 6, 2)
+    found = await asyncio.gather(*(rows.run(launcher, n) for n in counts))
+    assert found == [[n, [rows.expected(n)] * 2] for n in counts]
+
+
+@pytest.mark.parametrize("inside", [1, 3, 100])
+async def test_what_goes_on_for_too_long_inside_is_launched_again_or_driven(
+    rows: Rows, bind: Callable[..., WhileLauncher], inside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_while_launch, "MOST_INSIDE", inside)
+    launcher = bind(*rows.functions, n_vars=2)
+    for n in (2, 4, 8):
+        assert await rows.run(launcher, n) == [n, [rows.expected(n)] * 2]
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+async def test_the_limit_is_one_of_each_loop(rows: Rows, bind: Callable[..., WhileLauncher], limit: int) -> None:
+    """Of an inner one each time that it is come to."""
+    launcher = bind(*rows.functions, n_vars=2, label="all", limit=limit)
+    assert await rows.run(launcher, limit) == [limit, [rows.expected(limit)] * 2]
+    with pytest.raises(TooManyError, match="all"):
+        await rows.run(launcher, limit + 1)
+
+    def long_rows(i: Any, total: Any, n: Any) -> Any:
+        add = rows.xp.add
+        j = rows.xp.zeros_like(n)
+        (j,) = yield Loop(lambda j: rows.xp.less(j, limit + 1), lambda j: (add(j, 1),), (j,), (), "row")
+        return add(i, np.int64(1)), add(total, j)
+
+    with pytest.raises(TooManyError, match="row"):
+        await rows.run(bind(rows.is_below, long_rows, n_vars=2, label="all", limit=limit), 1)
+
+
+async def test_what_a_branch_raises_is_raised(device: CudaDevice, bind: Callable[..., WhileLauncher]) -> None:
+    def broken(x: Any) -> Any:
+        raise ZeroDivisionError("of the user's")
+
+    def body(x: Any) -> Any:
+        (x,) = yield Branch(device.cupy.max(x) < 1, broken, broken, (x,))
+        return (x,)
+
+    launcher = bind(lambda x: device.cupy.max(x) < 1, body, n_vars=1)
     with pytest.raises(ZeroDivisionError):
         await launcher(device.copy_in(np.zeros(2), "x"))

@@ -12,7 +12,7 @@ import numpy as np
 
 import asyncflow as af
 from asyncflow.testing import virtual_clock
-from tests.conftest import OpenSession, assert_baseline, held_buffers, stand_in
+from tests.conftest import OpenSession, assert_baseline, held_buffers, small_cards
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -55,7 +55,7 @@ class Cluster:
         if self.kind == "cpu":
             return asyncio.run(main(self._open))
         if self.kind == "cuda":
-            with stand_in(self.seed):
+            with small_cards(self.seed):
                 return asyncio.run(main(self._open))
         machine = ", ".join(filter(None, (f"{self.count} x v100", self.link)))
         with virtual_clock(machine, seed=self.seed, jitter=self.jitter) as clock:

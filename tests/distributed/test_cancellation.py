@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from tests.conftest import AuditedRun, stand_in
+from tests.conftest import AuditedRun, small_cards
 from tests.distributed.cancelling import cancelled_at_tick, virtual_loop
 from tests.distributed.clusters import COUNTS, Cluster, assert_nothing_left, ring
 
@@ -55,7 +55,7 @@ async def test_f18_a_cancel_at_every_pass_of_a_real_loop(count: int, kind: Any) 
     cluster = Cluster(count, kind=kind)
     with af.Graph() as graph:
         program = ring(cluster)
-    with stand_in(count) if kind == "cuda" else nullcontext():
+    with small_cards(count) if kind == "cuda" else nullcontext():
         await _cancel_at_every_pass(cluster, graph, program)
 
 

@@ -5,22 +5,13 @@ from __future__ import annotations
 import runpy
 import sys
 
-from asyncflow.devices.cuda_backend import using_cupy
-from asyncflow.devices.pinned import close_shared_slab, shared_slab
-from tests.fake_cupy import FakeCupy
-
-PINNED_BYTES = 16 << 20
+from tests.fake_cupy.stand_in import stand_in
 
 
 def main() -> None:
     """Run the program that the command line names, with two cards."""
-    with FakeCupy(devices=2, nbytes=256 << 20) as cupy:
-        shared_slab(cupy, PINNED_BYTES)
-        try:
-            with using_cupy(cupy):
-                runpy.run_path(sys.argv[1], run_name="__main__")
-        finally:
-            close_shared_slab(cupy)
+    with stand_in(devices=2, nbytes=256 << 20, pinned_nbytes=16 << 20):
+        runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,16 @@ class CUgraphConditionalNodeType(enum.IntEnum):
     CU_GRAPH_COND_TYPE_SWITCH = 2
 
 
+CU_GRAPH_COND_ASSIGN_DEFAULT = 1
+
+
+SIZES = {
+    CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF: (1, 2),
+    CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE: (1,),
+}
+"""How many bodies a node has."""
+
+
 class Handle:
     """A handle, which knows what it stands for."""
 
@@ -109,9 +119,14 @@ class CUgraphNodeParams:
 
 
 class Bindings:
-    """The functions that capture loops; `fake.cuda` is their other half."""
+    """The functions that capture loops; `fake.cuda` is their other half.
+
+    Attributes:
+        has_else: IF nodes may have a second body; not so before CUDA 12.8.
+    """
 
     def __init__(self, fake: FakeCupy) -> None:
+        self.has_else = True
         self._fake = fake
         self._engine = fake.engine
         self.driver = SimpleNamespace(
@@ -139,27 +154,37 @@ class Bindings:
             self._engine.enter("cuGraphConditionalHandleCreate", 0)
         except CUDARuntimeError:
             return CUresult.CUDA_ERROR_NOT_SUPPORTED, None
+        if flags not in (0, CU_GRAPH_COND_ASSIGN_DEFAULT):
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None
         ptr = self._engine.new_ptr()
-        self._engine.conditionals[ptr] = default
+        graph.thing.defaults[ptr] = default if flags else None
         return CUresult.CUDA_SUCCESS, CUgraphConditionalHandle(ptr)
 
     def add_node(
         self, graph: CUgraph, dependencies: Any, data: Any, count: int, params: CUgraphNodeParams
     ) -> tuple[Any, ...]:
-        """Adds a conditional node, and gives its empty body in ``params.conditional.phGraph_out``."""
+        """Adds a conditional node, and gives its empty bodies in ``params.conditional.phGraph_out``."""
         asked = params.conditional
-        if params.type is not CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL or data is not None or asked.size != 1:
-            return CUresult.CUDA_ERROR_INVALID_VALUE, None
         if not all(isinstance(node, CUgraphNode) for node in dependencies) or count != len(dependencies):
             raise TypeError("Argument 'dependencies' is not instance of type (expected tuple[CUgraphNode])")
-        if asked.handle is None or asked.ctx is None or asked.type is None:
+        if params.type is not CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL or data is not None:
             return CUresult.CUDA_ERROR_INVALID_VALUE, None
+        if asked.handle is None or asked.ctx is None or asked.type not in SIZES:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None
+        if asked.size not in SIZES[asked.type]:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None
+        if asked.size > 1 and not self.has_else:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None
+        owners = [one for one in graph.thing.line() if int(asked.handle) in one.defaults]
+        if not owners or int(asked.handle) in owners[0].used:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None
+        owners[0].used.add(int(asked.handle))
         step = Step("conditional", None, [node.thing for node in dependencies])
         step.handle = int(asked.handle)
-        step.is_branch = asked.type is CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF
-        step.body = CapturedGraph(self._engine.new_ptr(), is_body=True)
+        step.is_loop = asked.type is CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+        step.bodies = [CapturedGraph(self._engine.new_ptr(), parent=graph.thing) for _ in range(asked.size)]
         graph.thing.steps.append(step)
-        asked.phGraph_out = [CUgraph(step.body.ptr, step.body)]
+        asked.phGraph_out = [CUgraph(body.ptr, body) for body in step.bodies]
         return CUresult.CUDA_SUCCESS, CUgraphNode(self._engine.new_ptr(), step)
 
     def capture_info(self, stream: int) -> tuple[Any, ...]:

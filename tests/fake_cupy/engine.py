@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from tests.fake_cupy.errors import STICKY, CUDARuntimeError, DeviceFault, WouldBlockForEverError
+from tests.fake_cupy.errors import STICKY, CUDADriverError, CUDARuntimeError, DeviceFault, WouldBlockForEverError
 
 if TYPE_CHECKING:
     from tests.fake_cupy.graphs import Capture
@@ -26,6 +26,11 @@ T = TypeVar("T")
 
 LAUNCH_FAILURE = 719
 """What a kernel that raises a Python exception loses its device with."""
+
+
+def _error(call: str, code: int) -> RuntimeError:
+    """What CuPy raises when `call` gives `code`: kernels are launched by the driver, not by the runtime."""
+    return CUDADriverError(code) if call == "launchKernel" else CUDARuntimeError(code)
 
 
 class Item:
@@ -278,13 +283,14 @@ class Engine:
             code = self._faults.popleft()[0]
             if code in STICKY:
                 self.lose(device, code)
-            raise CUDARuntimeError(code)
-        self.check(device)
+            raise _error(call, code)
+        self.check(device, call)
 
-    def check(self, device: int) -> None:
+    def check(self, device: int, call: str = "") -> None:
+        """Raise if the device is lost."""
         code = self.lost.get(device)
         if code is not None:
-            raise CUDARuntimeError(code)
+            raise _error(call, code)
 
     def lose(self, device: int, code: int) -> None:
         """Drop the device's work; every later call about it gives `code`."""

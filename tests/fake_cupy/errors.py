@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 ERRORS: Final = {
@@ -45,6 +46,16 @@ class CUDARuntimeError(RuntimeError):
     def __init__(self, status: int) -> None:
         self.status = status
         super().__init__(ERRORS.get(status, f"cudaError {status}: unrecognized error code"))
+
+
+class CUDADriverError(RuntimeError):
+    """An error of the CUDA driver, of which CuPy launches kernels; no kind of `CUDARuntimeError`."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        name, _, text = ERRORS.get(status, f"cudaError {status}: unrecognized error code").partition(": ")
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.removeprefix("cudaError")).upper()
+        super().__init__(f"CUDA_ERROR_{words}: {text}")
 
 
 class OutOfMemoryError(MemoryError):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.fake_cupy import indexing
+from tests.fake_cupy.errors import CompileException
 from tests.fake_cupy.kernels import Kernels
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ class Functions:
         if name == "broadcast_arrays":
             shape = np.broadcast_shapes(*(a.shape for a in args))
             return [self.call("broadcast_to", np.broadcast_to, (a, shape), {}) for a in args]
+        if name in ("cumsum", "cumprod") and kwargs.get("dtype") is None and args[0].dtype.name == "bfloat16":
+            raise CompileException("error: no operator matches these operands: bfloat16, bfloat16", "", name, ())
         if name == "repeat" and any(isinstance(part, array) for part in (*args[1:], *kwargs.values())):
             raise ValueError("cupy.ndarray cannot be specified as `repeats` argument.")
         now = name in SYNCHRONOUS or (name == "where" and len(args) == 1)
@@ -221,10 +224,10 @@ class Functions:
 
 
 SCATTERED = {
-    "add": "int32 uint32 uint64 float16 float32 float64 complex64 complex128",
-    "subtract": "int32 uint32 uint64 float16 float32 float64 complex64 complex128",
-    "maximum": "int32 uint32 uint64 float32 float64",
-    "minimum": "int32 uint32 uint64 float32 float64",
+    "add": "int32 int64 float16 float32 float64 uint32 uint64",
+    "subtract": "int32 uint32",
+    "maximum": "int32 int64 float32 float64 uint32 uint64",
+    "minimum": "int32 int64 float32 float64 uint32 uint64",
     "bitwise_and": "int32 uint32 int64 uint64",
     "bitwise_or": "int32 uint32 int64 uint64",
     "bitwise_xor": "int32 uint32 int64 uint64",
@@ -232,11 +235,46 @@ SCATTERED = {
 """The dtypes that each ``ufunc.at`` has atomic instructions for."""
 
 
+def _floor_divide(x1: Any, x2: Any, **options: Any) -> Any:
+    """CuPy's: the quotient is rounded first, so that ``1.0 // 0.2`` is 5."""
+    result = np.floor_divide(x1, x2, **options)
+    return np.floor(np.divide(x1, x2, dtype=result.dtype)) if _is_float(result.dtype) else result
+
+
+def _remainder(x1: Any, x2: Any, **options: Any) -> Any:
+    """CuPy's: ``x1 - x1 // x2 * x2``."""
+    result = np.remainder(x1, x2, **options)
+    if not _is_float(result.dtype):
+        return result
+    return np.subtract(x1, _floor_divide(x1, x2, **options) * x2, dtype=result.dtype)
+
+
+def _matmul(x1: Any, x2: Any, **options: Any) -> Any:
+    """CuPy's: stacks of matrices of bfloat16 go where it has no kernel for them."""
+    if max(np.ndim(x1), np.ndim(x2)) > 2 and "bfloat16" in (x1.dtype.name, x2.dtype.name):
+        raise TypeError("data type 'E' not understood")
+    return np.matmul(x1, x2, **options)
+
+
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind == "f" or dtype.name == "bfloat16"
+
+
+OTHERWISE: dict[str, Callable[..., Any]] = {
+    "floor_divide": _floor_divide,
+    "matmul": _matmul,
+    "mod": _remainder,
+    "remainder": _remainder,
+}
+"""Ufuncs that CuPy computes in another way than NumPy, with other results."""
+
+
 class Ufunc:
     """A universal function: device arrays and scalars only."""
 
     def __init__(self, kernels: Kernels, name: str, ufunc: np.ufunc) -> None:
         self._kernels, self._ufunc = kernels, ufunc
+        self._function: Callable[..., Any] = OTHERWISE.get(name, ufunc)
         self.__name__ = self.name = name if name == "matmul" else f"cupy_{name}"
         self.nin, self.nout, self.nargs = ufunc.nin, ufunc.nout, ufunc.nargs
         self.types = ufunc.types
@@ -260,7 +298,7 @@ class Ufunc:
             raise ValueError("Cannot specify 'out' as both a positional and keyword argument")
         kwargs = {"out": outs or out, "casting": casting}
         kwargs |= {key: value for key, value in (("dtype", dtype), ("axes", axes)) if value is not None}
-        return self._kernels.call(self.name, self._ufunc, inputs, kwargs)
+        return self._kernels.call(self.name, self._function, inputs, kwargs)
 
     def reduce(self, array: Array, axis: Any = 0, dtype: Any = None, out: Any = None, keepdims: bool = False) -> Any:
         self._check((array,))

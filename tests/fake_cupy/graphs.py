@@ -5,14 +5,18 @@ Rules
    breaks the capture: it ends with an error. CuPy itself refuses cuBLAS and copies from and to the host meanwhile.
 2. A launch is one item of its stream. The steps run in an order that their dependencies allow, picked at random.
 3. Memory that was allocated in a capture and freed there is spoilt again by every launch, at that place.
-4. The body of a conditional node runs while its handle is not zero, which only a kernel (`set_cond`) says.
+4. A conditional node looks at its handle when it is come to, and a loop again after each iteration. Only kernels set
+   handles. A default is assigned when the graph is launched, and not when a body is come to again; without a default
+   the value is anything then.
+5. Bodies hold no events, and kernels in them set only handles of their own graph.
+6. Ending a capture after that of a body in it was broken ends the process, as drivers of CUDA 13 do (NVBUG 6805256).
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,42 +24,91 @@ import numpy as np
 from tests.fake_cupy.errors import CompileException, CUDARuntimeError, DeviceFault
 
 if TYPE_CHECKING:
-    from tests.fake_cupy.arrays import Array
     from tests.fake_cupy.engine import Engine, Queue
     from tests.fake_cupy.kernels import Kernels
     from tests.fake_cupy.streams import Stream
 
-UNSUPPORTED, INVALIDATED, UNMATCHED, ISOLATION, CAPTURED_EVENT, WRONG_THREAD = 900, 901, 903, 905, 907, 908
+UNSUPPORTED, INVALIDATED, UNMATCHED, UNJOINED, ISOLATION, CAPTURED_EVENT, WRONG_THREAD = (
+    900,
+    901,
+    903,
+    904,
+    905,
+    907,
+    908,
+)
 NOT_SUPPORTED = 801
 
 MOST_ITERATIONS = 1_000_000
 """A loop of more ends with a fault: on a card it would never end."""
 
 
-class Step:
-    """A node of a graph: work, or the loop of a conditional node."""
+class DriverCrash(BaseException):
+    """The driver would have ended the process. No handler of a program sees that."""
 
-    __slots__ = ("after", "body", "handle", "is_branch", "name", "work")
+
+class Step:
+    """A node of a graph: work, or a conditional node.
+
+    Attributes:
+        after: the nodes it depends on.
+        handle: of a conditional node.
+        is_loop: the only body runs again and again; else the first runs, or the second if there is one.
+        bodies: of a conditional node.
+    """
+
+    __slots__ = ("after", "bodies", "handle", "is_loop", "name", "work")
 
     def __init__(self, name: str, work: Callable[[], None] | None, after: Sequence[Step]) -> None:
         self.name = name
         self.work = work
         self.after = tuple(after)
         self.handle = 0
-        self.body: CapturedGraph | None = None
-        self.is_branch = False
+        self.is_loop = False
+        self.bodies: list[CapturedGraph] = []
 
 
 class CapturedGraph:
-    """The nodes of a graph; `ptr` is its handle, and `is_body` says that a conditional node owns it."""
+    """The nodes of a graph.
 
-    def __init__(self, ptr: int, *, is_body: bool = False) -> None:
+    Attributes:
+        ptr: its handle.
+        parent: the graph whose conditional node owns it as a body.
+        defaults: the handles made for it, with the values they are given at a launch; None: any.
+        used: those that a node looks at.
+        is_broken: the capture of a body was, so that the driver has a pointer to a graph that is gone.
+    """
+
+    def __init__(self, ptr: int, *, parent: CapturedGraph | None = None) -> None:
         self.ptr = ptr
-        self.is_body = is_body
+        self.parent = parent
         self.steps: list[Step] = []
+        self.defaults: dict[int, int | None] = {}
+        self.used: set[int] = set()
+        self.is_broken = False
 
-    def run(self, engine: Engine) -> None:
-        """Do it; runs on the GPU thread."""
+    def line(self) -> Iterator[CapturedGraph]:
+        """The graph and those around it."""
+        graph: CapturedGraph | None = self
+        while graph is not None:
+            yield graph
+            graph = graph.parent
+
+    def tree(self) -> Iterator[CapturedGraph]:
+        """The graph and all bodies in it."""
+        yield self
+        for step in self.steps:
+            for body in step.bodies:
+                yield from body.tree()
+
+    def launch(self, engine: Engine) -> None:
+        """Do it all; runs on the GPU thread."""
+        for graph in self.tree():
+            for handle, default in graph.defaults.items():
+                engine.conditionals[handle] = engine.pick((0, 1, 7)) if default is None else default
+        self._run(engine)
+
+    def _run(self, engine: Engine) -> None:
         done: set[int] = set()
         left = list(self.steps)
         while left:
@@ -68,14 +121,16 @@ class CapturedGraph:
     def _do(self, step: Step, engine: Engine) -> None:
         if step.work is not None:
             step.work()
-        if step.body is None:
+        if not step.bodies:
+            return
+        if not step.is_loop:
+            for body in step.bodies[:1] if engine.conditionals[step.handle] else step.bodies[1:]:
+                body._run(engine)
             return
         for _ in range(MOST_ITERATIONS):
             if not engine.conditionals[step.handle]:
                 return
-            step.body.run(engine)
-            if step.is_branch:
-                return
+            step.bodies[0]._run(engine)
         raise DeviceFault(702)
 
     def names(self) -> list[str]:
@@ -83,7 +138,7 @@ class CapturedGraph:
         found: list[str] = []
         for step in self.steps:
             found.append(step.name)
-            found += [] if step.body is None else [f"  {name}" for name in step.body.names()]
+            found += [f"  {name}" for body in step.bodies for name in body.names()]
         return found
 
 
@@ -101,7 +156,7 @@ class Capture:
     def record(self, name: str, work: Callable[[], None] | None) -> None:
         if self.invalid:
             raise CUDARuntimeError(INVALIDATED)
-        if self.graph.is_body and work is None:
+        if self.graph.parent is not None and work is None:
             self.invalid = True
             raise CUDARuntimeError(NOT_SUPPORTED)
         step = Step(name, work, self.last)
@@ -130,11 +185,22 @@ def end(engine: Engine, queue: Queue) -> CapturedGraph:
         raise CUDARuntimeError(1)
     if capture.thread != threading.get_ident():
         raise CUDARuntimeError(WRONG_THREAD)
+    graph = capture.graph
     queue.capture = None
     engine.captures.remove(queue)
+    if any(other.capture is not None and other.capture.graph.parent is graph for other in engine.captures):
+        raise CUDARuntimeError(UNJOINED)
+    if graph.is_broken:
+        error = DriverCrash("the capture of a conditional node's body was broken and ended, and then the one around it")
+        engine.errors.append(error)
+        raise error
     if capture.invalid:
+        if graph.parent is not None:
+            graph.parent.is_broken = True
         raise CUDARuntimeError(INVALIDATED)
-    return capture.graph
+    if graph.parent is None and any(one.defaults.keys() - one.used for one in graph.tree()):
+        raise CUDARuntimeError(1)
+    return graph
 
 
 class Graph:
@@ -159,7 +225,7 @@ class Graph:
         if queue.capture is not None:
             raise NotImplementedError("the fake has no child graphs")
         self.launches += 1
-        engine.give(queue, "graph", lambda: captured.run(engine))
+        engine.give(queue, "graph", lambda: captured.launch(engine))
 
     def upload(self, stream: Stream | None = None) -> None:
         self._queue(stream, "graphUpload")
@@ -172,11 +238,9 @@ class Graph:
 
 
 class RawModule:
-    """`cupy.RawModule` for the one source it knows: the kernel that decides whether a loop goes on.
+    """`cupy.RawModule` for the kernels that set handles; what their source says, `SETTERS` says in Python.
 
-    ::
-
-        set_cond(handle, pred, count, limit):  handle = *pred && (*count)++ < limit
+    Their parameters are those of the source, and arguments have to be of the types it declares.
     """
 
     _kernels: ClassVar[Kernels]
@@ -189,41 +253,87 @@ class RawModule:
         self.code, self.options = code, options
 
     def get_function(self, name: str) -> RawFunction:
-        wanted = re.compile(rf'extern "C" __global__\s+void {name}\(')
-        if not wanted.search(self.code):
+        found = re.search(rf'extern "C" __global__\s+void {name}\(([^)]*)\)', self.code)
+        if found is None:
             raise CompileException(f"named symbol not found: {name}", self.code, name, self.options)
-        if name != "set_cond" or "cudaGraphSetConditional" not in self.code:
+        if name not in SETTERS or "cudaGraphSetConditional" not in self.code:
             raise NotImplementedError(f"the fake does not run the raw kernel {name!r}")
-        return RawFunction(self._kernels)
+        types = [parameter.rpartition(" ")[0].strip() for parameter in found[1].split(",")]
+        return RawFunction(self._kernels, name, types)
 
 
 class RawFunction:
-    """`set_cond`."""
+    """A kernel of `SETTERS`."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, name: str, types: Sequence[str]) -> None:
         self._kernels = kernels
+        self._name = name
+        self._types = types
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
-        handle, pred, count, limit = args
-        if not (isinstance(handle, np.uint64) and isinstance(limit, np.int64)):
-            raise TypeError(f"set_cond takes a uint64 and an int64, not {type(handle)} and {type(limit)}")
         if (grid, block) != ((1,), (1,)):
             raise ValueError("one thread decides")
-        self._check(pred, "bool")
-        self._check(count, "int64")
+        if len(args) != len(self._types):
+            raise TypeError(f"{self._name} takes {self._types}, not {args}")
+        for declared, value in zip(self._types, args, strict=True):
+            self._check(declared, value)
+        handle, *rest = args
         engine = self._kernels.platform.engine
-        if self._kernels.current_queue().capture is None or int(handle) not in engine.conditionals:
+        capture = self._kernels.current_queue().capture
+        if capture is None:
             raise CUDARuntimeError(1)
+        *_, root = capture.graph.line()
+        if not any(int(handle) in graph.defaults for graph in root.tree()):
+            raise CUDARuntimeError(1)
+        arrays = [value for value in rest if isinstance(value, self._kernels.ndarray)]
+        numbers = [int(value) for value in rest if not isinstance(value, self._kernels.ndarray)]
 
-        def decide(go_on: np.ndarray, counted: np.ndarray) -> None:
-            goes_on = False
-            if go_on:
-                goes_on = bool(counted < limit)
-                counted += 1
-            engine.conditionals[int(handle)] = int(goes_on)
+        def decide(*views: np.ndarray) -> None:
+            engine.conditionals[int(handle)] = int(SETTERS[self._name](*views, *numbers))
 
-        self._kernels.launch("set_cond", decide, [pred, count])
+        self._kernels.launch(self._name, decide, arrays)
 
-    def _check(self, array: Array, dtype: str) -> None:
-        if not isinstance(array, self._kernels.ndarray) or array.dtype != dtype or array.size != 1:
-            raise TypeError(f"set_cond takes one {dtype}, not {array!r}")
+    def _check(self, declared: str, value: Any) -> None:
+        if declared in SCALARS:
+            fits = isinstance(value, SCALARS[declared])
+        else:
+            fits = isinstance(value, self._kernels.ndarray) and value.dtype == POINTERS[declared]
+        if not fits:
+            raise TypeError(f"{self._name} takes a {declared} where it is given {value!r}")
+
+
+SCALARS: dict[str, type] = {"unsigned long long": np.uint64, "long long": np.int64}
+POINTERS = {"const bool*": np.dtype(bool), "long long*": np.dtype(np.int64)}
+
+
+def set_loop(pred: np.ndarray, state: np.ndarray, most: int, inside: int) -> bool:
+    if not pred.item() or state[1]:
+        return False
+    if state[0] < most and state[2] < inside:
+        state[0] += 1
+        return True
+    state[1] = 1
+    return False
+
+
+def set_inner_loop(pred: np.ndarray, state: np.ndarray, count: np.ndarray, most: int, inside: int) -> bool:
+    if not pred.item() or state[1] == 2:
+        return False
+    if count.item() < most and state[2] < inside:
+        count += 1
+        state[2] += 1
+        return True
+    state[1] = 2
+    return False
+
+
+def set_branch(pred: np.ndarray) -> bool:
+    return bool(pred.item())
+
+
+SETTERS: dict[str, Callable[..., bool]] = {
+    "set_loop": set_loop,
+    "set_inner_loop": set_inner_loop,
+    "set_branch": set_branch,
+}
+"""The value of the handle, of the arrays and then the numbers."""

@@ -12,7 +12,7 @@ from tests.fake_cupy.arrays import Array, Capsule
 from tests.fake_cupy.bindings import Bindings
 from tests.fake_cupy.elementwise import ElementwiseKernel
 from tests.fake_cupy.engine import Engine
-from tests.fake_cupy.errors import CompileException, PerformanceWarning
+from tests.fake_cupy.errors import CompileException, CUDADriverError, PerformanceWarning
 from tests.fake_cupy.functions import BoundSignature, Functions, Namespace, Ufunc, parts_of, tables
 from tests.fake_cupy.graphs import Graph, RawModule
 from tests.fake_cupy.kernels import Kernels
@@ -41,6 +41,7 @@ class Cuda:
 
     def __init__(self, engine: Engine, memory_map: MemoryMap, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.driver = SimpleNamespace(CUDADriverError=CUDADriverError)
         device, stream, event, self._streams = stream_classes(runtime)
         self.platform = Platform(engine, memory_map, runtime, device, self._streams)
         self.memory = memory_module(self.platform)

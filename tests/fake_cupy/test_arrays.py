@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.fake_cupy import FakeCupy
-from tests.fake_cupy.errors import CUDARuntimeError, WouldBlockForEverError
+from tests.fake_cupy.errors import CompileException, CUDARuntimeError, WouldBlockForEverError
 
 
 @pytest.fixture
@@ -151,8 +151,27 @@ def test_indices_wrap_and_scatters_add(cupy: FakeCupy) -> None:
     assert x[cupy.asarray([4])].get().tolist() == [1]
     with pytest.raises(IndexError, match="out of bounds"):
         x[4]
-    with pytest.raises(TypeError, match=r"cupy.add.at only supports int32.*not int64"):
-        cupy.add.at(cupy.zeros(2, np.int64), cupy.asarray([0]), 1)
+    cupy.add.at(cupy.zeros(2, np.int64), cupy.asarray([0]), 1)
+    for dtype in (np.int8, np.complex64):
+        with pytest.raises(TypeError, match=rf"cupy.add.at only supports int32.*not {np.dtype(dtype)}"):
+            cupy.add.at(cupy.zeros(2, dtype), cupy.asarray([0]), 1)
+
+
+def test_division_with_remainder_is_that_of_cupy(cupy: FakeCupy) -> None:
+    """It rounds the quotient; NumPy gives 4 and 0.2."""
+    x = cupy.full((1,), 1.0)
+    assert (x // 0.2).get().tolist() == [5.0]
+    assert (x % 0.2).get().tolist() == [0.0]
+    assert cupy.remainder(cupy.asarray([-7, 7, 7]), cupy.asarray([3, -3, 0])).get().tolist() == [2, -2, 0]
+
+
+def test_what_cupy_cannot_do_with_bfloat16(cupy: FakeCupy) -> None:
+    x = cupy.ones((2, 2), ml_dtypes.bfloat16)
+    assert (x @ x).get().tolist() == [[2, 2], [2, 2]]
+    with pytest.raises(TypeError, match="data type 'E' not understood"):
+        x[None] @ x
+    with pytest.raises(CompileException, match="no operator matches"):
+        cupy.cumsum(x, axis=0)
 
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any, Any], Any]]] = {
@@ -213,8 +232,9 @@ def test_a_kernel_that_raises_loses_the_device_and_close_tells() -> None:
 def test_a_launch_can_fail(cupy: FakeCupy) -> None:
     x = cupy.zeros(2)
     cupy.fail_next(701, "launchKernel")
-    with pytest.raises(CUDARuntimeError, match="too many resources requested for launch"):
+    with pytest.raises(cupy.cuda.driver.CUDADriverError, match="CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: too many"):
         x + 1
+    assert not issubclass(cupy.cuda.driver.CUDADriverError, CUDARuntimeError)
     assert (x + 1).get().tolist() == [1, 1]
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
+from asyncflow.devices.cuda_conditional import SOURCE, node_params
 from tests.fake_cupy import FakeCupy
+from tests.fake_cupy.bindings import CU_GRAPH_COND_ASSIGN_DEFAULT
 from tests.fake_cupy.errors import CUDARuntimeError
+from tests.fake_cupy.graphs import DriverCrash
 
 FORBIDDEN = {
     "cuBLAS": (lambda cupy, x: cupy.matmul(x, x), NotImplementedError),
@@ -165,19 +169,18 @@ def test_work_that_was_not_ordered_after_a_loop_may_come_before_it() -> None:
 
 def _looped(seed: int, *, update: bool) -> int:
     """What work behind a loop that counts to 5 finds."""
-    source = 'cudaGraphSetConditional extern "C" __global__ void set_cond('
     with FakeCupy(seed=seed) as cupy:
         driver, runtime = cupy.bindings.driver, cupy.bindings.runtime
         main, side = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         with main:
-            count, total, seen = cupy.zeros((), np.int64), cupy.zeros(()), cupy.zeros(())
+            state, total, seen = cupy.zeros(3, np.int64), cupy.zeros(()), cupy.zeros(())
             pred = cupy.ones((), bool)
-            kernel = cupy.RawModule(code=source).get_function("set_cond")
+            kernel = cupy.RawModule(code=SOURCE).get_function("set_loop")
             main.begin_capture()
             _, _, _, graph, *_ = runtime.cudaStreamGetCaptureInfo(main.ptr)
             _, context = driver.cuCtxGetCurrent()
             _, handle = driver.cuGraphConditionalHandleCreate(graph, context, 0, 0)
-            args = (np.uint64(int(handle)), pred, count, np.int64(5))
+            args = (np.uint64(int(handle)), pred, state, np.int64(5), np.int64(1))
             kernel((1,), (1,), args)
             nodes = runtime.cudaStreamGetCaptureInfo(main.ptr)[4]
             params = driver.CUgraphNodeParams()
@@ -201,3 +204,157 @@ def _looped(seed: int, *, update: bool) -> int:
             captured.launch()
             assert total.get() == 5
             return int(seen.get())
+
+
+# -- conditional nodes -------------------------------------------------------------------------------------------------
+
+
+class Capturing:
+    """A capture, and the calls that make conditional nodes in it."""
+
+    def __init__(self, cupy: FakeCupy) -> None:
+        self.cupy = cupy
+        self.driver, self.runtime = cupy.bindings.driver, cupy.bindings.runtime
+        self.main = cupy.cuda.Stream(non_blocking=True)
+        self.module = cupy.RawModule(code=SOURCE)
+
+    def graph(self, stream: Any) -> Any:
+        return self.runtime.cudaStreamGetCaptureInfo(stream.ptr)[3]
+
+    def handle(self, stream: Any, default: int | None = None) -> Any:
+        _, context = self.driver.cuCtxGetCurrent()
+        flags = 0 if default is None else CU_GRAPH_COND_ASSIGN_DEFAULT
+        error, handle = self.driver.cuGraphConditionalHandleCreate(self.graph(stream), context, default or 0, flags)
+        assert error == 0
+        return handle
+
+    def set_branch(self, handle: Any, pred: Any) -> None:
+        self.module.get_function("set_branch")((1,), (1,), (np.uint64(int(handle)), pred))
+
+    def add(self, stream: Any, handle: Any, kind: str, size: int) -> tuple[int, Sequence[Any]]:
+        """The error, and the bodies."""
+        _, context = self.driver.cuCtxGetCurrent()
+        params = node_params(self.driver, kind, size, handle, context)
+        nodes = self.runtime.cudaStreamGetCaptureInfo(stream.ptr)[4]
+        error, node = self.driver.cuGraphAddNode(self.graph(stream), nodes, None, len(nodes), params)
+        if not error:
+            flags = self.runtime.cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
+            self.runtime.cudaStreamUpdateCaptureDependencies(stream.ptr, [node], None, 1, flags)
+        return int(error), params.conditional.phGraph_out
+
+    @contextmanager
+    def body(self, graph: Any) -> Iterator[Any]:
+        side = self.cupy.cuda.Stream(non_blocking=True)
+        mode = self.runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+        self.runtime.cudaStreamBeginCaptureToGraph(side.ptr, graph, None, None, 0, mode)
+        with side:
+            yield side
+        self.runtime.cudaStreamEndCapture(side.ptr)
+
+
+@pytest.fixture
+def capturing(cupy: FakeCupy) -> Capturing:
+    return Capturing(cupy)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_branch_runs(cupy: FakeCupy, capturing: Capturing, size: int) -> None:
+    with capturing.main as main:
+        pred, found = cupy.zeros((), bool), cupy.zeros(())
+        main.begin_capture()
+        handle = capturing.handle(main)
+        capturing.set_branch(handle, pred)
+        _, bodies = capturing.add(main, handle, "IF", size)
+        for value, graph in enumerate(bodies, start=1):
+            with capturing.body(graph):
+                found.fill(value)
+        graph = main.end_capture()
+        for value, wanted in ((True, 1), (False, 2 if size == 2 else 0), (True, 1)):
+            pred.fill(value)
+            found.fill(0)
+            graph.launch()
+            assert found.get() == wanted
+
+
+@pytest.mark.parametrize(("default", "wanted"), [(0, {0}), (1, {1}), (None, {0, 1})])
+def test_without_a_kernel_that_sets_it_a_handle_has_its_default_or_anything(
+    cupy: FakeCupy, capturing: Capturing, default: int | None, wanted: set[int]
+) -> None:
+    with capturing.main as main:
+        found = cupy.zeros(())
+        main.begin_capture()
+        _, (graph,) = capturing.add(main, capturing.handle(main, default), "IF", 1)
+        with capturing.body(graph):
+            cupy.add(found, 1, out=found)
+        captured = main.end_capture()
+        seen = set()
+        for _ in range(30):
+            found.fill(0)
+            captured.launch()
+            seen.add(int(found.get()))
+        assert seen == wanted
+
+
+def test_a_default_is_assigned_once_a_launch_and_not_when_a_node_is_come_to_again(
+    cupy: FakeCupy, capturing: Capturing
+) -> None:
+    """The branch in the loop is taken in the first iteration, which clears its handle for all that follow."""
+    with capturing.main as main:
+        state, always, never, found = cupy.zeros(3, np.int64), cupy.ones((), bool), cupy.zeros((), bool), cupy.zeros(())
+        main.begin_capture()
+        loop = capturing.handle(main)
+        arguments = np.uint64(int(loop)), always, state, np.int64(5), np.int64(1)
+        set_loop = capturing.module.get_function("set_loop")
+        set_loop((1,), (1,), arguments)
+        _, (iteration,) = capturing.add(main, loop, "WHILE", 1)
+        with capturing.body(iteration) as side:
+            branch = capturing.handle(side, default=1)
+            _, (taken,) = capturing.add(side, branch, "IF", 1)
+            with capturing.body(taken):
+                cupy.add(found, 1, out=found)
+                capturing.set_branch(branch, never)
+            set_loop((1,), (1,), arguments)
+        graph = main.end_capture()
+        for launches in (1, 2):
+            state.fill(0)
+            graph.launch()
+            assert (int(state.get()[0]), int(found.get())) == (5, launches)
+
+
+def test_handles_belong_to_a_graph_and_to_one_node_of_it(cupy: FakeCupy, capturing: Capturing) -> None:
+    other = cupy.cuda.Stream(non_blocking=True)
+    with capturing.main as main:
+        pred = cupy.zeros((), bool)
+        main.begin_capture()
+        other.begin_capture()
+        handle, foreign = capturing.handle(main), capturing.handle(other)
+        with pytest.raises(CUDARuntimeError):
+            capturing.set_branch(foreign, pred)
+        assert capturing.add(main, foreign, "IF", 1)[0] == 1
+        assert capturing.add(main, handle, "WHILE", 2)[0] == 1
+        assert capturing.add(main, handle, "IF", 3)[0] == 1
+        assert capturing.add(main, handle, "IF", 2)[0] == 0
+        assert capturing.add(main, handle, "IF", 2)[0] == 1
+        main.end_capture()
+    with pytest.raises(CUDARuntimeError):
+        other.end_capture()  # its handle has no node
+
+
+def test_a_broken_body_ends_the_process(cupy: FakeCupy, capturing: Capturing) -> None:
+    with capturing.main as main:
+        main.begin_capture()
+        _, (graph,) = capturing.add(main, capturing.handle(main), "IF", 1)
+        with capturing.body(graph) as side, pytest.raises(CUDARuntimeError):
+            side.synchronize()
+        with pytest.raises(DriverCrash):
+            main.end_capture()
+    assert len(cupy.engine.errors) == 1
+    cupy.engine.errors.clear()
+
+
+def test_a_capture_does_not_end_before_those_of_its_bodies(cupy: FakeCupy, capturing: Capturing) -> None:
+    with capturing.main as main:
+        main.begin_capture()
+        _, (graph,) = capturing.add(main, capturing.handle(main), "IF", 1)
+        with capturing.body(graph), pytest.raises(CUDARuntimeError):
+            main.end_capture()

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from asyncflow.devices.cuda import CudaDevice
-from asyncflow.devices.cuda_backend import cuda_backend, using_cupy
+from asyncflow.devices.cuda_backend import cuda_backend
 from asyncflow.devices.cuda_bindings import Bindings, cuda_bindings
-from asyncflow.devices.pinned import close_shared_slab, shared_slab
 from asyncflow.streams.cuda import CudaStream
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.elementwise import _loaded
 from tests.fake_cupy.engine import Item
+from tests.fake_cupy.stand_in import stand_in
 
 SPIN = r"""
 extern "C" __global__ void spin(unsigned long long ns) {
@@ -184,14 +184,8 @@ def opened_card(seed: int = 0) -> Iterator[Card]:
         card.warm_up()
         yield card
         return
-    fake = FakeCupy(nbytes=FAKE_BYTES, seed=seed)
-    shared_slab(fake, FAKE_PINNED_BYTES)
-    try:
-        with using_cupy(fake):
-            yield Card(fake, fake)
-    finally:
-        close_shared_slab(fake)
-        fake.close()
+    with stand_in(nbytes=FAKE_BYTES, seed=seed, pinned_nbytes=FAKE_PINNED_BYTES) as fake:
+        yield Card(fake, fake)
 
 
 def now_us() -> float:

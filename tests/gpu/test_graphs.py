@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from time import perf_counter
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda_conditional import ENDED, GIVEN_UP, STOPPED, Limits
+from asyncflow.devices.cuda_decisions import Branch, Decision, Loop
 from asyncflow.devices.cuda_graph import WARM_UPS, CapturedRegion, capture
 from asyncflow.devices.cuda_values import CudaArray
 from asyncflow.devices.cuda_while import DeviceLoop
@@ -111,6 +113,17 @@ def _collatz(xp: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return condition, body
 
 
+def _branching_collatz(xp: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`_collatz` with a branch."""
+    condition, _ = _collatz(xp)
+
+    def body(n: Any, steps: Any, largest: Any) -> Generator[Decision, Any, tuple[Any, ...]]:
+        (n,) = yield Branch(n % 2 == 0, lambda n: (n // 2,), lambda n: (3 * n + 1,), (n,))
+        return n, steps + 1, xp.maximum(largest, n)
+
+    return condition, body
+
+
 def _by_hand(start: int) -> tuple[int, int, int]:
     n, steps, largest = start, 0, start
     while n != 1:
@@ -120,12 +133,13 @@ def _by_hand(start: int) -> tuple[int, int, int]:
 
 
 async def _launched(device: CudaDevice, loop: DeviceLoop, variables: Any, captures: Any = ()) -> tuple[Any, ...]:
-    """The values after a launch, and the count."""
+    """The values after a launch that came to an end, and how many iterations it made."""
     with device.activate():
         iterated = loop.launch(variables, captures)
     assert iterated is not None, "the loop was not captured"
-    *values, count = await _fetched(device, [*iterated.values, iterated.count])
-    return tuple(values), int(count)
+    *values, state = await _fetched(device, [*iterated.values, iterated.state])
+    assert state[1] == ENDED
+    return tuple(values), int(state[0])
 
 
 def _integers(card: Card, device: CudaDevice, *numbers: int) -> list[Any]:
@@ -133,21 +147,88 @@ def _integers(card: Card, device: CudaDevice, *numbers: int) -> list[Any]:
         return [card.cupy.full((), number, dtype=np.int64) for number in numbers]
 
 
+@pytest.mark.parametrize("functions", [_collatz, _branching_collatz])
 @on_loop
-async def test_t13_the_card_runs_a_loop(card: Card) -> None:
-    """As often as its own result says, 0 times and once too; launched again and again."""
+async def test_t13_the_card_runs_a_loop(card: Card, functions: Callable[..., Any]) -> None:
+    """As often as its own result says, 0 times and once too; launched again and again. A branch in it is a node too."""
     async with card.device(memory_limit=64 << 20) as device:
-        loop = DeviceLoop(card.cupy, device.compute, device.pool, card.bindings, *_collatz(card.cupy), "collatz")
+        condition, body = functions(card.cupy)
+        loop = DeviceLoop(card.cupy, device.compute, device.pool, card.bindings, condition, body, "collatz")
         for start in (27, 1, 2, 97, 1, 6):
             values, count = await _launched(device, loop, _integers(card, device, start, 0, start))
             assert tuple(map(int, values)) == _by_hand(start)
             assert count == _by_hand(start)[1]
 
 
+def _rows(xp: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """For each i below n: the sum of the numbers below i, added where i is even, else taken away."""
+
+    def condition(i: Any, total: Any, n: Any) -> Any:
+        return i < n
+
+    def body(i: Any, total: Any, n: Any) -> Generator[Decision, Any, tuple[Any, ...]]:
+        _, row = yield Loop(
+            lambda j, row, i: j < i,
+            lambda j, row, i: (j + 1, xp.sqrt(row * row) + j),
+            (np.int64(0), xp.zeros_like(total)),
+            (i,),
+        )
+
+        def added(total: Any, row: Any) -> Generator[Decision, Any, tuple[Any, ...]]:
+            (total,) = yield Branch(i > 2, lambda t: (t + 0.5,), lambda t: (t,), (total,))
+            return (total + row,)
+
+        (total,) = yield Branch(i % 2 == 0, added, lambda total, row: (total - row,), (total, row))
+        return i + 1, total
+
+    return condition, body
+
+
+def _rows_by_hand(n: int) -> float:
+    return sum((0.5 * (i > 2) if i % 2 == 0 else 0.0) + (-1) ** (i % 2) * i * (i - 1) / 2 for i in range(n))
+
+
+@on_loop
+async def test_t13_loops_and_branches_inside_one_another(card: Card) -> None:
+    """Each time that a loop inside is come to it begins anew, and so does every launch."""
+    async with card.device(memory_limit=64 << 20) as device:
+        loop = DeviceLoop(card.cupy, device.compute, device.pool, card.bindings, *_rows(card.cupy), "rows")
+        for n in (6, 0, 1, 2, 33, 6):
+            with device.activate():
+                variables = [np.int64(0), card.cupy.zeros(ROWS)]
+                limit = card.cupy.full((), n, dtype=np.int64)
+            (i, total), count = await _launched(device, loop, variables, [limit])
+            assert (int(i), count) == (n, n)
+            np.testing.assert_allclose(total, np.full(ROWS, _rows_by_hand(n)))
+
+
+@on_loop
+async def test_t13_a_loop_inside_that_never_ends_does_not_keep_the_card(card: Card) -> None:
+    """The launch says that it has given up, and the next one works."""
+    async with card.device(memory_limit=64 << 20) as device:
+        xp = card.cupy
+
+        def body(x: Any) -> Generator[Decision, Any, Any]:
+            return (yield Loop(lambda x: x > 0, lambda x: (x + 1,), (x,)))
+
+        limits = Limits(inside=100)
+        loop = DeviceLoop(
+            xp, device.compute, device.pool, card.bindings, lambda x: x < 5, body, "forever", limits=limits
+        )
+        (x,) = _integers(card, device, 1)
+        with device.activate():
+            iterated = loop.launch([x])
+        assert iterated is not None
+        (state,) = await _fetched(device, [iterated.state])
+        assert state[1] == GIVEN_UP
+        values, count = await _launched(device, loop, _integers(card, device, 7))
+        assert (int(values[0]), count) == (7, 0)
+
+
 @pytest.mark.slow
 @on_loop
 async def test_t13_what_an_iteration_costs(card: Card, figures: Figures) -> None:
-    """A thousand of them, beside the loop in which the host asks for the predicate."""
+    """A thousand of them, beside the loop in which the host asks for the predicate, and with a branch inside."""
     steps = card.choose(1000, 50)
     async with card.device(memory_limit=64 << 20) as device:
         xp = card.cupy
@@ -169,6 +250,16 @@ async def test_t13_what_an_iteration_costs(card: Card, figures: Figures) -> None
         figures["on_the_card_us"] = 1e6 * (perf_counter() - started) / steps
         assert count == steps
 
+        def branching(i: Any, x: Any) -> Generator[Decision, Any, tuple[Any, Any]]:
+            (x,) = yield Branch(i % 2 == 0, lambda x: (0.5 * (x + 2.0 / x),), lambda x: (x * 1.0,), (x,))
+            return i + 1, x
+
+        branched = DeviceLoop(xp, device.compute, device.pool, card.bindings, condition, branching, "branching")
+        await _launched(device, branched, variables())
+        started = perf_counter()
+        await _launched(device, branched, variables())
+        figures["with_a_branch_us"] = 1e6 * (perf_counter() - started) / steps
+
         started = perf_counter()
         i, x = variables()
         while True:
@@ -188,7 +279,13 @@ async def test_t13_a_launch_makes_so_many_iterations_at_most(card: Card) -> None
     """What it gave is where the next launch goes on."""
     async with card.device(memory_limit=64 << 20) as device:
         loop = DeviceLoop(
-            card.cupy, device.compute, device.pool, card.bindings, *_collatz(card.cupy), "collatz", most=50
+            card.cupy,
+            device.compute,
+            device.pool,
+            card.bindings,
+            *_collatz(card.cupy),
+            "collatz",
+            limits=Limits(most=50),
         )
         values: Any = _integers(card, device, 27, 0, 27)
         for _ in range(_by_hand(27)[1] // 50):
@@ -196,14 +293,27 @@ async def test_t13_a_launch_makes_so_many_iterations_at_most(card: Card) -> None
                 iterated = loop.launch(values)
             assert iterated is not None
             values = iterated.values
-            assert int((await _fetched(device, [iterated.count]))[0]) > 50
+            assert (await _fetched(device, [iterated.state]))[0].tolist() == [50, STOPPED, 0]
         found, count = await _launched(device, loop, values)
         assert tuple(map(int, found)) == _by_hand(27)
         assert count == _by_hand(27)[1] % 50
 
 
+def _product_at(place: str, xp: Any) -> Callable[..., Any]:
+    """A body with what CuPy refuses to capture, or what breaks a capture, in it, a branch or a loop."""
+    if place == "body":
+        return lambda x: (x @ x + x,)
+    if place == "branch":
+        return lambda x: (yield Branch(x.sum() > 0, lambda x: (x @ x + x,), lambda x: (x,), (x,)))
+    if place == "loop":
+        return lambda x: (yield Loop(lambda x: x.sum() < 50.0, lambda x: (x @ x + x,), (x,)))
+    # A wait for the stream. In the capture of a branch's body it would end the process (NVBUG 6805256).
+    return lambda x: (yield Branch(x.sum() > 0, lambda x: (x * xp.nonzero(x)[0].size,), lambda x: (x,), (x,)))
+
+
+@pytest.mark.parametrize("place", ["body", "branch", "loop", "wait"])
 @on_loop
-async def test_t13_a_loop_that_cannot_be_captured_is_left_to_the_host(card: Card) -> None:
+async def test_t13_a_loop_that_cannot_be_captured_is_left_to_the_host(card: Card, place: str) -> None:
     async with card.device(memory_limit=64 << 20) as device:
         with device.activate():
             x = card.cupy.eye(4, dtype=np.float32)
@@ -213,7 +323,7 @@ async def test_t13_a_loop_that_cannot_be_captured_is_left_to_the_host(card: Card
             device.pool,
             card.bindings,
             lambda x: x.sum() < 100.0,
-            lambda x: (x @ x + x,),
+            _product_at(place, card.cupy),
             "product",
         )
         for _ in range(2):

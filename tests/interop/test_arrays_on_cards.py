@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda_backend import CudaBackend, using_cupy
-from asyncflow.devices.pinned import close_shared_slab, shared_slab
+from asyncflow.devices.cuda_backend import CudaBackend
 from asyncflow.errors import DeviceLostError
 from asyncflow.runtime import device_feeds
 from tests.fake_cupy import FakeCupy
+from tests.fake_cupy.stand_in import stand_in
 from tests.interop.libraries import Library
 
 if TYPE_CHECKING:
@@ -32,27 +32,15 @@ LENGTH = 3000
 @pytest.fixture(params=SEEDS)
 def fake(request: pytest.FixtureRequest) -> Iterator[FakeCupy]:
     """Two cards, which serve their streams in an order of their own."""
-    fake = FakeCupy(devices=2, nbytes=16 << 20, seed=request.param)
-    shared_slab(fake, 1 << 20)
-    try:
-        with using_cupy(fake):
-            yield fake
-    finally:
-        close_shared_slab(fake)
-        fake.close()
+    with stand_in(devices=2, nbytes=16 << 20, seed=request.param) as fake:
+        yield fake
 
 
 @pytest.fixture
 def one_fake() -> Iterator[FakeCupy]:
     """Two cards, in one order."""
-    fake = FakeCupy(devices=2, nbytes=16 << 20)
-    shared_slab(fake, 1 << 20)
-    try:
-        with using_cupy(fake):
-            yield fake
-    finally:
-        close_shared_slab(fake)
-        fake.close()
+    with stand_in(devices=2, nbytes=16 << 20) as fake:
+        yield fake
 
 
 @pytest.fixture

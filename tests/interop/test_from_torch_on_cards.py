@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda_backend import using_cupy
-from asyncflow.devices.pinned import close_shared_slab, shared_slab
-from tests.fake_cupy import FakeCupy
+from tests.fake_cupy.stand_in import stand_in
 from tests.interop.torch_on_cards import TorchOnCards
 
 if TYPE_CHECKING:
@@ -24,16 +22,10 @@ VECTOR = af.spec("float32", (None,))
 @pytest.fixture(params=range(4))
 def torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchOnCards]:
     """The stand-in, on one card, which serves streams in an order of its own."""
-    fake = FakeCupy(nbytes=16 << 20, seed=request.param)
-    shared_slab(fake, 1 << 20)
-    torch = TorchOnCards(fake)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    try:
-        with using_cupy(fake):
-            yield torch
-    finally:
-        close_shared_slab(fake)
-        fake.close()
+    with stand_in(nbytes=16 << 20, seed=request.param) as fake:
+        torch = TorchOnCards(fake)
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        yield torch
 
 
 @pytest.mark.parametrize("options", [{}, {"compute_streams": 2}, {"memory_limit": 1 << 18}], ids=str)

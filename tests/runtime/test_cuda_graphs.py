@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
 import numpy as np
 import pytest
 
 import asyncflow as af
 from asyncflow.devices.cuda_bindings import using_bindings
-from tests.conftest import stand_in
+from tests.conftest import small_cards
+from tests.fake_cupy import FakeCupy
 
 
 async def test_a_region_is_captured_and_gives_the_same() -> None:
-    with stand_in(0):
+    with small_cards(0):
         with af.Graph() as graph:
             x = y = af.placeholder("float32", (64,))
             for _ in range(5):  # a few kernels more than the copies around a graph
@@ -29,7 +35,7 @@ async def test_a_region_is_captured_and_gives_the_same() -> None:
 
 @pytest.mark.parametrize("limit", [0.5, 3.0, 1e6])
 async def test_a_loop_that_decides_by_arrays_runs_on_the_card(limit: float) -> None:
-    with stand_in(0) as cupy, using_bindings(cupy.bindings):
+    with small_cards(0) as cupy, using_bindings(cupy.bindings):
         with af.Graph() as graph:
             x = af.placeholder("float64", (8,))
             (y,) = af.while_loop(lambda y: af.sum(y) < limit, lambda y: (y * 1.5 + 0.01,), (x,))
@@ -40,3 +46,170 @@ async def test_a_loop_that_decides_by_arrays_runs_on_the_card(limit: float) -> N
             for _ in range(3):
                 np.testing.assert_allclose(await session.run(y, {x: np.full(8, 0.1)}), want)
             assert "device" in session.plan(y, [x]).explain()
+
+
+# -- branches and loops inside -----------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def on_the_card(graph: af.Graph, seed: int = 0, **options: Any) -> AsyncIterator[tuple[af.Session, FakeCupy]]:
+    """A session whose card runs loops by itself."""
+    with small_cards(seed) as cupy, using_bindings(cupy.bindings):
+        async with af.Session(graph, ["cuda:0"], device_while=True, **options) as session:
+            yield session, cupy
+
+
+def launched(cupy: FakeCupy) -> list[str]:
+    """The names of what was launched, copies aside."""
+    return [name for _, name in cupy.engine.launches if "cop" not in name and name != "poison"]
+
+
+def collatz(n: af.Tensor) -> Any:
+    def step(n: af.Tensor, steps: af.Tensor, largest: af.Tensor) -> Any:
+        n = af.cond(n % 2 == 0, lambda: n // 2, lambda: 3 * n + 1)
+        return n, steps + 1, af.maximum(largest, n)
+
+    return af.while_loop(lambda n, *_: n != 1, step, (n, 0, n))
+
+
+@pytest.mark.parametrize("start", [1, 2, 27])
+async def test_a_branch_in_a_loop_runs_on_the_card(start: int) -> None:
+    with af.Graph() as graph:
+        x = af.placeholder("int64", (1,))
+        n, steps, largest = collatz(af.reshape(x + 0, ()))
+    want = [1, 0, start]
+    k = start
+    while k != 1:
+        k = k // 2 if k % 2 == 0 else 3 * k + 1
+        want = [1, want[1] + 1, max(want[2], k)]
+    async with on_the_card(graph) as (session, cupy):
+        for _ in range(2):
+            assert await session.run([n, steps, largest], {x: np.asarray([start])}) == want
+        cupy.engine.launches.clear()
+        assert await session.run([n, steps, largest], {x: np.asarray([start])}) == want
+        assert launched(cupy).count("graph") == 1
+        assert not any("floor_divide" in name or "multiply" in name for name in launched(cupy))
+
+
+def newton(a: af.Tensor, limit: float = 1e-9) -> af.Tensor:
+    (root,) = af.while_loop(lambda r: af.max(af.abs(r * r - a)) > limit, lambda r: ((r + a / r) * 0.5,), (a,))
+    return root
+
+
+async def test_loops_in_branches_in_loops_run_on_the_card() -> None:
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (3,))
+
+        def body(y: af.Tensor, taken: af.Tensor) -> Any:
+            root, k = af.cond(af.max(y) > 5, lambda: (newton(y), 1), lambda: (y * 1.25, 2))
+            return root + 0.125, taken * 10 + k
+
+        found = af.while_loop(lambda y, taken: af.logical_and(taken < 10_000, af.sum(y) < 1e6), body, (x, 0))
+    fed = {x: np.asarray([0.5, 3.0, 4.0])}
+    async with af.Session(graph) as cpu:
+        want = await cpu.run([*found], fed)
+    async with on_the_card(graph) as (session, cupy):
+        for _ in range(2):
+            y, taken = await session.run([*found], fed)
+            np.testing.assert_allclose(y, want[0], rtol=1e-9)
+            assert taken == want[1]
+        assert "graph" in launched(cupy)
+
+
+@pytest.mark.parametrize("limit", [5, 40])
+async def test_the_limit_holds_for_loops_inside(limit: int) -> None:
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (2,))
+
+        def body(y: af.Tensor) -> Any:
+            (y,) = af.while_loop(lambda z: af.max(z) % 10 != 9, lambda z: (z + 1,), (y + 1,), name="inner")
+            return (y,)
+
+        (y,) = af.while_loop(lambda y: af.max(y) < 29, body, (x,), name="outer")
+    async with on_the_card(graph, max_iterations=limit) as (session, _):
+        if limit >= 9:
+            assert (await session.run(y, {x: np.zeros(2)})).tolist() == [29, 29]
+        else:
+            with pytest.raises(af.AsyncflowError, match="loop inner reached max_iterations=5"):
+                await session.run(y, {x: np.zeros(2)})
+        assert (await session.run(y, {x: np.full(2, 27.0)})).tolist() == [29, 29]
+
+
+class Programs:
+    """Random graphs of nested branches and loops, over a vector, a matrix and a counter."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def update(self, x: af.Tensor, y: af.Tensor, k: af.Tensor) -> Any:
+        choices: list[Callable[[], Any]] = [
+            lambda: (af.tanh(x) + y[0, 1], y, k + 1),
+            lambda: (x * 0.5, af.permute_dims(y, (1, 0)), k),
+            lambda: (x, y * 0.5 + af.mean(x), k * 3 % 7),
+            lambda: (x + af.astype(k % 5, "float64"), y, k),
+            lambda: (x, y + 0.25, af.constant(2)),
+            lambda: (af.where(x > 1, x, -x), af.full((2, 2), 0.5), k - 1),
+            lambda: (x[::-1], y, k),
+        ]
+        return self.random.choice(choices)()
+
+    def predicate(self, x: af.Tensor, y: af.Tensor, k: af.Tensor) -> af.Tensor:
+        choices: list[Callable[[], af.Tensor]] = [
+            lambda: k % 2 == 0,
+            lambda: af.sum(x) > af.sum(y),
+            lambda: af.all(x < 1),
+            lambda: af.max(y) < 2,
+        ]
+        return self.random.choice(choices)()
+
+    def block(self, depth: int, values: Any) -> Any:
+        for _ in range(self.random.randint(0, 3)):
+            kind = self.random.choice(["update", "update", "branch", "loop"] if depth else ["update"])
+            if kind == "update":
+                values = self.update(*values)
+            elif kind == "branch":
+                here = values
+                sides = [lambda: self.block(depth - 1, here)] * 2  # noqa: B023 - called at once
+                values = af.cond(self.predicate(*values), *sides)
+            else:
+                values = self.loop(depth, values)
+        return values
+
+    def loop(self, depth: int, values: Any) -> Any:
+        most = self.random.randint(0, 3)
+        *values, _ = af.while_loop(
+            lambda *v: af.logical_and(v[3] < most, self.predicate(*v[:3])),
+            lambda *v: (*self.block(depth - 1, v[:3]), v[3] + 1),
+            (*values, 0),
+        )
+        return tuple(values)
+
+    def program(self, x: af.Tensor, y: af.Tensor, k: af.Tensor) -> Any:
+        return af.while_loop(
+            lambda i, x, *_: af.logical_and(i < 4, af.sum(x) < 50),
+            lambda i, *v: (i + 1, *self.block(3, v)),
+            (0, x, y, k),
+        )
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("has_else", [True, False])
+async def test_random_programs_give_what_the_cpu_gives(seed: int, has_else: bool) -> None:
+    """Without else branches those with branches are driven by the host."""
+    with af.Graph() as graph:
+        x, y = af.placeholder("float64", (4,)), af.placeholder("float64", (2, 2))
+        k = af.placeholder("int64", ())
+        results = Programs(seed).program(x, y, k)
+    generator = np.random.default_rng(seed)
+    feeds = [{x: generator.normal(size=4), y: generator.normal(size=(2, 2)), k: np.int64(n)} for n in (0, seed, seed)]
+    async with af.Session(graph) as cpu:
+        wanted = [await cpu.run(list(results), feed) for feed in feeds]
+    async with on_the_card(graph, seed, debug=True) as (session, cupy):
+        cupy.bindings.has_else = has_else
+        for feed, want in zip(feeds, wanted, strict=True):
+            for left, right in zip(await session.run(list(results), feed), want, strict=True):
+                np.testing.assert_allclose(left, right, rtol=1e-9)
+                assert np.asarray(left).dtype == np.asarray(right).dtype
+        assert "device" in session.plan(list(results), [x, y, k]).explain()
+        if has_else:
+            assert "graph" in launched(cupy)

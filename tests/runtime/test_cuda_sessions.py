@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
@@ -21,11 +21,12 @@ import pytest
 
 import asyncflow as af
 from asyncflow.cli.devices import list_devices
-from asyncflow.devices.cuda_backend import CudaBackend, cuda_backend, using_cupy
-from asyncflow.devices.pinned import close_shared_slab, shared_slab
+from asyncflow.devices.cuda_backend import CudaBackend, cuda_backend
+from asyncflow.devices.pinned import shared_slab
 from asyncflow.errors import DeviceLostError, PlacementError
 from asyncflow.streams.cuda import CudaStream
 from tests.fake_cupy import FakeCupy
+from tests.fake_cupy.stand_in import stand_in
 
 PINNED = 128 << 10
 
@@ -35,22 +36,15 @@ Make = Callable[..., FakeCupy]
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Makes the stand-in that sessions find from then on."""
-    made: list[tuple[FakeCupy, Any]] = []
+    with ExitStack() as made:
 
-    def cards(**options: Any) -> FakeCupy:
-        fake = FakeCupy(**options)
-        shared_slab(fake, PINNED)
-        made.append((fake, using_cupy(fake)))
-        made[-1][1].__enter__()
-        return fake
+        def cards(**options: Any) -> FakeCupy:
+            fake = made.enter_context(stand_in(pinned_nbytes=PINNED, **options))
+            made.callback(fake.wait_idle)
+            made.callback(fake.resume)
+            return fake
 
-    yield cards
-    for fake, using in made:
-        using.__exit__(None, None, None)
-        fake.resume()
-        fake.wait_idle()
-        close_shared_slab(fake)
-        fake.close()
+        yield cards
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from tests.conftest import stand_in
+from tests.conftest import small_cards
 
 DEVICES = ["cuda:0", "cuda:1", "cuda:2"]
 
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_plans_made_later_find_the_variable_where_it_is(seed: int) -> None:
-    with stand_in(seed):
+    with small_cards(seed):
         with af.Graph() as graph:
             x = af.placeholder("float32", (64,))
             variable = af.Variable(np.zeros(64, np.float32), name="v")
@@ -35,7 +35,7 @@ def reads(graph: af.Graph, add: af.Tensor, others: list[af.Tensor]) -> list[tupl
 
 
 async def test_a_request_for_another_card_is_an_error_that_says_why() -> None:
-    with stand_in(0):
+    with small_cards(0):
         with af.Graph() as graph:
             variable = af.Variable(np.zeros(4, np.float32), name="v")
             with af.device("cuda:0"):

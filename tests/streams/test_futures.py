@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncflow.streams.futures import resolve
+
+
+async def test_a_future_gets_its_result_or_its_error() -> None:
+    future = asyncio.get_running_loop().create_future()
+    resolve(future, 3)
+    assert await future == 3
+    future = asyncio.get_running_loop().create_future()
+    resolve(future, None, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        await future
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()])
+async def test_one_that_was_cancelled_meanwhile_stays_so(error: Exception | None) -> None:
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    resolve(future, 3, error)
+    assert future.cancelled()
