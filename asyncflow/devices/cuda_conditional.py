@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -33,17 +34,20 @@ from asyncflow.devices.cuda_graph import NotCapturableError
 if TYPE_CHECKING:
     from asyncflow.devices.cuda_bindings import Bindings
 
-ENDED, STOPPED, GIVEN_UP = 0, 1, 2
-"""How a launch came out: by the predicate; or it is to be launched again with the values it gave; or they are void."""
+ENDED, STOPPED, GIVEN_UP, TOO_LONG = range(4)
+"""How a launch came out: by the predicate; or it is to be launched again with the values that it gave.
+
+Or its values are void: because a loop inside passes its limit, or because loops inside went on for too long.
+"""
 
 SOURCE = """
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
 
-// The state of a launch: iterations of its loop, how it came out, iterations of the loops inside.
+// The state of a launch: iterations of its loop, how it came out, iterations of the loops inside; and its limits.
 
-extern "C" __global__ void set_loop(
-    unsigned long long handle, const bool* pred, long long* state, long long most, long long inside)
+extern "C" __global__ void set_loop(unsigned long long handle, const bool* pred, long long* state)
 {
+    const long long most = state[3], inside = state[4];
     unsigned int goes_on = 0;
     if (*pred && state[1] == 0) {
         if (state[0] < most && state[2] < inside) {
@@ -57,16 +61,19 @@ extern "C" __global__ void set_loop(
 }
 
 extern "C" __global__ void set_inner_loop(
-    unsigned long long handle, const bool* pred, long long* state, long long* count, long long most, long long inside)
+    unsigned long long handle, const bool* pred, long long* state, long long* count)
 {
+    const long long too_long = state[5], most = state[6];
     unsigned int goes_on = 0;
-    if (*pred && state[1] != 2) {
-        if (*count < most && state[2] < inside) {
+    if (*pred && state[1] < 2) {
+        if (*count >= most) {
+            state[1] = 2;
+        } else if (state[2] >= too_long) {
+            state[1] = 3;
+        } else {
             ++*count;
             ++state[2];
             goes_on = 1;
-        } else {
-            state[1] = 2;
         }
     }
     cudaGraphSetConditional(handle, goes_on);
@@ -80,27 +87,36 @@ extern "C" __global__ void set_branch(unsigned long long handle, const bool* pre
 """NVRTC has no header that declares the function; the driver finds it when it loads the kernels."""
 
 MOST_ITERATIONS = 1 << 16
-"""Of a launch: some tenths of a second, after which whoever runs the loop can stop it."""
+"""Of any launch."""
 
-MOST_INSIDE = 1 << 18
-"""Iterations of the loops inside, after which a launch stops: about a second."""
-
+_INSIDE = 4
 _PATIENCE = 4
-"""An iteration during which the loops inside have gone on for so many times that number is given up."""
+_NO_LIMIT = (1 << 63) - 1
 
 
-class Limits(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Limits:
     """How long a launch may take, in iterations.
 
     Attributes:
         most: of its loop, at least 1.
-        inner: of a loop inside, each time that it is come to; None: as long as the launch goes on.
-        inside: of all loops inside, at least 1; a launch that has made so many stops after the iteration it is in.
+        inside: of all loops inside, at least 1: a launch that has made so many stops after the iteration it is in, and
+            one that makes four times as many gives that iteration up. None: four times `most`.
+        inner: of a loop inside, each time that it is come to; None: no limit of its own.
     """
 
     most: int = MOST_ITERATIONS
+    inside: int | None = None
     inner: int | None = None
-    inside: int = MOST_INSIDE
+
+    def __post_init__(self) -> None:
+        if self.most < 1 or (self.inside is not None and self.inside < 1):
+            raise ValueError(f"a launch makes at least 1 iteration; got {self}")
+
+    def state(self) -> tuple[int, ...]:
+        """Of a launch that begins; see `SOURCE`."""
+        inside = _INSIDE * self.most if self.inside is None else self.inside
+        return 0, 0, 0, self.most, inside, inside * _PATIENCE, _NO_LIMIT if self.inner is None else self.inner
 
 
 class Node(Protocol):
@@ -184,11 +200,9 @@ class _RehearsedNode:
 class ConditionalNodes:
     """Makes conditional nodes of the graph that the current stream captures."""
 
-    __slots__ = ("_bindings", "_cupy", "_kernels", "_limits", "_state", "_streams")
+    __slots__ = ("_bindings", "_cupy", "_kernels", "_state", "_streams")
 
-    def __init__(
-        self, cupy: Any, raw: Any, sides: Sequence[Any], bindings: Bindings, state: Any, limits: Limits
-    ) -> None:
+    def __init__(self, cupy: Any, raw: Any, sides: Sequence[Any], bindings: Bindings, state: Any) -> None:
         """Compiles the kernels.
 
         Args:
@@ -196,8 +210,7 @@ class ConditionalNodes:
             raw: CuPy's stream that captures.
             sides: streams that bodies are captured on, one for each level of nodes inside one another.
             bindings: see `cuda_bindings`.
-            state: of a launch, three int64; see `SOURCE`.
-            limits: of a launch.
+            state: of a launch, an int64 array; see `SOURCE`.
         """
         module = cupy.RawModule(code=SOURCE)
         self._cupy = cupy
@@ -205,19 +218,15 @@ class ConditionalNodes:
         self._streams = [raw, *sides]
         self._bindings = bindings
         self._state = state
-        self._limits = limits
 
     def loop(self) -> Node:
         """See `Nodes`."""
-        most, _, inside = self._limits
-        return self._node("WHILE", 1, "set_loop", self._state, np.int64(most), np.int64(inside))
+        return self._node("WHILE", 1, "set_loop", self._state)
 
     def inner_loop(self) -> Node:
         """See `Nodes`."""
-        inside = self._limits.inside * _PATIENCE
-        most = inside if self._limits.inner is None else self._limits.inner
         count = self._cupy.zeros((), np.int64)  # captured as well: each time that the loop is come to
-        return self._node("WHILE", 1, "set_inner_loop", self._state, count, np.int64(most), np.int64(inside))
+        return self._node("WHILE", 1, "set_inner_loop", self._state, count)
 
     def branch(self) -> Node:
         """See `Nodes`."""
@@ -303,10 +312,10 @@ def ok(result: tuple[Any, ...]) -> tuple[Any, ...]:
 __all__ = [
     "ENDED",
     "GIVEN_UP",
-    "MOST_INSIDE",
     "MOST_ITERATIONS",
     "SOURCE",
     "STOPPED",
+    "TOO_LONG",
     "ConditionalNodes",
     "Limits",
     "Node",

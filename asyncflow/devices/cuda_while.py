@@ -7,8 +7,8 @@ fixed buffers, written in place; they are the graph's.
 What CUDA refuses to capture spoils the capture, and if that is one of a conditional node's body, ending it ends the
 process (a bug of the drivers of CUDA 13, NVBUG 6805256). So all is captured once without conditional nodes before.
 
-A launch makes so many iterations at most (`Limits`), that no loop takes hold of the device for ever; who calls it looks
-at its state and goes on with the values it gave.
+A launch makes no more iterations than it is told to (`Limits`), that no loop takes hold of the device for ever; who
+calls it looks at its state and goes on with the values it gave.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ if TYPE_CHECKING:
     from asyncflow.streams.cuda import CudaStream
 
 
+_USUAL = Limits()
+
+
 class Iterated(NamedTuple):
     """What a launch will have computed.
 
     Attributes:
         values: of the loop variables, new arrays.
-        state: an int64 array of three: how many iterations, how it came out (`ENDED`, `STOPPED` or `GIVEN_UP`), and how
-            many iterations of the loops inside.
+        state: an int64 array that begins with: how many iterations, how it came out (`ENDED`, `STOPPED`, `GIVEN_UP` or
+            `TOO_LONG`), and how many iterations of the loops inside.
     """
 
     values: tuple[Any, ...]
@@ -146,7 +149,7 @@ def _check_fits(buffer: Any, value: Any) -> None:
 class LoopGraph:
     """A captured loop; what its kernels use stays as long as it does."""
 
-    __slots__ = ("_captures", "_cupy", "_graph", "_held", "_raw", "_state", "_variables")
+    __slots__ = ("_captures", "_cupy", "_graph", "_held", "_raw", "_starts", "_state", "_variables")
 
     def __init__(
         self,
@@ -156,7 +159,6 @@ class LoopGraph:
         functions: tuple[Condition, Body],
         variables: Sequence[Any],
         captures: Sequence[Any],
-        limits: Limits,
     ) -> None:
         """Capture; a private pool is the stream's pool meanwhile. The arguments are those of `DeviceLoop`."""
         self._cupy = cupy
@@ -165,7 +167,8 @@ class LoopGraph:
         rehearsed = Interpreter(cupy, rehearsal)
         self._variables = [rehearsed.buffer_for(value) for value in variables]
         self._captures = [empty_as(cupy, x) if isinstance(x, cupy.ndarray) else x for x in captures]
-        self._state = cupy.zeros(3, np.int64)
+        self._state = _state_of(cupy, Limits(1))
+        self._starts: dict[Limits, Any] = {}
         self._fill(variables, captures)
         loop = Loop(*functions, self._variables, self._captures)
         # Compiles all kernels: in a capture nothing may have to be loaded.
@@ -173,21 +176,23 @@ class LoopGraph:
         capture(raw, lambda: rehearsed.run(loop, self._variables))
         # Never given memory of their own: see `PrivateMemory`.
         sides = [cupy.cuda.Stream(non_blocking=True) for _ in range(rehearsal.depth)]
-        nodes = ConditionalNodes(cupy, raw, sides, bindings, self._state, limits)
+        nodes = ConditionalNodes(cupy, raw, sides, bindings, self._state)
         # Constants are in the functions, and the kernels that decide in the nodes.
         self._held = functions, nodes
         self._graph, _ = capture(raw, lambda: Interpreter(cupy, nodes).run(loop, self._variables))
 
-    def launch(self, variables: Sequence[Any], captures: Sequence[Any]) -> Iterated:
-        """Run the loop from these values.
+    def launch(self, variables: Sequence[Any], captures: Sequence[Any], limits: Limits) -> Iterated:
+        """Run the loop from these values, as far as `limits` allow.
 
         Raises:
             MemoryLimitExceeded: the results do not fit; nothing was launched.
         """
         cupy, raw = self._cupy, self._raw
         results = [empty_as(cupy, buffer) for buffer in (*self._variables, self._state)]
+        if limits not in self._starts:
+            self._starts[limits] = _state_of(cupy, limits)
         self._fill(variables, captures)
-        cupy.cuda.runtime.memsetAsync(self._state.data.ptr, 0, self._state.nbytes, raw.ptr)
+        copy_into(cupy, self._state, self._starts[limits], raw)
         self._graph.launch(stream=raw)
         for result, buffer in zip(results, (*self._variables, self._state), strict=True):
             copy_into(cupy, result, buffer, raw)
@@ -203,6 +208,15 @@ class LoopGraph:
                 buffer.fill(value)
 
 
+def _state_of(cupy: Any, limits: Limits) -> Any:
+    """That of a launch which begins, filled by kernels: a copy from the host might block."""
+    state = limits.state()
+    array = cupy.empty(len(state), np.int64)
+    for index, value in enumerate(state):
+        array[index : index + 1].fill(value)
+    return array
+
+
 class DeviceLoop:
     """A loop over raw arrays; for each kind of values it is captured once, and one launch runs it.
 
@@ -212,7 +226,7 @@ class DeviceLoop:
         condition, body: as given.
     """
 
-    __slots__ = ("_bindings", "_cupy", "_graphs", "_label", "_limits", "_pool", "_stream", "body", "condition")
+    __slots__ = ("_bindings", "_cupy", "_graphs", "_label", "_pool", "_stream", "body", "condition")
 
     def __init__(
         self,
@@ -223,8 +237,6 @@ class DeviceLoop:
         condition: Condition,
         body: Body,
         label: str,
-        *,
-        limits: Limits | None = None,
     ) -> None:
         """Nothing is captured before the first launch.
 
@@ -238,34 +250,28 @@ class DeviceLoop:
                 run beforehand, whatever the values are.
             body: see `condition`.
             label: for logs, and for what the memory of its graphs is called.
-            limits: of a launch; None for the usual ones.
-
-        Raises:
-            ValueError: a launch would make no iteration.
         """
-        limits = Limits() if limits is None else limits
-        if limits.most < 1 or limits.inside < 1:
-            raise ValueError(f"a launch of {label!r} makes at least 1 iteration; got {limits}")
         self._cupy = cupy
         self._stream = stream
         self._pool = pool
         self._bindings = bindings
         self.condition = condition
         self.body = body
-        self._limits = limits
         self._label = label
         self._graphs: GraphCache[LoopGraph] = GraphCache(label, warm_ups=0)
 
-    def launch(self, variables: Sequence[Any], captures: Sequence[Any] = ()) -> Iterated | None:
-        """Start the loop, or go on with it; nothing is waited for.
+    def launch(
+        self, variables: Sequence[Any], captures: Sequence[Any] = (), limits: Limits = _USUAL
+    ) -> Iterated | None:
+        """Start the loop, or go on with it, as far as `limits` allow; nothing is waited for.
 
         Args:
             variables: CuPy's arrays, and NumPy scalars for variables that begin on the host.
             captures: arrays and host values that do not change; host values are part of what is captured.
 
         Returns:
-            The variables after no more iterations than a launch may make, all of them arrays; None where the loop
-            cannot be captured, or has no room, and the host has to drive it.
+            The variables after the launch, all of them arrays; None where the loop cannot be captured, or has no room,
+            and the host has to drive it.
         """
         bindings = self._bindings
         if bindings is None or self._graphs.is_refused:
@@ -277,7 +283,7 @@ class DeviceLoop:
         if graph is None:
             return None
         try:
-            return graph.launch(variables, captures)
+            return graph.launch(variables, captures, limits)
         except MemoryLimitExceeded as error:
             del graph
             self._graphs.refuse(error)
@@ -301,7 +307,7 @@ class DeviceLoop:
     def _captured(self, bindings: Bindings, variables: Sequence[Any], captures: Sequence[Any]) -> LoopGraph:
         functions = self.condition, self.body
         with PrivateMemory(self._stream, self._pool, f"CUDA graph of {self._label}"):
-            return LoopGraph(self._cupy, self._stream.raw, bindings, functions, variables, captures, self._limits)
+            return LoopGraph(self._cupy, self._stream.raw, bindings, functions, variables, captures)
 
 
 def _scalar_key(value: Any) -> Hashable:

@@ -3,14 +3,18 @@
 A loop that cannot be captured is driven by the host, which waits for the predicate of each iteration, and of each
 branch and loop inside. So is what is left of a loop when an iteration of it was given up: because a loop inside passes
 the limit, which is an error that the host then comes to, or because loops inside go on for too long.
+
+Nothing stops a launch, so a deadline, a cancellation and the session's end wait for it. How many iterations a launch
+may make therefore follows how long launches take.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.devices.cuda_conditional import GIVEN_UP, MOST_INSIDE, MOST_ITERATIONS, STOPPED, Limits
+from asyncflow.devices.cuda_conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG, Limits
 from asyncflow.devices.cuda_decisions import Loop
 from asyncflow.devices.cuda_launch import Values
 from asyncflow.devices.cuda_while import DeviceLoop
@@ -24,10 +28,45 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import KernelInfo, Span
 
 
+FIRST_ITERATIONS = 1 << 10
+"""Of the first launch."""
+
+_STEP = 4
+"""Launches become longer, or shorter, by this factor."""
+
+_SHORT_S, _LONG_S = 0.05, 0.2
+"""Seconds after which asking the host costs nothing, and after which somebody who waits would notice."""
+
+
+class Patience:
+    """How many iterations the launches of a loop may make, by how long they took.
+
+    Invariant: `_least` <= `most` <= `MOST_ITERATIONS`; with fewer than `_least` an iteration was given up.
+    """
+
+    __slots__ = ("_least", "most")
+
+    def __init__(self) -> None:
+        self.most = FIRST_ITERATIONS
+        self._least = 1
+
+    def learn(self, outcome: int, took_s: float) -> bool:
+        """Note how a launch came out; whether another, from where it began or where it ended, may come further."""
+        if outcome == TOO_LONG:
+            grown = min(self.most * _STEP, MOST_ITERATIONS)
+            is_longer, self.most, self._least = grown > self.most, grown, grown
+            return is_longer
+        if took_s > _LONG_S:
+            self.most = max(self.most // _STEP, self._least)
+        elif outcome == STOPPED and took_s < _SHORT_S:
+            self.most = min(self.most * _STEP, MOST_ITERATIONS)
+        return outcome == STOPPED
+
+
 class WhileLauncher(CoroutineKernel):
     """A loop bound to a CUDA device: calling it with its variables and captures gives a coroutine of its results."""
 
-    __slots__ = ("_device", "_info", "_label", "_limit", "_loop", "_n_vars", "_too_many", "_values")
+    __slots__ = ("_device", "_info", "_label", "_limit", "_loop", "_n_vars", "_patience", "_too_many", "_values")
 
     def __init__(
         self,
@@ -54,8 +93,6 @@ class WhileLauncher(CoroutineKernel):
             too_many: the error if the predicate of the loop of that label still holds after so many.
         """
         stream = device.compute_streams[info.stream]
-        most = MOST_ITERATIONS if limit is None else max(1, min(limit, MOST_ITERATIONS))
-        limits = Limits(most, limit, MOST_INSIDE)
         self._device = device
         self._info = info
         self._n_vars = n_vars
@@ -63,7 +100,8 @@ class WhileLauncher(CoroutineKernel):
         self._limit = limit
         self._too_many = too_many
         self._values = Values(device, stream)
-        self._loop = DeviceLoop(device.cupy, stream, device.pool, bindings, *functions, info.name, limits=limits)
+        self._loop = DeviceLoop(device.cupy, stream, device.pool, bindings, *functions, info.name)
+        self._patience = Patience()
 
     def __call__(self, *args: Any) -> Coroutine[Any, Any, tuple[Any, ...]]:
         """Run the loop.
@@ -73,7 +111,7 @@ class WhileLauncher(CoroutineKernel):
             MemoryLimitExceeded: a value does not fit.
             BaseException: what `too_many` gives, or what a kernel raises.
 
-        Cancellation: what is launched is done to its end, for no more iterations than `Limits` allows.
+        Cancellation: what is launched is done to its end, which takes some tenths of a second as a rule.
         """
         return self._run(args, self._device.recorded())
 
@@ -90,16 +128,23 @@ class WhileLauncher(CoroutineKernel):
         variables: Sequence[Any] = raw[: self._n_vars]
         captures = raw[self._n_vars :]
         done, outcome = 0, STOPPED
-        while outcome == STOPPED:
-            iterated = host.in_one_block(self._loop.launch, variables, captures)
-            count, outcome, _ = (0, GIVEN_UP, 0) if iterated is None else (await host.fetched(iterated.state)).tolist()
-            if iterated is None or outcome == GIVEN_UP:
-                rest = Loop(self._loop.condition, self._loop.body, variables, captures, self._label)
-                variables = await host.looped(rest, done)
-            else:
+        while outcome in (STOPPED, TOO_LONG):
+            began = time.monotonic()
+            limits = Limits(self._patience.most, inner=self._limit)
+            iterated = host.in_one_block(self._loop.launch, variables, captures, limits)
+            if iterated is None:
+                break
+            count, outcome, *_ = (await host.fetched(iterated.state)).tolist()
+            is_worth_another = self._patience.learn(outcome, time.monotonic() - began)
+            if outcome in (ENDED, STOPPED):
                 done += count
                 self._check(self._label, done + (outcome == STOPPED))
                 variables = iterated.values
+            elif not is_worth_another:
+                break
+        if outcome != ENDED:
+            rest = Loop(self._loop.condition, self._loop.body, variables, captures, self._label)
+            variables = await host.looped(rest, done)
         return tuple([self._values.wrapped(value, self._info.name) for value in variables])
 
     def _check(self, label: str, count: int) -> None:
@@ -108,4 +153,4 @@ class WhileLauncher(CoroutineKernel):
             raise self._too_many(label)
 
 
-__all__ = ["WhileLauncher"]
+__all__ = ["FIRST_ITERATIONS", "Patience", "WhileLauncher"]

@@ -129,12 +129,12 @@ async def test_a_launch_that_cuda_refuses(cupy: FakeCupy, kind: str, code: int) 
             bound = device.bind_region(steps, info(single=False), is_generator=True)
             launch = lambda x: list(bound(x))  # noqa: E731
         cupy.fail_next(code, "launchKernel")
-        with pytest.raises(DeviceLostError if code == 700 else cupy.cuda.runtime.CUDARuntimeError) as refused:
+        with pytest.raises(DeviceLostError if code == 700 else cupy.cuda.driver.CUDADriverError) as refused:
             launch(x)
         assert active_stream() is None
         if code == 700:
             assert "launched last was 'node'" in str(refused.value)
-            assert isinstance(refused.value.__cause__, cupy.cuda.runtime.CUDARuntimeError)
+            assert isinstance(refused.value.__cause__, cupy.cuda.driver.CUDADriverError)
         else:
             launch(x)
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from asyncflow.devices import hardware
 from asyncflow.devices.cuda_bindings import cuda_bindings, using_bindings
-from asyncflow.devices.cuda_conditional import ENDED, GIVEN_UP, SOURCE, STOPPED, Limits, node_params
+from asyncflow.devices.cuda_conditional import ENDED, GIVEN_UP, SOURCE, STOPPED, TOO_LONG, Limits, node_params
 from asyncflow.devices.cuda_graph import MOST_KEYS
 from asyncflow.devices.cuda_memory import CudaPool, install_allocator
 from asyncflow.devices.cuda_while import DeviceLoop, Iterated
@@ -56,9 +56,8 @@ class Loop:
         self.card = card
         self.calls = {"condition": 0, "body": 0}
         functions = (self.counted("condition", condition), self.counted("body", body))
-        self.device = DeviceLoop(
-            card.cupy, card.stream, card.pool, card.cupy.bindings, *functions, "while", limits=limits
-        )
+        self.limits = limits
+        self.device = DeviceLoop(card.cupy, card.stream, card.pool, card.cupy.bindings, *functions, "while")
 
     def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*values: Any) -> Any:
@@ -70,11 +69,11 @@ class Loop:
     def launch(self, variables: list[Any], captures: list[Any] = []) -> Iterated | None:  # noqa: B006 - not changed
         cupy = self.card.cupy
         with self.card.stream.activate():
-            sent = [
+            here, captured = (
                 [cupy.asarray(x) if isinstance(x, np.ndarray) else x for x in values]
                 for values in (variables, captures)
-            ]
-            return self.device.launch(*sent)
+            )
+            return self.device.launch(here, captured, self.limits)
 
     def __call__(self, variables: list[Any], captures: list[Any] = []) -> tuple[list[Any], int]:  # noqa: B006 - likewise
         values, (count, outcome, _) = self.launched(variables, captures)
@@ -82,11 +81,11 @@ class Loop:
         return values, count
 
     def launched(self, variables: list[Any], captures: Sequence[Any] = ()) -> tuple[list[Any], list[int]]:
-        """The values after one launch, and its state."""
+        """The values after one launch, and its state but for the limits."""
         found = self.launch(variables, list(captures))
         assert found is not None
         with self.card.stream.activate():
-            return [value.get() for value in found.values], found.state.get().tolist()
+            return [value.get() for value in found.values], found.state.get().tolist()[:3]
 
 
 @pytest.fixture
@@ -436,17 +435,16 @@ if (cpp := shutil.which("c++")) is not None:
         """)
         subprocess.run([str(cpp), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
         kernels = ctypes.CDLL(str(library))
-        states = list(itertools.product((0, 1, 2), (ENDED, STOPPED, GIVEN_UP), (0, 4, 5)))
+        states = list(itertools.product((0, 1, 2), (ENDED, STOPPED, GIVEN_UP, TOO_LONG), (0, 4, 5)))
         for pred, state, count, most in itertools.product((False, True), states, (0, 1), (0, 1, 2)):
-            for name, numbers in (("set_branch", 0), ("set_loop", 2), ("set_inner_loop", 2)):
-                arrays = [np.asarray(pred), np.asarray(state), np.asarray(count)]
+            for name in ("set_branch", "set_loop", "set_inner_loop"):
+                arrays = [np.asarray(pred), np.asarray((*state, most, 4, 5, most)), np.asarray(count)]
                 arrays = arrays[: {"set_branch": 1, "set_loop": 2, "set_inner_loop": 3}[name]]
                 copies = [array.copy() for array in arrays]
                 value = ctypes.c_uint(7)
-                limits = [ctypes.c_longlong(limit) for limit in (most, 5)[:numbers]]
                 pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
-                kernels[name](ctypes.c_ulonglong(ctypes.addressof(value)), *pointers, *limits)
-                assert value.value == SETTERS[name](*copies, *(most, 5)[:numbers])
+                kernels[name](ctypes.c_ulonglong(ctypes.addressof(value)), *pointers)
+                assert value.value == SETTERS[name](*copies)
                 assert [array.tolist() for array in arrays] == [array.tolist() for array in copies]
 
 

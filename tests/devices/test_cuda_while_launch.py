@@ -11,9 +11,10 @@ import pytest
 
 from asyncflow.devices import cuda_while_launch
 from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda_conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG
 from asyncflow.devices.cuda_decisions import Branch, Loop
 from asyncflow.devices.cuda_values import CudaArray
-from asyncflow.devices.cuda_while_launch import WhileLauncher
+from asyncflow.devices.cuda_while_launch import Patience, WhileLauncher
 from asyncflow.devices.pinned import close_shared_slab, shared_slab
 from asyncflow.devices.protocol import KernelInfo, is_coroutine_kernel
 from tests.fake_cupy import FakeCupy
@@ -105,7 +106,7 @@ async def test_the_limit_is_an_error_only_where_more_would_follow(
 async def test_a_long_loop_is_launched_again_and_again(
     sums: Sums, bind: Callable[..., WhileLauncher], limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_while_launch, "MOST_ITERATIONS", 4)
+    monkeypatch.setattr(cuda_while_launch, "FIRST_ITERATIONS", 4)
     launcher = bind(*sums.functions, n_vars=2, limit=limit)
     for n in (3, 4, 5, 7):
         assert (await sums.run(launcher, n))[1].tolist() == [n * (n - 1) / 2] * 2
@@ -232,14 +233,30 @@ async def test_runs_with_decisions_inside_do_not_disturb_one_another(
     assert found == [[n, [rows.expected(n)] * 2] for n in counts]
 
 
-@pytest.mark.parametrize("inside", [1, 3, 100])
+@pytest.mark.parametrize(("first", "most"), [(1, 1), (1, 4), (1, 64), (64, 64)])
 async def test_what_goes_on_for_too_long_inside_is_launched_again_or_driven(
-    rows: Rows, bind: Callable[..., WhileLauncher], inside: int, monkeypatch: pytest.MonkeyPatch
+    rows: Rows, bind: Callable[..., WhileLauncher], first: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_while_launch, "MOST_INSIDE", inside)
+    monkeypatch.setattr(cuda_while_launch, "FIRST_ITERATIONS", first)
+    monkeypatch.setattr(cuda_while_launch, "MOST_ITERATIONS", most)
     launcher = bind(*rows.functions, n_vars=2)
-    for n in (2, 4, 8):
+    for n in (2, 4, 24):
         assert await rows.run(launcher, n) == [n, [rows.expected(n)] * 2]
+
+
+def test_launches_are_as_long_as_waiting_for_them_allows() -> None:
+    """Longer if the last one was short, shorter if it was long, and never so short again that an iteration was lost."""
+    patience, seen = Patience(), []
+    for outcome, took_s in ((STOPPED, 0.01), (STOPPED, 0.1), (ENDED, 0.01), (STOPPED, 0.3), (ENDED, 9.0), (ENDED, 9.0)):
+        assert patience.learn(outcome, took_s) is (outcome == STOPPED)
+        seen.append(patience.most)
+    assert seen == [4096, 4096, 4096, 1024, 256, 64]
+    for _ in range(5):
+        assert patience.learn(TOO_LONG, 0.3)
+    assert patience.most == MOST_ITERATIONS
+    assert not patience.learn(TOO_LONG, 0.3)
+    patience.learn(STOPPED, 9.0)
+    assert patience.most == MOST_ITERATIONS
 
 
 @pytest.mark.parametrize("limit", [1, 4])

@@ -306,7 +306,8 @@ SCALARS: dict[str, type] = {"unsigned long long": np.uint64, "long long": np.int
 POINTERS = {"const bool*": np.dtype(bool), "long long*": np.dtype(np.int64)}
 
 
-def set_loop(pred: np.ndarray, state: np.ndarray, most: int, inside: int) -> bool:
+def set_loop(pred: np.ndarray, state: np.ndarray) -> bool:
+    most, inside = state[3], state[4]
     if not pred.item() or state[1]:
         return False
     if state[0] < most and state[2] < inside:
@@ -316,14 +317,18 @@ def set_loop(pred: np.ndarray, state: np.ndarray, most: int, inside: int) -> boo
     return False
 
 
-def set_inner_loop(pred: np.ndarray, state: np.ndarray, count: np.ndarray, most: int, inside: int) -> bool:
-    if not pred.item() or state[1] == 2:
+def set_inner_loop(pred: np.ndarray, state: np.ndarray, count: np.ndarray) -> bool:
+    too_long, most = state[5], state[6]
+    if not pred.item() or state[1] >= 2:
         return False
-    if count.item() < most and state[2] < inside:
+    if count.item() >= most:
+        state[1] = 2
+    elif state[2] >= too_long:
+        state[1] = 3
+    else:
         count += 1
         state[2] += 1
         return True
-    state[1] = 2
     return False
 
 
