@@ -25,6 +25,7 @@ from asyncflow.ops.cuda_source import HALVES, c_type, expression
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
 
@@ -250,3 +251,11 @@ def _with_checked_shapes(run: Kernel, one_by_one: Kernel, chain: Chain) -> Kerne
 
 
 FUSED = Op(name="fused", infer=_infer, kernel=_kernel, flops=_flops)
+
+
+def alone(node: Node, xp: Any) -> Kernel:
+    """The kernel of one elementwise node as it would be fused."""
+    inputs = tuple(tensor.spec for tensor in node.inputs)
+    n_inputs = len(inputs)
+    member = Member(node.op, node.attrs, tuple(range(n_inputs)), node.outputs[0].spec, node.name)
+    return _kernel(xp, chain=Chain(inputs, (member,), (n_inputs,)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from asyncflow.compiler.fused import alone
 from asyncflow.compiler.host_values import NUMBERS, may_stay_on_host
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo
@@ -18,6 +19,7 @@ from asyncflow.graph.op import bound_kernel, host_inputs, runs_on_host
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.cuda_source import is_otherwise_in_cupy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -54,7 +56,10 @@ def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: 
         check_numerics: fail on NaN and infinity.
     """
     attrs = {name: resolve(value) if isinstance(value, Resource) else value for name, value in node.attrs.items()}
-    kernel = bound_kernel(node.op, xp, attrs, of_scalars=all(tensor.shape == () for tensor in node.inputs))
+    if xp is not np and is_otherwise_in_cupy(node.op, node.outputs[0].dtype):
+        kernel = alone(node, xp)
+    else:
+        kernel = bound_kernel(node.op, xp, attrs, of_scalars=all(tensor.shape == () for tensor in node.inputs))
     if node.op.is_async:
         return kernel
     if xp is not np and any(dtype_name(tensor.dtype) == "bfloat16" for tensor in node.outputs):

@@ -63,7 +63,8 @@ class Exchange:
             return array
         if min(array.strides, default=0) < 0:
             array = self._device.copies.contiguous(value)
-        cupy.cuda.get_current_stream(card).wait_event(value.written.raw)
+        for current in (cupy.cuda.get_current_stream(card), cupy.cuda.get_current_stream()):
+            current.wait_event(value.written.raw)  # `__dlpack__` looks at the stream of whichever card is current
         memory = cupy.cuda.memory.UnownedMemory(array.data.ptr, value.nbytes, Loan(array, self._returned.append), card)
         return cupy.ndarray(array.shape, array.dtype, cupy.cuda.memory.MemoryPointer(memory, 0), array.strides)
 

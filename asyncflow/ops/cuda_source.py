@@ -403,6 +403,13 @@ _WRITERS: dict[Op, Writer] = {
 for _op, _writer in _WRITERS.items():
     _ufunc(_op, _writer)
 
+_OTHERWISE_IN_CUPY = frozenset((e.FLOOR_DIVIDE, e.REMAINDER))
+
+
+def is_otherwise_in_cupy(op: Op, dtype: DType) -> bool:
+    """Whether CuPy's ufunc with that result answers otherwise than NumPy's does: to it ``1.0 // 0.2`` is 5, not 4."""
+    return op in _OTHERWISE_IN_CUPY and dtype.kind not in "biu"
+
 
 # -- other ops -------------------------------------------------------------------------------------------------------
 
@@ -486,6 +493,7 @@ __all__ = [
     "has_c_type",
     "has_source",
     "is_composite",
+    "is_otherwise_in_cupy",
     "not_fused",
     "rounded",
     "why_not_fused",

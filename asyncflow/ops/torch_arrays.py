@@ -101,9 +101,12 @@ class CudaTensors:
     def tensor(self, value: Any) -> Any:
         """A tensor in the memory of an array; a number of the host is filled in by a kernel."""
         torch = self._torch
-        if isinstance(value, np.generic):
-            dtype = torch_dtype(torch, value.dtype)
-            return torch.full((), value.item(), dtype=dtype, device=f"cuda:{self._xp.cuda.runtime.getDevice()}")
+        if isinstance(value, np.generic) or not value.size:
+            device = f"cuda:{self._xp.cuda.runtime.getDevice()}"
+            fill = (
+                value.item() if value.size else 0
+            )  # what has no elements has no address, by which DLPack finds a card
+            return torch.full(value.shape, fill, dtype=torch_dtype(torch, value.dtype), device=device)
         if min(value.strides, default=0) < 0:
             value = self._xp.ascontiguousarray(value)  # torch has no such strides, and aborts the process
         # Both sides have one stream, so neither waits.

@@ -138,13 +138,14 @@ def _table(dtype: str) -> Callable[..., list[Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("regions", [True, False], ids=["fused", "one_by_one"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @on_loop
-async def test_t17_dtypes(card: Card, figures: Figures, dtype: str) -> None:
+async def test_t17_dtypes(card: Card, figures: Figures, dtype: str, regions: bool) -> None:
     arrays = [_numbers(dtype, (6, 5)), np.ascontiguousarray(_numbers(dtype, (6, 5))[::-1])]
     built = _built(_table(dtype), arrays, gradients=False)
     wanted = await _values("cpu:0", built, arrays)
-    _compare(await _values("cuda:0", built, arrays), wanted, TOLERANCE.get(dtype, 1e-6))
+    _compare(await _values("cuda:0", built, arrays, regions=regions), wanted, TOLERANCE.get(dtype, 1e-6))
     figures["fetches"] = len(wanted)
 
 

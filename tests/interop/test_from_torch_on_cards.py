@@ -47,6 +47,15 @@ async def test_a_function_runs_on_the_stream_of_its_node(
     assert not [name for name in torch.fake.blocking() if "ynchronize" in name or "memcpy" in name]
 
 
+async def test_an_array_without_elements(torch: TorchOnCards, graph: af.Graph) -> None:
+    x = af.placeholder("float32", (None,))
+    double = af.from_torch(lambda x: x + x, outputs=VECTOR)(x + 1)
+    async with af.Session(graph, devices=["cuda:0"]) as session:
+        for length in (0, 1):
+            found = await session.run(double, {x: np.zeros(length, np.float32)})
+            assert found.tolist() == [2.0] * length
+
+
 async def test_a_flipped_array_comes_with_strides_that_torch_has(torch: TorchOnCards, graph: af.Graph) -> None:
     x = af.placeholder("float32", (None,))
     flipped = af.flip(x)

@@ -34,6 +34,7 @@ class TorchOnCards:
             ExternalStream=lambda pointer, device: SimpleNamespace(cuda_stream=pointer, device=device),
             device=fake.cuda.Device,
             stream=self._stream,
+            is_available=lambda: True,
             is_initialized=lambda: True,
             current_stream=lambda card: self.current,
         )
@@ -47,6 +48,7 @@ class TorchOnCards:
     def from_dlpack(self, array: Any) -> TensorOnCard:
         """A tensor in the memory of an array; PyTorch aborts the process where it has a negative stride."""
         assert min(array.strides, default=0) >= 0, array.strides
+        assert array.size, "CuPy asks CUDA where the memory is, and there is none"
         return TensorOnCard(self, array.__dlpack__(stream=self.current.cuda_stream or 1).array)
 
     def full(self, shape: tuple[int, ...], value: float, *, dtype: str, device: str) -> TensorOnCard:
