@@ -14,22 +14,13 @@ from hypothesis import strategies as st
 
 from asyncflow.devices import MemoryLimitExceeded
 from asyncflow.devices.cuda_graph import MOST_KEYS, WARM_UPS, CapturedRegion, captured
-from asyncflow.devices.cuda_memory import CudaPool, install_allocator
-from asyncflow.streams.cuda import CudaStream
+from tests.devices.cards import CapturingCard
 from tests.fake_cupy import FakeCupy
 
 MIB = 2**20
 
 
-class Card:
-    """A device as far as captures go."""
-
-    def __init__(self, cupy: FakeCupy, limit: int | None = None) -> None:
-        install_allocator(cupy)
-        self.cupy = cupy
-        self.pool = CudaPool(cupy, 0, "cuda:0", limit)
-        self.stream = CudaStream(cupy, 0, "cuda:0/compute", self.pool)
-
+class Card(CapturingCard):
     def region(self, function: Callable[..., Any]) -> Region:
         return Region(self, function)
 

@@ -21,9 +21,8 @@ from asyncflow.devices import hardware
 from asyncflow.devices.cuda_bindings import cuda_bindings, using_bindings
 from asyncflow.devices.cuda_conditional import ENDED, GIVEN_UP, SOURCE, STOPPED, TOO_LONG, Limits, node_params
 from asyncflow.devices.cuda_graph import MOST_KEYS
-from asyncflow.devices.cuda_memory import CudaPool, install_allocator
 from asyncflow.devices.cuda_while import DeviceLoop, Iterated
-from asyncflow.streams.cuda import CudaStream
+from tests.devices.cards import CapturingCard
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.bindings import (
     CUgraphConditionalNodeType,
@@ -36,15 +35,7 @@ from tests.fake_cupy.graphs import SETTERS
 MIB = 2**20
 
 
-class Card:
-    """A device as far as loops go."""
-
-    def __init__(self, cupy: FakeCupy, limit: int | None = None) -> None:
-        install_allocator(cupy)
-        self.cupy = cupy
-        self.pool = CudaPool(cupy, 0, "cuda:0", limit)
-        self.stream = CudaStream(cupy, 0, "cuda:0/compute", self.pool)
-
+class Card(CapturingCard):
     def loop(self, condition: Callable[..., Any], body: Callable[..., Any], **limits: int) -> Loop:
         return Loop(self, condition, body, Limits(**limits))
 
