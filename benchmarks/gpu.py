@@ -7,6 +7,7 @@ float32 in every system, not of TF32.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -198,7 +199,8 @@ def draw_lstm(results: Sequence[Result], folder: Path, *, sizes: dict[str, int] 
 
 def _saved(trace: af.Trace, folder: Path, name: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}{suffix}" for suffix in (".json.gz", ".html", ".png")]
+    pictures = [".png"] if importlib.util.find_spec("matplotlib") else []  # which a machine with a card may lack
+    paths = [folder / f"{name}{suffix}" for suffix in (".json.gz", ".html", *pictures)]
     for path in paths:
         save(trace, path)
     return paths

@@ -112,10 +112,10 @@ class Progress:
             raise self._loss()
 
     def _loss(self) -> DeviceLostError:
+        last = f"launched last was {self._lost_at!r}, and " if self._lost_at else ""
         loss = DeviceLostError(
             f"{self._name} is lost: a kernel or copy failed with {self._lost}, after which CUDA refuses all work in "
-            f"this process; launched last was {self._lost_at!r}, and CUDA_LAUNCH_BLOCKING=1 shows which it was. Start "
-            "the process anew"
+            f"this process; {last}CUDA_LAUNCH_BLOCKING=1 shows which it was. Start the process anew"
         )
         loss.__cause__ = self._lost
         return loss

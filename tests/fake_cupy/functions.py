@@ -63,6 +63,9 @@ HOST_VALUES = names(
 )
 """Functions some of whose arguments may be NumPy arrays."""
 
+MOST_JOINED = 8
+"""For more arrays `concatenate` and what is made of it copy a table of addresses to the device."""
+
 NEW = names("arange empty eye full identity linspace logspace ones tri zeros indices fromfunction")
 """Functions that take lengths and scalars."""
 
@@ -183,6 +186,8 @@ class Functions:
             for part in first or ():
                 if not isinstance(part, self.kernels.ndarray):
                     raise TypeError(f"Only cupy arrays can be concatenated, not {type(part).__name__}")
+            if len(first or ()) > MOST_JOINED and self.kernels.current_queue().capture is not None:
+                raise RuntimeError("the current stream is capturing, so H2D transfers are disallowed")
 
     def _view(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source, rest = args[0], args[1:]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.devices.cuda_conditional import SOURCE, node_params
+from asyncflow.devices.cuda_conditional import SOURCE, Limits, node_params
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.bindings import CU_GRAPH_COND_ASSIGN_DEFAULT
 from tests.fake_cupy.errors import CUDARuntimeError
@@ -173,14 +173,14 @@ def _looped(seed: int, *, update: bool) -> int:
         driver, runtime = cupy.bindings.driver, cupy.bindings.runtime
         main, side = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         with main:
-            state, total, seen = cupy.zeros(3, np.int64), cupy.zeros(()), cupy.zeros(())
+            state, total, seen = cupy.asarray(Limits(5).state()), cupy.zeros(()), cupy.zeros(())
             pred = cupy.ones((), bool)
             kernel = cupy.RawModule(code=SOURCE).get_function("set_loop")
             main.begin_capture()
             _, _, _, graph, *_ = runtime.cudaStreamGetCaptureInfo(main.ptr)
             _, context = driver.cuCtxGetCurrent()
             _, handle = driver.cuGraphConditionalHandleCreate(graph, context, 0, 0)
-            args = (np.uint64(int(handle)), pred, state, np.int64(5), np.int64(1))
+            args = (np.uint64(int(handle)), pred, state)
             kernel((1,), (1,), args)
             nodes = runtime.cudaStreamGetCaptureInfo(main.ptr)[4]
             params = driver.CUgraphNodeParams()
@@ -300,10 +300,11 @@ def test_a_default_is_assigned_once_a_launch_and_not_when_a_node_is_come_to_agai
 ) -> None:
     """The branch in the loop is taken in the first iteration, which clears its handle for all that follow."""
     with capturing.main as main:
-        state, always, never, found = cupy.zeros(3, np.int64), cupy.ones((), bool), cupy.zeros((), bool), cupy.zeros(())
+        state = cupy.asarray(Limits(5).state())
+        always, never, found = cupy.ones((), bool), cupy.zeros((), bool), cupy.zeros(())
         main.begin_capture()
         loop = capturing.handle(main)
-        arguments = np.uint64(int(loop)), always, state, np.int64(5), np.int64(1)
+        arguments = np.uint64(int(loop)), always, state
         set_loop = capturing.module.get_function("set_loop")
         set_loop((1,), (1,), arguments)
         _, (iteration,) = capturing.add(main, loop, "WHILE", 1)
@@ -316,7 +317,7 @@ def test_a_default_is_assigned_once_a_launch_and_not_when_a_node_is_come_to_agai
             set_loop((1,), (1,), arguments)
         graph = main.end_capture()
         for launches in (1, 2):
-            state.fill(0)
+            state[:3].fill(0)
             graph.launch()
             assert (int(state.get()[0]), int(found.get())) == (5, launches)
 
