@@ -19,7 +19,7 @@ from asyncflow.devices.cuda_decisions import Loop
 from asyncflow.devices.cuda_launch import Values
 from asyncflow.devices.cuda_while import DeviceLoop
 from asyncflow.devices.cuda_while_host import HostDriver
-from asyncflow.devices.protocol import CoroutineKernel
+from asyncflow.devices.protocol import CoroutineKernel, recording
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda import CudaDevice
@@ -34,7 +34,7 @@ FIRST_ITERATIONS = 1 << 10
 _STEP = 4
 """Launches become longer, or shorter, by this factor."""
 
-_SHORT_S, _LONG_S = 0.05, 0.2
+SHORT_S, LONG_S = 0.05, 0.2
 """Seconds after which asking the host costs nothing, and after which somebody who waits would notice."""
 
 
@@ -56,9 +56,9 @@ class Patience:
             grown = min(self.most * _STEP, MOST_ITERATIONS)
             is_longer, self.most, self._least = grown > self.most, grown, grown
             return is_longer
-        if took_s > _LONG_S:
+        if took_s > LONG_S:
             self.most = max(self.most // _STEP, self._least)
-        elif outcome == STOPPED and took_s < _SHORT_S:
+        elif outcome == STOPPED and took_s < SHORT_S:
             self.most = min(self.most * _STEP, MOST_ITERATIONS)
         return outcome == STOPPED
 
@@ -115,13 +115,15 @@ class WhileLauncher(CoroutineKernel):
         """
         return self._run(args, self._device.recorded())
 
-    async def _run(self, args: Sequence[Any], spans: list[Span] | None) -> tuple[Any, ...]:
+    async def _run(self, args: tuple[Any, ...], spans: list[Span] | None) -> tuple[Any, ...]:
         try:
             return await self._launched(args, spans)
         except RuntimeError as error:
             raise self._device.cause_of(error)  # noqa: B904 - which has its cause
 
-    async def _launched(self, args: Sequence[Any], spans: list[Span] | None) -> tuple[Any, ...]:
+    async def _launched(self, args: tuple[Any, ...], spans: list[Span] | None) -> tuple[Any, ...]:
+        with recording(self._device, spans):
+            args = self._values.brought(args, self._info.vectors)
         host = HostDriver(self._device, self._values, self._info, args, spans, self._check)
         with self._values.stream.activate():
             raw = [self._values.raw(value, self._info.name) for value in args]
@@ -153,4 +155,4 @@ class WhileLauncher(CoroutineKernel):
             raise self._too_many(label)
 
 
-__all__ = ["FIRST_ITERATIONS", "Patience", "WhileLauncher"]
+__all__ = ["FIRST_ITERATIONS", "LONG_S", "SHORT_S", "Patience", "WhileLauncher"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -116,7 +117,10 @@ async def test_a_long_loop_is_launched_again_and_again(
         assert (await sums.run(launcher, limit))[0] == limit
 
 
-async def test_a_loop_is_one_launch_and_the_host_is_asked_once(device: CudaDevice, sums: Sums) -> None:
+async def test_a_loop_is_one_launch_and_the_host_is_asked_once(
+    device: CudaDevice, sums: Sums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_while_launch, "LONG_S", math.inf)  # however busy the machine is
     launcher = WhileLauncher(device, device.cupy.bindings, sums.functions, INFO, n_vars=2, too_many=TooManyError)
     await sums.run(launcher, 3)
     for n in (3, 300):
