@@ -20,7 +20,7 @@ from asyncflow.graph.shapes import is_static
 from asyncflow.ops.cuda_source import has_source
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from asyncflow.compiler.regions import Region
     from asyncflow.graph.graph import Subgraph
@@ -113,37 +113,63 @@ def is_device_loop(node: Node, on_host: Collection[Tensor]) -> bool:
     Its variables have numbers and shapes that never change; variables that the host has outside, such as counters, are
     the device's inside. In it there may be loops of that kind, whatever they decide by, and branches with such results.
     """
-    return node.op.name == "while" and _decision(node) not in on_host and _may_loop(node, on_host)
+    return node.op.name == "while" and not decides_on_host(node, on_host) and why_host_drives(node, on_host) is None
 
 
-def _may_loop(node: Node, on_host: Collection[Tensor]) -> bool:
-    n_vars = node.attrs["n_vars"]
-    parts = node.attrs["cond"], node.attrs["body"]
-    inside = host_values_inside(node.inputs, parts, n_vars, on_host)
-    if not _have_buffers(node) or parts[0].results[0] in inside:
-        return False
-    if _holds_vector(node.inputs[:n_vars], on_host) or _holds_vector(parts[1].results, inside):
-        return False
-    return all(_may_be_inside(inner, inside) for part in parts for inner in part.nodes)
+def decides_on_host(loop: Node, on_host: Collection[Tensor]) -> bool:
+    """Whether the predicate of the loop is a number that the host has anyway."""
+    return _decision(loop) in on_host
 
 
-def _may_branch(node: Node, inside: Collection[Tensor]) -> bool:
-    if not _have_buffers(node) or any(_holds_vector(branch.results, inside) for branch in node.subgraphs):
-        return False
-    return all(_may_be_inside(inner, inside) for branch in node.subgraphs for inner in branch.nodes)
+def why_host_drives(loop: Node, on_host: Collection[Tensor]) -> str | None:
+    """Why a device cannot run a loop by itself, in a few words; None if it can."""
+    n_vars = loop.attrs["n_vars"]
+    parts = loop.attrs["cond"], loop.attrs["body"]
+    inside = host_values_inside(loop.inputs, parts, n_vars, on_host)
+    obstacle = _no_buffers(loop)
+    if obstacle is not None:
+        return obstacle
+    if parts[0].results[0] in inside:
+        return "its predicate is a number on the host"
+    if _holds_vector(loop.inputs[:n_vars], on_host) or _holds_vector(parts[1].results, inside):
+        return f"a value of it is {_HOST_VECTOR}"
+    return _first_obstacle((inner for part in parts for inner in part.nodes), inside)
 
 
-def _may_be_inside(node: Node, inside: Collection[Tensor]) -> bool:
-    if node.op.name == "while":
-        return _may_loop(node, inside)
-    return _may_branch(node, inside) if node.op.name == "cond" else may_be_captured(node, inside)
+def _why_no_branch(node: Node, inside: Collection[Tensor]) -> str | None:
+    obstacle = _no_buffers(node)
+    if obstacle is not None:
+        return obstacle
+    if any(_holds_vector(branch.results, inside) for branch in node.subgraphs):
+        return f"a value of it is {_HOST_VECTOR}"
+    return _first_obstacle((inner for branch in node.subgraphs for inner in branch.nodes), inside)
 
 
-def _have_buffers(node: Node) -> bool:
-    """Whether all outputs are numbers, in arrays of shapes that are known."""
-    specs = [tensor.spec for tensor in node.outputs]
-    are_numbers = all(spec.dtype.kind in "biufc" or spec.dtype.name == "bfloat16" for spec in specs)
-    return are_numbers and all(is_static(spec.shape) for spec in specs)
+def _first_obstacle(nodes: Iterable[Node], inside: Collection[Tensor]) -> str | None:
+    """Why the first of the nodes of a body that cannot be in a device's loop cannot; None if all can."""
+    # Loops inside that are the device's already come last: they are, because something else is in the way.
+    for node in sorted(nodes, key=lambda node: node.op.name == "device_while"):
+        if node.op.name in STRUCTURED:
+            obstacle = (why_host_drives if node.op.name == "while" else _why_no_branch)(node, inside)
+            if obstacle is not None:
+                return f"in {node.name}, {obstacle}"
+        elif not may_be_captured(node, inside):
+            return f"{node.name} ({node.op.name}) cannot be in a CUDA graph"
+    return None
+
+
+def _no_buffers(node: Node) -> str | None:
+    """Which output is no number, or an array of a shape that is not known; None if there is none."""
+    for tensor in node.outputs:
+        spec = tensor.spec
+        if not (spec.dtype.kind in "biufc" or spec.dtype.name == "bfloat16"):
+            return f"a value of it is {spec}, no number"
+        if not is_static(spec.shape):
+            return f"a value of it is {spec}, whose shape is not fixed"
+    return None
+
+
+_HOST_VECTOR = "an array of the host's, such as a shape"
 
 
 def _holds_vector(tensors: Sequence[Tensor], on_host: Collection[Tensor]) -> bool:
@@ -202,4 +228,12 @@ def _host_outputs(node: Node, found: Collection[Tensor]) -> Iterator[Tensor]:
         yield from node.outputs
 
 
-__all__ = ["CAPTURABLE", "can_capture", "host_values_inside", "is_device_loop", "may_be_captured"]
+__all__ = [
+    "CAPTURABLE",
+    "can_capture",
+    "decides_on_host",
+    "host_values_inside",
+    "is_device_loop",
+    "may_be_captured",
+    "why_host_drives",
+]

@@ -16,7 +16,7 @@ from asyncflow.compiler.detached import detached_node
 from asyncflow.compiler.device_functions import DeviceFunctions
 from asyncflow.compiler.fuse import fuse_line
 from asyncflow.compiler.host_values import find_host_values
-from asyncflow.compiler.kernels import bind_member
+from asyncflow.compiler.kernels import bind_member, find_unknown_vectors
 from asyncflow.compiler.replacements import Replacements
 from asyncflow.devices.cuda_bindings import cuda_bindings
 from asyncflow.devices.cuda_while_launch import WhileLauncher
@@ -82,7 +82,8 @@ def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = 
 def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Tensor], fusion: bool) -> bool:
     """Whether there was a loop to be replaced, in the graph or below."""
     for position, node in enumerate(graph.nodes):
-        device = _device_of(node)
+        places = devices_of_loop(node) if node.op.name == "while" else ()
+        device = places[0] if len(places) == 1 else None
         if device in devices and is_device_loop(node, on_host):
             made = graph.nodes[position] = _device_while(node, device, on_host)
             if fusion:
@@ -106,13 +107,11 @@ def _fuse(part: Subgraph) -> None:
     part.nodes[:], part.results = fuse_line(part.nodes, part.results)
 
 
-def _device_of(node: Node) -> str | None:
-    """The one device that a loop runs on; None if there are several."""
-    if node.op.name != "while":
-        return None
+def devices_of_loop(node: Node) -> tuple[str, ...]:
+    """The devices that a loop has nodes on, in the order in which it names them."""
     members = [inner for part in node.subgraphs for inner in part.walk() if inner.op.name not in STRUCTURED]
-    found = {inner.device for inner in members if inner.op is not PARAMETER and inner.op is not CONSTANT}
-    return found.pop() if len(found) == 1 else None
+    found = [inner.device for inner in members if inner.op is not PARAMETER and inner.op is not CONSTANT]
+    return tuple(dict.fromkeys(device for device in found if device is not None))
 
 
 def _device_while(node: Node, device: str | None, on_host: Collection[Tensor]) -> Node:
@@ -120,7 +119,8 @@ def _device_while(node: Node, device: str | None, on_host: Collection[Tensor]) -
     specs = tuple(tensor.spec for tensor in node.outputs)
     there = frozenset(index for index, tensor in enumerate(node.inputs) if index >= n_vars and tensor in on_host)
     loop = Loop(node.attrs["cond"], node.attrs["body"], n_vars, specs, there)
-    made = detached_node(node.graph, DEVICE_WHILE, node.inputs, {"loop": loop}, node, specs, name=f"{node.name}/device")
+    name = f"{node.name.removeprefix(node.graph.name_scope)}/device"  # the graph puts its scope in front
+    made = detached_node(node.graph, DEVICE_WHILE, node.inputs, {"loop": loop}, node, specs, name=name)
     made.control_inputs = list(node.control_inputs)
     made.device = device
     return made
@@ -155,6 +155,7 @@ def bind_device_loop(
         name=node.name,
         stream=stream,
         single=False,
+        vectors=find_unknown_vectors(node.inputs, there),
         launches=launches,
         flops=lambda inputs, outputs: 0.0,
         infer=lambda inputs: None,
@@ -172,4 +173,4 @@ def bind_device_loop(
     )
 
 
-__all__ = ["DEVICE_WHILE", "Loop", "bind_device_loop", "make_device_loops"]
+__all__ = ["DEVICE_WHILE", "Loop", "bind_device_loop", "devices_of_loop", "make_device_loops"]

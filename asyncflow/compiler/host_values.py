@@ -4,6 +4,10 @@ A kernel whose inputs are all on the host and whose outputs have rank 0 is compu
 predicates and learning rates cost no launch, and a loop that decides by them needs not wait for its device. The same is
 found again in a run, by looking at the values; here it is found beforehand, for what has to be decided when a graph is
 compiled.
+
+The code of a region takes all other arrays for the device's. Some come as vectors of the host all the same, such as a
+mask that a CPU has made: they are copied in where the region begins. A branch or loop in which the one meets the other
+is no part of a region.
 """
 
 from __future__ import annotations
@@ -42,6 +46,34 @@ def may_stay_on_host(node: Node) -> bool:
     if any(tensor.spec.dtype == VARIANT for tensor in node.inputs):
         return False
     return bool(node.outputs) and all(is_scalar_spec(tensor.spec) for tensor in node.outputs)
+
+
+def may_be_host_vector(spec: Spec) -> bool:
+    """Whether a value of this spec that is not known to be on the host may be there: a short vector of integers.
+
+    Devices leave such a one where it was made, since it may be a shape.
+    """
+    return spec.dtype.kind in "biu" and (spec.shape is None or len(spec.shape) == 1)
+
+
+def mixes_vectors(node: Node, found: Collection[Tensor]) -> bool:
+    """Whether what a branch or loop gives is a vector that is now on the host, now in the memory of the device.
+
+    Args:
+        node: any.
+        found: what `find_host_values` has found.
+    """
+    if node.op.name == "cond":
+        places = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
+    elif node.op.name == "while":
+        body: Subgraph = node.attrs["body"]
+        places = zip(body.inputs, node.inputs, body.results, strict=False)
+    else:
+        return False
+    return any(
+        place not in found and any(value in found and value.shape != () for value in values)
+        for place, *values in places
+    )
 
 
 def find_host_values(graph: Graph) -> set[Tensor]:
@@ -110,4 +142,4 @@ def _enter(body: Subgraph, outer: Sequence[Tensor], found: set[Tensor], first: i
     found.update(inner for inner, tensor in zip(body.inputs[first:], outer, strict=True) if tensor in found)
 
 
-__all__ = ["find_host_values", "is_scalar_spec", "may_stay_on_host"]
+__all__ = ["find_host_values", "is_scalar_spec", "may_be_host_vector", "may_stay_on_host", "mixes_vectors"]

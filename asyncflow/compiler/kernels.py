@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.compiler.fused import alone
-from asyncflow.compiler.host_values import NUMBERS, may_stay_on_host
+from asyncflow.compiler.host_values import NUMBERS, may_be_host_vector, may_stay_on_host
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import OutOfMemoryError
@@ -56,7 +56,7 @@ def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: 
         check_numerics: fail on NaN and infinity.
     """
     attrs = {name: resolve(value) if isinstance(value, Resource) else value for name, value in node.attrs.items()}
-    if xp is not np and is_otherwise_in_cupy(node.op, node.outputs[0].dtype):
+    if xp is not np and node.outputs and is_otherwise_in_cupy(node.op, node.outputs[0].dtype):
         kernel = alone(node, xp)
     else:
         kernel = bound_kernel(node.op, xp, attrs, of_scalars=all(tensor.shape == () for tensor in node.inputs))
@@ -152,17 +152,32 @@ def _uploading(kernel: Kernel, positions: Sequence[int], xp: ModuleType, needs_c
     return call
 
 
+def find_unknown_vectors(inputs: Sequence[Tensor], on_host: Collection[Tensor]) -> tuple[int, ...]:
+    """Positions of the inputs that code takes for the device's, and that may come as vectors of the host."""
+    return tuple(
+        index for index, tensor in enumerate(inputs) if tensor not in on_host and may_be_host_vector(tensor.spec)
+    )
+
+
 def bind_region(
-    node: Node, code: RegionCode, device: AsynchronousDevice, stream: int, *, captures: bool = False
+    node: Node,
+    code: RegionCode,
+    device: AsynchronousDevice,
+    stream: int,
+    on_host: Collection[Tensor] = (),
+    *,
+    captures: bool = False,
 ) -> Kernel:
     """What a firing of a region calls on a device that enqueues it as a whole."""
     region: Region = node.attrs["region"]
+    first = 1 if code.needs_context else 0
     launches = sum(member.op.kernel is not None and member.op is not CONSTANT for member in region.walk())
     info = KernelInfo(
         name=node.name,
         stream=stream,
         single=False,
         needs_context=code.needs_context,
+        vectors=tuple(first + index for index in find_unknown_vectors(region.inputs, on_host)),
         launches=launches,
         captures=captures,
         flops=partial(_flops, node),

@@ -107,6 +107,7 @@ class _Lowering(Emitter):
             read = self.reads(node)  # asks about the tensors of before
             inputs = self.values(node.inputs)
             if node.op in (FETCH, EMIT):
+                node.device = self.where_to_hand_out(node, inputs)
                 inputs = [self.host_value(tensor, node, place) for tensor in inputs]
             controls = self.arrived(self.controls(node.control_inputs), node.device)
             node.inputs = [self.local(tensor, node.device) for tensor in inputs]
@@ -115,6 +116,16 @@ class _Lowering(Emitter):
             node.control_inputs = self.held_back(inputs, controls, place, node.device)
             self.places[node] = place
         self.flat.adopt(node)
+
+    def where_to_hand_out(self, node: Node, values: Sequence[Tensor]) -> Device:
+        """Where values are given to the caller: what the host has already must not go to an asynchronous device again.
+
+        A value may be elsewhere than when the node was placed, since a region has taken it there.
+        """
+        if node.device not in self.asynchronous:
+            return node.device
+        there = (value.node.device for value in values)
+        return next((device for device in there if device not in self.asynchronous), node.device)
 
     def read_value(self, tensor: Tensor, node: Node, place: Place) -> Tensor:
         """`tensor` where the kernel of `node` can look at it, once it has come to the device."""

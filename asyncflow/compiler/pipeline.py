@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from asyncflow.compiler.fuse import fuse_region
 from asyncflow.compiler.host_values import find_host_values
 from asyncflow.compiler.kernels import bind_kernel, bind_launch, bind_member, bind_region
 from asyncflow.compiler.layout import build_partition, is_everywhere
+from asyncflow.compiler.loop_drivers import find_loop_drivers
 from asyncflow.compiler.lower import lower
 from asyncflow.compiler.optimize import optimize as run_optimizations
 from asyncflow.compiler.order_effects import order_effects
@@ -29,7 +30,6 @@ from asyncflow.compiler.plan import Plan
 from asyncflow.compiler.regions import REGION, make_regions
 from asyncflow.compiler.saved import find_saved
 from asyncflow.compiler.straight import find_straight
-from asyncflow.devices.cuda_bindings import cuda_bindings
 from asyncflow.devices.names import DeviceSpec
 from asyncflow.errors import PlacementError
 from asyncflow.graph.op import host_inputs, runs_on_host
@@ -100,13 +100,15 @@ def compile_plan(
     placement = place(working, devices, costs, seed=options.placement_seed)
     if homes is not None:
         homes.update((key, node.device) for node, key in _state_of(working) if node.device is not None)
+    read_on_host = _states_for_host(working, devices, resolve)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
     enqueuing = {device.name for device in devices if runs_regions(device)}
-    if options.device_while and enqueuing and cuda_bindings() is not None:
+    if options.device_while and enqueuing:
         on_host = make_device_loops(working, enqueuing, fusion=options.fusion)
         check(working)
     else:
         on_host = find_host_values(working) if enqueuing else set()
+    loops = find_loop_drivers(working, enqueuing, on_host, device_while=options.device_while) if enqueuing else ()
     streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
     if request.regions:
         streams = make_regions(working, streams, asynchronous - enqueuing, enqueuing, on_host)
@@ -135,6 +137,8 @@ def compile_plan(
         placement=placement,
         straight=find_straight(partitions, devices),
         saved=saved,
+        loops=loops,
+        read_on_host=read_on_host,
     )
 
 
@@ -153,6 +157,24 @@ def _state_of(graph: Graph) -> Iterator[tuple[Node, Hashable]]:
     for node in graph.walk():
         for resource in resources_of(node):
             yield node, resource.effect_key
+
+
+def _states_for_host(graph: Graph, devices: Sequence[Device], resolve: Resolve) -> tuple[Any, ...]:
+    """The states that NumPy's kernels use, and that a device with a memory of its own may have written.
+
+    On a CPU that is another session's, which shares the container; on such a device, where the functions of users are
+    called on the host, it may be this very one.
+    """
+    by_name = {device.name: device for device in devices}
+    found: dict[int, Any] = {}
+    for node in graph.walk():
+        for resource in resources_of(node):
+            device = by_name[node.device or devices[0].name]
+            is_shared = resource.container is not None and not device.is_asynchronous
+            if is_shared or (device.xp is not np and runs_on_host(node)):
+                state = resolve(resource)
+                found[id(state)] = state
+    return tuple(found.values())
 
 
 def _send_home(graph: Graph, homes: Mapping[Hashable, str]) -> None:
@@ -252,4 +274,4 @@ class _Binding:
         # A graph that is replayed raises nothing.
         may_capture = self.options.cuda_graphs and not self.options.check_numerics and device.kind == "cuda"
         captures = may_capture and can_capture(region, self.on_host)
-        return code, bind_region(node, code, launching, stream, captures=captures)
+        return code, bind_region(node, code, launching, stream, self.on_host, captures=captures)

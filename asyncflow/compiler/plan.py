@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from asyncflow.compiler.estimate import RegionEstimate
+    from asyncflow.compiler.loop_drivers import LoopDriver
     from asyncflow.compiler.place import Placement
     from asyncflow.compiler.regions import Region
     from asyncflow.compiler.saved import Saved
@@ -297,6 +298,8 @@ class Plan:
         placement: why each node is on its device.
         straight: the plan as one call, if it is that simple.
         saved: what its loops save for their gradients.
+        loops: what drives those on cards.
+        read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
     """
 
     graph: Graph
@@ -305,6 +308,8 @@ class Plan:
     placement: Placement
     straight: Straight | None = None
     saved: tuple[Saved, ...] = ()
+    loops: tuple[LoopDriver, ...] = ()
+    read_on_host: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
         parts = (f"{_counted(len(partition.nodes), 'node')} on {partition.device}" for partition in self.partitions)
@@ -315,7 +320,8 @@ class Plan:
         """What will run: per device the frames, and every node with its inputs.
 
         With several devices, also why each node is where it is, and how many values go from device to device; and which
-        products of loops are done for several iterations at once.
+        products of loops are done for several iterations at once. With CUDA devices, also whether a card runs a loop
+        by itself (`Session(device_while=True)`), and if not, why.
 
         Args:
             source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
@@ -323,7 +329,7 @@ class Plan:
         """
         if memory:
             return "\n".join(explain_saved(self.saved))
-        lines = [*self._explain_transfers(), *self._explain_batching()]
+        lines = [*self._explain_transfers(), *self._explain_batching(), *map(str, self.loops)]
         for partition in self.partitions:
             lines.append(f"partition on {partition.device}: {_counted(len(partition.nodes), 'node')}")
             for path, frame in partition.frames.items():

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.frames import has_primitives
+from asyncflow.compiler.host_values import mixes_vectors
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.errors import InternalError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
@@ -206,10 +207,12 @@ class _Clustering:
         )
 
     def never_waits(self, node: Node) -> bool:
-        """Whether Python needs nothing that is in a device's memory to run the node."""
+        """Whether Python needs nothing that is in a device's memory to run the node, and knows what is there."""
         if node.op.name == "cond" and node.inputs[0] not in self.on_host:
             return False
         if node.op.name == "while" and node.attrs["cond"].results[0] not in self.on_host:
+            return False
+        if mixes_vectors(node, self.on_host):
             return False
         if runs_on_host(node) or any(node.inputs[index] not in self.on_host for index in host_inputs(node)):
             return False

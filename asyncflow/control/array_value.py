@@ -247,7 +247,7 @@ class ArrayValue:
                 )
         # Several times faster than stacking rank-0 arrays; elsewhere only counters are NumPy's scalars.
         if not first and dtype.kind in SCALAR_KINDS and all(isinstance(element, np.generic) for element in elements):
-            return np.array(elements, dtype)
+            return xp.asarray(np.array(elements, dtype))
         return xp.stack(elements)
 
     def _zeros(self, index: int) -> Array:

@@ -27,6 +27,7 @@ import numpy as np
 
 from asyncflow.devices.cuda_copies import Copies, enable_peer_access
 from asyncflow.devices.cuda_exchange import Exchange
+from asyncflow.devices.cuda_holder import CudaHolder
 from asyncflow.devices.cuda_launch import HostLauncher, Launcher, RegionLauncher
 from asyncflow.devices.cuda_memory import CudaMemoryAccount, CudaPool, home_of, install_allocator
 from asyncflow.devices.cuda_namespace import cuda_namespace
@@ -40,7 +41,7 @@ from asyncflow.devices.options import positive_count
 from asyncflow.devices.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
 from asyncflow.devices.values import stays_on_host
-from asyncflow.errors import PlacementError
+from asyncflow.errors import PlacementError, SessionClosedError
 from asyncflow.streams.cuda import CudaStream, active_stream
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.thread import ThreadStream
@@ -90,13 +91,14 @@ class CudaDevice(Progress):
         name = str(DeviceName("cuda", index))
         self._count = positive_count(compute_streams, "the number of compute streams")
         super().__init__(cupy, physical, name, CudaPool(cupy, physical, name, memory_limit))
-        self._xp = cuda_namespace(cupy, self.upload)
+        self._xp = cuda_namespace(cupy, self.upload, CudaHolder(self))
         self._given_slab = pinned
         self._spans: list[Any] | None = None
         self._streams: tuple[CudaStream, ...] = ()
         self._host = ThreadStream(f"{self._name}/host")
         self.exchange = Exchange(self)
         self._is_started = False
+        self._is_closed = False
 
     async def open(self) -> None:
         """`start` on a thread that may wait. Idempotent."""
@@ -107,9 +109,12 @@ class CudaDevice(Progress):
         """Make streams, memory and the clock; blocks. Idempotent.
 
         Raises:
+            SessionClosedError: the device has been closed.
             PlacementError: the card has less memory free than the limit, or refuses something else.
             DeviceLostError: the card takes no work, because an earlier kernel of this process has broken it.
         """
+        if self._is_closed:
+            raise SessionClosedError(f"device {self._name} is closed; open a new session")
         if self._is_started:
             return
         try:
@@ -221,6 +226,7 @@ class CudaDevice(Progress):
 
     async def aclose(self, grace_s: float) -> bool:
         """Take no more work and wait up to ``grace_s`` seconds for what there is; True if all ended. Idempotent."""
+        self._is_closed = True
         if self._is_started:
             await self.copies.ended(grace_s)
         for stream in self._streams:
@@ -303,7 +309,7 @@ class CudaDevice(Progress):
     def copied_pageable(self, array: Any, value: np.ndarray[Any, Any], name: str) -> CudaArray:
         """`array`, filled with `value` without pinned memory; blocks until all earlier work has ended."""
         with self.compute.activate():
-            array.set(np.ascontiguousarray(value))
+            array.set(np.asarray(value, order="C"))
             self.compute.raw.synchronize()
         return CudaArray(array, self._name, self.compute, name)
 

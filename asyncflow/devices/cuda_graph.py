@@ -21,6 +21,7 @@ import numpy as np
 
 from asyncflow.devices.cuda_values import is_plain
 from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.streams.cuda import capturing
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -146,13 +147,14 @@ def capture(raw: Any, record: Callable[[], Result]) -> tuple[Any, Result]:
     Raises:
         Exception: what `record` or the end of the capture raises. The stream does not capture any more then.
     """
-    raw.begin_capture()
-    try:
-        result = record()
-    except BaseException:
-        _abandon(raw)
-        raise
-    return raw.end_capture(), result
+    with capturing:
+        raw.begin_capture()
+        try:
+            result = record()
+        except BaseException:
+            _abandon(raw)
+            raise
+        return raw.end_capture(), result
 
 
 def _abandon(raw: Any) -> None:

@@ -60,8 +60,21 @@ class Values:
     def uploaded(self, value: Any, name: str) -> Any:
         """What `raw` gives; an array of the host is copied to the device first."""
         if type(value) is np.ndarray:
-            value = as_scalar(value) if stays_on_host(value) or not value.ndim else self._device.copy_in(value, name)
+            if stays_on_host(value) or not value.ndim:
+                return as_scalar(value)
+            value = self._device.copy_in(value, name)
+            self.hold((value,))
         return self.raw(value, name)
+
+    def brought(self, arguments: tuple[Any, ...], positions: Sequence[int]) -> tuple[Any, ...]:
+        """`arguments`, with copies on the device for arrays of the host at these positions."""
+        found = [index for index in positions if type(arguments[index]) is np.ndarray]
+        if not found:
+            return arguments
+        values = list(arguments)
+        for index in found:
+            values[index] = self._device.copy_in(values[index], "upload")
+        return tuple(values)
 
     def _order(self, value: CudaArray, name: str) -> None:
         device = self._device
@@ -233,8 +246,10 @@ class RegionLauncher:
     def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> tuple[Any, ...]:
             stream, device, info = self._values.stream, self._device, self._info
-            self._values.hold(args)
             try:
+                if info.vectors:
+                    args = self._values.brought(args, info.vectors)
+                self._values.hold(args)
                 with stream.activate(), device.timed(stream, info.name):
                     device.launched += info.launches
                     return self._outputs(function(*self._inputs(args)))
@@ -249,6 +264,8 @@ class RegionLauncher:
             launches = min(info.launches, STEP_LAUNCHES)
             budget: int | None = None
             try:
+                if info.vectors:
+                    args = self._values.brought(args, info.vectors)
                 with stream.activate():
                     generator = function(*self._inputs(args))
                 while True:

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from asyncflow.devices.cuda_holder import CudaHolder
 
 _ARRAY_FUNCTIONS = (
     "argmax",
     "argmin",
     "broadcast_arrays",
     "broadcast_to",
-    "concatenate",
     "einsum",
     "expand_dims",
     "flip",
@@ -32,11 +33,12 @@ _ARRAY_FUNCTIONS = (
     "repeat",
     "roll",
     "searchsorted",
-    "stack",
     "tensordot",
     "tile",
 )
 """What takes arrays alone in CuPy, and scalars too in NumPy."""
+
+_MOST_JOINED = 8
 
 _OF_TRUTHS = ("logical_and", "logical_not", "logical_or", "logical_xor")
 """What CuPy does not define for complex numbers."""
@@ -48,14 +50,17 @@ _OF_CHOICES = ("tril", "triu", "where")
 class _CudaNamespace(ModuleType):
     """CuPy's names, but for those in its own dictionary."""
 
-    def __init__(self, cupy: Any, upload: Callable[[Any], Any] | None) -> None:
+    def __init__(self, cupy: Any, upload: Callable[[Any], Any] | None, holder: CudaHolder | None) -> None:
         super().__init__("asyncflow.cuda", "CuPy as kernels use it.")
         self._cupy = cupy
+        self.holder = holder
         self._upload = cupy.asarray if upload is None else upload
         self.array = self._array
         self.asarray = self._as_array
+        self.concatenate = self._concatenate
         self.matmul = self._matmul
         self.meshgrid = self._meshgrid
+        self.stack = self._stack
         for name in _ARRAY_FUNCTIONS:
             setattr(self, name, self._of_arrays(getattr(cupy, name)))
         for name in _OF_TRUTHS:
@@ -78,6 +83,17 @@ class _CudaNamespace(ModuleType):
     def _array(self, value: Any) -> Any:
         """A copy of `value`."""
         return value.copy() if isinstance(value, self._cupy.ndarray) else self._as_array(value)
+
+    def _concatenate(self, arrays: Sequence[Any], axis: int | None = 0, out: Any = None) -> Any:
+        arrays = [self._as_array(array) for array in arrays]
+        # For more CuPy copies a table of their addresses from the host: it would wait, and cannot be captured.
+        while len(arrays) > _MOST_JOINED:
+            pieces = [arrays[first : first + _MOST_JOINED] for first in range(0, len(arrays), _MOST_JOINED)]
+            arrays = [self._cupy.concatenate(piece, axis=axis) for piece in pieces]
+        return self._cupy.concatenate(arrays, axis=axis, out=out)
+
+    def _stack(self, arrays: Sequence[Any], axis: int = 0) -> Any:
+        return self._concatenate([self._cupy.expand_dims(self._as_array(array), axis) for array in arrays], axis)
 
     def _matmul(self, x1: Any, x2: Any, **options: Any) -> Any:
         # cuBLAS multiplies matrices of bfloat16; CuPy has no kernel of its own for stacks of them.
@@ -114,15 +130,18 @@ class _CudaNamespace(ModuleType):
         return call
 
 
-def cuda_namespace(cupy: Any, upload: Callable[[Any], Any] | None = None) -> ModuleType:
+def cuda_namespace(
+    cupy: Any, upload: Callable[[Any], Any] | None = None, holder: CudaHolder | None = None
+) -> ModuleType:
     """What kernels of CUDA devices get as `xp`.
 
     Args:
         cupy: the module.
         upload: copies a NumPy array into the device's memory, in the order of the stream that is the current one;
             None takes CuPy's own way, which may block while it makes its first buffers.
+        holder: what keeps values of variables in the device's memory; None for a namespace without variables.
     """
-    return _CudaNamespace(cupy, upload)
+    return _CudaNamespace(cupy, upload, holder)
 
 
 __all__ = ["cuda_namespace"]

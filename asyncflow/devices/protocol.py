@@ -34,6 +34,8 @@ class KernelInfo:
         host_inputs: positions of inputs that the kernel reads on the host, such as shapes.
         on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; on a device whose
             arrays are NumPy's, None.
+        vectors: positions of arguments that a region or loop takes for the device's, and that may be vectors of the
+            host; they are copied in.
         launches: how many kernels a region launches at a time.
         captures: a region may become a CUDA graph.
         flops: ``flops(input_shapes, output_shapes)``, for the cost model.
@@ -50,6 +52,7 @@ class KernelInfo:
     keeps_arrays: bool = False
     host_inputs: frozenset[int] = frozenset()
     on_host: Callable[..., Any] | None = None
+    vectors: tuple[int, ...] = ()
     launches: int = 1
     captures: bool = False
     flops: Callable[[Sequence[Shape], Sequence[Shape]], float]

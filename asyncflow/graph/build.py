@@ -33,7 +33,14 @@ class SupportsTensor(Protocol):
 
 
 TensorLike: TypeAlias = Any
-"""A Tensor, a Variable, a NumPy array or scalar, a Python number, bool or string, or a nested list of those numbers."""
+"""A Tensor, a Variable, a NumPy array or scalar, a Python number, bool or string, or a nested list of those numbers.
+
+Arrays of other libraries are read as NumPy reads them. One of CuPy's or PyTorch's in the memory of a card is copied to
+the host, after what its library's current stream has been given; that blocks, as graphs are built before they run.
+"""
+
+_CARD_MEMORY = frozenset({2, 13})
+"""DLPack's numbers of memory that NumPy cannot read: a card's, and what CUDA moves by itself."""
 
 
 def graph_for(*values: object) -> Graph:
@@ -114,7 +121,8 @@ def constant(value: TensorLike, dtype: DTypeLike | None = None, *, name: str | N
     """A value fixed when the graph is built.
 
     Args:
-        value: a number, bool, string, NumPy array, or nested lists of numbers. Copied.
+        value: a number, bool, string, array, or nested lists of numbers. Copied; from the memory of a card, too, for
+            which it waits.
         dtype: None takes NumPy's choice (Python floats give float64, ints int64).
 
     Raises:
@@ -133,9 +141,14 @@ def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
     if isinstance(value, list | tuple) and _contains_tensor(value):
         raise GraphError("a list with tensors in it is not a constant; use af.stack to make one tensor of them")
     try:
-        array = np.array(value)
+        array = np.array(_on_host(value))
     except (ValueError, OverflowError) as error:
         raise GraphError(f"cannot make a tensor of {brief(value)}: {error}") from error
+    except (TypeError, RuntimeError) as error:  # what libraries raise whose arrays NumPy may not read
+        raise DTypeError(
+            f"cannot make a tensor of a {type(value).__name__}: NumPy cannot read it ({error}); give a NumPy "
+            "array of its values"
+        ) from error
     if array.dtype.kind in "UT":
         if isinstance(value, list | tuple) and not _only_strings(value):
             raise DTypeError(f"cannot make a tensor of {brief(value)}: strings and other values do not mix")
@@ -150,6 +163,22 @@ def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return array if dtype is None or array.dtype == dtype else _convert(array, value, dtype)
+
+
+def _on_host(value: Any) -> Any:
+    """`value`; of an array in a card's memory a copy that NumPy reads, made by its library.
+
+    Raises:
+        GraphError: it records gradients.
+    """
+    if isinstance(value, np.ndarray | np.generic) or not hasattr(value, "__dlpack_device__"):
+        return value
+    if getattr(value, "requires_grad", False):
+        raise GraphError(f"cannot make a tensor of a {type(value).__name__} that requires grad; give its .detach()")
+    if value.__dlpack_device__()[0] not in _CARD_MEMORY:
+        return value
+    bring = getattr(value, "get", None) or getattr(value, "cpu", None)  # CuPy's, and PyTorch's
+    return value if bring is None else bring()
 
 
 def _explain_objects(value: TensorLike, array: np.ndarray[Any, Any]) -> None:

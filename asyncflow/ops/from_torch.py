@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
 
+_KINDS = frozenset({"cpu", "cuda"})
+"""PyTorch's names of kinds of devices that sessions may have."""
+
 _PROBES = 64, 96
 """What stands for unknown extents when outputs are inferred; multiples of what modules divide by."""
 
@@ -58,12 +61,16 @@ class TorchOp:
         self._outputs = outputs
         if outputs is not None:
             _check_specs(self.name, outputs)
+        # Without CUDA, PyTorch cannot read a card's memory: then nodes are like others of the user's functions, which
+        # the host computes.
+        takes_cards: bool = self._torch.cuda.is_available()
+        self._takes_cards = takes_cards
         self._op = Op(
             name=self.name,
             infer=_infer,
             kernel=self._forward,
             is_user=True,
-            takes_any_arrays=True,
+            takes_any_arrays=takes_cards,
             flops=self._flops if self._is_module else None,
             derivative=self._derivative,
         )
@@ -72,7 +79,7 @@ class TorchOp:
             infer=_infer,
             kernel=self._backward,
             is_user=True,
-            takes_any_arrays=True,
+            takes_any_arrays=takes_cards,
             flops=(lambda *shapes, **attrs: 3 * self._flops(*shapes, **attrs)) if self._is_module else None,
         )
 
@@ -109,11 +116,13 @@ class TorchOp:
             The nest of tensors that was declared or inferred.
 
         Raises:
-            GraphError: no graph is being built, `params` does not fit, or outputs are not declared and cannot be
-                inferred.
+            GraphError: no graph is being built, `params` does not fit, a tensor of the module that is not among them
+                has no data or is on a device of another kind than CPUs and cards of CUDA's, or outputs are not
+                declared and cannot be inferred.
         """
         given = dict(params or {})
         self._check_names(given)
+        home = self._home(given)
         with graph_for(*inputs, *given.values()) as graph:
             tensors = [graph.import_tensor(as_tensor(x)) for x in inputs]
             tensors += [graph.import_tensor(self._as_parameter(name, x)) for name, x in given.items()]
@@ -126,7 +135,7 @@ class TorchOp:
             attrs = {"outputs": outputs, "names": tuple(given), "arguments": arguments}
             node = graph.add_node(self._op, tensors, attrs, _infer(**attrs))
         # What is not given stays in the module's memory.
-        node.device = node.device or self._home(given)
+        node.device = node.device or home
         return nest.flatten(outputs)[1].unflatten(node.outputs)
 
     def _check_names(self, given: Mapping[str, Any]) -> None:
@@ -149,9 +158,24 @@ class TorchOp:
         return tensor
 
     def _home(self, given: Mapping[str, Any]) -> str | None:
-        """The kind of device that the module's own tensors are on; None if it has none."""
-        kinds = {x.device.type for name, x in self._own_tensors() if name not in given}
-        return kinds.pop() if len(kinds) == 1 else None
+        """The kind of device that the module's own tensors are on; None if it has none, or no card could be chosen.
+
+        Raises:
+            GraphError: no device of a session is of that kind.
+        """
+        kinds: dict[str, str] = {}
+        for name, x in self._own_tensors():
+            if name not in given:
+                kinds.setdefault(x.device.type, name)
+        for kind, name in kinds.items():
+            if kind not in _KINDS:
+                cause = "has no data" if kind == "meta" else f"is on a device of kind {kind!r}"
+                move = "to_empty(device='cpu') and load its values" if kind == "meta" else "to('cpu')"
+                raise GraphError(
+                    f"{self.name}: its tensor {name!r} {cause}, and nodes run on CPUs and cards of CUDA's; move the "
+                    f"module with module.{move}, or pass all its tensors as params=\n  written at {user_location()}"
+                )
+        return next(iter(kinds)) if len(kinds) == 1 and self._takes_cards else None
 
     def _own_tensors(self) -> list[tuple[str, Any]]:
         if not self._is_module:
@@ -325,7 +349,8 @@ def from_torch(module: Callable[..., Any], *, outputs: Any = None, name: str | N
     Values and tensors share memory, in and out. On a CPU device the module runs on the event loop if it is short and on
     the device's thread if not; torch's own threads are as many as `torch.set_num_threads` says. On a CUDA device it is
     enqueued on the node's stream; its own memory comes from torch's allocator, which no ``memory_limit`` counts. A node
-    goes to a device of the kind that the module's own tensors are on.
+    goes to a device of the kind that the module's own tensors are on. A PyTorch without CUDA computes on the host: on
+    a CPU device if the session has one, and else on behalf of a card, with copies out and in.
 
     Gradients flow to the inputs, and to those parameters that a call gets from the graph::
 

@@ -452,6 +452,10 @@ class Executor:
         provenance = with_provenance(
             KernelError, error.reason, error.node, error.iteration.tag(), self._device.name, ()
         )
+        loop = error.iteration.frame.info.path[-1:]
+        if error.node.name.startswith(tuple(f"{name}/next_iteration" for name in loop)):
+            # A while_loop that was lowered: named as it is where it runs in a region.
+            provenance.move_to(node=loop[0], op="while", tag=provenance.tag, inputs=(), location=provenance.location)
         self.fail(provenance, error.node.id)
 
     def fail(self, error: BaseException, order: int = -1) -> None:

@@ -46,8 +46,8 @@ class OnDevice:
         return f"on_device({self.fetch!r})"
 
 
-def on_device(fetch: Any) -> OnDevice:
-    """A fetch whose value stays in the memory of its device: ``await session.run([loss, af.on_device(y)])``.
+def on_device(fetches: Any) -> Any:
+    """Fetches whose values stay in the memory of their devices: ``await session.run([loss, af.on_device(y)])``.
 
     From a CUDA device comes the ``cupy.ndarray`` itself, without a copy; from a CPU the NumPy array, also for rank 0.
     Either has ``__dlpack__``, so that ``torch.from_dlpack(value)`` is free. What is on the host anyway, such as
@@ -58,7 +58,13 @@ def on_device(fetch: Any) -> OnDevice:
     for other streams that read it.
 
     Args:
-        fetch: a tensor, a variable or a name, as in `Session.run` and `Session.prepare`.
+        fetches: any nest of tensors, variables and names, for `Session.run` and `Session.prepare`.
+
+    Returns:
+        The same nest of fetches.
+
+    Raises:
+        FetchError: the nest contains itself.
 
     >>> import asyncflow as af
     >>> with af.Graph():
@@ -69,7 +75,8 @@ def on_device(fetch: Any) -> OnDevice:
     >>> af.run(main())
     array([2., 4.])
     """
-    return OnDevice(fetch)
+    leaves, structure = _flatten(fetches)
+    return structure.unflatten([OnDevice(leaf) for leaf in leaves])
 
 
 _NO_NODES = Graph()
@@ -117,6 +124,11 @@ def _named(name: str, graph: Graph | None) -> Tensor | Node:
 
 
 def _read_streamed(leaf: object, graph: Graph | None) -> Tensor:
+    if isinstance(leaf, OnDevice):
+        raise FetchError(
+            f"stream has no on_device: its items come to the host, one an iteration; stream {leaf.fetch!r} itself, or "
+            "return it from the loop and run af.on_device of what the loop gives"
+        )
     if isinstance(leaf, str):
         leaf = _named(leaf, graph)
     if not isinstance(leaf, Tensor):
@@ -133,6 +145,8 @@ def _read_fetch(leaf: object, graph: Graph | None) -> Fetch:
     stays = isinstance(leaf, OnDevice)
     if isinstance(leaf, OnDevice):
         leaf = leaf.fetch
+        if isinstance(leaf, OnDevice):
+            raise FetchError(f"on_device({leaf!r}) is on_device twice; once is enough")
     if isinstance(leaf, str):
         leaf = _named(leaf, graph)
     if stays and isinstance(leaf, Node):

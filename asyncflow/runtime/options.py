@@ -5,9 +5,19 @@ from __future__ import annotations
 import math
 import numbers
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from asyncflow.devices.cuda_bindings import LEAST_VERSION, cuda_bindings
+from asyncflow.errors import PlacementError
 from asyncflow.graph.graph import Graph
 from asyncflow.runtime.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from asyncflow.devices.protocol import Device
 
 _FOR_EVER_S = 1e9
 """Event loops overflow on delays of centuries."""
@@ -25,6 +35,23 @@ def check_integer(value: object, name: str, least: int | None = None) -> None:
         raise TypeError(f"{name} is an integer; got {type(value).__name__} {value!r}")
     if least is not None and value < least:
         raise ValueError(f"{name} is at least {least}; got {value}")
+
+
+def check_flags(flags: Mapping[str, object]) -> None:
+    """Raises TypeError unless all of the options, by name, are True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name} is True or False; got {type(value).__name__} {value!r}")
+
+
+def check_device_while(devices: Sequence[Device]) -> None:
+    """Raises PlacementError if cards are to run loops by themselves and there is nothing to make such loops with."""
+    if any(device.kind == "cuda" for device in devices) and cuda_bindings() is None:
+        raise PlacementError(
+            f"device_while=True needs the package cuda-bindings, version {LEAST_VERSION} or later, which is not "
+            "installed, is older, or cannot be imported: pip install 'asyncflow[cuda13]' (or cuda12, whichever CuPy "
+            "there is), or leave device_while out, and the host drives the loops"
+        )
 
 
 def check_transfer_dtype(value: object) -> None:

@@ -24,7 +24,15 @@ from asyncflow.runtime.device_feeds import has_foreign, settled, snapshots
 from asyncflow.runtime.feeds import as_feeds
 from asyncflow.runtime.fetches import user_value
 from asyncflow.runtime.loop import burst_clock, thread_waits
-from asyncflow.runtime.options import as_timeout, check_graph, check_integer, check_trace, check_transfer_dtype
+from asyncflow.runtime.options import (
+    as_timeout,
+    check_device_while,
+    check_flags,
+    check_graph,
+    check_integer,
+    check_trace,
+    check_transfer_dtype,
+)
 from asyncflow.runtime.plans import PlanCache
 from asyncflow.runtime.prepared import Call, CallCache, Prepared
 from asyncflow.runtime.run import Run
@@ -32,6 +40,7 @@ from asyncflow.runtime.straight import run_straight
 from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
 from asyncflow.runtime.turn import Turn
 from asyncflow.state.containers import StateStore
+from asyncflow.state.held import holder_of
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -55,16 +64,22 @@ def current_session() -> Session | None:
 
 
 class SessionStatistics(NamedTuple):
-    """What a session holds at one moment."""
+    """What a session holds at one moment.
+
+    Attributes:
+        runs: runs in flight, streams that are iterated over among them.
+        plans: compiled plans in the cache, one for each set of fetches and fed tensors.
+        completed: runs that have ended, in whatever way.
+        used_bytes: bytes held in the memory of each device, by its name, as ``memory_limit`` counts them. On a CUDA
+            device that is all of this session there, in pieces of 512 bytes: values of runs, constants, variables,
+            captured CUDA graphs, and values fetched by `on_device`, until the first run after their last reference is
+            gone. On a CPU it is arrays of 4 KiB or more that runs have made.
+    """
 
     runs: int
-    """Runs in flight."""
     plans: int
-    """Compiled plans in the cache."""
     completed: int
-    """Runs that have ended, in whatever way."""
     used_bytes: dict[str, int]
-    """Bytes held, by device."""
 
 
 class Session:
@@ -84,8 +99,9 @@ class Session:
         cuda_graphs: with `regions`, launch a region of elementwise operations and reductions as one CUDA graph once it
             has run a few times with the same shapes and the same numbers on the host. New; not yet run on a card.
         device_while: run loops on the card that decide by arrays and whose bodies are such operations, branches and
-            loops of them included, with no copy to the host in between; needs the package ``cuda-bindings`` and a
-            driver of CUDA 12.8 or later. New; not yet run on a card.
+            loops of them included, with no copy to the host in between; needs the package ``cuda-bindings``, which the
+            extras ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13. ``Plan.explain()`` says for each loop
+            whether the card runs it. New; not yet run on a card.
         debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
         memory_limit: bytes per device; None for no limit.
@@ -100,6 +116,10 @@ class Session:
             it. None: where they finish first.
         check_numerics: fail on the first NaN or infinity, naming the node.
         max_iterations: most iterations of any one loop; None for no limit.
+
+    Raises:
+        TypeError, ValueError: an option is of another type than it says, or out of its range.
+        PlacementError: `devices` names one that is not there, or `device_while` lacks ``cuda-bindings``.
 
     >>> import asyncflow as af
     >>> with af.Graph() as graph:
@@ -135,6 +155,19 @@ class Session:
         max_iterations: int | None = None,
     ) -> None:
         check_graph(graph)
+        check_flags(
+            {
+                "optimize": optimize,
+                "loop_batching": loop_batching,
+                "regions": regions,
+                "fusion": fusion,
+                "cuda_graphs": cuda_graphs,
+                "device_while": device_while,
+                "debug": debug,
+                "soft_placement": soft_placement,
+                "check_numerics": check_numerics,
+            }
+        )
         check_integer(threads, "threads", 1)
         check_integer(compute_streams, "compute_streams", 1)
         check_transfer_dtype(transfer_dtype)
@@ -147,6 +180,8 @@ class Session:
                 check_integer(value, name, least)
         self.graph = graph
         self.devices: tuple[Device, ...] = open_devices(devices, memory_limit, compute_streams)
+        if device_while:
+            check_device_while(self.devices)
         self._device_of = {device.name: device for device in self.devices}
         self.state = StateStore()
         self._options = PlanOptions(
@@ -176,6 +211,7 @@ class Session:
         self._turn: Turn | None = None
         self._blas: BlasLease | None = None
         self._closed: str | None = None
+        self._has_started = False
         self._entered: list[Token[Session | None]] = []
         self._idle: asyncio.Event | None = None
         _forked.add(self)
@@ -219,14 +255,18 @@ class Session:
                 "session.run_threadsafe(...) from another thread"
             )
         check_event_loop(self.devices, loop)
-        for device in self.devices:
-            if device.is_asynchronous:
-                cast("AsynchronousDevice", device).start()
+        self._start_devices()
         self._loop = loop
         self._thread_id = threading.get_ident()
         self._turn = Turn(loop, burst_clock(loop))
         self._blas = acquire_blas_threads(self._threads)
         return loop
+
+    def _start_devices(self) -> None:
+        for device in self.devices:
+            if device.is_asynchronous:
+                cast("AsynchronousDevice", device).start()
+        self._has_started = True
 
     def is_bound_here(self) -> bool:
         """Whether the session is open and bound to the running event loop."""
@@ -250,6 +290,7 @@ class Session:
                 run.close()
             if self._runs:
                 await self._drain(None)
+            await self._leave_containers()
             self._release()  # first, so that devices may give back the memory of constants and variables, too
             for device in self.devices:
                 await device.aclose(_THREADS_END_S)
@@ -262,6 +303,17 @@ class Session:
         except TimeoutError:
             pass  # the caller stops what is left
 
+    async def _leave_containers(self) -> None:
+        """Brings what containers' variables have in the memory of the session's devices to the host."""
+        holders = [holder for device in self.devices if (holder := holder_of(device.xp)) is not None]
+        if self._loop is None or not holders:
+            return
+        try:
+            async with asyncio.timeout(_THREADS_END_S):
+                await self.state.leave(holders)
+        except TimeoutError:
+            pass  # they stay where they are, and alive: those who read them there wait
+
     def _release(self) -> None:
         self._plans.clear()
         self._calls.clear()
@@ -271,8 +323,9 @@ class Session:
             self._blas = None
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", "") is None and self._loop is not None:
-            warnings.warn(f"{self!r} was dropped without close; use `async with`", ResourceWarning, stacklevel=2)
+        if getattr(self, "_closed", "") is None and self._has_started:
+            if self._loop is not None:
+                warnings.warn(f"{self!r} was dropped without close; use `async with`", ResourceWarning, stacklevel=2)
             for device in self.devices:
                 for stream in (*device.compute_streams, device.h2d, device.d2h):
                     stream.stop()
@@ -306,7 +359,8 @@ class Session:
                 dtype and shape. Arrays of other libraries are read by DLPack; one on a card is copied there, in the
                 order of its library's current stream, or read on a thread if it is needed on the host.
             timeout: seconds until `DeadlineExceeded`.
-            trace: a `Trace` to record into, or a path to write the timeline to (``.json``, ``.json.gz``, ``.html``).
+            trace: a `Trace` to record into, or a path to write the timeline to (``.json``, ``.json.gz``,
+                ``.html``, and with matplotlib ``.png``, ``.svg``).
             allow_dead: give None for a fetch on a branch not taken, instead of an error.
 
         Raises:
@@ -359,6 +413,8 @@ class Session:
             plan = await self._plan_of(call, recorder, timeout)
         if is_foreign:
             checked = await settled(checked, call.request.feeds, plan, self._device_of)
+        if plan.read_on_host:
+            await _wait_on_host(plan)
         if plan.straight is not None and recorder is None and self._may_run_straight(timeout):
             self._run_count += 1
             results = run_straight(plan.straight, plan.partitions[0].device, checked)
@@ -468,6 +524,8 @@ class Session:
         plan = await self._plan_of(call, recorder, timeout)
         if is_foreign:
             checked = await settled(checked, call.request.feeds, plan, self._device_of)
+        if plan.read_on_host:
+            await _wait_on_host(plan)
         channel = Channel(loop)
         run = self._start(loop, plan, checked, timeout, asked_s, recorder, channel)
         try:
@@ -507,7 +565,17 @@ class Session:
     # -- plans ---------------------------------------------------------------------------------------------------
 
     def plan(self, fetches: Any, feeds: Sequence[Any] = ()) -> Plan:
-        """The compiled plan for runs with these fetches and these fed tensors; ``.explain()`` prints it."""
+        """The compiled plan for runs with these fetches and these fed tensors; ``.explain()`` prints it.
+
+        Constants are copied to the devices then: CUDA devices of a session that has not been entered are started first,
+        which blocks.
+
+        Raises:
+            FeedError, FetchError: as in `run`.
+            GraphError, PlacementError: as the first such run.
+            SessionClosedError: the session is closed, and its devices are CUDA devices.
+        """
+        self._start_devices()
         return self._plans.get_nowait(self._calls.new(fetches, feeds).request, self._compile)
 
     def _compile(self, request: PlanRequest) -> Plan:
@@ -525,6 +593,12 @@ class Session:
                 "the graph nests branches and loops too deep to compile; nest them less, or write a recursion as a "
                 "while_loop"
             ) from None
+
+
+async def _wait_on_host(plan: Plan) -> None:
+    # So that no kernel has to hold up the event loop for it; unless a device writes again before.
+    for state in plan.read_on_host:
+        await state.wait_on_host()
 
 
 def _poison_after_fork() -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from asyncflow.graph.resource import Resource
+    from asyncflow.state.held import Holder
 
 _containers: dict[str, dict[str, Any]] = {}
 _lock = Lock()
@@ -22,11 +23,12 @@ class StateStore:
     `reset_container`.
     """
 
-    __slots__ = ("__weakref__", "_private")
+    __slots__ = ("__weakref__", "_private", "_shared")
 
     def __init__(self) -> None:
         # By serial number: a variable's == builds a node, so it cannot be the key of a weak mapping.
         self._private: dict[int, tuple[ref[Resource], Any]] = {}
+        self._shared: dict[int, Any] = {}  # by identity: `reset_container` makes another one of the same name
 
     def lookup(self, resource: Resource) -> Any:
         """The state of `resource`, created on first use.
@@ -35,16 +37,24 @@ class StateStore:
             GraphError: its container holds another kind of thing under its name.
         """
         if resource.container is not None:
-            return _shared_state(resource, resource.container)
+            state = _shared_state(resource, resource.container)
+            self._shared[id(state)] = state
+            return state
         found = self._private.get(resource.serial)
         if found is None:
             entry = ref(resource, _forget(ref(self), resource.serial)), resource.create_state()
             found = self._private.setdefault(resource.serial, entry)
         return found[1]
 
+    async def leave(self, holders: Collection[Holder]) -> None:
+        """Brings to the host what `holders`, whose devices are about to be closed, have of containers' values."""
+        for state in list(self._shared.values()):
+            await state.leave(holders)
+
     def clear(self) -> None:
-        """Forgets the states of the session's own; those in containers stay."""
+        """Forgets the states of the session's own; those in containers stay there."""
         self._private.clear()
+        self._shared.clear()
 
     def __len__(self) -> int:
         return len(self._private)

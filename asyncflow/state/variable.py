@@ -1,20 +1,18 @@
 """`Variable`: a value that survives a run, and the ops that read and write it.
 
-Every write is atomic against every other op on the variable, in this run and in all others. Values never change in
-place: a write computes the new value beside the old one and swaps it in, if the old one is still there, and else
-computes again. So a read takes no lock, a reader keeps the value it saw, and no lock is held while a kernel runs.
+Every write is atomic against every other op on the variable, in this run and in all others. How that is done, and where
+the value is, says `asyncflow.state.variable_state`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.errors import AsyncflowError, DTypeError, GraphError, ShapeError, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
 from asyncflow.graph.build import (
     SupportsTensor,
     TensorLike,
@@ -37,14 +35,13 @@ from asyncflow.graph.shapes import (
     broadcast,
     format_shape,
     is_compatible,
-    is_static,
-    is_subshape,
     merge,
 )
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
-from asyncflow.state.immutable import immutable, sealed
+from asyncflow.state.immutable import sealed
 from asyncflow.state.pure import check_pure, compile_pure, needs_host, stays_on_host
+from asyncflow.state.variable_state import VariableState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator
@@ -58,8 +55,12 @@ class Variable(Resource, Operators):
     """A value that survives a run; used like a tensor, it is read anew at each use.
 
     It belongs to no graph. Its value lives in the session, one per session, or, with `container`, in the container of
-    that name, where all sessions of the process share it under the variable's name; the first to use it there sets its
-    initial value. In a graph with ordered effects its reads and writes happen in the order they were written.
+    that name, where all sessions of the process share it under the variable's name, whatever devices they have; the
+    first to use it there sets its initial value. In a graph with ordered effects its reads and writes happen in the
+    order they were written.
+
+    A value stays in the memory of the device that wrote it. Where another device, or the host, reads it next, in this
+    session or in one that shares the container, it is copied, once a write.
 
     Args:
         value: the initial value: an array, a number or nested lists of numbers; copied. Or a `Spec`, for a variable
@@ -211,116 +212,6 @@ def _declared(
     return Spec(array.dtype, declared), array
 
 
-# -- values ----------------------------------------------------------------------------------------------------------
-
-
-class VariableState:
-    """The value of a variable in one session or container, safe to use from all threads.
-
-    Invariants: `value` is None, a NumPy scalar, or an array that nobody can write to; it fits `spec`; it is only ever
-    replaced as a whole, under the lock. What a device has made is its array; what it has only read stays NumPy's, and
-    the last device to read it keeps a copy here.
-    """
-
-    __slots__ = ("_copy", "_lock", "_shape", "name", "spec", "value")
-
-    def __init__(self, name: str, spec: Spec, initial: np.ndarray[Any, Any] | None = None) -> None:
-        self.name = name
-        self.spec = spec
-        self.value: Any = None if initial is None else immutable(initial)
-        self._shape = spec.shape if is_static(spec.shape) else None
-        self._lock = Lock()
-        self._copy: tuple[Any, Any, Any] | None = None
-        """A value, a namespace, and the array of that namespace which is a copy of the value."""
-
-    def __repr__(self) -> str:
-        return f"<VariableState {self.name} {self.spec}{'' if self.value is not None else ', no value yet'}>"
-
-    def read(self) -> Any:
-        """The value.
-
-        Raises:
-            AsyncflowError: there is none yet.
-        """
-        value = self.value
-        if value is None:
-            raise AsyncflowError(
-                f"variable {self.name!r} is read before it has a value; assign to it earlier in the program or in an "
-                f"earlier run, or give it an initial value: Variable(value, name={self.name!r})"
-            )
-        return value
-
-    def read_in(self, xp: Any) -> Any:
-        """The value for kernels of the namespace `xp`: an array of NumPy's is copied in once, at the first read.
-
-        Raises:
-            AsyncflowError: there is none yet.
-        """
-        return self._converted(self.read(), xp)
-
-    def _converted(self, value: Any, xp: Any) -> Any:
-        if xp is np or not isinstance(value, np.ndarray):
-            return value
-        copy = self._copy
-        if copy is None or copy[0] is not value or copy[1] is not xp:
-            copy = self._copy = (value, xp, xp.asarray(value))
-        return copy[2]
-
-    def assign(self, x: Any) -> Any:
-        """Makes `x` the value, copied if anyone could write to it, and returns the value.
-
-        Raises:
-            DTypeError, ShapeError: it does not fit.
-        """
-        self._check(x)
-        value = immutable(x)
-        with self._lock:
-            self.value = value
-        return value
-
-    def apply(self, fn: Callable[..., Any], *args: Any, xp: Any = np) -> Any:
-        """Makes ``fn(old, *args)`` the value and returns it; calls `fn` again if another write came between.
-
-        `fn` computes with arrays of the namespace `xp`.
-
-        Raises:
-            AsyncflowError: there is no old value.
-            DTypeError, ShapeError: the new one does not fit; the old one stays.
-        """
-        while True:
-            old = self.read()
-            new = fn(self._converted(old, xp), *args)
-            self._check(new)
-            value = immutable(new)
-            with self._lock:
-                if self.value is old:
-                    self.value = value
-                    return value
-
-    def check_resource(self, resource: Resource) -> None:
-        """Checks that `resource` may use this state, which was made for another of its name.
-
-        Raises:
-            GraphError: it is no variable, or one of other dtype or shape.
-        """
-        if not isinstance(resource, Variable) or resource.spec != self.spec:
-            seen = f"a variable {resource.spec}" if isinstance(resource, Variable) else f"a {type(resource).__name__}"
-            raise GraphError(
-                f"container {resource.container!r} already holds {self.name!r} as a variable {self.spec}, and it is "
-                f"asked for as {seen}; use another name, or reset_container({resource.container!r}) first"
-            )
-
-    def _check(self, x: Any) -> None:
-        dtype = getattr(x, "dtype", None)
-        if dtype != self.spec.dtype:
-            found = type(x).__name__ if dtype is None else dtype_name(dtype)
-            raise DTypeError(f"variable {self.name!r} holds {dtype_name(self.spec.dtype)}, not {found}")
-        if x.shape != self._shape and (self._shape is not None or not is_subshape(x.shape, self.spec.shape)):
-            raise ShapeError(
-                f"variable {self.name!r} is {self.spec}; a value of shape {format_shape(x.shape)} does not fit"
-            )
-
-
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
@@ -388,7 +279,7 @@ ASSIGN = register(
     Op(
         name="variable_assign",
         infer=_assign_spec,
-        kernel=lambda xp, *, variable: variable.assign,
+        kernel=lambda xp, *, variable: variable.assign if xp is np else partial(variable.assign, xp=xp),
         effects=_effects(Access.WRITE),
     )
 )

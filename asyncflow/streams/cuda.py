@@ -46,6 +46,10 @@ class Pool(Protocol):
         ...
 
 
+capturing = threading.RLock()
+"""Held while a stream of this process captures: an event that another thread records there would be the graph's."""
+
+
 def active_stream() -> CudaStream | None:
     """The stream that is active on the calling thread."""
     return _thread.stream

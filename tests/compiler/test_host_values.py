@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import asyncflow as af
 from asyncflow.compiler.extract import extract
-from asyncflow.compiler.host_values import find_host_values
+from asyncflow.compiler.host_values import find_host_values, mixes_vectors
 from asyncflow.compiler.regions import make_regions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def needed(graph: af.Graph, tensors: tuple[af.Tensor, ...]) -> af.Graph:
@@ -73,6 +76,31 @@ def test_a_branch_is_on_the_host_if_both_sides_are(graph: af.Graph) -> None:
     both = af.cond(n > 0, lambda: n + 1, lambda: n - 1)
     one = af.cond(n > 0, lambda: n + 1, lambda: af.max(x))
     assert on_host(graph, both, one) == [True, False]
+
+
+def test_vectors_that_are_on_the_host_now_and_then(graph: af.Graph) -> None:
+    """A shape in one branch or iteration and data in the next; but not what is always a shape, or always data."""
+    n, x, y = af.placeholder("int64", ()), af.placeholder("int64", (2,)), af.placeholder("float32", (None, None))
+
+    def loop(initial: af.Tensor, update: Callable[[af.Tensor], af.Tensor]) -> af.Tensor:
+        return af.while_loop(lambda i, _: i < n, lambda i, v: (i + 1, update(v)), (0, initial))[1]
+
+    mixed = [
+        af.cond(n > 0, lambda: af.shape(y), lambda: x),
+        af.cond(n > 0, lambda: x, lambda: af.shape(y)),
+        loop(af.shape(y), lambda v: v * 2),
+        loop(x, lambda v: af.shape(y)),
+    ]
+    steady = [
+        af.cond(n > 0, lambda: af.shape(y), lambda: af.shape(x[:, None])),
+        af.cond(n > 0, lambda: x, lambda: x * 2),
+        loop(af.shape(y), lambda v: v),
+        loop(x, lambda v: v * 2),
+    ]
+    part = needed(graph, (*mixed, *steady))
+    found = find_host_values(part)
+    structured = [node for node in part.nodes if node.op.name in ("cond", "while")]
+    assert [mixes_vectors(node, found) for node in structured] == [True] * 4 + [False] * 4
 
 
 # -- regions ---------------------------------------------------------------------------------------------------------

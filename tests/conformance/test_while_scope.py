@@ -153,7 +153,7 @@ async def test_44_a_thousand_iterations_hold_few_buffers(session: af.Session) ->
     Cards may be as many iterations behind their host as may run at once, and what is on its way between them is kept.
     """
     block = np.ones((64, 64))
-    in_flight = 32 if session.devices[0].kind == "cuda" and len(session.devices) > 1 else 0
+    in_flight = 32 if session.devices[-1].kind == "cuda" and len(session.devices) > 1 else 0
     _, x = af.while_loop(lambda i, x: i < 1000, lambda i, x: (i + 1, af.sin(x) + 0.5), (0, block))
     await session.run(x)
     peaks = [device.memory.peak for device in session.devices]

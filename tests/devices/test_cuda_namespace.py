@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +15,9 @@ from asyncflow.graph.op import host_inputs
 from asyncflow.ops.add_at import add_at
 from asyncflow.state.variable import USER_UPDATE, VariableState
 from tests.ops.device_arrays import XP, DeviceArray, values_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -53,6 +56,24 @@ def test_a_scalar_becomes_an_array_without_a_copy() -> None:
     xp = cuda_namespace(Cupy(full=lambda shape, value, dtype: ("filled", shape, value, dtype)), uploaded.append)
     assert xp.asarray(np.float32(2)) == ("filled", (), np.float32(2), np.dtype("float32"))
     assert not uploaded
+
+
+@pytest.mark.parametrize("n", [1, 8, 9, 65])
+def test_many_arrays_are_joined_a_few_at_a_time(n: int) -> None:
+    """For more than eight CuPy copies a table of their addresses to the device."""
+    counts: list[int] = []
+
+    def concatenate(arrays: Sequence[Any], axis: int | None, out: Any = None) -> Any:
+        counts.append(len(arrays))
+        return np.concatenate(arrays, axis=axis, out=out)
+
+    xp = cuda_namespace(Cupy(concatenate=concatenate), lambda array: array)
+    rows = list(np.arange(6.0 * n).reshape(n, 2, 3))
+    for axis in (0, 1, -1):
+        np.testing.assert_array_equal(xp.stack(rows, axis=axis), np.stack(rows, axis=axis))
+        np.testing.assert_array_equal(xp.concatenate(rows, axis=axis), np.concatenate(rows, axis=axis))
+    np.testing.assert_array_equal(xp.concatenate(rows, axis=None), np.concatenate(rows, axis=None))
+    assert max(counts) <= 8
 
 
 def test_an_array_of_numpy_is_uploaded() -> None:

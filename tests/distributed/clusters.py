@@ -28,8 +28,8 @@ class Cluster:
     """So many devices of a kind.
 
     Attributes:
-        kind: ``sim`` for cards on virtual time; on asyncio's loop, ``cpu`` for logical CPUs and ``cuda`` for logical
-            devices on the two cards of a stand-in for CuPy.
+        kind: ``sim`` for cards on virtual time; on asyncio's loop, ``cpu`` for logical CPUs, ``cuda`` for logical
+            devices on the two cards of a stand-in for CuPy, and ``mixed`` for a CPU and such devices.
         count: how many.
         link: between the cards; empty for none.
         jitter: how much the times of a simulation vary.
@@ -37,14 +37,17 @@ class Cluster:
     """
 
     count: int
-    kind: Literal["sim", "cpu", "cuda"] = "sim"
+    kind: Literal["sim", "cpu", "cuda", "mixed"] = "sim"
     link: str = "nvlink2"
     jitter: float = 0.0
     seed: int = 0
 
     def device(self, index: int) -> str:
         """The name of a device; indices wrap around."""
-        return f"{self.kind}:{index % self.count}"
+        number = index % self.count
+        if self.kind == "mixed":
+            return f"cuda:{number - 1}" if number else "cpu:0"
+        return f"{self.kind}:{number}"
 
     @property
     def devices(self) -> list[str]:
@@ -54,7 +57,7 @@ class Cluster:
         """Runs ``main(open_session)``; nothing may be left of it, and no hazard have come up."""
         if self.kind == "cpu":
             return asyncio.run(main(self._open))
-        if self.kind == "cuda":
+        if self.kind in ("cuda", "mixed"):
             with small_cards(self.seed):
                 return asyncio.run(main(self._open))
         machine = ", ".join(filter(None, (f"{self.count} x v100", self.link)))

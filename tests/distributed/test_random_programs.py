@@ -7,6 +7,7 @@ at random, ready nodes fire in random order, and simulated kernels and copies ta
 from __future__ import annotations
 
 import os
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,26 +17,36 @@ from hypothesis import strategies as st
 import asyncflow as af
 from tests.distributed.clusters import Cluster
 from tests.property.graphs import build
-from tests.property.programs import Program, interpret
-from tests.property.strategies import programs
+from tests.property.programs import Program, Type, interpret
+from tests.property.strategies import TYPES, VECTORS, programs, write_program
 from tests.property.test_random_programs import assert_same_bits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from tests.conftest import OpenSession
 
 RUNS = 2
 """Variables keep their values between them, and the second one shuffles differently."""
 
+SEEDS = int(os.environ.get("ASYNCFLOW_SEEDS", "1"))
+
 SWEEP = settings(
-    max_examples=50 * int(os.environ.get("ASYNCFLOW_SEEDS", "1")),
+    max_examples=50 * SEEDS,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
 
 
-def check(cluster: Cluster, program: Program, parallel_iterations: int, **options: Any) -> None:
-    graph, fetches, feeds = build(program, parallel_iterations)
+def check(
+    cluster: Cluster,
+    program: Program,
+    parallel_iterations: int,
+    where: Callable[[], str | None] = lambda: None,
+    **options: Any,
+) -> None:
+    graph, fetches, feeds = build(program, parallel_iterations, where)
     state = dict(program.variables)
 
     async def main(open_session: OpenSession) -> None:
@@ -86,6 +97,21 @@ def test_random_programs_on_cards(count: int, program: Program, seed: int, paral
     cluster = Cluster(count, "cuda", seed=seed)
     # Fused kernels round transcendental functions in their own way.
     check(cluster, program, parallel_iterations, placement_seed=seed, debug=True, fusion=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("types", [TYPES, VECTORS], ids=["all", "vectors"])
+@pytest.mark.parametrize("seed", range(100 * SEEDS))
+def test_random_programs_on_a_cpu_and_cards(seed: int, types: Sequence[Type]) -> None:
+    """Small arrays of whole numbers, such as shapes and masks, may be on the host or in the memory of a card.
+
+    Each statement asks for a device at random: with each node on one of its own, there would be few regions.
+    """
+    random = Random(seed)
+    program = write_program(random.randrange, types)
+    cluster = Cluster(2 + seed % 2, "mixed", seed=seed)
+    options: dict[str, Any] = {"placement_seed": seed if seed % 3 == 0 else None, "device_while": seed % 4 > 1}
+    check(cluster, program, 2, lambda: random.choice(cluster.devices), fusion=False, **options)
 
 
 def test_the_nodes_are_spread() -> None:

@@ -184,6 +184,30 @@ async def test_streams_take_arrays_on_cards(one_fake: FakeCupy, x: af.Tensor) ->
     assert items == [1.0, 2.0, 3.0]
 
 
+# -- while a graph is built -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu:0"])
+async def test_arrays_on_cards_are_constants(fake: FakeCupy, library: Library, x: af.Tensor, device: str) -> None:
+    """Copied to the host, in the order of CuPy's current stream."""
+    stream = fake.cuda.Stream(non_blocking=True)
+    with stream:
+        array = ones(fake)
+        with fake.cuda.Device(1):
+            far = fake.asarray(np.arange(LENGTH, dtype=np.float32)) * 1
+        v, built = af.Variable(array, name="v"), [af.constant(array), x + array, array[:3] + x[:3], af.constant(far)]
+        array.fill(-1)
+    async with af.Session(devices=[device]) as session:
+        values = await session.run([v, *built], {x: np.ones(LENGTH, np.float32)})
+    assert [set(value.tolist()) for value in values[:4]] == [{1.0}, {1.0}, {2.0}, {2.0}]
+    np.testing.assert_array_equal(values[4], np.arange(LENGTH))
+
+
+def test_lists_of_arrays_on_cards_are_refused(one_fake: FakeCupy, graph: af.Graph) -> None:
+    with pytest.raises(af.DTypeError, match=r"of a list: NumPy cannot read it \(Implicit.* give a NumPy array"):
+        af.constant([one_fake.zeros(3), one_fake.zeros(3)])
+
+
 # -- fetches ---------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +227,16 @@ async def test_a_fetch_stays_on_its_device(one_fake: FakeCupy, x: af.Tensor) -> 
         assert isinstance(host["size"], np.ndarray) and host["size"].shape == () and host["size"] == LENGTH
         again = await predict(stays)  # what was fetched can be fed
         np.testing.assert_array_equal(again.get(), comes + 1)
+
+
+async def test_a_nest_stays_on_its_device(one_fake: FakeCupy, x: af.Tensor) -> None:
+    v = af.Variable(np.zeros(LENGTH, np.float32), name="v")
+    async with af.Session(x.graph, devices=["cuda:0"]) as session:
+        stay, total = await session.run([af.on_device({"y": [x + 1, "x:0"], "v": v}), af.sum(x)], {x: ones(one_fake)})
+    (y, same), variable = stay["y"], stay["v"]
+    assert all(isinstance(value, one_fake.ndarray) for value in (y, same, variable))
+    assert [set(value.get().tolist()) for value in (y, same, variable)] == [{2.0}, {1.0}, {0.0}]
+    assert total == LENGTH
 
 
 async def test_lent_memory_is_not_used_while_others_read_it(fake: FakeCupy, library: Library, x: af.Tensor) -> None:

@@ -6,12 +6,14 @@ import importlib
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.fake_cupy.stand_in import stand_in
 
 torch: Any = importlib.import_module("torch")
 
@@ -35,7 +37,8 @@ async def test_a_module_is_an_op(run: Run, graph: af.Graph, perceptron: Any) -> 
     x = af.placeholder("float32", (None, 4))
     f = af.from_torch(perceptron)
     y = f(x)
-    assert (repr(f), str(y.spec), y.node.device) == ("<from_torch Sequential>", "float32[?,2]", "cpu")
+    assert (repr(f), str(y.spec)) == ("<from_torch Sequential>", "float32[?,2]")
+    assert y.node.device == ("cpu" if torch.cuda.is_available() else None)
     value = numbers(5, 4)
     expected = perceptron(torch.from_numpy(value)).detach().numpy()
     np.testing.assert_array_equal(await run(y, {x: value}), expected)
@@ -226,6 +229,51 @@ def test_what_cannot_be_built(graph: af.Graph, perceptron: Any) -> None:
         af.from_torch(perceptron, outputs="float32")
     with pytest.raises(af.GraphError, match="tanh is a function"):
         af.from_torch(torch.tanh).parameters()
+    with pytest.raises(af.GraphError, match=r"of a Tensor that requires grad; give its \.detach\(\)"):
+        af.constant(torch.ones(2, requires_grad=True))
+
+
+def test_a_module_without_data(graph: af.Graph) -> None:
+    x = af.placeholder("float32", (None, 4))
+    f = af.from_torch(torch.nn.Linear(4, 2, device="meta"), name="layer")
+    with pytest.raises(af.GraphError, match=r"layer: its tensor 'weight' has no data.*\.to_empty\(device='cpu'\)"):
+        f(x)
+    weights = {"weight": af.zeros((2, 4), dtype="float32"), "bias": af.zeros((2,), dtype="float32")}
+    assert str(f(x, params=weights).spec) == "float32[?,2]"
+    with pytest.raises(af.GraphError, match=r"its tensor 'bias' has no data"):
+        f(x, params={"weight": weights["weight"]})
+
+
+def test_a_module_on_another_kind_of_device(graph: af.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    f = af.from_torch(torch.nn.Linear(4, 2))
+    elsewhere = SimpleNamespace(device=SimpleNamespace(type="xpu"))
+    monkeypatch.setattr(f, "_own_tensors", lambda: [("weight", elsewhere)])
+    with pytest.raises(af.GraphError, match=r"'weight' is on a device of kind 'xpu'.*module\.to\('cpu'\)"):
+        f(af.placeholder("float32", (None, 4)))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["own parameters", "parameters of the graph"])
+@pytest.mark.parametrize("devices", [["cuda:0", "cpu:0"], ["cuda:0"]])
+async def test_without_cuda_a_module_is_computed_on_the_host(
+    graph: af.Graph, perceptron: Any, monkeypatch: pytest.MonkeyPatch, devices: list[str], given: bool
+) -> None:
+    """On a CPU if there is one, and else for the card."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    x = af.placeholder("float32", (None, 4))
+    f = af.from_torch(perceptron)
+    params = {name: af.Variable(value) for name, value in f.parameters().items()} if given else None
+    y = f(x + 1, params=params) * 2
+    slope = af.gradients(y, x)
+    value = numbers(5, 4)
+    leaf = torch.from_numpy(value + 1).requires_grad_()
+    (perceptron(leaf) * 2).sum().backward()
+    with stand_in(devices=1):
+        async with af.Session(graph, devices=devices, debug=True) as session:
+            got = await session.run([y, slope], {x: value})
+            placed = [part.device for part in session.plan([y, slope], [x]).partitions for _ in part.nodes]
+    np.testing.assert_allclose(got[0], perceptron(leaf).detach() * 2, rtol=1e-5)
+    np.testing.assert_allclose(got[1], leaf.grad, rtol=1e-5, atol=1e-6)
+    assert devices[-1] in placed
 
 
 async def test_what_fails_in_a_run_names_the_node(run: Run, graph: af.Graph) -> None:

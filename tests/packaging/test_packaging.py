@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.devices import cuda_backend, cuda_bindings
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "asyncflow"
 OPTIONAL = {"cupy", "cupyx", "matplotlib", "ml_dtypes", "pytest", "rich", "tensorflow"}
@@ -115,6 +117,16 @@ def test_core_install_needs_three_packages(metadata: email.message.Message) -> N
     requirements = metadata.get_all("Requires-Dist", [])
     core = {requirement.split(">=", 1)[0] for requirement in requirements if "extra ==" not in requirement}
     assert core == {"numpy", "uvloop", "threadpoolctl"}
+
+
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
+def test_the_extras_of_cards_bring_what_the_options_need(metadata: email.message.Message, extra: str) -> None:
+    requirements = metadata.get_all("Requires-Dist", [])
+    brought = {requirement.partition(";")[0].strip() for requirement in requirements if f'"{extra}"' in requirement}
+    assert brought == {
+        f"cupy-{extra}x>={cuda_backend.LEAST_VERSION}",
+        f"cuda-bindings>={cuda_bindings.LEAST_VERSION}",
+    }
 
 
 def test_import_from_the_wheel_is_silent_and_loads_nothing_optional(wheel: Path, tmp_path: Path) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 import asyncflow as af
 from tests.property.programs import (
+    EXTENTS,
     MAX_TRIPS,
     Block,
     Call,
     Cast,
     Collect,
     Expression,
+    Extents,
     If,
     Item,
     Let,
@@ -22,6 +26,7 @@ from tests.property.programs import (
     Program,
     Read,
     Stack,
+    Statement,
     Sum,
     Write,
     array_name,
@@ -36,33 +41,52 @@ class Built(NamedTuple):
     feeds: dict[af.Tensor, Any]
 
 
-def build(program: Program, parallel_iterations: int) -> Built:
-    """The graph of `program`, whose loops overlap up to `parallel_iterations` iterations."""
+def build(program: Program, parallel_iterations: int, where: Callable[[], str | None] = lambda: None) -> Built:
+    """The graph of `program`, whose loops overlap up to `parallel_iterations` iterations.
+
+    Each statement asks for the device that ``where()`` names, if it does; those in a branch or loop ask anew.
+    """
     with af.Graph() as graph:
         variables = {name: af.Variable(value, name=name) for name, value in program.variables.items()}
         scope = {name: af.placeholder(type.dtype, type.shape, name=name) for name, type in program.inputs.items()}
         feeds = {scope[name]: value for name, value in program.feeds.items()}
-        _Builder(variables, parallel_iterations).block(program.body, scope)
+        array = af.placeholder("float32", (None,) * len(EXTENTS), name="array")
+        feeds[array] = np.zeros(EXTENTS, np.float32)
+        _Builder(variables, array, parallel_iterations, where).block(program.body, scope)
     return Built(graph, {name: scope[name] for name in program.fetches}, feeds)
 
 
 class _Builder:
-    def __init__(self, variables: Mapping[str, af.Variable], parallel_iterations: int) -> None:
+    def __init__(
+        self,
+        variables: Mapping[str, af.Variable],
+        array: af.Tensor,
+        parallel_iterations: int,
+        where: Callable[[], str | None],
+    ) -> None:
         self.variables = variables
+        self.array = array
         self.parallel_iterations = parallel_iterations
+        self.where = where
 
     def block(self, block: Block, scope: dict[str, Any]) -> list[Any]:
         for statement in block.statements:
-            match statement:
-                case Let(name, value):
-                    scope[name] = af.asarray(self.value(value, scope))
-                case Write(name, variable, verb, value):
-                    scope[name] = getattr(self.variables[variable], verb)(self.value(value, scope))
-                case If():
-                    self.branch(statement, scope)
-                case Loop():
-                    self.loop(statement, scope)
+            with af.device(self.where()):
+                self.statement(statement, scope)
         return [self.value(result, scope) for result in block.results]
+
+    def statement(self, statement: Statement, scope: dict[str, Any]) -> None:
+        match statement:
+            case Let(name, value):
+                scope[name] = af.asarray(self.value(value, scope))
+            case Write(name, variable, verb, value):
+                operand = self.value(value, scope)
+                with af.device(None):  # all that touches a variable is in one place
+                    scope[name] = getattr(self.variables[variable], verb)(operand)
+            case If():
+                self.branch(statement, scope)
+            case Loop():
+                self.loop(statement, scope)
 
     def branch(self, branch: If, scope: dict[str, Any]) -> None:
         results = af.cond(
@@ -147,7 +171,10 @@ class _Builder:
             case Stack(elements):
                 return af.stack([self.value(element, scope) for element in elements])
             case Read(variable):
-                return self.variables[variable].read()
+                with af.device(None):
+                    return self.variables[variable].read()
+            case Extents():
+                return af.shape(self.array)
 
 
 def _pack(form: str, values: list[Any]) -> Any:

@@ -21,6 +21,8 @@ LENGTH = 3
 """Of every vector."""
 MAX_TRIPS = 3
 """Of every loop."""
+EXTENTS = (2, 3, 5)
+"""Of an array that is fed to every program; it has as many axes as a vector has elements."""
 
 Value: TypeAlias = Any
 """A NumPy scalar or a vector."""
@@ -96,7 +98,12 @@ class Read:
     variable: str
 
 
-Expression: TypeAlias = Literal | Name | Call | Cast | Item | Sum | Stack | Read
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """The shape of the array that is fed to every program, which is not known before the run."""
+
+
+Expression: TypeAlias = Literal | Name | Call | Cast | Item | Sum | Stack | Read | Extents
 
 OPERATIONS: dict[str, Callable[..., Value]] = {
     "add": np.add,
@@ -320,6 +327,8 @@ class _Interpreter:
                 return np.stack([self.value(element, scope) for element in elements])
             case Read(variable):
                 return self.state[variable]
+            case Extents():
+                return np.array(EXTENTS)
 
 
 def array_name(collect: Collect) -> str:

@@ -17,6 +17,7 @@ from tests.property.programs import (
     Cast,
     Collect,
     Expression,
+    Extents,
     If,
     Item,
     Let,
@@ -40,6 +41,7 @@ DTYPES = ("bool", "int32", "int64", "float32", "float64")
 NUMBERS = DTYPES[1:]
 TYPES = tuple(Type(dtype, is_vector) for dtype in DTYPES for is_vector in (False, True))
 BOOL = Type("bool", False)
+VECTORS = tuple(Type(dtype, True) for dtype in ("bool", "int64", "float32"))
 
 _NUMBERS = {
     "bool": (False, True),
@@ -66,15 +68,18 @@ _CASTS = {
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
+def programs(draw: st.DrawFn, types: Sequence[Type] = TYPES) -> Program:
     """A random program of up to three levels of branches and loops."""
-    return write_program(lambda count: draw(st.integers(0, count - 1)))
+    return write_program(lambda count: draw(st.integers(0, count - 1)), types)
 
 
-def write_program(choose: Callable[[int], int]) -> Program:
-    """A program, by the decisions of `choose`, which gives a number from 0 up to its argument, exclusive."""
-    writer = _Writer(choose)
-    inputs = {f"input{index}": writer.pick(TYPES) for index in range(choose(4))}
+def write_program(choose: Callable[[int], int], types: Sequence[Type] = TYPES) -> Program:
+    """A program, by the decisions of `choose`, which gives a number from 0 up to its argument, exclusive.
+
+    `types` are those of inputs, names, results and loop variables.
+    """
+    writer = _Writer(choose, types)
+    inputs = {f"input{index}": writer.pick(types) for index in range(choose(4))}
     feeds = {name: writer.literal(type).value for name, type in inputs.items()}
     variables = {f"variable{index}": writer.pick(TYPES[2:]) for index in range(choose(3))}
     writer.variables = variables
@@ -101,8 +106,9 @@ class _Scope:
 class _Writer:
     """Writes a program; the first options of every choice are the simplest, because hypothesis shrinks towards them."""
 
-    def __init__(self, choose: Callable[[int], int]) -> None:
+    def __init__(self, choose: Callable[[int], int], types: Sequence[Type]) -> None:
         self.choose = choose
+        self.types = types
         self.variables: dict[str, Type] = {}
         self._numbers = itertools.count()
 
@@ -130,7 +136,7 @@ class _Writer:
         return self.pick(kinds)(scope, depth)
 
     def let(self, scope: _Scope, depth: int) -> Let:
-        type = self.pick(TYPES)
+        type = self.pick(self.types)
         value = self.expression(type, scope, 2)
         name = self.fresh("x")
         scope.types[name] = type
@@ -151,7 +157,7 @@ class _Writer:
         return Block(tuple(statements), tuple(self.expression(type, scope, 1) for type in types))
 
     def branch(self, scope: _Scope, depth: int) -> If:
-        types = [self.pick(TYPES) for _ in range(1 + self.choose(2))]
+        types = [self.pick(self.types) for _ in range(1 + self.choose(2))]
         predicate = self.expression(BOOL, scope, 2)
         then, otherwise = (self.block(types, scope.inner(), depth + 1) for _ in range(2))
         names = tuple(self.fresh("c") for _ in types)
@@ -159,7 +165,7 @@ class _Writer:
         return If(names, predicate, then, otherwise)
 
     def loop(self, scope: _Scope, depth: int) -> Loop:
-        types = [self.pick(TYPES) for _ in range(1 + self.choose(3))]
+        types = [self.pick(self.types) for _ in range(1 + self.choose(3))]
         counter_dtype = self.pick(("int32", "int64"))
         trips = self.expression(Type(self.pick(("int32", "int64")), False), scope, 1)
         initial = tuple(self.expression(type, scope, 1) for type in types)
@@ -224,6 +230,7 @@ class _Writer:
         names = [name for name, seen in scope.types.items() if seen == type]
         variables = [name for name, seen in self.variables.items() if seen == type]
         options: list[Any] = [Name(name) for name in names[-6:]] + [Read(name) for name in variables]
+        options += [Extents()] if type == Type("int64", True) else []
         index = self.choose(len(options) + 1)
         return options[index] if index < len(options) else self.literal(type)
 

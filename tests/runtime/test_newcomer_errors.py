@@ -36,11 +36,24 @@ def endless() -> list[Any]:
         ({"max_iterations": 0}, ValueError, "max_iterations is at least 1; got 0"),
         ({"max_iterations": "9"}, TypeError, "max_iterations is an integer; got str '9'"),
         ({"threads": 0}, ValueError, "threads is at least 1; got 0"),
+        ({"optimize": 1}, TypeError, "optimize is True or False; got int 1"),
+        ({"loop_batching": 0}, TypeError, "loop_batching is True or False; got int 0"),
+        ({"regions": "no"}, TypeError, "regions is True or False; got str 'no'"),
+        ({"fusion": None}, TypeError, "fusion is True or False; got NoneType None"),
+        ({"cuda_graphs": "yes"}, TypeError, "cuda_graphs is True or False; got str 'yes'"),
+        ({"device_while": 1}, TypeError, "device_while is True or False; got int 1"),
+        ({"debug": []}, TypeError, r"debug is True or False; got list \[\]"),
+        ({"soft_placement": 0.0}, TypeError, "soft_placement is True or False; got float 0.0"),
+        ({"check_numerics": "1"}, TypeError, "check_numerics is True or False; got str '1'"),
     ],
 )
 def test_options_of_a_session(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         af.Session(**options)
+
+
+def test_flags_may_be_numpys() -> None:
+    assert repr(af.Session(regions=np.bool_(False))) == "<Session on cpu:0>"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +69,15 @@ def test_options_of_a_session(options: dict[str, Any], error: type[Exception], m
         pytest.param(lambda s, y: s.run(endless()), af.FetchError, "contain themselves", id="endless"),
         pytest.param(lambda s, y: anext(s.stream(endless())), af.FetchError, "contain themselves", id="endless stream"),
         pytest.param(lambda s, y: anext(s.stream(y, [1])), af.FeedError, "feeds is a mapping", id="stream feeds"),
+        pytest.param(lambda s, y: s.run(af.on_device(af.on_device(y))), af.FetchError, "on_device twice", id="twice"),
+        pytest.param(lambda s, y: s.run(af.on_device([y, 3])), af.FetchError, "a name, .* got int 3", id="stays"),
+        pytest.param(lambda s, y: af.on_device(endless()), af.FetchError, "contain themselves", id="endless on_device"),
+        pytest.param(
+            lambda s, y: anext(s.stream(af.on_device(y))),
+            af.FetchError,
+            "stream has no on_device: .* stream <Tensor .* itself",
+            id="stream on_device",
+        ),
         pytest.param(lambda s, y: anext(s.stream("nope")), af.FetchError, "nope", id="stream name"),
         pytest.param(lambda s, y: anext(s.stream(y, trace="x.json")), TypeError, "trace is a Trace", id="stream trace"),
         pytest.param(lambda s, y: anext(s.stream(y, timeout=True)), TypeError, "timeout is", id="stream timeout"),

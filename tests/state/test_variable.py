@@ -15,7 +15,7 @@ from asyncflow.graph.graph import node_effects
 from asyncflow.graph.op import Access
 from asyncflow.state.containers import StateStore
 from asyncflow.state.immutable import immutable
-from asyncflow.state.variable import VariableState
+from asyncflow.state.variable_state import MOST_RACES, VariableState
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -381,6 +381,23 @@ def test_apply_computes_again_if_another_write_came_between() -> None:
 
     assert state.apply(double) == 20
     assert seen == [1, 10]
+
+
+def test_a_write_that_loses_many_races_has_the_others_wait() -> None:
+    state = VariableState("v", af.spec("int64", ()), np.array(0))
+    calls = []
+
+    def slow(old: np.int64) -> np.int64:
+        calls.append(int(old))
+        assert state._lock.locked() is (len(calls) > MOST_RACES)  # whoever writes then comes after this
+        if len(calls) <= MOST_RACES:
+            state.assign(np.int64(len(calls)))
+        return np.int64(old + 1)
+
+    assert state.apply(slow) == MOST_RACES + 1
+    assert calls == list(range(MOST_RACES + 1))
+    state.assign(np.int64(100))
+    assert state.read() == 100
 
 
 def test_no_update_is_lost_between_threads() -> None:

@@ -1,0 +1,101 @@
+"""Values of variables that are in the memory of a device, where its kernels alone find them at once.
+
+A device with a memory of its own has a `Holder`, the attribute ``holder`` of its array namespace. A kernel that writes
+a variable there leaves a `HeldValue`; whoever reads it anywhere else, in another session too, has the holders copy it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+
+class Holder(Protocol):
+    """The memory of one device of one session, as states see it.
+
+    A *handle* is what `keep` makes of an array: it knows when it is written. Nobody ever writes to it again.
+    """
+
+    @property
+    def device(self) -> str:
+        """The name of the device."""
+        ...
+
+    def keep(self, array: Any) -> Any:
+        """A handle for an array that the kernel which is running has made; another array, if it is a view with gaps."""
+        ...
+
+    def use(self, handle: Any) -> Any:
+        """The array of a handle of this holder, for the kernel which is running: it finds it written."""
+        ...
+
+    def receive(self, handle: Any, source: Holder) -> Any:
+        """A handle for a copy, here, of an array that is with `source`; never blocks.
+
+        Called where a kernel of this device is running. Both arrays are kept until the copy is done.
+        """
+        ...
+
+    def to_host(self, handle: Any) -> Array:
+        """A copy of the array in the host's memory, from any thread. Blocks until the work that writes it has ended."""
+        ...
+
+    async def fetched(self, handle: Any) -> Any:
+        """`to_host` that does not block, on the event loop of the device."""
+        ...
+
+    def check(self) -> None:
+        """Raise if the device is lost, and all its memory with it.
+
+        Raises:
+            DeviceLostError: it is.
+        """
+        ...
+
+
+class HeldValue:
+    """A value in the memory of a device.
+
+    Attributes:
+        handle: of `holder`, for the array.
+        holder: where it is.
+        host: a read-only copy for the host, once somebody has needed one there.
+    """
+
+    __slots__ = ("handle", "holder", "host")
+
+    def __init__(self, handle: Any, holder: Holder) -> None:
+        self.handle = handle
+        self.holder = holder
+        self.host: Any = None
+
+    def __repr__(self) -> str:
+        return f"<HeldValue on {self.holder.device}>"
+
+    def on_host(self) -> Any:
+        """The value for the host: a read-only array, or a scalar. Blocks, unless somebody has asked before."""
+        if self.host is None:
+            self.host = as_host_value(self.holder.to_host(self.handle))
+        return self.host
+
+
+def holder_of(xp: Any) -> Holder | None:
+    """Where the arrays of a namespace are; None for the host, and for simulated devices, which use NumPy's."""
+    holder: Holder | None = None if xp is np else getattr(xp, "holder", None)
+    return holder
+
+
+def as_host_value(array: Any) -> Any:
+    """A fresh array as a state's value: read-only, and of rank 0 a scalar."""
+    if isinstance(array, np.ndarray):
+        if not array.ndim:
+            return array[()]
+        array.flags.writeable = False
+    return array
+
+
+__all__ = ["HeldValue", "Holder", "as_host_value", "holder_of"]

@@ -1,0 +1,233 @@
+"""`VariableState`: the value of a variable, in one session or in a container.
+
+Values never change in place: a write computes the new value beside the old one and swaps it in, if the old one is still
+there, and else computes again. So a read takes no lock, a reader keeps the value it saw, and no lock is held while a
+kernel runs, but for one that has lost this race many times.
+
+Where a value is:
+
+======================  ====================  ==================================================
+written last by         the value is          read elsewhere, in this or another session
+======================  ====================  ==================================================
+nobody, or the host     an array of NumPy's   copied by a device with a memory of its own, once
+such a device           a `HeldValue` there   copied by the device or host that reads it, once
+a simulated device      an array of NumPy's   as it is, which takes no virtual time
+a session that closed   an array of NumPy's   as above: closing brings it to the host
+======================  ====================  ==================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.errors import AsyncflowError, DeviceLostError, DTypeError, GraphError, ShapeError
+from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.shapes import format_shape, is_static, is_subshape
+from asyncflow.state.held import HeldValue, as_host_value, holder_of
+from asyncflow.state.immutable import immutable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from asyncflow.graph.resource import Resource
+    from asyncflow.graph.spec import Spec
+    from asyncflow.state.held import Holder
+
+MOST_RACES = 32
+"""After so many writes of others in between, a write has these wait: elsewhere they may always be faster."""
+
+
+class VariableState:
+    """The value of a variable in one session or container, safe to use from all threads.
+
+    Invariants: `value` is None, a NumPy scalar, an array that nobody can write to, or a `HeldValue`; it fits `spec`; it
+    is only ever replaced as a whole, under the lock. What a device with a memory of its own has made stays there; the
+    last other device to read it keeps a copy here, as it does of an array of NumPy's.
+    """
+
+    __slots__ = ("_copy", "_lock", "_shape", "name", "spec", "value")
+
+    def __init__(self, name: str, spec: Spec, initial: np.ndarray[Any, Any] | None = None) -> None:
+        self.name = name
+        self.spec = spec
+        self.value: Any = None if initial is None else immutable(initial)
+        self._shape = spec.shape if is_static(spec.shape) else None
+        self._lock = Lock()
+        self._copy: tuple[Any, Any, Any] | None = None
+        """A value, a namespace, and a copy of the value there: a `HeldValue`, or an array where there is no holder."""
+
+    def __repr__(self) -> str:
+        return f"<VariableState {self.name} {self.spec}{'' if self.value is not None else ', no value yet'}>"
+
+    def read(self) -> Any:
+        """The value, on the host. Blocks until that is written and copied, if a device holds it.
+
+        Raises:
+            AsyncflowError: there is none yet.
+            DeviceLostError: it was in the memory of a device that is lost.
+        """
+        value = self.value
+        return self.read_in(np) if value is None or type(value) is HeldValue else value
+
+    def _found(self) -> Any:
+        value = self.value
+        if value is None:
+            raise AsyncflowError(
+                f"variable {self.name!r} is read before it has a value; assign to it earlier in the program or in an "
+                f"earlier run, or give it an initial value: Variable(value, name={self.name!r})"
+            )
+        return value
+
+    def read_in(self, xp: Any) -> Any:
+        """The value for the kernel of namespace `xp` that runs: what is elsewhere is copied once, at the first read.
+
+        Raises:
+            AsyncflowError: there is none yet.
+            DeviceLostError: it was in the memory of a device that is lost.
+        """
+        return self._converted(self._found(), xp)
+
+    def _converted(self, value: Any, xp: Any) -> Any:
+        if type(value) is not HeldValue:
+            if xp is np or not isinstance(value, np.ndarray):
+                return value
+        elif xp is np:
+            return self._on_host(value)
+        here = value
+        if type(value) is not HeldValue or value.holder is not holder_of(xp):
+            copy = self._copy
+            if copy is None or copy[0] is not value or copy[1] is not xp:
+                copy = self._copy = (value, xp, self._copied(value, xp))
+            here = copy[2]
+        return here.holder.use(here.handle) if type(here) is HeldValue else here
+
+    def _copied(self, value: Any, xp: Any) -> Any:
+        holder = holder_of(xp)
+        if holder is None:
+            return xp.asarray(self._on_host(value) if type(value) is HeldValue else value)
+        if type(value) is not HeldValue:
+            return HeldValue(holder.keep(xp.asarray(value)), holder)
+        self._check_there(value)
+        return HeldValue(holder.receive(value.handle, value.holder), holder)
+
+    def _on_host(self, value: HeldValue) -> Any:
+        if value.host is None:
+            self._check_there(value)
+        return value.on_host()
+
+    def _check_there(self, value: HeldValue) -> None:
+        try:
+            value.holder.check()
+        except DeviceLostError as error:
+            raise DeviceLostError(
+                f"the value of variable {self.name!r} was in the memory of {value.holder.device}, which is lost, and "
+                "the value with it; assign another one before anything reads it"
+            ) from error
+
+    def assign(self, x: Any, xp: Any = np) -> Any:
+        """Makes `x` the value, copied if anyone could write to it, and returns the value.
+
+        Raises:
+            DTypeError, ShapeError: it does not fit.
+        """
+        self._check(x)
+        given = immutable(x)
+        value = given if xp is np else _held(given, xp)
+        with self._lock:
+            self.value = value
+        return given
+
+    def apply(self, fn: Callable[..., Any], *args: Any, xp: Any = np) -> Any:
+        """Makes ``fn(old, *args)`` the value and returns it; calls `fn` again if another write came between.
+
+        `fn` computes with arrays of the namespace `xp`.
+
+        Raises:
+            AsyncflowError: there is no old value.
+            DeviceLostError: the old value was in the memory of a device that is lost.
+            DTypeError, ShapeError: the new one does not fit; the old one stays.
+        """
+        for _ in range(MOST_RACES):
+            old = self._found()
+            given = self._computed(fn, old, args, xp)
+            value = given if xp is np else _held(given, xp)
+            with self._lock:
+                if self.value is old:
+                    self.value = value
+                    return given
+        with self._lock:
+            given = self._computed(fn, self._found(), args, xp)
+            self.value = _held(given, xp)
+            return given
+
+    def _computed(self, fn: Callable[..., Any], old: Any, args: tuple[Any, ...], xp: Any) -> Any:
+        here = old if xp is np and type(old) is not HeldValue else self._converted(old, xp)
+        new = fn(here, *args)
+        self._check(new)
+        return immutable(new)
+
+    # -- between sessions ----------------------------------------------------------------------------------------
+
+    async def wait_on_host(self) -> None:
+        """Returns when `read` does not block, unless a device writes again before."""
+        value = self.value
+        if type(value) is HeldValue and value.host is None:
+            with suppress(DeviceLostError):  # whoever reads it is told
+                await asyncio.to_thread(value.on_host)
+
+    async def leave(self, holders: Collection[Holder]) -> None:
+        """Brings the value to the host if it is with one of `holders`, whose devices are about to be closed."""
+        copy, value = self._copy, self.value
+        if copy is not None and holder_of(copy[1]) in holders:
+            self._copy = None
+        if type(value) is not HeldValue or value.holder not in holders:
+            return
+        host = value.host
+        if host is None:
+            try:
+                host = as_host_value(await value.holder.fetched(value.handle))
+            except DeviceLostError:
+                return  # whoever reads it is told
+        with self._lock:
+            if self.value is value:
+                self.value = host
+
+    def check_resource(self, resource: Resource) -> None:
+        """Checks that `resource` may use this state, which was made for another of its name.
+
+        Raises:
+            GraphError: it is no variable, or one of other dtype or shape.
+        """
+        spec: Spec | None = getattr(resource, "spec", None)  # of variables alone
+        if spec != self.spec:
+            seen = f"a {type(resource).__name__}" if spec is None else f"a variable {spec}"
+            raise GraphError(
+                f"container {resource.container!r} already holds {self.name!r} as a variable {self.spec}, and it is "
+                f"asked for as {seen}; use another name, or reset_container({resource.container!r}) first"
+            )
+
+    def _check(self, x: Any) -> None:
+        dtype = getattr(x, "dtype", None)
+        if dtype != self.spec.dtype:
+            found = type(x).__name__ if dtype is None else dtype_name(dtype)
+            raise DTypeError(f"variable {self.name!r} holds {dtype_name(self.spec.dtype)}, not {found}")
+        if x.shape != self._shape and (self._shape is not None or not is_subshape(x.shape, self.spec.shape)):
+            raise ShapeError(
+                f"variable {self.name!r} is {self.spec}; a value of shape {format_shape(x.shape)} does not fit"
+            )
+
+
+def _held(value: Any, xp: Any) -> Any:
+    """What a state keeps of a value that a kernel of the namespace `xp` has made."""
+    holder = holder_of(xp)
+    if holder is None or isinstance(value, np.ndarray | np.generic):
+        return value
+    return HeldValue(holder.keep(value), holder)
+
+
+__all__ = ["MOST_RACES", "VariableState"]

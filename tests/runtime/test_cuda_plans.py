@@ -1,0 +1,191 @@
+"""Plans for cards: before a session is entered, and what they say of loops."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.errors import SessionClosedError
+from asyncflow.runtime import options
+from tests.conftest import small_cards
+from tests.fake_cupy import FakeCupy
+
+WEIGHTS = np.arange(3000, dtype=np.float32)
+
+
+@pytest.fixture
+def cupy() -> Iterator[FakeCupy]:
+    with small_cards(0) as fake:
+        yield fake
+
+
+def program() -> tuple[af.Graph, af.Tensor, af.Tensor]:
+    """A loop in a region with a large constant in it and one outside."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (None,))
+        y = af.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * WEIGHTS + 1.0), (0, x + WEIGHTS[::-1].copy()))[1]
+    return graph, x, y
+
+
+def expected(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    y = x + WEIGHTS[::-1]
+    for _ in range(3):
+        y = y * WEIGHTS + np.float32(1)
+    return y
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"regions": False}, {"compute_streams": 2}, {"memory_limit": 1 << 20}, {"cuda_graphs": True}],
+    ids=str,
+)
+def test_a_plan_before_the_session_is_entered(cupy: FakeCupy, options: dict[str, Any]) -> None:
+    graph, x, y = program()
+    session = af.Session(graph, ["cuda:0"], **options)
+    plan = session.plan(y, [x])
+    assert "partition on cuda:0" in plan.explain(source=True)
+    value = np.ones(3000, np.float32)
+
+    async def main() -> None:
+        async with session:
+            assert session.plan(y, [x]) is plan
+            for _ in range(2):
+                np.testing.assert_allclose(await session.run(y, {x: value}), expected(value), rtol=1e-6)
+
+    af.run(main())
+
+
+async def test_a_plan_on_the_event_loop_before_the_session_is_entered(cupy: FakeCupy) -> None:
+    graph, x, y = program()
+    session = af.Session(graph, ["cuda:0", "cuda:1"])
+    plan = session.plan(y, [x])
+    value = np.ones(3000, np.float32)
+    async with session:
+        assert session.plan(y, [x]) is plan
+        np.testing.assert_allclose(await session.run(y, {x: value}), expected(value), rtol=1e-6)
+    with pytest.raises(SessionClosedError, match="cuda:0 is closed; open a new session"):
+        session.plan(y + 1, [x])
+
+
+async def test_a_session_that_only_plans_leaves_nothing(cupy: FakeCupy) -> None:
+    """Without a warning, as on CPUs; its streams end, and its memory is free."""
+    graph, x, y = program()
+    session = af.Session(graph, ["cuda:0"])
+    session.plan(y, [x])
+    account, streams = session.devices[0].memory, session.devices[0].compute_streams
+    assert account.used
+    del session
+    gc.collect()
+    with pytest.raises(SessionClosedError):
+        streams[0].record()
+    while account.used:  # noqa: ASYNC110 - nothing tells when the copies of constants have been delivered
+        await asyncio.sleep(0)
+
+
+def test_a_session_that_was_closed_unused_plans_nothing(cupy: FakeCupy) -> None:
+    graph, x, y = program()
+    session = af.Session(graph, ["cuda:0"])
+    af.run(session.aclose())
+    with pytest.raises(SessionClosedError, match="open a new session"):
+        session.plan(y, [x])
+
+
+# -- who drives a loop -------------------------------------------------------------------------------------------------
+
+
+def test_without_bindings_cards_cannot_run_loops(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "cuda_bindings", lambda: None)
+    with pytest.raises(af.PlacementError, match=r"cuda-bindings, version 13 .*pip install 'asyncflow\[cuda13\]'"):
+        af.Session(devices=["cpu:0", "cuda:0"], device_while=True)
+    af.Session(devices=["cuda:0"])
+    af.Session(devices=["cpu:0"], device_while=True)
+
+
+def is_small(v: af.Tensor) -> af.Tensor:
+    return af.sum(v) < 1000
+
+
+def products(x: af.Tensor) -> af.Tensor:
+    square = af.ones((5, 5), dtype="float32")
+    return af.while_loop(is_small, lambda v: v @ square, x, name="inner")
+
+
+def cut(x: af.Tensor) -> af.Tensor:
+    def body(v: af.Tensor) -> af.Tensor:
+        with af.device("cuda:1"):
+            v = v * 2
+        with af.device("cuda:0"):
+            return v + 1
+
+    return af.while_loop(is_small, body, x, name="cut")
+
+
+def own(x: af.Tensor, name: str = "own") -> af.Tensor:
+    return af.while_loop(is_small, lambda v: af.cond(af.max(v) > 9, lambda: v + 1, lambda: v * 2 + 1), x, name=name)
+
+
+READS = "the host drives it, and reads the predicate of each iteration"
+Loop = Callable[[af.Tensor], Any]
+LOOPS: dict[str, tuple[Loop, tuple[int | None, ...], list[str]]] = {
+    "the card's": (own, (5,), ["own on cuda:0: the card runs it, with the branches and loops in it"]),
+    "by counters": (
+        lambda x: af.while_loop(lambda i, _: i < 5, lambda i, v: (i + 1, v * 2), (0, x), name="count"),
+        (5,),
+        ["count on cuda:0: the host drives it, ahead of its kernels: it decides by numbers on the host"],
+    ),
+    "shapes": (
+        own,
+        (None,),
+        [f"own on cuda:0: {READS}: a value of it is float32[?], whose shape is not fixed"],
+    ),
+    "products": (
+        lambda x: af.while_loop(is_small, lambda v: products(v) + 1, x, name="outer"),
+        (5,),
+        [
+            f"outer on cuda:0: {READS}: in outer/body/inner, outer/body/inner/body/matmul (matmul) cannot be in a "
+            "CUDA graph",
+            f"outer/body/inner on cuda:0: {READS}: outer/body/inner/body/matmul (matmul) cannot be in a CUDA graph",
+        ],
+    ),
+    "one inside": (
+        lambda x: af.while_loop(is_small, lambda v: af.sort(own(v, "inner")), x, name="outer"),
+        (5,),
+        [
+            f"outer on cuda:0: {READS}: outer/body/sort (sort) cannot be in a CUDA graph",
+            "outer/body/inner on cuda:0: the card runs it, with the branches and loops in it",
+        ],
+    ),
+    "cut": (cut, (5,), [f"cut on cuda:0, cuda:1: {READS}: it is cut over devices"]),
+}
+
+
+def explained(make: Loop, shape: tuple[int | None, ...], **options: Any) -> list[str]:
+    """What a plan says of loops."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", shape)
+        with af.device("cuda:0"):
+            y = make(x)
+    plan = af.Session(graph, ["cuda:0", "cuda:1"], **options).plan(y, [x])
+    return [line for line in plan.explain().splitlines() if "the host drives" in line or "the card runs" in line]
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_a_plan_says_who_drives_a_loop(cupy: FakeCupy, case: str) -> None:
+    make, shape, lines = LOOPS[case]
+    found = explained(make, shape, device_while=True)
+    assert sorted(found) == sorted(lines)
+    for line in explained(make, shape):
+        assert line.endswith(("reads the predicate of each iteration", "it decides by numbers on the host"))
+
+
+def test_a_plan_for_cpus_says_nothing_of_it() -> None:
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (5,))
+        y = own(x)
+    assert "drives" not in af.Session(graph).plan(y, [x]).explain()
