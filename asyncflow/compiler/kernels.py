@@ -16,7 +16,7 @@ from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.op import bound_kernel, host_inputs, runs_on_host
-from asyncflow.graph.resource import Resource
+from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cuda_source import is_otherwise_in_cupy
@@ -95,6 +95,7 @@ def bind_launch(node: Node, bare: Callable[[ModuleType], Kernel], device: Asynch
         is_async=node.op.is_async or on_host,
         may_run_on_host=all(is_host_spec(tensor.spec) for tensor in node.outputs),
         keeps_arrays=_keeps_arrays(node),
+        uses_state=any(True for _ in resources_of(node)),
         host_inputs=host_inputs(node),
         on_host=giving_scalars(bare(np), node) if has_own_memory and may_stay_on_host(node) else None,
         flops=partial(_flops, node),

@@ -160,18 +160,12 @@ def _state_of(graph: Graph) -> Iterator[tuple[Node, Hashable]]:
 
 
 def _states_for_host(graph: Graph, devices: Sequence[Device], resolve: Resolve) -> tuple[Any, ...]:
-    """The states that NumPy's kernels use, and that a device with a memory of its own may have written.
-
-    On a CPU that is another session's, which shares the container; on such a device, where the functions of users are
-    called on the host, it may be this very one.
-    """
+    """The states that CPUs use, and that another session, which shares the container, may have on a card."""
     by_name = {device.name: device for device in devices}
     found: dict[int, Any] = {}
     for node in graph.walk():
         for resource in resources_of(node):
-            device = by_name[node.device or devices[0].name]
-            is_shared = resource.container is not None and not device.is_asynchronous
-            if is_shared or (device.xp is not np and runs_on_host(node)):
+            if resource.container is not None and not by_name[node.device or devices[0].name].is_asynchronous:
                 state = resolve(resource)
                 found[id(state)] = state
     return tuple(found.values())

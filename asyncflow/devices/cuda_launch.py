@@ -192,8 +192,8 @@ class HostLauncher(CoroutineKernel):
         return outputs[0] if info.single else tuple(outputs)
 
     async def _computed(self, values: Sequence[Any]) -> Any:
-        is_long = sum(getattr(value, "size", 1) for value in values) > LONG_ELEMENTS
-        if is_long and not is_coroutine_function(self._kernel):
+        may_be_long = self._info.uses_state or sum(getattr(value, "size", 1) for value in values) > LONG_ELEMENTS
+        if may_be_long and not is_coroutine_function(self._kernel):
             result = await self._device.in_host_thread(self._kernel, *values)
         else:
             result = self._kernel(*values)

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 FIRST_ITERATIONS = 1 << 10
 """Of the first launch."""
 
+LEAST_ITERATIONS = 1 << 6
+"""Of any: a launch may have taken long because of what other runs had given the card before."""
+
 _STEP = 4
 """Launches become longer, or shorter, by this factor."""
 
@@ -48,7 +51,7 @@ class Patience:
 
     def __init__(self) -> None:
         self.most = FIRST_ITERATIONS
-        self._least = 1
+        self._least = min(LEAST_ITERATIONS, FIRST_ITERATIONS)
 
     def learn(self, outcome: int, took_s: float) -> bool:
         """Note how a launch came out; whether another, from where it began or where it ended, may come further."""
@@ -130,12 +133,12 @@ class WhileLauncher(CoroutineKernel):
         variables: Sequence[Any] = raw[: self._n_vars]
         captures = raw[self._n_vars :]
         done, outcome = 0, STOPPED
-        while outcome in (STOPPED, TOO_LONG):
-            began = time.monotonic()
+        while outcome != ENDED:
             limits = Limits(self._patience.most, inner=self._limit)
             iterated = host.in_one_block(self._loop.launch, variables, captures, limits)
             if iterated is None:
                 break
+            began = time.monotonic()  # what was captured and compiled before is no part of it
             count, outcome, *_ = (await host.fetched(iterated.state)).tolist()
             is_worth_another = self._patience.learn(outcome, time.monotonic() - began)
             if outcome in (ENDED, STOPPED):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,9 @@ from asyncflow.graph.graph import Graph
 from asyncflow.runtime.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from asyncflow.compiler.request import PlanOptions
     from asyncflow.devices.protocol import Device
 
 _FOR_EVER_S = 1e9
@@ -37,11 +39,22 @@ def check_integer(value: object, name: str, least: int | None = None) -> None:
         raise ValueError(f"{name} is at least {least}; got {value}")
 
 
-def check_flags(flags: Mapping[str, object]) -> None:
-    """Raises TypeError unless all of the options, by name, are True or False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool | np.bool_):
-            raise TypeError(f"{name} is True or False; got {type(value).__name__} {value!r}")
+def check_flag(value: object, name: str) -> None:
+    """Raises TypeError unless an option is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is True or False; got {type(value).__name__} {value!r}")
+
+
+def check_plan_options(options: PlanOptions) -> None:
+    """Raises TypeError or ValueError for what a user has given as one of them."""
+    for field in fields(options):
+        if field.type == "bool":
+            check_flag(getattr(options, field.name), field.name)
+    check_transfer_dtype(options.transfer_dtype)
+    if options.placement_seed is not None:
+        check_integer(options.placement_seed, "placement_seed", None)
+    if options.max_iterations is not None:
+        check_integer(options.max_iterations, "max_iterations", 1)
 
 
 def check_device_while(devices: Sequence[Device]) -> None:

@@ -8,6 +8,7 @@ import secrets
 import threading
 import warnings
 import weakref
+from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, cast
@@ -16,7 +17,7 @@ from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.compiler.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import check_event_loop, has_one_memory, open_devices
-from asyncflow.errors import GraphError, SessionClosedError
+from asyncflow.errors import DeadlineExceeded, GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.channel import Channel
@@ -27,11 +28,11 @@ from asyncflow.runtime.loop import burst_clock, thread_waits
 from asyncflow.runtime.options import (
     as_timeout,
     check_device_while,
-    check_flags,
+    check_flag,
     check_graph,
     check_integer,
+    check_plan_options,
     check_trace,
-    check_transfer_dtype,
 )
 from asyncflow.runtime.plans import PlanCache
 from asyncflow.runtime.prepared import Call, CallCache, Prepared
@@ -155,35 +156,11 @@ class Session:
         max_iterations: int | None = None,
     ) -> None:
         check_graph(graph)
-        check_flags(
-            {
-                "optimize": optimize,
-                "loop_batching": loop_batching,
-                "regions": regions,
-                "fusion": fusion,
-                "cuda_graphs": cuda_graphs,
-                "device_while": device_while,
-                "debug": debug,
-                "soft_placement": soft_placement,
-                "check_numerics": check_numerics,
-            }
-        )
+        check_flag(regions, "regions")
         check_integer(threads, "threads", 1)
         check_integer(compute_streams, "compute_streams", 1)
-        check_transfer_dtype(transfer_dtype)
-        for name, value, least in (
-            ("seed", seed, None),
-            ("placement_seed", placement_seed, None),
-            ("max_iterations", max_iterations, 1),
-        ):
-            if value is not None:
-                check_integer(value, name, least)
-        self.graph = graph
-        self.devices: tuple[Device, ...] = open_devices(devices, memory_limit, compute_streams)
-        if device_while:
-            check_device_while(self.devices)
-        self._device_of = {device.name: device for device in self.devices}
-        self.state = StateStore()
+        if seed is not None:
+            check_integer(seed, "seed", None)
         self._options = PlanOptions(
             optimize=optimize,
             loop_batching=loop_batching,
@@ -197,6 +174,13 @@ class Session:
             soft_placement=soft_placement,
             placement_seed=placement_seed,
         )
+        check_plan_options(self._options)
+        self.graph = graph
+        self.devices: tuple[Device, ...] = open_devices(devices, memory_limit, compute_streams)
+        if device_while:
+            check_device_while(self.devices)
+        self._device_of = {device.name: device for device in self.devices}
+        self.state = StateStore()
         self._seed = seed
         self._threads = threads
         self._random_seed = secrets.randbits(63)
@@ -219,15 +203,17 @@ class Session:
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        if self._closed is None:
-            try:
+        try:
+            if self._closed is None:
+                self._has_started = True
                 for device in self.devices:
                     if device.is_asynchronous:
                         await cast("AsynchronousDevice", device).open()
-            except BaseException:
+            self._bind()
+        except BaseException:
+            if self._loop is None:  # else it goes on where it was entered before
                 await self.aclose()
-                raise
-        self._bind()
+            raise
         self._entered.append(_current.set(self))
         return self
 
@@ -263,10 +249,10 @@ class Session:
         return loop
 
     def _start_devices(self) -> None:
+        self._has_started = True
         for device in self.devices:
             if device.is_asynchronous:
                 cast("AsynchronousDevice", device).start()
-        self._has_started = True
 
     def is_bound_here(self) -> bool:
         """Whether the session is open and bound to the running event loop."""
@@ -280,20 +266,22 @@ class Session:
         if self._closed is not None:
             return
         self._closed = "the session is closed; make a new one"
-        try:
+        async with AsyncExitStack() as closing:  # which does the rest, whatever becomes of the steps before
+            for device in self.devices:
+                closing.push_async_callback(device.aclose, _THREADS_END_S)
+            closing.callback(self._release)  # before the devices, which may then give back all their memory
+            closing.push_async_callback(self._leave_containers)
+            closing.push_async_callback(self._stop_runs)
             for run in [run for run in self._runs if run.is_abandoned]:
                 run.close()
             if self._runs and grace_s > 0:
                 await self._drain(grace_s)
-        finally:
-            for run in list(self._runs):
-                run.close()
-            if self._runs:
-                await self._drain(None)
-            await self._leave_containers()
-            self._release()  # first, so that devices may give back the memory of constants and variables, too
-            for device in self.devices:
-                await device.aclose(_THREADS_END_S)
+
+    async def _stop_runs(self) -> None:
+        for run in list(self._runs):
+            run.close()
+        if self._runs:
+            await self._drain(None)
 
     async def _drain(self, grace_s: float | None) -> None:
         self._idle = asyncio.Event()
@@ -406,15 +394,11 @@ class Session:
         checked = call.check(values)
         asked_s = loop.time()
         recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
-        is_foreign = has_foreign(checked)
         plan = call.plan
         if plan is None or call.version != call.request.graph.version or recorder is not None:
-            checked = snapshots(checked) if is_foreign else checked
-            plan = await self._plan_of(call, recorder, timeout)
-        if is_foreign:
-            checked = await settled(checked, call.request.feeds, plan, self._device_of)
-        if plan.read_on_host:
-            await _wait_on_host(plan)
+            plan, checked = await self._planned(call, checked, recorder, timeout)
+        if plan.read_on_host or has_foreign(checked):
+            checked = await self._at_hand(plan, call, checked, timeout, asked_s)
         if plan.straight is not None and recorder is None and self._may_run_straight(timeout):
             self._run_count += 1
             results = run_straight(plan.straight, plan.partitions[0].device, checked)
@@ -433,15 +417,41 @@ class Session:
         self._bind()
         return await self.run_call(self._calls.of_function(graph, outputs, feeds), tuple(feeds.values()))
 
-    async def _plan_of(self, call: Call, trace: Trace | None, timeout: float | None) -> Plan:
-        """The plan of a call, kept there unless it is for a trace that looks inside regions."""
+    async def _planned(
+        self, call: Call, values: list[Any], trace: Trace | None, timeout: float | None
+    ) -> tuple[Plan, list[Any]]:
+        """The plan of a call, kept there unless it is for a trace that looks inside regions; and its values as of now.
+
+        While a large graph is compiled, those of other libraries may change.
+        """
+        values = snapshots(values) if has_foreign(values) else values
         inside = looks_inside(trace)
         request = call.request._replace(regions=False) if inside else call.request
         version = request.graph.version
         plan = await self._plans.get(request, self._compile, timeout)
         if not inside:
             call.plan, call.version = plan, version
-        return plan
+        return plan, values
+
+    async def _at_hand(
+        self, plan: Plan, call: Call, values: list[Any], timeout: float | None, asked_s: float
+    ) -> list[Any]:
+        """The values where the plan takes them, once they are there, and so is the state that kernels read.
+
+        No kernel has to hold up the event loop for that state then, unless a device writes it again before.
+        """
+        try:
+            async with asyncio.timeout_at(None if timeout is None else asked_s + timeout):
+                if has_foreign(values):
+                    values = await settled(values, call.request.feeds, plan, self._device_of)
+                for state in plan.read_on_host:
+                    await state.wait_on_host()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"what the run needs of other libraries and devices was not there within timeout={timeout} s; it did "
+                "not start"
+            ) from None
+        return values
 
     def _may_run_straight(self, timeout: float | None) -> bool:
         assert self._turn is not None
@@ -519,13 +529,8 @@ class Session:
         checked = call.check(tuple(feeds.values()))
         asked_s = loop.time()
         recorder = trace or current_trace()
-        is_foreign = has_foreign(checked)
-        checked = snapshots(checked) if is_foreign else checked
-        plan = await self._plan_of(call, recorder, timeout)
-        if is_foreign:
-            checked = await settled(checked, call.request.feeds, plan, self._device_of)
-        if plan.read_on_host:
-            await _wait_on_host(plan)
+        plan, checked = await self._planned(call, checked, recorder, timeout)
+        checked = await self._at_hand(plan, call, checked, timeout, asked_s)
         channel = Channel(loop)
         run = self._start(loop, plan, checked, timeout, asked_s, recorder, channel)
         try:
@@ -573,8 +578,10 @@ class Session:
         Raises:
             FeedError, FetchError: as in `run`.
             GraphError, PlacementError: as the first such run.
-            SessionClosedError: the session is closed, and its devices are CUDA devices.
+            SessionClosedError: the session is closed.
         """
+        if self._closed is not None:
+            raise SessionClosedError(self._closed)
         self._start_devices()
         return self._plans.get_nowait(self._calls.new(fetches, feeds).request, self._compile)
 
@@ -593,12 +600,6 @@ class Session:
                 "the graph nests branches and loops too deep to compile; nest them less, or write a recursion as a "
                 "while_loop"
             ) from None
-
-
-async def _wait_on_host(plan: Plan) -> None:
-    # So that no kernel has to hold up the event loop for it; unless a device writes again before.
-    for state in plan.read_on_host:
-        await state.wait_on_host()
 
 
 def _poison_after_fork() -> None:

@@ -1,0 +1,96 @@
+"""How sessions begin and end, and what they wait for before a run: whatever goes wrong, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.errors import SessionClosedError
+from asyncflow.state.containers import StateStore
+from tests.conftest import small_cards
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fake_cupy import FakeCupy
+
+ONES = np.ones(3000, np.float32)
+
+
+@pytest.fixture
+def cupy() -> Iterator[FakeCupy]:
+    with small_cards(0) as fake:
+        yield fake
+
+
+@af.op(outputs=af.spec("float32", (3000,)))
+def doubled(x: Any) -> Any:
+    return x * 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), asyncio.CancelledError()], ids=["fails", "is_cancelled"])
+async def test_a_step_of_closing_that_fails_keeps_no_other_from_being_taken(
+    cupy: FakeCupy, graph: af.Graph, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fails(*_: Any) -> NoReturn:
+        raise error
+
+    y = af.placeholder("float32", (3000,), name="x") * 2
+    session = af.Session(graph, ["cuda:0", "cuda:1"])
+    await session.run(y, {"x": ONES})
+    monkeypatch.setattr(StateStore, "leave", fails)
+    with pytest.raises(type(error)):
+        await session.aclose()
+    for device in session.devices:
+        assert device.memory.used == 0
+        with pytest.raises(SessionClosedError):
+            device.compute_streams[0].record()
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cuda:0"]], ids=str)
+async def test_a_closed_session_plans_nothing(cupy: FakeCupy, graph: af.Graph, devices: list[str]) -> None:
+    y = af.constant(1.0) + 1
+    async with af.Session(graph, devices) as session:
+        pass
+    with pytest.raises(SessionClosedError, match="the session is closed; make a new one"):
+        session.plan(y)
+
+
+async def test_a_deadline_holds_while_another_session_writes(cupy: FakeCupy) -> None:
+    """What a CPU reads of a container is waited for before the run begins."""
+    with af.Graph() as graph:
+        v = af.Variable(ONES, name="v", container="deadlines")
+        add = v.assign_add(ONES)
+    async with af.Session(graph, ["cuda:0"]) as writing, af.Session(graph) as reading:
+        await writing.run(add)
+        cupy.pause()
+        again = asyncio.create_task(writing.run(add.node))
+        for _ in range(10):
+            await asyncio.sleep(0)  # until the card has been given its work
+        with pytest.raises(af.DeadlineExceeded, match=r"was not there within timeout=0.01 s; it did not start"):
+            await reading.run(v, timeout=0.01)
+        cupy.resume()
+        await again
+        np.testing.assert_array_equal(await reading.run(v, timeout=60), ONES * 3)
+    af.reset_container("deadlines")
+
+
+async def test_a_function_of_the_user_waits_for_the_card_on_a_thread(cupy: FakeCupy, graph: af.Graph) -> None:
+    """The event loop goes on while the variable that it is given is still being written."""
+    v = af.Variable(np.zeros(3000, np.float32), name="v")
+    added = v.assign_add(af.placeholder("float32", (3000,), name="x"))
+    with af.control_dependencies([added.node]):
+        changed = v.update(doubled)
+    async with af.Session(graph, ["cuda:0"]) as session:
+        await session.run(changed, {"x": ONES})
+        cupy.pause()
+        run = asyncio.create_task(session.run(changed, {"x": ONES}))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not run.done()
+        cupy.resume()
+        np.testing.assert_array_equal(await run, ONES * 6)
