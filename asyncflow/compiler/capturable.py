@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.fused import FUSED
-from asyncflow.compiler.host_values import is_scalar_spec, may_stay_on_host
+from asyncflow.compiler.host_values import computes_on_host, is_on_host
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.op import host_inputs, runs_on_host
@@ -20,7 +20,7 @@ from asyncflow.graph.shapes import is_static
 from asyncflow.ops.cuda_source import has_source
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from asyncflow.compiler.regions import Region
     from asyncflow.graph.graph import Subgraph
@@ -40,8 +40,6 @@ _OTHERS = (
 )
 CAPTURABLE = frozenset((*_REDUCTIONS, *_SHAPES, *_OTHERS))
 """Names of the ops that may be captured, beside those that have C++ source."""
-
-_METADATA = frozenset(("rank", "shape", "size"))
 
 _COPIES_A_LAUNCH = 2
 """Launching a kernel from Python takes about as long as copying so many arrays in or out of a graph's buffers."""
@@ -72,7 +70,7 @@ def may_be_captured(node: Node, on_host: Collection[Tensor]) -> bool:
         return _decision(node) in on_host and all(
             may_be_captured(inner, on_host) for body in node.subgraphs for inner in body.nodes
         )
-    if _is_computed_on_host(node, on_host):
+    if computes_on_host(node, on_host):
         return True
     is_known = node.op is FUSED or has_source(node.op) or node.op.name in CAPTURABLE
     return is_known and not runs_on_host(node) and _finds_its_inputs(node, on_host)
@@ -83,12 +81,8 @@ def _decision(node: Node) -> Tensor:
     return found
 
 
-def _is_computed_on_host(node: Node, on_host: Collection[Tensor]) -> bool:
-    return bool(node.outputs) and may_stay_on_host(node) and all(tensor in on_host for tensor in node.inputs)
-
-
 def _launches(node: Node, on_host: Collection[Tensor]) -> bool:
-    return node.op.kernel is not None and node.op is not CONSTANT and not _is_computed_on_host(node, on_host)
+    return node.op.kernel is not None and node.op is not CONSTANT and not computes_on_host(node, on_host)
 
 
 def _finds_its_inputs(node: Node, on_host: Collection[Tensor]) -> bool:
@@ -147,7 +141,7 @@ def _why_no_branch(node: Node, inside: Collection[Tensor]) -> str | None:
 
 def _first_obstacle(nodes: Iterable[Node], inside: Collection[Tensor]) -> str | None:
     """Why the first of the nodes of a body that cannot be in a device's loop cannot; None if all can."""
-    # Loops inside that are the device's already come last: they are, because something else is in the way.
+    # The device's own loops inside come last: another obstacle has made them so, and is the one to name.
     for node in sorted(nodes, key=lambda node: node.op.name == "device_while"):
         if node.op.name in STRUCTURED:
             obstacle = (why_host_drives if node.op.name == "while" else _why_no_branch)(node, inside)
@@ -211,21 +205,8 @@ def _enter(
             if pred in found:  # otherwise the results are in buffers
                 results = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
                 found.update(output for output, *each in results if all(result in found for result in each))
-        else:
-            found.update(_host_outputs(node, found))
-
-
-def _host_outputs(node: Node, found: Collection[Tensor]) -> Iterator[Tensor]:
-    if node.op is PARAMETER:
-        return
-    if node.op is CONSTANT:
-        is_there = is_scalar_spec(node.outputs[0].spec)
-    elif node.op is IDENTITY:
-        is_there = node.inputs[0] in found
-    else:
-        is_there = node.op.name in _METADATA or _is_computed_on_host(node, found)
-    if is_there:
-        yield from node.outputs
+        elif is_on_host(node, found):
+            found.update(node.outputs)
 
 
 __all__ = [

@@ -48,6 +48,11 @@ def may_stay_on_host(node: Node) -> bool:
     return bool(node.outputs) and all(is_scalar_spec(tensor.spec) for tensor in node.outputs)
 
 
+def computes_on_host(node: Node, found: Collection[Tensor]) -> bool:
+    """Whether the host does what the node computes, as it has all inputs."""
+    return may_stay_on_host(node) and all(tensor in found for tensor in node.inputs)
+
+
 def may_be_host_vector(spec: Spec) -> bool:
     """Whether a value of this spec that is not known to be on the host may be there: a short vector of integers.
 
@@ -89,11 +94,12 @@ def _visit(nodes: Iterable[Node], found: set[Tensor]) -> None:
             _visit_cond(node, found)
         elif node.op.name == "while":
             _visit_while(node, found)
-        elif _is_on_host(node, found):
+        elif is_on_host(node, found):
             found.update(node.outputs)
 
 
-def _is_on_host(node: Node, found: Collection[Tensor]) -> bool:
+def is_on_host(node: Node, found: Collection[Tensor]) -> bool:
+    """Whether the outputs of a node that is no branch or loop are on the host, as the tensors `found` are."""
     if node.op is CONSTANT or node.op is FEED:
         return is_scalar_spec(node.outputs[0].spec)
     if node.op is PARAMETER:
@@ -104,7 +110,7 @@ def _is_on_host(node: Node, found: Collection[Tensor]) -> bool:
         return True  # the scheduler has looked at it
     if node.op.name in _METADATA:
         return True
-    return may_stay_on_host(node) and all(tensor in found for tensor in node.inputs)
+    return computes_on_host(node, found)
 
 
 def _visit_cond(node: Node, found: set[Tensor]) -> None:

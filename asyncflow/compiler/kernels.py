@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.compiler.fused import alone
-from asyncflow.compiler.host_values import NUMBERS, may_be_host_vector, may_stay_on_host
+from asyncflow.compiler.host_values import computes_on_host, may_be_host_vector, may_stay_on_host
+from asyncflow.devices.cuda_values import as_scalar
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import OutOfMemoryError
@@ -116,7 +117,7 @@ def bind_member(
         constant = _constant_on(device, node, bare(np)())
         value = device.resident(constant, stream)
         return lambda: value
-    if node.outputs and may_stay_on_host(node) and all(tensor in on_host for tensor in node.inputs):
+    if computes_on_host(node, on_host):
         return giving_scalars(bare(np), node)
     kernel, read = bare(device.xp), host_inputs(node)
     vectors = [
@@ -132,12 +133,8 @@ def giving_scalars(kernel: Kernel, node: Node) -> Kernel:
     if kernel is node.op.scalar_kernel or isinstance(kernel, np.ufunc):
         return kernel
     if node.single:
-        return lambda *inputs: _as_scalar(kernel(*inputs))
-    return lambda *inputs: tuple([_as_scalar(value) for value in kernel(*inputs)])
-
-
-def _as_scalar(value: Any) -> Any:
-    return value[()] if type(value) is np.ndarray and not value.ndim and value.dtype.kind in NUMBERS else value
+        return lambda *inputs: as_scalar(kernel(*inputs))
+    return lambda *inputs: tuple([as_scalar(value) for value in kernel(*inputs)])
 
 
 def _uploading(kernel: Kernel, positions: Sequence[int], xp: ModuleType, needs_context: bool) -> Kernel:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.codegen import RegionCode
     from asyncflow.compiler.extract import Extract
     from asyncflow.compiler.kernels import Resolve
+    from asyncflow.compiler.loop_drivers import LoopDriver
     from asyncflow.compiler.plan import Partition
     from asyncflow.compiler.regions import Region
     from asyncflow.compiler.request import PlanOptions, PlanRequest
@@ -103,12 +104,8 @@ def compile_plan(
     read_on_host = _states_for_host(working, devices, resolve)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
     enqueuing = {device.name for device in devices if runs_regions(device)}
-    if options.device_while and enqueuing:
-        on_host = make_device_loops(working, enqueuing, fusion=options.fusion)
-        check(working)
-    else:
-        on_host = find_host_values(working) if enqueuing else set()
-    loops = find_loop_drivers(working, enqueuing, on_host, device_while=options.device_while) if enqueuing else ()
+    on_host, loops = _decide_loops(working, enqueuing, options)
+    check(working)
     streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
     if request.regions:
         streams = make_regions(working, streams, asynchronous - enqueuing, enqueuing, on_host)
@@ -144,6 +141,19 @@ def compile_plan(
 
 def _do_not_verify(_: Graph) -> None:
     pass
+
+
+def _decide_loops(
+    graph: Graph, enqueuing: Collection[str], options: PlanOptions
+) -> tuple[set[Tensor], tuple[LoopDriver, ...]]:
+    """Gives cards the loops that they are to run; and the values that stay on the host, and who drives which loop."""
+    if not enqueuing:
+        return set(), ()
+    if options.device_while:
+        on_host = make_device_loops(graph, enqueuing, fusion=options.fusion)
+    else:
+        on_host = find_host_values(graph)
+    return on_host, find_loop_drivers(graph, enqueuing, on_host, device_while=options.device_while)
 
 
 def _fuse(graph: Graph, enqueuing: Collection[str]) -> None:

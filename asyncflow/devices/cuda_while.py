@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from asyncflow.streams.cuda import CudaStream
 
 
-_USUAL = Limits()
+_DEFAULT_LIMITS = Limits()
 
 
 class Iterated(NamedTuple):
@@ -261,7 +261,7 @@ class DeviceLoop:
         self._graphs: GraphCache[LoopGraph] = GraphCache(label, warm_ups=0)
 
     def launch(
-        self, variables: Sequence[Any], captures: Sequence[Any] = (), limits: Limits = _USUAL
+        self, variables: Sequence[Any], captures: Sequence[Any] = (), limits: Limits = _DEFAULT_LIMITS
     ) -> Iterated | None:
         """Start the loop, or go on with it, as far as `limits` allow; nothing is waited for.
 
