@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from threading import Lock
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -20,7 +21,7 @@ class StateStore:
     """The states one session uses.
 
     A state of the session's own lives as long as both the session and the resource; one in a container until
-    `reset_container`.
+    `reset_container`, and after that as long as plans that use it.
     """
 
     __slots__ = ("__weakref__", "_private", "_shared")
@@ -28,7 +29,7 @@ class StateStore:
     def __init__(self) -> None:
         # By serial number: a variable's == builds a node, so it cannot be the key of a weak mapping.
         self._private: dict[int, tuple[ref[Resource], Any]] = {}
-        self._shared: dict[int, Any] = {}  # by identity: `reset_container` makes another one of the same name
+        self._shared: WeakSet[Any] = WeakSet()
 
     def lookup(self, resource: Resource) -> Any:
         """The state of `resource`, created on first use.
@@ -38,7 +39,8 @@ class StateStore:
         """
         if resource.container is not None:
             state = _shared_state(resource, resource.container)
-            self._shared[id(state)] = state
+            with _lock:  # a graph may be compiled on a thread, and a set that changes cannot be listed
+                self._shared.add(state)
             return state
         found = self._private.get(resource.serial)
         if found is None:
@@ -47,9 +49,19 @@ class StateStore:
         return found[1]
 
     async def leave(self, holders: Collection[Holder]) -> None:
-        """Brings to the host what `holders`, whose devices are about to be closed, have of containers' values."""
-        for state in list(self._shared.values()):
-            await state.leave(holders)
+        """Brings to the host what `holders`, whose devices are about to be closed, have of containers' values.
+
+        All at once. One that fails does not keep the others from coming.
+
+        Raises:
+            Exception: the first error that is no lost device's; values of lost devices stay, and reads say so.
+        """
+        with _lock:
+            states = list(self._shared)
+        ends = await asyncio.gather(*(state.leave(holders) for state in states), return_exceptions=True)
+        for error in ends:
+            if isinstance(error, BaseException):
+                raise error
 
     def clear(self) -> None:
         """Forgets the states of the session's own; those in containers stay there."""

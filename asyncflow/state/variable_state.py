@@ -46,11 +46,11 @@ class VariableState:
     """The value of a variable in one session or container, safe to use from all threads.
 
     Invariants: `value` is None, a NumPy scalar, an array that nobody can write to, or a `HeldValue`; it fits `spec`; it
-    is only ever replaced as a whole, under the lock. What a device with a memory of its own has made stays there; the
-    last other device to read it keeps a copy here, as it does of an array of NumPy's.
+    is only ever replaced as a whole, under the lock. What a device with a memory of its own has made stays there; every
+    other device that reads it keeps a copy here, as it does of an array of NumPy's, until one reads another value.
     """
 
-    __slots__ = ("_copy", "_lock", "_shape", "name", "spec", "value")
+    __slots__ = ("__weakref__", "_copies", "_lock", "_shape", "name", "spec", "value")
 
     def __init__(self, name: str, spec: Spec, initial: np.ndarray[Any, Any] | None = None) -> None:
         self.name = name
@@ -58,8 +58,8 @@ class VariableState:
         self.value: Any = None if initial is None else immutable(initial)
         self._shape = spec.shape if is_static(spec.shape) else None
         self._lock = Lock()
-        self._copy: tuple[Any, Any, Any] | None = None
-        """A value, a namespace, and a copy of the value there: a `HeldValue`, or an array where there is no holder."""
+        self._copies: tuple[Any, dict[Any, Any]] | None = None
+        """A value and copies of it by namespace: a `HeldValue`, or an array where there is no holder."""
 
     def __repr__(self) -> str:
         return f"<VariableState {self.name} {self.spec}{'' if self.value is not None else ', no value yet'}>"
@@ -72,7 +72,9 @@ class VariableState:
             DeviceLostError: it was in the memory of a device that is lost.
         """
         value = self.value
-        return self.read_in(np) if value is None or type(value) is HeldValue else value
+        if value is None or type(value) is HeldValue:
+            return self.read_in(np)
+        return value  # at once: on a CPU, all reads of variables end here
 
     def _found(self) -> Any:
         value = self.value
@@ -100,10 +102,12 @@ class VariableState:
             return self._on_host(value)
         here = value
         if type(value) is not HeldValue or value.holder is not holder_of(xp):
-            copy = self._copy
-            if copy is None or copy[0] is not value or copy[1] is not xp:
-                copy = self._copy = (value, xp, self._copied(value, xp))
-            here = copy[2]
+            copies = self._copies
+            if copies is None or copies[0] is not value:
+                copies = self._copies = (value, {})
+            here = copies[1].get(xp)
+            if here is None:
+                here = copies[1][xp] = self._copied(value, xp)
         return here.holder.use(here.handle) if type(here) is HeldValue else here
 
     def _copied(self, value: Any, xp: Any) -> Any:
@@ -137,7 +141,7 @@ class VariableState:
         """
         self._check(x)
         given = immutable(x)
-        value = given if xp is np else _held(given, xp)
+        value = _held(given, xp)
         with self._lock:
             self.value = value
         return given
@@ -155,7 +159,7 @@ class VariableState:
         for _ in range(MOST_RACES):
             old = self._found()
             given = self._computed(fn, old, args, xp)
-            value = given if xp is np else _held(given, xp)
+            value = _held(given, xp)
             with self._lock:
                 if self.value is old:
                     self.value = value
@@ -166,8 +170,7 @@ class VariableState:
             return given
 
     def _computed(self, fn: Callable[..., Any], old: Any, args: tuple[Any, ...], xp: Any) -> Any:
-        here = old if xp is np and type(old) is not HeldValue else self._converted(old, xp)
-        new = fn(here, *args)
+        new = fn(self._converted(old, xp), *args)
         self._check(new)
         return immutable(new)
 
@@ -182,9 +185,13 @@ class VariableState:
 
     async def leave(self, holders: Collection[Holder]) -> None:
         """Brings the value to the host if it is with one of `holders`, whose devices are about to be closed."""
-        copy, value = self._copy, self.value
-        if copy is not None and holder_of(copy[1]) in holders:
-            self._copy = None
+        copies, value = self._copies, self.value
+        if copies is not None:
+            for xp in list(copies[1]):
+                if holder_of(xp) in holders:
+                    copies[1].pop(xp, None)
+            if copies[0] is not value:  # an old value, which may be with one of `holders` as well
+                self._copies = None
         if type(value) is not HeldValue or value.holder not in holders:
             return
         host = value.host
@@ -196,6 +203,7 @@ class VariableState:
         with self._lock:
             if self.value is value:
                 self.value = host
+                self._copies = None
 
     def check_resource(self, resource: Resource) -> None:
         """Checks that `resource` may use this state, which was made for another of its name.
@@ -224,6 +232,8 @@ class VariableState:
 
 def _held(value: Any, xp: Any) -> Any:
     """What a state keeps of a value that a kernel of the namespace `xp` has made."""
+    if xp is np:
+        return value
     holder = holder_of(xp)
     if holder is None or isinstance(value, np.ndarray | np.generic):
         return value

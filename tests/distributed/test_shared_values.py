@@ -165,14 +165,70 @@ async def test_a_reader_keeps_what_the_writer_replaces(cards: FakeCupy) -> None:
             assert len(set(seen.tolist())) == 1 and before <= (seen[0] - 1) / 2 <= after
 
 
-async def test_an_array_is_copied_once_a_write(cards: FakeCupy) -> None:
+async def test_a_value_is_copied_once_a_write(cards: FakeCupy) -> None:
+    """By each session that reads it, whoever else does: the initial value, which is the host's, and one of a card."""
+    p = Program()
+
+    async def copies(session: af.Session) -> int:
+        before = len(cards.engine.launches)
+        await session.run(af.on_device(p.doubled))
+        return sum("memcpy" in name for _, name in cards.engine.launches[before:])
+
+    async with AsyncExitStack() as stack:
+        a, b, c = [await stack.enter_async_context(af.Session(p.graph, d)) for d in (CARD, OTHER_CARD, SAME_CARD)]
+        assert [await copies(session) for session in (a, b, c) * 3] == [1, 1, 1] + [0] * 6
+        for _ in range(2):
+            await a.run(af.on_device(p.add), {p.x: ONES})
+            assert [await copies(session) for session in (a, b, c) * 3] == [0, 1, 1] + [0] * 6
+
+
+async def test_copies_of_an_old_value_are_given_back(cards: FakeCupy) -> None:
+    """And those of a session that is closed; others keep theirs."""
     p = Program()
     async with af.Session(p.graph, CARD) as a, af.Session(p.graph, OTHER_CARD) as b:
-        await a.run(p.add, {p.x: ONES})
-        await b.run(p.doubled)
-        before = len(cards.engine.launches)
-        await b.run(p.doubled)
-        assert not [name for _, name in cards.engine.launches[before:] if "Peer" in name]
+        async with af.Session(p.graph, SAME_CARD) as c:
+            await a.run(p.add, {p.x: ONES})
+            for session in (b, c, b, c):
+                assert await p.value(session) == [1, 1, 1]
+            used = b.statistics().used_bytes
+            await a.run(p.add, {p.x: ONES})
+            for session in (c, b):
+                assert await p.value(session) == [2, 2, 2]
+            assert b.statistics().used_bytes == used
+        assert c.statistics().used_bytes == {"cuda:2": 0}
+        assert b.statistics().used_bytes == used
+        await a.aclose()
+        assert a.statistics().used_bytes == {"cuda:0": 0}
+        assert await p.value(b) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["value", "old-value"])
+async def test_closing_gives_back_what_others_have_copied(cards: FakeCupy, kept: bool) -> None:
+    p = Program()
+    async with af.Session(p.graph, OTHER_CARD) as b:
+        async with af.Session(p.graph, CARD) as a:
+            await a.run(p.add, {p.x: ONES})
+            assert await p.value(b) == [1, 1, 1]
+            if not kept:
+                await a.run(p.add, {p.x: ONES})
+        assert a.statistics().used_bytes == {"cuda:0": 0}
+        assert await p.value(b) == ([1, 1, 1] if kept else [2, 2, 2])
+
+
+async def test_a_container_per_request_leaves_nothing(cards: FakeCupy) -> None:
+    """Once it is reset, and the graph has lost the plans that used it."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (3,))
+    used = []
+    async with af.Session(graph, CARD) as session:
+        for k in range(5):
+            with graph:
+                write = af.Variable(ONES, name="v", container=f"request {k}").assign(x * 2)
+            await session.run({"write": write}, {x: ONES})  # as a dict, which the session does not remember
+            af.reset_container(f"request {k}")
+            gc.collect()
+            used.append(session.statistics().used_bytes["cuda:0"])
+    assert used[1:] == used[:1] * 4
 
 
 async def test_closing_brings_the_value_to_the_host(cards: FakeCupy) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import asyncflow as af
 from asyncflow.graph.resource import Resource
 from asyncflow.state.containers import StateStore, reset_container
+from asyncflow.state.held import HeldValue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,6 +99,55 @@ def test_reset_starts_a_container_afresh() -> None:
     reset_container("test")
     reset_container("never used")
     assert store.lookup(shared(1.5)).value == 1.5
+
+
+def test_a_state_dies_with_its_container() -> None:
+    store = StateStore()
+    state = weakref.ref(store.lookup(shared(1)))
+    gc.collect()
+    assert state() is not None
+    reset_container("test")
+    gc.collect()
+    assert state() is None
+
+
+class Memory:
+    """Holds two variables, and gives their values when it is told to."""
+
+    device = "memory"
+
+    def __init__(self) -> None:
+        self.asked: dict[str, asyncio.Future[Any]] = {}
+
+    def fetched(self, handle: str) -> asyncio.Future[Any]:
+        self.asked[handle] = asyncio.get_running_loop().create_future()
+        return self.asked[handle]
+
+
+@pytest.mark.parametrize("error", [None, af.DeviceLostError("lost"), RuntimeError("broken")], ids=repr)
+async def test_values_come_home_at_once_and_one_that_fails_keeps_no_other(error: Exception | None) -> None:
+    store, memory = StateStore(), Memory()
+    states = {name: store.lookup(shared(0, name)) for name in "vw"}
+    for name, state in states.items():
+        state.value = HeldValue(name, memory)  # type: ignore[arg-type]
+    leaving = asyncio.ensure_future(store.leave([memory]))  # type: ignore[list-item]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert sorted(memory.asked) == ["v", "w"]
+    if error is None:
+        memory.asked["v"].set_result(np.array(1))
+    else:
+        memory.asked["v"].set_exception(error)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    memory.asked["w"].set_result(np.array(2))
+    if isinstance(error, RuntimeError):
+        with pytest.raises(RuntimeError, match="broken"):
+            await leaving
+    else:
+        await leaving
+    assert states["w"].value == 2
+    assert states["v"].value == 1 if error is None else type(states["v"].value) is HeldValue
 
 
 async def test_sessions_share_a_container() -> None:
