@@ -42,7 +42,7 @@ from asyncflow.devices.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
 from asyncflow.devices.values import stays_on_host
 from asyncflow.errors import PlacementError, SessionClosedError
-from asyncflow.streams.cuda import CudaStream, active_stream
+from asyncflow.streams.cuda import CudaStream, active_stream, capturing
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.thread import ThreadStream
 
@@ -138,6 +138,7 @@ class CudaDevice(Progress):
         self._compute = tuple(streams[: self._count])
         self._h2d, self._d2h, self._peer, clock = streams[self._count :]
         self._copying = copying = self._h2d, self._d2h, self._peer
+        self._probe = clock
         self._roles = dict(zip(streams, roles, strict=True))
         lose = weakref.WeakMethod(self._lose)
         for stream in streams:
@@ -279,7 +280,7 @@ class CudaDevice(Progress):
             return self.copy_in(value, "constant")
         # Large plans are compiled on a thread, which may wait.
         self.check()
-        return self.copied_pageable(self.copies.new(value.shape, value.dtype, "constant"), value, "constant")
+        return self.copied_pageable(value, "constant")
 
     def resident(self, constant: Any, stream: int) -> Any:
         """The constant's array, which all later work of a compute stream finds there."""
@@ -293,7 +294,7 @@ class CudaDevice(Progress):
         """The array for one of the host that a kernel uses, on the compute stream that is active."""
         stream = active_stream() or self.compute
         if not _is_on_loop():
-            return self.copied_pageable(self.copies.new(value.shape, value.dtype, "upload"), value, "upload").array
+            return self.copied_pageable(value, "upload").array
         copied = self.copy_in(value, "upload")
         copied.settle(stream)
         self.hold(stream, copied.array)
@@ -306,11 +307,22 @@ class CudaDevice(Progress):
         """
         return self.copies.bring(value, name)
 
-    def copied_pageable(self, array: Any, value: np.ndarray[Any, Any], name: str) -> CudaArray:
-        """`array`, filled with `value` without pinned memory; blocks until all earlier work has ended."""
-        with self.compute.activate():
-            array.set(np.asarray(value, order="C"))
-            self.compute.raw.synchronize()
+    def copied_pageable(self, value: np.ndarray[Any, Any], name: str) -> CudaArray:
+        """A copy of an array of the host, without pinned memory; blocks until all earlier work has ended.
+
+        Any thread may call it. Another may capture on the compute stream meanwhile: what is allocated or recorded there
+        then would be the graph's, and nobody may wait for that stream, or copy on it.
+        """
+        cupy = self.cupy
+        with capturing, self.compute.activate():
+            array = self.copies.new(value.shape, value.dtype, name)
+            ready = cupy.cuda.Event(block=True, disable_timing=True)
+            ready.record()  # earlier kernels may still be using the memory
+        with cupy.cuda.Device(self.physical):
+            ready.synchronize()
+            copying = cupy.cuda.Stream(non_blocking=True)  # as in `foreign.read`
+            array.set(np.asarray(value, order="C"), stream=copying)
+            copying.synchronize()
         return CudaArray(array, self._name, self.compute, name)
 
     def feed(self, value: Any, deliver: Deliver, name: str = "feed") -> None:

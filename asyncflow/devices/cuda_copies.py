@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from asyncflow.devices.cuda_graph import NotCapturableError
 from asyncflow.devices.cuda_values import CudaArray, as_scalar
 from asyncflow.devices.pinned import PinnedBuffer, PinnedSlab
+from asyncflow.streams.cuda import active_stream
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
@@ -84,14 +86,19 @@ class Copies:
         """A copy of an array of the host, which the caller may then change.
 
         Blocks until all earlier work has ended if the pinned memory is full or too small; `feed` never does.
+
+        Raises:
+            NotCapturableError: the active stream captures.
         """
-        device = self._device
+        device, stream = self._device, active_stream()
         device.check()
         try:
+            if stream is not None and stream.raw.is_capturing():  # h2d would be part of the capture, with its tickets
+                raise NotCapturableError(f"it copies {name!r} from the host")
             buffer = self._pinned(value.nbytes)
             if buffer is not None or not value.nbytes:
                 return self._brought(value, buffer, name)
-            return device.copied_pageable(self.new(value.shape, value.dtype, name), value, name)
+            return device.copied_pageable(value, name)
         except RuntimeError as error:
             raise device.cause_of(error)  # noqa: B904 - which has its cause
 
@@ -296,17 +303,22 @@ class Copies:
         with self._device.compute.activate():
             return self._device.cupy.empty(shape, dtype)
 
-    def contiguous(self, value: CudaArray) -> Any:
-        """The array, or a copy of it in C order; work that follows `value` finds either written."""
+    def contiguous(self, value: CudaArray, *, is_copy: bool = False) -> Any:
+        """The array, or a copy of it in C order; work that follows `value` finds either written.
+
+        Args:
+            value: of the device.
+            is_copy: copy also what is in C order, whose strides may be any where an extent is 1.
+        """
         array, device = value.array, self._device
-        if array.flags.c_contiguous:
+        if array.flags.c_contiguous and not is_copy:
             return array
         if value.stream not in device.compute_streams:
             value.settle(device.compute)
         stream = value.stream
         device.pool.label = value.name
         with stream.activate():
-            copied = device.cupy.ascontiguousarray(array)
+            copied = array.copy(order="C")
         device.launched += 1
         value.renew()
         device.hold(stream, array)

@@ -62,7 +62,7 @@ class Exchange:
         if not value.nbytes:
             return array
         if min(array.strides, default=0) < 0:
-            array = self._device.copies.contiguous(value)
+            array = self._device.copies.contiguous(value, is_copy=True)
         for current in (cupy.cuda.get_current_stream(card), cupy.cuda.get_current_stream()):
             current.wait_event(value.written.raw)  # `__dlpack__` looks at the stream of whichever card is current
         memory = cupy.cuda.memory.UnownedMemory(array.data.ptr, value.nbytes, Loan(array, self._returned.append), card)

@@ -165,7 +165,10 @@ def _abandon(raw: Any) -> None:
 
 
 class PrivateMemory:
-    """Inside, allocations of a stream come from a private pool, which is sealed at the end."""
+    """Inside, allocations of a stream come from a private pool, which is sealed at the end.
+
+    Other threads allocate for that stream only while they hold `capturing`, and so do not get memory of the graph.
+    """
 
     __slots__ = ("_before", "_pool", "_stream")
 
@@ -183,11 +186,13 @@ class PrivateMemory:
             return self._pool.malloc(nbytes)
 
     def __enter__(self) -> PrivateMemory:
+        capturing.acquire()
         self._before, self._stream.pool = self._stream.pool, self
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stream.pool = self._before
+        capturing.release()
         self._pool.seal()
 
 

@@ -28,6 +28,9 @@ MOST_AHEAD = 256
 At about 1,000 the driver would block the caller; some of ours are several of the driver's, and marks count too.
 """
 
+_CAPTURE_ERRORS = range(900, 909)
+"""CUDA's codes of what a capture does not allow, by whichever stream: the card works."""
+
 
 class Progress:
     """The part of a CUDA device that follows its work; a base class, as every launch asks it.
@@ -47,6 +50,8 @@ class Progress:
         self._name = name
         self._compute: tuple[CudaStream, ...] = ()
         self._copying: tuple[CudaStream, ...] = ()
+        # Asked whether the card works: it never captures, and a question to a stream that does breaks the capture.
+        self._probe: CudaStream | None = None
         self._in_flight = 0
         self._resumes: list[Callable[[], object]] = []
         self._lost: BaseException | None = None
@@ -135,8 +140,8 @@ class Progress:
             return error
         if self._lost is None:
             with self.cupy.cuda.Device(self.physical):
-                status = self.cupy.cuda.runtime.streamQuery(self._compute[0].raw.ptr if self._compute else 0)
-            if status not in (DONE, NOT_READY):
+                status = self.cupy.cuda.runtime.streamQuery(0 if self._probe is None else self._probe.raw.ptr)
+            if status not in (DONE, NOT_READY, *_CAPTURE_ERRORS):
                 self._lose(error)
         return error if self._lost is None else self._loss()
 

@@ -39,7 +39,8 @@ class HostTensors:
         if dtype_name(array.dtype) == "bfloat16":
             return self.tensor(array.view(np.int16)).view(torch.bfloat16)
         if any(stride < 0 or stride % array.itemsize for stride in array.strides):
-            array = np.ascontiguousarray(array)  # torch has no such strides
+            # torch has no such strides. With an extent of 1 they are in C order: only a real copy is rid of them.
+            array = array.copy(order="C")
         # torch warns of arrays that are locked, and has no way to lock a tensor.
         return torch.from_numpy(array if array.flags.writeable else np.asarray(_Unlocked(array)))
 
@@ -103,12 +104,12 @@ class CudaTensors:
         torch = self._torch
         if isinstance(value, np.generic) or not value.size:
             device = f"cuda:{self._xp.cuda.runtime.getDevice()}"
-            fill = (
-                value.item() if value.size else 0
-            )  # what has no elements has no address, by which DLPack finds a card
+            # What has no elements has no address, by which DLPack finds a card.
+            fill = value.item() if value.size else 0
             return torch.full(value.shape, fill, dtype=torch_dtype(torch, value.dtype), device=device)
         if min(value.strides, default=0) < 0:
-            value = self._xp.ascontiguousarray(value)  # torch has no such strides, and aborts the process
+            # torch has no such strides, and aborts the process. With an extent of 1 they are in C order.
+            value = value.copy(order="C")
         # Both sides have one stream, so neither waits.
         return torch.from_dlpack(value)
 

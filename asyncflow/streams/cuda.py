@@ -47,7 +47,11 @@ class Pool(Protocol):
 
 
 capturing = threading.RLock()
-"""Held while a stream of this process captures: an event that another thread records there would be the graph's."""
+"""Held while a stream of this process captures, and while its memory is a graph's.
+
+An event that another thread records there meanwhile would be the graph's, and so would memory that it allocates. The
+event loop takes it to capture: whoever else holds it allocates and records, and waits for nothing.
+"""
 
 
 def active_stream() -> CudaStream | None:

@@ -72,6 +72,13 @@ async def test_values_in_other_layouts(run: Run, graph: af.Graph, value: np.ndar
     np.testing.assert_array_equal(await run(y, {x: value}), -value[::-1])
 
 
+async def test_one_row_flipped_has_a_negative_stride_too(run: Run, graph: af.Graph) -> None:
+    """It is in C order all the same."""
+    x = af.placeholder("float32", (1, 4))
+    value = numbers(1, 4)
+    np.testing.assert_array_equal(await run(af.from_torch(torch.neg)(af.flip(x * 2, axis=0)), {x: value}), -2 * value)
+
+
 def test_inputs_and_outputs_share_memory(graph: af.Graph) -> None:
     seen: list[int] = []
 

@@ -67,6 +67,17 @@ async def test_a_flipped_array_comes_with_strides_that_torch_has(torch: TorchOnC
     np.testing.assert_array_equal(torch.from_dlpack(lent).array.get(), value[::-1])
 
 
+async def test_one_row_flipped_has_a_negative_stride_too(torch: TorchOnCards, graph: af.Graph) -> None:
+    """It is in C order all the same."""
+    x = af.placeholder("float32", (1, 3))
+    flipped = af.flip(x, axis=0)
+    double = af.from_torch(lambda x: x + x, outputs=af.spec("float32", (1, 3)))(flipped)
+    async with af.Session(graph, devices=["cuda:0"]) as session:
+        doubled, lent = await session.run([double, af.on_device(flipped)], {x: np.ones((1, 3), np.float32)})
+    np.testing.assert_array_equal(doubled, [[2, 2, 2]])
+    np.testing.assert_array_equal(torch.from_dlpack(lent).array.get(), [[1, 1, 1]])
+
+
 async def test_what_a_function_gives_back_is_copied(torch: TorchOnCards, graph: af.Graph) -> None:
     """CuPy cannot lock an array, so an output in the memory of an input is one of its own."""
     x = af.placeholder("float32", (None,))
