@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import mmap
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +42,17 @@ class Operand:
         return self.ptr + low, self.ptr + high + self.dtype.itemsize
 
 
+def pages(nbytes: int) -> tuple[mmap.mmap, np.ndarray]:
+    """Zeroed memory of its own, and its bytes."""
+    made = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return made, np.frombuffer(made, np.uint8)
+
+
 class Region:
     """The memory of one device: a buffer, and what `cudaMalloc` has handed out of it."""
 
     def __init__(self, nbytes: int) -> None:
-        self._buffer = np.zeros(nbytes + ALIGNMENT, np.uint8)
+        self._pages, self._buffer = pages(nbytes + ALIGNMENT)
         self.base = -(-self._buffer.ctypes.data // ALIGNMENT) * ALIGNMENT
         self.offset = self.base - self._buffer.ctypes.data
         self.nbytes = nbytes
@@ -86,6 +93,10 @@ class Region:
         self.fill(ptr, self.ends[index] - ptr)
         del self.starts[index], self.ends[index]
 
+    def give_back(self) -> None:
+        """Let the machine have the memory; who still looks at it reads zeros."""
+        self._pages.madvise(mmap.MADV_DONTNEED)
+
     def live(self, low: int, high: int) -> bool:
         """Whether one allocation holds all of ``[low, high)``."""
         index = bisect.bisect_right(self.starts, low) - 1
@@ -101,7 +112,7 @@ class MemoryMap:
         # Re-entrant, because a destructor that frees may run inside.
         self._lock = threading.RLock()
         # Freed buffers are kept, so that a view of one reads poison instead of ending the process.
-        self._host: dict[int, np.ndarray] = {}
+        self._host: dict[int, tuple[mmap.mmap, np.ndarray]] = {}
 
     def malloc(self, device: int, nbytes: int) -> int:
         with self._lock:
@@ -122,22 +133,31 @@ class MemoryMap:
         return next((index for index, region in enumerate(self.regions) if region.holds(ptr)), None)
 
     def host_alloc(self, nbytes: int) -> int:
-        buffer = np.full(max(nbytes, 1), POISON, np.uint8)
+        made, buffer = pages(max(nbytes, 1))
+        buffer[:] = POISON
         ptr = int(buffer.ctypes.data)
         with self._lock:
-            self._host[ptr] = buffer
+            self._host[ptr] = made, buffer
             self.pinned[ptr] = nbytes
         return ptr
 
     def host(self, ptr: int) -> np.ndarray:
         """The bytes of a pinned allocation."""
-        return self._host[ptr]
+        return self._host[ptr][1]
 
     def host_free(self, ptr: int) -> None:
         with self._lock:
             if self.pinned.pop(ptr, None) is None:
                 raise CUDARuntimeError(1)
-            self._host[ptr][:] = POISON
+            self._host[ptr][1][:] = POISON
+
+    def give_back(self) -> None:
+        """Let the machine have all memory: what is kept for each stand-in of the process must not add up."""
+        with self._lock:
+            for region in self.regions:
+                region.give_back()
+            for made, _ in self._host.values():
+                made.madvise(mmap.MADV_DONTNEED)
 
     def is_pinned(self, ptr: int, nbytes: int) -> bool:
         with self._lock:

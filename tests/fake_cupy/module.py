@@ -269,12 +269,13 @@ class FakeCupy:
         self.engine.lose(device, code)
 
     def close(self) -> None:
-        """Stop the GPU thread.
+        """Stop the GPU thread, and give the memory back.
 
         Raises:
             ExceptionGroup: kernels raised on it.
         """
         self.engine.close()
+        self.memory_map.give_back()
         errors, self.engine.errors = self.engine.errors, []
         if errors:
             raise BaseExceptionGroup("kernels failed on the fake GPU", errors)
