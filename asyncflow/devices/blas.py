@@ -7,17 +7,26 @@ over while a session is open, and gives back what it found.
 BLAS knows one count for the process. When open sessions ask for different ones, the smallest wins: it is the one that
 cannot starve the others' event loops. (A BLAS built on OpenMP keeps a count per thread, and then only the thread that
 acquired is limited; NumPy's own wheels carry OpenBLAS on plain threads.)
+
+Where threadpoolctl is not installed, as on a machine with cards that runs asyncflow from its source tree with what there
+is, BLAS keeps its threads, and a line in the log says so.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
-from typing import Protocol
-
-from threadpoolctl import ThreadpoolController
+from typing import Any, Protocol
 
 from asyncflow.devices.options import positive_count
+
+try:
+    from threadpoolctl import ThreadpoolController
+except ModuleNotFoundError:
+    ThreadpoolController = None
+
+_log = logging.getLogger(__name__)
 
 
 class BlasLease:
@@ -44,8 +53,19 @@ def acquire_blas_threads(threads: int) -> BlasLease:
     return lease
 
 
+def blas_libraries() -> list[dict[str, Any]]:
+    """What threadpoolctl knows of each BLAS that is loaded; none without it."""
+    known = [] if ThreadpoolController is None else ThreadpoolController().info()
+    return [info for info in known if info["user_api"] == "blas"]
+
+
 class _Limiter(Protocol):
     def restore_original_limits(self) -> None: ...
+
+
+class _NoLimiter:
+    def restore_original_limits(self) -> None:
+        """There were none."""
 
 
 class _Process:
@@ -57,7 +77,7 @@ class _Process:
         self._lock = threading.Lock()
         self._leases: list[BlasLease] = []
         self._found: _Limiter | None = None
-        self._controller: ThreadpoolController | None = None
+        self._controller: Any = None
         self._modules = 0
 
     def add(self, lease: BlasLease) -> None:
@@ -89,11 +109,17 @@ class _Process:
         return min((lease.threads for lease in self._leases), default=None)
 
     def _limit(self, threads: int) -> _Limiter:
-        assert self._controller is not None, "libraries are looked for with the first lease"
+        if self._controller is None:
+            return _NoLimiter()
         limiter: _Limiter = self._controller.limit(limits=threads, user_api="blas")
         return limiter
 
     def _look_for_libraries(self) -> None:
+        if ThreadpoolController is None:
+            _log.warning(
+                "threadpoolctl is not installed: BLAS keeps its own threads, which fight with those of streams"
+            )
+            return
         # This walks every shared library of the process, so it is repeated only when an import may have loaded one.
         if self._controller is None or self._modules != len(sys.modules):
             self._controller = ThreadpoolController()

@@ -7,7 +7,8 @@ import platform
 from pathlib import Path
 
 import numpy as np
-import threadpoolctl
+
+from asyncflow.devices.blas import blas_libraries
 
 
 def processor() -> str:
@@ -38,7 +39,7 @@ def usable_memory() -> int | None:
 
 def blas_library() -> str:
     """The BLAS that NumPy calls, with its version."""
-    libraries = [info for info in threadpoolctl.threadpool_info() if info["user_api"] == "blas"]
+    libraries = blas_libraries()
     if not libraries:
         return f"{np.show_config(mode='dicts')['Build Dependencies']['blas']['name']} (not controllable)"
     return ", ".join(sorted({f"{info['internal_api']} {info['version'] or ''}".strip() for info in libraries}))

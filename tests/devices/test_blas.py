@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import threadpoolctl
 
-from asyncflow.devices import BlasLease, acquire_blas_threads
+from asyncflow.devices import BlasLease, acquire_blas_threads, blas
+from asyncflow.devices.blas import blas_libraries
 
 
 def blas_threads() -> set[int]:
@@ -60,3 +61,16 @@ def test_a_lease_never_acquired_releases_nothing() -> None:
 def test_a_count_is_a_positive_int(threads: object) -> None:
     with pytest.raises(ValueError, match="the number of BLAS threads is a positive int, not"):
         acquire_blas_threads(threads)  # type: ignore[arg-type]
+
+
+def test_without_threadpoolctl_blas_keeps_its_threads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine with cards may run asyncflow from its source tree, with what there is."""
+    monkeypatch.setattr(blas, "ThreadpoolController", None)
+    monkeypatch.setattr(blas, "_process", type(blas._process)())
+    lease = acquire_blas_threads(1)
+    assert blas_threads() == {8}
+    lease.release()
+    assert blas_libraries() == []
+    assert "threadpoolctl is not installed" in caplog.text
