@@ -8,8 +8,8 @@ BLAS knows one count for the process. When open sessions ask for different ones,
 cannot starve the others' event loops. (A BLAS built on OpenMP keeps a count per thread, and then only the thread that
 acquired is limited; NumPy's own wheels carry OpenBLAS on plain threads.)
 
-Where threadpoolctl is not installed, as on a machine with cards that runs asyncflow from its source tree with what there
-is, BLAS keeps its threads, and a line in the log says so.
+Where threadpoolctl is not installed, as on a machine with cards that runs asyncflow from its source tree with what it
+has, BLAS keeps its threads, and a line in the log says so.
 """
 
 from __future__ import annotations
