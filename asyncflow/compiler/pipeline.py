@@ -37,7 +37,7 @@ from asyncflow.graph.resource import resources_of
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
     from types import ModuleType
 
     from asyncflow.compiler.codegen import RegionCode
@@ -104,8 +104,7 @@ def compile_plan(
     read_on_host = _states_for_host(working, devices, resolve)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
     enqueuing = {device.name for device in devices if runs_regions(device)}
-    on_host, loops = _decide_loops(working, enqueuing, options)
-    check(working)
+    on_host, loops = _decide_loops(working, enqueuing, options, check)
     streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
     if request.regions:
         streams = make_regions(working, streams, asynchronous - enqueuing, enqueuing, on_host)
@@ -120,17 +119,11 @@ def compile_plan(
         delay=partial(delay_recvs, devices=devices, costs=costs),
     )
     check(lowered)
-    used = {node.device for node in lowered.nodes if not is_everywhere(node)}
-    binding = _Binding(options, resolve, streams, on_host)
-    partitions = binding.partitions(
-        extracted, lowered, [device for device in devices if device.name in used] or devices[:1]
-    )
-    positions = iter(range(len(extracted.fetches)))
-    order = [None if fetch is None else next(positions) for fetch in extracted.fetches]
+    partitions = _Binding(options, resolve, streams, on_host).partitions(extracted, lowered, devices)
     return Plan(
         graph=lowered,
         partitions=partitions,
-        fetches=order,
+        fetches=extracted.order,
         placement=placement,
         straight=find_straight(partitions, devices),
         saved=saved,
@@ -144,13 +137,14 @@ def _do_not_verify(_: Graph) -> None:
 
 
 def _decide_loops(
-    graph: Graph, enqueuing: Collection[str], options: PlanOptions
+    graph: Graph, enqueuing: Collection[str], options: PlanOptions, check: Callable[[Graph], None]
 ) -> tuple[set[Tensor], tuple[LoopDriver, ...]]:
     """Gives cards the loops that they are to run; and the values that stay on the host, and who drives which loop."""
     if not enqueuing:
         return set(), ()
     if options.device_while:
         on_host = make_device_loops(graph, enqueuing, fusion=options.fusion)
+        check(graph)
     else:
         on_host = find_host_values(graph)
     return on_host, find_loop_drivers(graph, enqueuing, on_host, device_while=options.device_while)
@@ -224,7 +218,9 @@ class _Binding:
     on_host: Collection[Tensor]
 
     def partitions(self, extracted: Extract, lowered: Graph, devices: Sequence[Device]) -> list[Partition]:
-        """One per device."""
+        """One per device that has something to do."""
+        used = {node.device for node in lowered.nodes if not is_everywhere(node)}
+        devices = [device for device in devices if device.name in used] or devices[:1]
         frames = assign_frames(lowered)
         fetches = [fetch for fetch in extracted.fetches if fetch is not None]
         nodes: dict[str | None, list[Node]] = {device.name: [] for device in devices}

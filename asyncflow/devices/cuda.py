@@ -41,7 +41,7 @@ from asyncflow.devices.options import positive_count
 from asyncflow.devices.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
 from asyncflow.devices.values import stays_on_host
-from asyncflow.errors import PlacementError, SessionClosedError
+from asyncflow.errors import PlacementError
 from asyncflow.streams.cuda import CudaStream, active_stream, capturing
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.thread import ThreadStream
@@ -98,7 +98,6 @@ class CudaDevice(Progress):
         self._host = ThreadStream(f"{self._name}/host")
         self.exchange = Exchange(self)
         self._is_started = False
-        self._is_closed = False
 
     async def open(self) -> None:
         """`start` on a thread that may wait. Idempotent."""
@@ -109,12 +108,9 @@ class CudaDevice(Progress):
         """Make streams, memory and the clock; blocks. Idempotent.
 
         Raises:
-            SessionClosedError: the device has been closed.
             PlacementError: the card has less memory free than the limit, or refuses something else.
             DeviceLostError: the card takes no work, because an earlier kernel of this process has broken it.
         """
-        if self._is_closed:
-            raise SessionClosedError(f"device {self._name} is closed; open a new session")
         if self._is_started:
             return
         try:
@@ -227,7 +223,6 @@ class CudaDevice(Progress):
 
     async def aclose(self, grace_s: float) -> bool:
         """Take no more work and wait up to ``grace_s`` seconds for what there is; True if all ended. Idempotent."""
-        self._is_closed = True
         if self._is_started:
             await self.copies.ended(grace_s)
         for stream in self._streams:

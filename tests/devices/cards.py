@@ -10,6 +10,8 @@ from asyncflow.streams.cuda import CudaStream
 if TYPE_CHECKING:
     from tests.fake_cupy import FakeCupy
 
+MIB = 2**20
+
 
 class CapturingCard:
     """Memory and a compute stream."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from asyncflow.devices import MemoryLimitExceeded
 from asyncflow.devices.cuda_graph import MOST_KEYS, WARM_UPS, CapturedRegion, captured
-from tests.devices.cards import CapturingCard
+from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
-
-MIB = 2**20
 
 
 class Card(CapturingCard):
@@ -59,12 +57,6 @@ class Region:
         outputs = self.launch(*inputs)
         with self.card.stream.activate():
             return [value.get() if hasattr(value, "get") else value for value in outputs]
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeCupy]:
-    with FakeCupy(nbytes=8 * MIB) as cupy:
-        yield cupy
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import gc
 import itertools
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from asyncflow.devices.cuda_bindings import cuda_bindings, using_bindings
 from asyncflow.devices.cuda_conditional import ENDED, GIVEN_UP, SOURCE, STOPPED, TOO_LONG, Limits, node_params
 from asyncflow.devices.cuda_graph import MOST_KEYS
 from asyncflow.devices.cuda_while import DeviceLoop, Iterated
-from tests.devices.cards import CapturingCard
+from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.bindings import (
     CUgraphConditionalNodeType,
@@ -31,8 +31,6 @@ from tests.fake_cupy.bindings import (
     cudaStreamUpdateCaptureDependenciesFlags,
 )
 from tests.fake_cupy.graphs import SETTERS
-
-MIB = 2**20
 
 
 class Card(CapturingCard):
@@ -77,12 +75,6 @@ class Loop:
         assert found is not None
         with self.card.stream.activate():
             return [value.get() for value in found.values], found.state.get().tolist()[:3]
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeCupy]:
-    with FakeCupy(nbytes=8 * MIB) as cupy:
-        yield cupy
 
 
 @pytest.fixture

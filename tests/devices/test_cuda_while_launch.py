@@ -16,9 +16,8 @@ from asyncflow.devices.cuda_conditional import ENDED, MOST_ITERATIONS, STOPPED, 
 from asyncflow.devices.cuda_decisions import Branch, Loop
 from asyncflow.devices.cuda_values import CudaArray
 from asyncflow.devices.cuda_while_launch import Patience, WhileLauncher
-from asyncflow.devices.pinned import close_shared_slab, shared_slab
 from asyncflow.devices.protocol import KernelInfo, is_coroutine_kernel
-from tests.fake_cupy import FakeCupy
+from tests.fake_cupy.stand_in import stand_in
 
 INFO = KernelInfo(name="while", single=False, flops=lambda *_: 0.0, infer=lambda *_: None)
 
@@ -29,16 +28,11 @@ class TooManyError(Exception):
 
 @pytest.fixture
 async def device() -> AsyncIterator[CudaDevice]:
-    fake = FakeCupy(nbytes=16 << 20)
-    shared_slab(fake, 1 << 20)
-    device = CudaDevice(fake, compute_streams=2)
-    await device.open()
-    try:
+    with stand_in(nbytes=16 << 20) as fake:
+        device = CudaDevice(fake, compute_streams=2)
+        await device.open()
         yield device
         assert await device.aclose(5)
-    finally:
-        close_shared_slab(fake)
-        fake.close()
 
 
 @pytest.fixture(params=["launched", "driven"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,10 @@ import pytest
 
 from asyncflow.devices.cuda_conditional import ENDED, GIVEN_UP, STOPPED, TOO_LONG
 from asyncflow.devices.cuda_decisions import Branch, Decision, Ended, Loop, advance, decisions
-from tests.devices.test_cuda_while import MIB, Card, by_numpy
+from tests.devices.cards import MIB
+from tests.devices.test_cuda_while import Card, by_numpy
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.graphs import Graph
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeCupy]:
-    with FakeCupy(nbytes=8 * MIB) as cupy:
-        yield cupy
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import numpy as np
 
 import asyncflow as af
 from asyncflow.streams.cuda import CudaStream
+from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,14 +96,5 @@ def percentile(values: list[float], share: float) -> float:
 def ticket(stream: CudaStream, *holds: object) -> asyncio.Future[None]:
     """Done when all that the stream has been given is."""
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def deliver(error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    stream.notify(deliver, *holds)
+    stream.notify(lambda error: resolve(future, error=error), *holds)
     return future
