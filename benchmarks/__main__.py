@@ -34,6 +34,7 @@ from benchmarks import (
     two_device_loop,
     white_paper_pipelines,
 )
+from benchmarks.environment import restart_without_hindrances
 from benchmarks.harness import describe_machine, format_table, write_json
 from benchmarks.peers import NO_PEERS, Peers, load_peers
 
@@ -118,9 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.repeats is not None and options.repeats < 1:
         parser.error(f"--repeats is at least 1; got {options.repeats}")
 
-    machine = describe_machine()
-    print("\n".join([str(machine), *backend.cards]), flush=True)
     peers = NO_PEERS if options.no_peers else load_peers()
+    machine = describe_machine(peers)
+    print("\n".join([str(machine), *backend.cards]), flush=True)
     if peers.missing:
         reason = "left out" if options.no_peers else "not installed: pip install -e '.[bench]'"
         print(f"{', '.join(peers.missing)} skipped: {reason}", flush=True)
@@ -146,4 +147,5 @@ async def _measure(measure: Workload, peers: Peers, repeats: int | None) -> list
 
 
 if __name__ == "__main__":
+    restart_without_hindrances(sys.argv[1:])
     sys.exit(main())

@@ -18,9 +18,15 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter, process_time, thread_time
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
+
+from asyncflow.devices.hardware import processor
+from benchmarks.environment import kernels
+
+if TYPE_CHECKING:
+    from benchmarks.peers import Peers
 
 ASYNCFLOW: Final = "asyncflow"
 """The system that ratios compare the others with."""
@@ -242,6 +248,8 @@ class Machine:
     system: str
     python: str
     packages: dict[str, str]
+    kernels: dict[str, str]
+    """What each system computes matrix products with."""
     load: float
     """Mean number of busy processes over the last minute, before the first trial."""
 
@@ -249,12 +257,13 @@ class Machine:
         packages = ", ".join(f"{name} {installed}" for name, installed in self.packages.items())
         return (
             f"{self.processor}, {self.cores} cores, load {self.load:.2f} before the run\n"
-            f"{self.system}, Python {self.python}, {packages}"
+            f"{self.system}, Python {self.python}, {packages}\n"
+            f"matrix products: {'; '.join(f'{system} {used}' for system, used in self.kernels.items())}"
         )
 
 
-def describe_machine() -> Machine:
-    """This machine, now."""
+def describe_machine(peers: Peers) -> Machine:
+    """This machine, now, and what the systems that take part compute with."""
     packages = {}
     for name in ("numpy", "uvloop", "tensorflow-cpu", "torch", "jax"):
         try:
@@ -262,22 +271,14 @@ def describe_machine() -> Machine:
         except PackageNotFoundError:
             packages[name] = "not installed"
     return Machine(
-        processor=_processor(),
+        processor=processor(),
         cores=os.cpu_count() or 1,
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         packages=packages,
+        kernels=kernels(peers),
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan"),
     )
-
-
-def _processor() -> str:
-    table = Path("/proc/cpuinfo")
-    if table.exists():
-        for line in table.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown processor"
 
 
 def format_table(results: Sequence[Result]) -> str:

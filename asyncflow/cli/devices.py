@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from asyncflow.devices.hardware import blas_hindrance
 from asyncflow.devices.presets import CARDS, LINKS
 from asyncflow.devices.registry import available_devices
 
 
 def list_devices() -> str:
-    """One line a device; for a kind that is not there, why; and what can be simulated."""
-    lines = [(device.name, device.detail) for device in available_devices()]
-    lines += [
+    """One line a device; for a kind that is not there, why; what holds its kernels back; and what can be simulated."""
+    cpu, *others = [(device.name, device.detail) for device in available_devices()]
+    hindrance = blas_hindrance()
+    lines = [
+        cpu,
+        *([("", hindrance)] if hindrance is not None else []),
+        *others,
         ("sim", "off outside asyncflow.testing.virtual_clock() and asyncflow simulate"),
         ("", f"cards {', '.join(CARDS)}"),
         ("", f"links {', '.join(LINKS)}"),

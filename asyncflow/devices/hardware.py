@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from asyncflow.devices.blas import blas_libraries
+
+KERNEL_VARIABLES: Final = (
+    "OPENBLAS_CORETYPE",
+    "OPENBLAS_L2_SIZE",
+    "BLIS_ARCH_TYPE",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
+"""Environment variables by which a BLAS takes other kernels, or other blocks, than it would choose by itself."""
+
+ASK_S: Final = 30.0
+"""How long another process may take to say which BLAS it has, in seconds."""
 
 
 def processor() -> str:
@@ -38,11 +54,43 @@ def usable_memory() -> int | None:
 
 
 def blas_library() -> str:
-    """The BLAS that NumPy calls, with its version."""
+    """The BLAS that NumPy calls, with its version and the processor whose kernels it uses."""
     libraries = blas_libraries()
     if not libraries:
         return f"{np.show_config(mode='dicts')['Build Dependencies']['blas']['name']} (not controllable)"
-    return ", ".join(sorted({f"{info['internal_api']} {info['version'] or ''}".strip() for info in libraries}))
+    named = {
+        f"{info['internal_api']} {info['version'] or ''}".strip()
+        + (f" with its {kernels} kernels" if (kernels := info.get("architecture")) else "")
+        for info in libraries
+    }
+    return ", ".join(sorted(named))
+
+
+def blas_hindrance() -> str | None:
+    """What keeps NumPy's BLAS from the kernels that it would choose by itself; None if nothing does.
+
+    Another process, without the variables, is asked what it would choose: to set the very same kernels hinders nothing.
+    """
+    given = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
+    if not given:
+        return None
+    free = {name: value for name, value in os.environ.items() if name not in given}
+    ask = "from asyncflow.devices.hardware import blas_library; print(blas_library())"
+    command = [sys.executable, "-c", ask]
+    done = subprocess.run(command, env=free, capture_output=True, text=True, check=True, timeout=ASK_S)
+    chosen = done.stdout.strip()
+    here = blas_library()
+    settings = " ".join(f"{name}={value}" for name, value in given.items())
+    if chosen != here:
+        effect = f"it uses {here}, and by itself {chosen}"
+    elif "OPENBLAS_L2_SIZE" in given:
+        effect = "it cuts its blocks for another cache"
+    else:
+        return None
+    return (
+        f"{settings} in the environment holds NumPy's BLAS back: {effect}; unset it before Python starts, unless this "
+        "machine needs it"
+    )
 
 
 def has_nvidia_driver() -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from asyncflow.devices.hardware import blas_library
 from benchmarks import (
     concurrent_runs,
     dependency_patterns,
@@ -236,9 +237,10 @@ async def test_table_and_json(tmp_path: Path) -> None:
         "work", "case", "time, s", "peer", "250", "250", "250", "0.002x",
     ]  # fmt: skip
     path = tmp_path / "results.json"
-    write_json(path, describe_machine(), results)
+    write_json(path, describe_machine(NO_PEERS), results)
     document = json.loads(path.read_text(encoding="utf-8"))
     assert document["machine"]["packages"]["numpy"] == np.__version__
+    assert document["machine"]["kernels"] == {"numpy": blas_library()}
     assert document["results"][1] == {
         "workload": "work",
         "case": "case",
