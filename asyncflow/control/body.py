@@ -9,7 +9,7 @@ from asyncflow.errors import GraphError, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import add_control_input, as_tensor, constant, identity, refuse_coroutines
 from asyncflow.graph.dtypes import promote
-from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import size_of
 from asyncflow.ops.manipulation import reshape
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from asyncflow.graph.build import TensorLike
+    from asyncflow.graph.graph import Subgraph
 
 _WEAK = (bool, int, float, complex)
 
@@ -84,7 +85,7 @@ def as_predicate(pred: TensorLike, what: str) -> Tensor:
     return tensor
 
 
-def result_tensor(body: Subgraph, value: Any, like: Tensor | None = None) -> Tensor:
+def result_tensor(body: Graph, value: Any, like: Tensor | None = None) -> Tensor:
     """A leaf of what a body returned, as a tensor of the body.
 
     A `Node` becomes a boolean that is true once the node has run. A Python number takes the dtype of `like`.

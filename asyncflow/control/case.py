@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.control.body import as_predicate, user_function, user_functions
+from asyncflow.control.body import as_predicate, result_tensor, user_function, user_functions
 from asyncflow.control.cond import cond, effects_advice
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
 from asyncflow.graph import nest
-from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, graph_for, identity
+from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, graph_for, group, identity
 from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.graph import has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, inputs_from, register
 from asyncflow.graph.scopes import control_dependencies
@@ -168,12 +169,21 @@ class _Branches:
     def choose(self, index: Tensor, name: str | None) -> Any:
         """The results of the branch that `index` says, the last one if it is too large."""
         if len(self.functions) == 1:
-            # There is nothing to decide, but the branch must still wait for the index, which may fail.
-            with control_dependencies([index]):
-                returned = self.call(0)
-                leaves, structure = nest.flatten(returned)
-                return structure.unflatten([leaf if isinstance(leaf, Node) else identity(leaf) for leaf in leaves])
+            return self.only(index, name)
         return self.between(0, len(self.functions), index, self.what if name is None else name)
+
+    def only(self, index: Tensor, name: str | None) -> Any:
+        """The results of the only branch: it waits for the index, which may fail, and they for all its effects."""
+        graph = graph_for(index)
+        with control_dependencies([index]):
+            first = len(graph.nodes)
+            leaves, structure = nest.flatten(self.call(0))
+            effects = [node for node in graph.nodes[first:] if has_side_effect(node)]
+            with control_dependencies(effects if graph.effects == "ordered" else []):
+                name = self.what if name is None else name
+                if not leaves:
+                    return group(name=name)
+                return structure.unflatten([identity(result_tensor(graph, leaf), name=name) for leaf in leaves])
 
     def between(self, start: int, end: int, index: Tensor, name: str | None = None) -> Any:
         """The results of one of the branches `start` to `end`, the latter excluded."""

@@ -168,6 +168,44 @@ async def test_arms_keep_their_nest(x: af.Tensor, run: Run) -> None:
     assert await run(picked, {x: 5, index: 2}) == {"k": (10, [2])}
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("way", ["switch_case", "case", "cond", "loop", "inner"])
+async def test_90_one_entry_means_what_two_mean(graph: af.Graph, run: Run, way: str, count: int) -> None:
+    """90. Effects that no result depends on run too, whether a branch returns a value, a node or nothing."""
+    index, journal = af.placeholder("int64", (), name="index"), Journal()
+
+    def choose(label: str, result: Callable[[af.Node], Any]) -> Any:
+        def arm() -> Any:
+            journal.note(label)
+            return result(journal.note(label + "!"))
+
+        arms: list[Callable[[], Any]] = [arm, lambda: result(journal.note("never"))][:count]
+        if way == "case":
+            return af.case([(index < 1, arms[0])], default=arms[1] if count > 1 else None)
+        if way == "cond":  # whose predicate compilers may know
+            return af.cond(True if count == 1 else index < 1, arm, lambda: result(journal.note("never")))
+        if way == "loop":
+            return af.while_loop(lambda i: i < index + 1, lambda i: (af.switch_case(i, arms), i + 1)[1:], (0,))
+        if way == "inner":
+            never = [lambda: result(journal.note("never"))] * 2
+            return af.cond(index < 1, lambda: af.switch_case(index, arms), lambda: af.switch_case(index, never))
+        return af.switch_case(index, arms)
+
+    kinds: dict[str, Callable[[af.Node], Any]] = {
+        "value": lambda node: index + 7,
+        "nest": lambda node: [7 * index, node],
+        "nothing": lambda node: None,
+    }
+    for label, result in kinds.items():
+        chosen = choose(label, result)
+        journal.entries.clear()
+        found = await run(chosen, {index: 0})
+        nothing = True if way == "inner" else None  # a node that is a result of a branch
+        expected = (1,) if way == "loop" else {"value": 7, "nest": [0, True], "nothing": nothing}[label]
+        assert found == expected
+        assert journal.entries == [label, label + "!"]
+
+
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
