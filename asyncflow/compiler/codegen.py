@@ -187,7 +187,7 @@ class _Generator:
         head = [signature, *(["    budget = 1"] if self.is_generator else [])]
         head.extend(f"    {slot} = None" for slot in self.slots)
         source = "\n".join((*head, *self.lines)) + "\n"
-        filename = f"<asyncflow region {name} {next(_serial)}>"
+        filename = f"<asyncflow region {function} {next(_serial)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         namespace = dict(self.bound)
         exec(compile(source, filename, "exec"), namespace)
@@ -199,8 +199,12 @@ class _Generator:
     # -- names ---------------------------------------------------------------------------------------------------
 
     def fresh(self, path: str, fallback: str) -> str:
-        """A new Python name that reads like the last part of `path`."""
-        stem = re.sub(r"\W", "_", path.rpartition("/")[2]) or fallback
+        """A new Python name that reads like the last part of `path`.
+
+        Of ASCII alone: Python takes some letters for others (it reads ``µ`` of either code point as one variable), and
+        not all that `re` calls a letter as one.
+        """
+        stem = re.sub(r"[^0-9A-Za-z_]+", "_", path.rpartition("/")[2]).strip("_") or fallback
         if stem[0].isdigit() or keyword.iskeyword(stem):
             stem = f"{fallback}_{stem}"
         name = stem

@@ -135,7 +135,7 @@ def _half_headers(chain: Chain) -> Iterator[str]:
 
 def _kernel_name(chain: Chain) -> str:
     """A name that says what the kernel does, for profilers."""
-    joined = "_".join(("asyncflow", *(re.sub(r"\W", "_", member.op.name) for member in chain.members)))
+    joined = "_".join(("asyncflow", *(re.sub(r"\W", "_", member.op.name, flags=re.ASCII) for member in chain.members)))
     return joined if len(joined) <= _LONGEST_NAME else f"{joined[:_LONGEST_NAME]}_{len(chain.members)}"
 
 

@@ -52,7 +52,7 @@ def _tag_words(tag: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _seed_of(name: str) -> int:
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _random_op(name: str, infer: Callable[..., Spec], draw: Callable[..., Callable[..., Any]]) -> Op:

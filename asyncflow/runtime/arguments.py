@@ -69,7 +69,7 @@ class Arguments:
         values = []
         for path, leaf, kind in zip(self.paths(), self.leaves, self.kinds, strict=True):
             if isinstance(kind, Spec):
-                leaf = placeholder(kind.dtype, kind.shape, name=re.sub(r"\W+", "_", path).strip("_"))
+                leaf = placeholder(kind.dtype, kind.shape, name=re.sub(r"\W+", "_", path).strip("_") or "argument")
                 inputs.append(leaf)
             values.append(leaf)
         arguments = {}

@@ -13,12 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.compiler.buffers import READERS
 from asyncflow.compiler.codegen import RegionCode, generate
 from asyncflow.compiler.kernels import bind_kernel
-from asyncflow.graph.op import find_op
+from asyncflow.graph.graph import is_name
+from asyncflow.graph.op import KernelContext, find_op
+from asyncflow.graph.parse import parse_graph
+from asyncflow.graph.text import print_graph
 from asyncflow.state.containers import StateStore
 from tests.compiler.stages import golden, regions_made
 from tests.conformance.gates import Gate
@@ -229,6 +234,44 @@ def test_names_are_python_names(graph: af.Graph) -> None:
         total = af.while_loop(lambda i: i < 9, lambda i: i + 2, (total,), name=name)[0]
     code = region_code(graph, total)
     assert body_of(code).count("while ") == len(awkward)
+
+
+NAMES = st.text(min_size=1, max_size=4).filter(is_name)
+"""What a node may be called; of those that came out wrong each once."""
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(names=st.lists(NAMES, min_size=6, max_size=6))
+@example(names=["\u00b5", "\u03bc", "\ufb01", "fi", "x\u00b2", "v\u2080"])
+@example(names=["\u00bd", "\u00aa", "a", "__debug__", "budget", "\x00\n"])
+@example(names=["\ud800", "_", "None", "in_iteration", "k_add", "\U0001d4b6"])
+def test_91_any_name_gives_the_same_bits(names: list[str]) -> None:
+    """91. Variables of the source are the nodes' own, whatever these are called."""
+    code, found = [], []
+    for given_names in (names, list("abcdef")):
+        first, second, third, loop, branch, scope = given_names
+        with af.Graph(seed=1) as graph:
+            x = af.random.normal((3,), seed=1, name=first)
+            y = af.random.normal((3,), seed=2, name=second)
+            with af.name_scope(scope):
+                step = af.identity(x - y + af.constant(0.5, name=third), name=third)
+                _, total = af.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + step), (0, x), name=loop)  # noqa: B023
+                picked = af.cond(af.sum(total) > 0, lambda: total - y, lambda: total + y, name=branch)  # noqa: B023
+        assert print_graph(parse_graph(print_graph(graph))) == print_graph(graph)
+        code.append(region_code(graph, [step, picked]))
+        found.append(_run(code[-1]))
+    assert code[0].source.isascii()
+    assert_same_bits(*found)
+
+
+def _run(code: RegionCode) -> Any:
+    running = code.function(KernelContext(seed=1, run=0, tag=()))
+    try:
+        running.send(None)
+        while True:
+            running.send(10)
+    except StopIteration as stop:
+        return stop.value
 
 
 def test_constants_and_kernels_are_local(graph: af.Graph) -> None:

@@ -55,6 +55,12 @@ async def test_the_first_call_describes_the_arguments() -> None:
     assert [x.spec for x in traced.inputs] == [af.spec("float64", ())] * 2
 
 
+async def test_91_a_parameter_of_any_name() -> None:
+    """91. Placeholders are named after parameters, even those that are only underscores."""
+    f, _ = counted(lambda _, __: _ - __)
+    assert await f(3.0, 4.0) == -1.0
+
+
 async def test_extents_are_unknown_so_they_do_not_retrace() -> None:
     f, traces = counted(lambda x: af.sum(x * 1))
     assert [await f(np.ones(n)) for n in (1, 5, 0)] == [1, 5, 0]
