@@ -1,7 +1,7 @@
 """Many clients of one session: each sends a request, waits for its answer, and sends the next.
 
-With asyncflow a client is a coroutine, with TensorFlow a thread. A request's latency begins when its client has it, so
-waiting for the event loop, or for the interpreter's lock, is part of it.
+With asyncflow, JAX and NumPy a client is a coroutine, with TensorFlow a thread. A request's latency begins when its
+client has it, so waiting for the event loop, or for the interpreter's lock, is part of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 import asyncflow as af
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
-from benchmarks.peers import NO_PEERS, TENSORFLOW_1, Peers
+from benchmarks.peers import JAX, NO_PEERS, NUMPY, TENSORFLOW_1, Peers
 from benchmarks.programs import chain
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ MEDIAN = Figure("latency p50", "ms")
 P99 = Figure("latency p99", "ms")
 SCALE, OFFSET = np.float32(0.5), np.float32(1.0)
 NODES = 20
+TOLERANCE = 1e-6
+"""XLA rounds a product and the sum after it once, the others twice."""
 
 
 async def measure(peers: Peers = NO_PEERS, *, repeats: int = 5, clients: int = 100, runs: int = 10_000) -> list[Result]:
@@ -46,10 +48,12 @@ async def measure(peers: Peers = NO_PEERS, *, repeats: int = 5, clients: int = 1
             run, call = _tensorflow(peers.tensorflow)
             by_run[TENSORFLOW_1] = _thread_trial(run, clients, each)
             by_call[TENSORFLOW_1] = _thread_trial(call, clients, each)
+        for system, call in _on_the_loop(peers).items():
+            by_run[system] = by_call[system] = _trial(call, clients, each)
         case = f"{clients} clients, {runs:,} runs"
         return [
-            *await compare("concurrent_runs", case, by_run, repeats=repeats),
-            *await compare("concurrent_runs", f"{case}, prepared", by_call, repeats=repeats),
+            *await compare("concurrent_runs", case, by_run, repeats=repeats, tolerance=TOLERANCE),
+            *await compare("concurrent_runs", f"{case}, prepared", by_call, repeats=repeats, tolerance=TOLERANCE),
         ]
 
 
@@ -72,6 +76,23 @@ def _trial(run: Callable[[np.float32], Awaitable[Any]], clients: int, each: int)
         return _sample(started, latencies, answers)
 
     return trial
+
+
+def _on_the_loop(peers: Peers) -> dict[str, Callable[[np.float32], Awaitable[Any]]]:
+    """The same work in coroutines that call a library right on the event loop: the graph is small enough for it."""
+
+    async def numpy(fed: np.float32) -> np.float32:
+        return chain(fed, SCALE, OFFSET, NODES)
+
+    calls: dict[str, Callable[[np.float32], Awaitable[Any]]] = {NUMPY: numpy}
+    if peers.jax is not None:
+        jitted = peers.jax.jit(lambda x: chain(x, SCALE, OFFSET, NODES))
+
+        async def jax(fed: np.float32) -> Any:
+            return np.asarray(jitted(fed))[()]
+
+        calls[JAX] = jax
+    return calls
 
 
 def _tensorflow(tensorflow: TensorFlow) -> tuple[Callable[[np.float32], Any], Callable[[np.float32], Any]]:

@@ -1,7 +1,7 @@
 """A training step of an LSTM layer over sequences of one length: forward, and backward through the loop.
 
-With one BLAS thread and with two. NumPy by hand is the reference: one product for all steps wherever the state does not
-matter, buffers made once.
+Everybody gets one thread, or everybody two: inside products, or between them. NumPy by hand is the reference: one
+product for all steps wherever the state does not matter, buffers made once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 NAME = "lstm_training"
 TORCH_MODULE: Final = "torch nn.LSTM"
-TWO_STREAMS: Final = f"{ASYNCFLOW}, 2 streams"
 
 
 async def measure(
@@ -58,8 +57,8 @@ async def _compare(case: str, model: Model, peers: Peers, threads: int, repeats:
     outputs = model.xs.size
     fed = [np.array(len(model.xs), np.int32)]
     ours = {ASYNCFLOW: AsyncflowStep(model, looped, outputs, fed, threads=threads)}
-    if threads == 1:
-        ours[TWO_STREAMS] = AsyncflowStep(model, looped, outputs, fed, compute_streams=2)
+    if threads > 1:
+        ours[f"{ASYNCFLOW}, {threads} streams"] = AsyncflowStep(model, looped, outputs, fed, compute_streams=threads)
     trials: dict[str, Trial] = {system: timed_step_await(outputs, step.run) for system, step in ours.items()}
     trials[NUMPY] = timed_step(outputs, ByHand(model))
     if (tensorflow := peers.tensorflow) is not None:
