@@ -42,8 +42,10 @@ from asyncflow.devices.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
 from asyncflow.devices.values import stays_on_host
 from asyncflow.errors import PlacementError
+from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cuda import CudaStream, active_stream, capturing
 from asyncflow.streams.futures import resolve
+from asyncflow.streams.holding import holding, refuse_to_queue
 from asyncflow.streams.thread import ThreadStream
 
 _NS_PER_LAUNCH = 8_000.0
@@ -102,7 +104,7 @@ class CudaDevice(Progress):
     async def open(self) -> None:
         """`start` on a thread that may wait. Idempotent."""
         if not self._is_started:
-            await asyncio.to_thread(self.start)
+            await call_beside(self.start)
 
     def start(self) -> None:
         """Make streams, memory and the clock; blocks. Idempotent.
@@ -231,7 +233,7 @@ class CudaDevice(Progress):
         is_over = await self._host.aclose(grace_s) and all(ended)
         if is_over and self._is_started and self._lost is None:
             self._is_started = False
-            await asyncio.to_thread(self._release)
+            await call_beside(self._release)
         return is_over
 
     def _release(self) -> None:
@@ -395,13 +397,14 @@ class CudaDevice(Progress):
 
     async def in_host_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         """What ``work(*args)`` gives, computed on the device's host thread."""
-        loop = asyncio.get_running_loop()
+        loop, context = asyncio.get_running_loop(), copy_context()
+        refuse_to_queue(context)
         future: asyncio.Future[Any] = loop.create_future()
 
         def deliver(result: object, error: BaseException | None, _started: int, _ended: int) -> None:
             resolve(future, result, error)
 
-        self._host.submit(copy_context().run, (work, *args), deliver, loop)
+        self._host.submit(context.run, (holding, work, *args), deliver, loop)
         return await asyncio.shield(future)
 
     def _future_of(self, ask: Callable[[Deliver], object]) -> asyncio.Future[Any]:

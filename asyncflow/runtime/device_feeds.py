@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.devices.cuda_backend import cuda_backend
 from asyncflow.devices.foreign import ForeignArray, read, view
 from asyncflow.runtime.feeds import locked, refusal
+from asyncflow.streams.beside import call_beside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ async def _read(tensor: Tensor, foreign: ForeignArray) -> Any:
         )
     try:
         array, written = view(backend.cupy, foreign)
-        values = await asyncio.to_thread(read, backend.cupy, array, written, foreign.card)
+        values = await call_beside(read, backend.cupy, array, written, foreign.card)
     except Exception as error:
         raise refusal(tensor, foreign.value, f"it cannot be copied from card {foreign.card}: {error}") from error
     return locked(values)

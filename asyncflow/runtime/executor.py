@@ -26,14 +26,16 @@ from asyncflow.runtime.provenance import as_kernel_error, with_provenance
 from asyncflow.runtime.recorder import Recorder
 from asyncflow.runtime.region_firing import RegionFiring, Stopped
 from asyncflow.runtime.scheduler import Scheduler, SchedulingError
+from asyncflow.streams.holding import holding, refuse_to_queue
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.protocol import AsynchronousDevice, Mark
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.ports import Scope
+    from asyncflow.streams.protocol import Deliver
 
 _log = logging.getLogger("asyncflow.runtime")
 
@@ -230,7 +232,9 @@ class Executor:
             return False
         scheduler = self.scheduler
         ports = self._ports
-        return self.stopped or not (scheduler.ready or scheduler.ended or ports.untaken or ports.incoming)
+        return self.stopped or not (
+            scheduler.ready or scheduler.ended or self._suspended or ports.untaken or ports.incoming
+        )
 
     def check_quiet(self) -> None:
         """Tells the owner if nothing is left to do or in flight."""
@@ -307,10 +311,11 @@ class Executor:
         self.complete(node, iteration, inputs, result)
 
     def _launch_on_stream(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], size: int) -> None:
-        self.in_flight += 1
-        work, args = node.kernel, tuple(inputs)
+        assert node.kernel is not None
+        work: Callable[..., object] = node.kernel
+        args = tuple(inputs)
         if node.is_user:
-            work, args = self._run.context.copy().run, (node.kernel, *args)
+            work, args = self._run.context.copy().run, (holding, work, *args)
 
         def deliver(result: object, error: BaseException | None, started: int, ended: int) -> None:
             self.in_flight -= 1
@@ -323,8 +328,12 @@ class Executor:
                 self.complete(node, iteration, inputs, result)
             self.go_on()
 
-        assert work is not None
+        self._submit(node, work, args, deliver)
+
+    def _submit(self, node: PlanNode, work: Callable[..., object], args: tuple[Any, ...], deliver: Deliver) -> None:
+        refuse_to_queue(self._run.context)
         self._device.compute_streams[node.stream].submit(work, args, deliver, self._run.loop)
+        self.in_flight += 1
 
     def _launch_coroutine(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
         run, device, spans = self._run, self._asynchronous, self.new_spans()
@@ -359,7 +368,6 @@ class Executor:
 
     def _launch_region(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
         assert node.kernel is not None and node.estimate is not None
-        self.in_flight += 1
         spans = self.new_spans()
         with self._recording(spans):
             firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), spans)
@@ -385,14 +393,12 @@ class Executor:
                         self._region_on_stream(firing)
                         return
         except StopIteration as ended:
-            self.in_flight -= 1
             if device is None:
                 self._record(node, iteration, "inline", firing.started_ns, perf_counter_ns(), ended.value, "ok")
             else:
                 self.record_spans(firing.spans, device, node, iteration, ended.value)
             self.complete(node, iteration, firing.inputs, ended.value)
         except BaseException as error:
-            self.in_flight -= 1
             self._record(node, iteration, "inline", firing.started_ns, perf_counter_ns(), None, "error")
             self.kernel_failed(error, node, iteration, firing.inputs)
         else:
@@ -417,8 +423,7 @@ class Executor:
                 self.kernel_failed(error, node, iteration, firing.inputs)
             self.go_on()
 
-        stream = self._device.compute_streams[node.stream]
-        stream.submit(firing.run_to_end, (lambda: self.stopped,), deliver, self._run.loop)
+        self._submit(node, firing.run_to_end, (lambda: self.stopped,), deliver)
 
     def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], result: Any) -> None:
         """Accounts for the result and hands it to the scheduler."""
@@ -473,7 +478,6 @@ class Executor:
         self._ports.incoming.clear()
         for task in self._tasks:
             task.cancel()
-        self.in_flight -= len(self._suspended)
         while self._suspended:
             self._suspended.popleft().generator.close()
 

@@ -15,6 +15,7 @@ from asyncflow.compiler.request import PlanRequest
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.runtime.loop import is_virtual
+from asyncflow.streams.beside import call_beside
 
 if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan, PlanNode
@@ -170,4 +171,4 @@ _background = _Background()
 
 async def _compile_beside(compile: Compile, request: PlanRequest) -> Plan:
     with _background:  # from before the thread starts, so that the first wait for the GIL is short, too
-        return await asyncio.to_thread(compile, request)
+        return await call_beside(compile, request)

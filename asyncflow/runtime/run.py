@@ -13,6 +13,7 @@ from asyncflow.runtime.executor import Executor
 from asyncflow.runtime.loop import clock_of
 from asyncflow.runtime.rendezvous import Rendezvous
 from asyncflow.runtime.trace import RunSpan
+from asyncflow.streams.holding import own_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,11 +27,16 @@ if TYPE_CHECKING:
 _ids = itertools.count(1)
 
 
-def _kernel_context() -> Context:
+def _kernel_context(turn: Turn) -> Context:
     """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
     context = copy_context()
-    context.run(leave_graphs)
+    context.run(_enter_run, turn)
     return context
+
+
+def _enter_run(turn: Turn) -> None:
+    leave_graphs()
+    own_context(turn)
 
 
 class Run:
@@ -92,7 +98,7 @@ class Run:
         self.devices = devices
         self.loop = loop
         self.turn = turn
-        self.context = _kernel_context()
+        self.context = _kernel_context(turn)
         self.rendezvous = Rendezvous()
         self.seed = seed
         self.shuffle_seed = None if shuffle_seed is None else shuffle_seed + number

@@ -8,7 +8,7 @@ import secrets
 import threading
 import warnings
 import weakref
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, cast
@@ -17,7 +17,7 @@ from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.compiler.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import check_event_loop, has_one_memory, open_devices
-from asyncflow.errors import DeadlineExceeded, GraphError, SessionClosedError
+from asyncflow.errors import DeadlineExceeded, DeviceLostError, GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.channel import Channel
@@ -42,6 +42,7 @@ from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_tr
 from asyncflow.runtime.turn import Turn
 from asyncflow.state.containers import StateStore
 from asyncflow.state.held import holder_of
+from asyncflow.streams.beside import call_beside
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -409,7 +410,7 @@ class Session:
             results = await run.wait()
         finally:
             if recorder is not None and isinstance(trace, str | Path):
-                await asyncio.to_thread(write_trace, recorder, Path(trace))
+                await call_beside(write_trace, recorder, Path(trace))
         return call.result(plan, results, self._device_of, allow_dead=allow_dead)
 
     async def run_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Any:
@@ -445,7 +446,9 @@ class Session:
                 if has_foreign(values):
                     values = await settled(values, call.request.feeds, plan, self._device_of)
                 for state in plan.read_on_host:
-                    await state.wait_on_host()
+                    if (read := state.read_on_host()) is not None:
+                        with suppress(DeviceLostError):  # whoever reads it is told
+                            await call_beside(read)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"what the run needs of other libraries and devices was not there within timeout={timeout} s; it did "
@@ -548,6 +551,9 @@ class Session:
         self, fetches: Any, feeds: Mapping[Any, Any] | None = None, *, timeout: float | None = None
     ) -> concurrent.futures.Future[Any]:
         """`run` from another thread; the session's event loop must be running in its own.
+
+        An op's own function may not wait for a run that needs a thread of the session while it has one itself: the run
+        fails, and says so. A coroutine function may await `run`.
 
         Raises:
             SessionClosedError: the session, or its event loop, is closed.

@@ -18,8 +18,6 @@ a session that closed   an array of NumPy's   as above: closing brings it to the
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -176,12 +174,13 @@ class VariableState:
 
     # -- between sessions ----------------------------------------------------------------------------------------
 
-    async def wait_on_host(self) -> None:
-        """Returns when `read` does not block, unless a device writes again before."""
+    def read_on_host(self) -> Callable[[], object] | None:
+        """What to call, on a thread that may block, so that `read` does not unless a device writes again before.
+
+        None: `read` does not block as it is.
+        """
         value = self.value
-        if type(value) is HeldValue and value.host is None:
-            with suppress(DeviceLostError):  # whoever reads it is told
-                await asyncio.to_thread(value.on_host)
+        return value.on_host if type(value) is HeldValue and value.host is None else None
 
     async def leave(self, holders: Collection[Holder]) -> None:
         """Brings the value to the host if it is with one of `holders`, whose devices are about to be closed."""

@@ -1,0 +1,74 @@
+"""Work that would block the event loop, on a thread of its own.
+
+Not on the event loop's default executor: that is the application's. Its threads may all be waiting for the very run
+that needs one, and then nobody would ever go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import copy_context
+from functools import partial
+from typing import Generic, TypeVar, TypeVarTuple, Unpack
+
+from asyncflow.streams.latch import Latch
+from asyncflow.streams.virtual import VirtualClockLoop
+
+_Args = TypeVarTuple("_Args")
+_Result = TypeVar("_Result")
+
+
+async def call_beside(work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
+    """``work(*args)`` on a new thread, in a copy of the caller's context; virtual time stands still meanwhile.
+
+    Cancellation: the caller leaves; the thread ends after the work, whose outcome is dropped.
+
+    Raises:
+        BaseException: what `work` raises.
+    """
+    loop = asyncio.get_running_loop()
+    call = _Call(partial(work, *args))
+    # It is waited for when the interpreter ends, so that a file is not left half written.
+    threading.Thread(target=copy_context().run, args=(call.run,), name=f"asyncflow:{_name(work)}").start()
+    with loop.outside_work() if isinstance(loop, VirtualClockLoop) else nullcontext():
+        await call.ended.wait()
+    return call.outcome()
+
+
+class _Call(Generic[_Result]):
+    """One piece of work, and what came of it."""
+
+    __slots__ = ("_error", "_result", "_work", "ended")
+
+    def __init__(self, work: Callable[[], _Result]) -> None:
+        self._work = work
+        self.ended = Latch()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            # Without this frame, which would be a cycle.
+            self._error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+        finally:
+            self.ended.set()
+
+    def outcome(self) -> _Result:
+        error, self._error = self._error, None
+        if error is None:
+            return self._result
+        try:
+            raise error
+        finally:
+            del error
+
+
+def _name(work: object) -> str:
+    return getattr(work, "__name__", type(work).__name__).strip("_")
+
+
+__all__ = ["call_beside"]

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+
+import pytest
+
+from asyncflow.streams import VirtualClockLoop, call_beside
+from tests.faults.kernels import until
+
+_tag: ContextVar[str] = ContextVar("tag", default="nowhere")
+
+
+async def test_it_runs_on_a_thread_of_its_own_in_the_callers_context() -> None:
+    _tag.set("here")
+    thread, tag = await call_beside(lambda: (threading.current_thread(), _tag.get()))
+    assert thread is not threading.current_thread() and thread.name.startswith("asyncflow:")
+    assert tag == "here"
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+async def test_what_it_raises_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await call_beside(lambda: 1 // 0)
+    with pytest.raises(SystemExit):
+        await call_beside(_exit)
+
+
+def _exit() -> None:
+    raise SystemExit(3)
+
+
+async def test_it_needs_no_thread_of_the_applications_pool() -> None:
+    """F64: its only thread waits for what is called beside it."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = loop.run_in_executor(pool, lambda: asyncio.run_coroutine_threadsafe(_sum(), loop).result(10))
+        loop.set_default_executor(pool)
+        assert await waiting == 6
+
+
+async def _sum() -> int:
+    return await call_beside(sum, [1, 2, 3])
+
+
+async def test_a_caller_who_is_cancelled_leaves_the_thread_to_end() -> None:
+    gate, threads = threading.Event(), list[threading.Thread]()
+
+    def wait() -> None:
+        threads.append(threading.current_thread())
+        gate.wait(10)
+
+    task = asyncio.create_task(call_beside(wait))
+    await until(lambda: threads)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.set()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+
+
+def test_virtual_time_stands_still_meanwhile() -> None:
+    async def main() -> tuple[int, float]:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(0.001):
+            return await call_beside(lambda: sum(range(200_000))), loop.time()
+
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        total, time_s = runner.run(main())
+    assert total == 19_999_900_000 and time_s == 0.0
