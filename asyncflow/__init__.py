@@ -8,6 +8,7 @@ Everything public is here, in `asyncflow.nn` (recurrent cells, loops over sequen
 from __future__ import annotations
 
 import math as _math
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from asyncflow import nn, optim, profiler, raw
 from asyncflow.autodiff.custom_gradient import custom_gradient
@@ -34,6 +35,7 @@ from asyncflow.errors import (
     SessionClosedError,
     ShapeError,
 )
+from asyncflow.foreign_names import public_names as _public_names
 from asyncflow.graph.build import constant, group, identity, placeholder
 from asyncflow.graph.dtypes import (
     DType,
@@ -447,3 +449,6 @@ __all__ = [
     "zeros",
     "zeros_like",
 ]
+
+if not _TYPE_CHECKING:  # or every misspelt name would pass the type checker
+    __getattr__, __dir__ = _public_names("asyncflow", __all__)

@@ -9,6 +9,8 @@ one have to be brought in with `enter`, and effects are ordered within one itera
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncflow.control.primitives.control_trigger import control_trigger
 from asyncflow.control.primitives.enter import enter
 from asyncflow.control.primitives.exit import exit
@@ -16,6 +18,7 @@ from asyncflow.control.primitives.loop_cond import loop_cond
 from asyncflow.control.primitives.merge import add_back_edge, merge
 from asyncflow.control.primitives.next_iteration import next_iteration
 from asyncflow.control.primitives.switch import switch
+from asyncflow.foreign_names import public_names
 
 __all__ = [
     "add_back_edge",
@@ -27,3 +30,6 @@ __all__ = [
     "next_iteration",
     "switch",
 ]
+
+if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+    __getattr__, __dir__ = public_names("asyncflow.raw", __all__)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from asyncflow.errors import GraphError, user_location
+from asyncflow.foreign_names import close_names
 from asyncflow.graph.ir import Node, NodeId, Tensor
 from asyncflow.graph.op import Access, Effects, find_op
 
@@ -357,5 +357,5 @@ def _leak(value: Tensor | Node, graph: Graph) -> str:
 
 
 def _suggest(name: str, known: Mapping[str, object]) -> str:
-    close = get_close_matches(name, known, n=3)
+    close = close_names(name, list(known))
     return f"; did you mean {' or '.join(repr(item) for item in close)}?" if close else ""

@@ -8,61 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncflow.errors import GraphError
-
-_SAME_NAME = (
-    "abs acos acosh add all any argmax argmin argsort asin asinh astype atan atan2 atanh bitwise_and bitwise_or "
-    "bitwise_xor broadcast_arrays broadcast_to ceil clip concat conj copysign cos cosh count_nonzero diff divide "
-    "einsum empty_like equal exp expand_dims expm1 flip floor floor_divide full_like greater greater_equal hypot imag "
-    "isfinite isinf isnan less less_equal linspace log log10 log1p log2 logaddexp logical_and logical_not logical_or "
-    "logical_xor matmul matrix_transpose max maximum mean meshgrid min minimum moveaxis multiply negative nextafter "
-    "nonzero not_equal ones_like permute_dims positive pow prod real reciprocal relu remainder repeat reshape roll "
-    "round searchsorted sigmoid sign signbit sin sinh size softmax sort sqrt square squeeze stack std subtract sum "
-    "take take_along_axis tan tanh tensordot tile tril triu trunc unique_counts unique_inverse unique_values unstack "
-    "var vecdot where zeros_like"
-)
-_OTHER_NAME = {
-    "T": "matrix_transpose",
-    "absolute": "abs",
-    "amax": "max",
-    "amin": "min",
-    "arccos": "acos",
-    "arccosh": "acosh",
-    "arcsin": "asin",
-    "arcsinh": "asinh",
-    "arctan": "atan",
-    "arctan2": "atan2",
-    "arctanh": "atanh",
-    "around": "round",
-    "cast": "astype",
-    "concatenate": "concat",
-    "conjugate": "conj",
-    "cumprod": "cumulative_prod",
-    "cumsum": "cumulative_sum",
-    "cumulative_prod": "cumulative_prod",
-    "cumulative_sum": "cumulative_sum",
-    "dot": "matmul",
-    "flatten": "reshape",
-    "inner": "vecdot",
-    "invert": "bitwise_invert",
-    "left_shift": "bitwise_left_shift",
-    "mT": "matrix_transpose",
-    "mod": "remainder",
-    "outer": "einsum",
-    "permute": "permute_dims",
-    "power": "pow",
-    "ravel": "reshape",
-    "rank": "rank",
-    "right_shift": "bitwise_right_shift",
-    "rint": "round",
-    "swapaxes": "permute_dims",
-    "transpose": "permute_dims",
-    "true_divide": "divide",
-    "unique": "unique_values",
-    "unsqueeze": "expand_dims",
-    "view": "reshape",
-}
-FUNCTIONS: dict[str, str] = {name: name for name in _SAME_NAME.split()} | _OTHER_NAME
-"""NumPy's (and its methods') names to those of the functions in asyncflow."""
+from asyncflow.foreign_names import FUNCTIONS
 
 FETCHING = frozenset({"cpu", "data", "detach", "eval", "get", "item", "numpy", "tobytes", "tolist", "value", "values"})
 """Attributes that, elsewhere, give the value."""
@@ -132,6 +78,3 @@ def refusal(shown: str, name: str, value: object) -> str:
     known = FUNCTIONS.get(name)
     advice = f"use af.{known}" if known else "compute with functions of asyncflow, or call it in an op made with @af.op"
     return f"{shown} computes at once, and {value!r} has no value before a run; {advice}"
-
-
-__all__ = ["FETCHING", "FUNCTIONS", "NoValue", "refusal"]

@@ -7,6 +7,9 @@ example; `sequence_mask` and `masked_mean` leave out what lies past a sequence's
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from asyncflow.foreign_names import public_names
 from asyncflow.nn.dynamic_rnn import dynamic_rnn
 from asyncflow.nn.gru import GRUWeights, gru_cell, gru_weights
 from asyncflow.nn.initializers import glorot_uniform, orthogonal
@@ -30,3 +33,6 @@ __all__ = [
     "sigmoid_cross_entropy",
     "softmax_cross_entropy",
 ]
+
+if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+    __getattr__, __dir__ = public_names("asyncflow.nn", __all__)

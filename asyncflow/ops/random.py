@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.foreign_names import public_names
 from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
 from asyncflow.graph.ir import Tensor
@@ -356,3 +357,6 @@ __all__ = [
     "truncated_normal",
     "uniform",
 ]
+
+if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+    __getattr__, __dir__ = public_names("asyncflow.random", __all__)

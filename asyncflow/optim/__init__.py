@@ -8,8 +8,14 @@ the gradients.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from asyncflow.foreign_names import public_names
 from asyncflow.optim.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from asyncflow.optim.minimize import minimize
 from asyncflow.optim.steps import adam, momentum, sgd
 
 __all__ = ["adam", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "minimize", "momentum", "sgd"]
+
+if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+    __getattr__, __dir__ = public_names("asyncflow.optim", __all__)

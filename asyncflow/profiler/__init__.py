@@ -7,6 +7,9 @@ turn it into numbers. Nothing else in asyncflow depends on this package, and it 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from asyncflow.foreign_names import public_names
 from asyncflow.profiler.save import TraceFormatError, save
 from asyncflow.profiler.summary import (
     DeviceSummary,
@@ -32,3 +35,6 @@ __all__ = [
     "save",
     "summarize",
 ]
+
+if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+    __getattr__, __dir__ = public_names("asyncflow.profiler", __all__)

@@ -12,6 +12,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from asyncflow.foreign_names import public_names
 from asyncflow.testing.clock import VirtualClock, virtual_clock
 
 __all__ = ["VirtualClock", "virtual_clock"]
+
+if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+    __getattr__, __dir__ = public_names("asyncflow.testing", __all__)

@@ -14,7 +14,6 @@ import pytest
 
 import asyncflow
 from asyncflow.graph import dtypes
-from asyncflow.graph.no_value import FUNCTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -176,10 +175,6 @@ def test_missing_attributes_name_the_function(name: str, x: Any) -> None:
     with pytest.raises(AttributeError, match=ATTRIBUTES[name]):
         getattr(x, name)
     assert not hasattr(x, name)
-
-
-def test_every_function_named_exists() -> None:
-    assert [name for name in FUNCTIONS.values() if not callable(getattr(af, name, None))] == []
 
 
 def test_instances_without_attributes_can_be_looked_at() -> None:

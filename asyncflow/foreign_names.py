@@ -1,0 +1,232 @@
+"""The names that NumPy, TensorFlow, PyTorch and JAX have for what asyncflow calls otherwise.
+
+Whoever types one is told ours: as a function of a module (`public_names`), as a method of a tensor, and as a function
+of NumPy's that is called with one (`asyncflow.graph.no_value`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Final, NoReturn
+
+_ALSO_IN_NUMPY = (
+    "abs acos acosh add all any argmax argmin argsort asin asinh astype atan atan2 atanh bitwise_and bitwise_or "
+    "bitwise_xor broadcast_arrays broadcast_to ceil clip concat conj copysign cos cosh count_nonzero diff divide "
+    "einsum empty_like equal exp expand_dims expm1 flip floor floor_divide full_like greater greater_equal hypot imag "
+    "isfinite isinf isnan less less_equal linspace log log10 log1p log2 logaddexp logical_and logical_not logical_or "
+    "logical_xor matmul matrix_transpose max maximum mean meshgrid min minimum moveaxis multiply negative nextafter "
+    "nonzero not_equal ones_like permute_dims positive pow prod real reciprocal relu remainder repeat reshape roll "
+    "round searchsorted sigmoid sign signbit sin sinh size softmax sort sqrt square squeeze stack std subtract sum "
+    "take take_along_axis tan tanh tensordot tile tril triu trunc unique_counts unique_inverse unique_values unstack "
+    "var vecdot where zeros_like"
+)
+_RENAMED: Final = {
+    # NumPy
+    "T": "matrix_transpose",
+    "absolute": "abs",
+    "amax": "max",
+    "amin": "min",
+    "append": "concat",
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctan2": "atan2",
+    "arctanh": "atanh",
+    "argwhere": "nonzero",
+    "around": "round",
+    "array": "asarray",
+    "average": "mean",
+    "bool_": "bool",
+    "column_stack": "stack",
+    "concatenate": "concat",
+    "conjugate": "conj",
+    "cumprod": "cumulative_prod",
+    "cumsum": "cumulative_sum",
+    "cumulative_prod": "cumulative_prod",
+    "cumulative_sum": "cumulative_sum",
+    "dot": "matmul",
+    "double": "float64",
+    "fabs": "abs",
+    "flatten": "reshape",
+    "half": "float16",
+    "hstack": "concat",
+    "inner": "vecdot",
+    "invert": "bitwise_invert",
+    "left_shift": "bitwise_left_shift",
+    "mT": "matrix_transpose",
+    "mod": "remainder",
+    "ndarray": "Tensor",
+    "outer": "einsum",
+    "power": "pow",
+    "put": "index_update",
+    "ravel": "reshape",
+    "right_shift": "bitwise_right_shift",
+    "rint": "round",
+    "single": "float32",
+    "swapaxes": "permute_dims",
+    "transpose": "permute_dims",
+    "true_divide": "divide",
+    "unique": "unique_values",
+    "vstack": "concat",
+    # TensorFlow
+    "Assert": "assert_that",
+    "Function": "function",
+    "GradientTape": "gradients",
+    "Print": "print",
+    "TensorShape": "shape",
+    "TensorSpec": "spec",
+    "cast": "astype",
+    "clip_by_value": "clip",
+    "convert_to_tensor": "asarray",
+    "fill": "full",
+    "get_variable": "Variable",
+    "no_op": "group",
+    "numpy_function": "op",
+    "py_function": "op",
+    "range": "arange",
+    "rank": "rank",
+    "reduce_all": "all",
+    "reduce_any": "any",
+    "reduce_logsumexp": "logsumexp",
+    "reduce_max": "max",
+    "reduce_mean": "mean",
+    "reduce_min": "min",
+    "reduce_prod": "prod",
+    "reduce_std": "std",
+    "reduce_sum": "sum",
+    "reduce_variance": "var",
+    "tensor_scatter_nd_add": "scatter_add",
+    "tensor_scatter_nd_update": "scatter_update",
+    # PyTorch
+    "bmm": "matmul",
+    "cat": "concat",
+    "compile": "function",
+    "div": "divide",
+    "eq": "equal",
+    "from_numpy": "constant",
+    "ge": "greater_equal",
+    "gt": "greater",
+    "index_select": "take",
+    "le": "less_equal",
+    "lt": "less",
+    "masked_fill": "where",
+    "mm": "matmul",
+    "mul": "multiply",
+    "mv": "matmul",
+    "ne": "not_equal",
+    "neg": "negative",
+    "no_grad": "stop_gradient",
+    "permute": "permute_dims",
+    "sub": "subtract",
+    "tensor": "constant",
+    "unsqueeze": "expand_dims",
+    "view": "reshape",
+    # JAX
+    "fori_loop": "while_loop",
+    "grad": "gradients",
+    "jit": "function",
+    "vmap": "map_fn",
+}
+FUNCTIONS: Final[Mapping[str, str]] = {name: name for name in _ALSO_IN_NUMPY.split()} | _RENAMED
+"""Names of functions and methods elsewhere, to those of the functions in ``asyncflow``."""
+
+_ADVICE: Final[Mapping[str, Mapping[str, str]]] = {
+    "asyncflow": {
+        "InteractiveSession": "async with af.Session(graph) as session",
+        "autograd": "af.gradients(ys, xs)",
+        "cuda": "af.device('cuda:0') around what is to run there, and Session(devices=['cuda:0'])",
+        "global_variables_initializer": "nothing: a variable begins with the value it is made of",
+        "jacobian": "af.gradients, once for each element of y",
+        "keras": "af.nn and af.optim, which are functions",
+        "lax": "af.while_loop, af.cond and af.scan",
+        "manual_seed": "af.Graph(seed=...)",
+        "numpy": "the functions of asyncflow itself: af.sum, af.matmul, ...",
+        "set_random_seed": "af.Graph(seed=...)",
+        "testing": "import asyncflow.testing first",
+        "train": "af.optim",
+    },
+    "asyncflow.nn": {
+        "BCEWithLogitsLoss": "af.nn.sigmoid_cross_entropy",
+        "CrossEntropyLoss": "af.nn.softmax_cross_entropy",
+        "Embedding": "af.embedding(ids, table), with the table a variable",
+        "GRU": "af.nn.gru_cell in af.nn.dynamic_rnn",
+        "GRUCell": "af.nn.gru_cell",
+        "LSTM": "af.nn.lstm_cell in af.nn.dynamic_rnn",
+        "LSTMCell": "af.nn.lstm_cell",
+        "LayerNorm": "af.layer_norm",
+        "Linear": "x @ w + b, with w and b variables; af.nn has functions, no layers",
+        "MSELoss": "af.nn.mean_squared_error",
+        "Module": "plain functions, with af.Variable for what is learned; or af.from_torch(module)",
+        "Parameter": "af.Variable",
+        "RNN": "af.nn.dynamic_rnn",
+        "Sequential": "plain functions, one called on the result of the other",
+        "binary_cross_entropy_with_logits": "af.nn.sigmoid_cross_entropy",
+        "cross_entropy": "af.nn.softmax_cross_entropy",
+        "mse_loss": "af.nn.mean_squared_error",
+        "sigmoid_cross_entropy_with_logits": "af.nn.sigmoid_cross_entropy",
+        "softmax_cross_entropy_with_logits": "af.nn.softmax_cross_entropy",
+        "sparse_softmax_cross_entropy_with_logits": "af.nn.softmax_cross_entropy",
+        "xavier_uniform_": "af.nn.glorot_uniform",
+    }
+    | {name: f"af.{name.lower()}" for name in ("GELU", "ReLU", "Sigmoid", "SiLU", "Softmax", "Softplus", "Tanh")}
+    | {name: f"af.{name}" for name in ("embedding", "gelu", "layer_norm", "log_softmax", "relu", "sigmoid", "silu")}
+    | {name: f"af.{name}" for name in ("softmax", "softplus", "tanh")},
+    "asyncflow.optim": {
+        "Adam": "af.optim.adam",
+        "AdamOptimizer": "af.optim.adam",
+        "GradientDescentOptimizer": "af.optim.sgd",
+        "MomentumOptimizer": "af.optim.momentum",
+        "SGD": "af.optim.sgd",
+        "clip_grad_norm_": "af.optim.clip_by_global_norm",
+    },
+    "asyncflow.random": {
+        "default_rng": "af.Graph(seed=...), and the functions here",
+        "multinomial": "af.random.categorical",
+        "rand": "af.random.uniform",
+        "randint": "af.random.integers",
+        "randn": "af.random.normal",
+        "random": "af.random.uniform",
+        "seed": "af.Graph(seed=...)",
+        "shuffle": "af.random.permutation",
+        "standard_normal": "af.random.normal",
+        "truncated_normal_": "af.random.truncated_normal",
+    },
+}
+"""By module, what to say in place of a name that some other library has there."""
+
+
+def close_names(name: str, known: Sequence[str]) -> list[str]:
+    """At most three of the names that `name` may be a misspelling of, those that differ in case alone before others."""
+    same = [each for each in known if each.casefold() == name.casefold() and each != name]
+    return (same + [each for each in get_close_matches(name, known, n=3) if each not in same])[:3]
+
+
+def public_names(module: str, public: Sequence[str]) -> tuple[Callable[[str], NoReturn], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a module: other names are refused with a hint, and public ones are listed.
+
+    Args:
+        module: its name, as users import it.
+        public: its ``__all__``.
+    """
+
+    def refuse(name: str) -> NoReturn:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{_hint(module, public, name)}", name=name)
+
+    def listed() -> list[str]:
+        return sorted(public)
+
+    return refuse, listed
+
+
+def _hint(module: str, public: Sequence[str], name: str) -> str:
+    if name.startswith("_"):
+        return ""
+    if (advice := _ADVICE.get(module, {}).get(name)) is not None:
+        return f"; use {advice}"
+    if module == "asyncflow" and name in FUNCTIONS:
+        return f"; use af.{FUNCTIONS[name]}"
+    close = close_names(name, public)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
