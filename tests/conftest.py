@@ -1,25 +1,21 @@
 """Fixtures for every test: event loops, sessions on one device and on three, and guards against leaks.
 
-A conformance test runs in every cell of {asyncio, uvloop, virtual time} x {one device with regions, one device
-interpreted, three devices with every node placed at random}; on virtual time the devices are simulated cards. Tests
-elsewhere run on real time and one device, but for those rooms whose programs control flow is made of.
+On which event loops and devices a test runs is said in `tests.cells`, what its processor time may be in
+`tests.processor_time`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from zlib import crc32
 
 import pytest
-import uvloop
 
 import asyncflow as af
 from asyncflow.devices import cuda_graph
@@ -31,7 +27,9 @@ from asyncflow.runtime import session as session_module
 from asyncflow.runtime.run import Run
 from asyncflow.runtime.scheduler import Statistics
 from asyncflow.streams.virtual import VirtualClockLoop
+from tests.cells import LOOPS, Arrangement, LoopFactory, Selection
 from tests.fake_cupy.stand_in import stand_in
+from tests.processor_time import ProcessorTime
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
@@ -39,9 +37,6 @@ if TYPE_CHECKING:
     from tests.fake_cupy import FakeCupy
 
 OpenSession: TypeAlias = Callable[..., AbstractAsyncContextManager[af.Session]]
-
-SEEDS = int(os.environ.get("ASYNCFLOW_SEEDS", "1"))
-"""In how many random places every conformance test puts its nodes."""
 
 MACHINE = "3 x v100, nvlink2"
 """The simulated machine of tests on virtual time."""
@@ -52,91 +47,54 @@ CARD_BYTES, PINNED_BYTES = 64 << 20, 4 << 20
 JITTER = 0.3
 """How much its kernels and copies vary, so that work that nothing orders comes in any order."""
 
-DISTRIBUTED_ROOMS = ("conformance", "control", "state")
-"""Folders whose tests also run on three devices, and on virtual time."""
-
-REAL_CPUS_ONLY: Mapping[str, str] = {
-    "test_43_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
-    "test_77_what_is_never_joined": "asks for CPUs by name",
-    "test_73_the_times_of_a_firing": "looks for work on a stream's thread",
-    "test_84_cancel_in_a_kernel_and_in_a_loop": "blocks a stream's thread; simulated streams have none",
-    "test_86_two_sessions_in_one_loop": "blocks a stream's thread",
-    "test_87_other_coroutines_keep_their_latency": "measures real time",
-    "test_87_a_loop_without_kernels": "measures real time",
-    "test_87_the_guard_names_a_kernel_that_holds_the_loop": "measures real time",
-    "test_87_the_guard_says_nothing_of_threads": "measures real time",
-    "test_89_asyncio_debug_mode": "looks for calls from threads",
-}
-"""Tests of the distributed rooms that run neither on virtual time nor on cards, and why."""
+_selection = pytest.StashKey[Selection]()
+_loop = pytest.StashKey[str]()
 
 
-@dataclass(frozen=True)
-class Arrangement:
-    """Where a test's sessions run.
-
-    Attributes:
-        name: for people.
-        regions: whether sessions compile regions.
-        draw: which of the random placements on three devices; None for one device.
-        cuda: the event loop on which devices are CUDA's, with a stand-in for CuPy; empty for CPUs, or simulated cards.
-        graphs: whether regions are captured as CUDA graphs, at once, and loops run on the card where they can.
-        devices: their names; none: one or three of a kind.
-    """
-
-    name: str
-    regions: bool
-    draw: int | None = None
-    cuda: str = ""
-    graphs: bool = False
-    devices: tuple[str, ...] = ()
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("asyncflow")
+    group.addoption("--full", action="store_true", help="run every test in every cell of the conformance matrix")
+    group.addoption(
+        "--turn", metavar="COMMIT", default="", help="run a part of what --full adds, chosen by a commit's hash"
+    )
 
 
-ONE_DEVICE = (Arrangement("regions", True), Arrangement("interpreted", False))
-THREE_DEVICES = tuple(Arrangement(f"three-{k}" if k else "three", True, k) for k in range(SEEDS))
-CUDA = (
-    Arrangement("cuda", True, cuda="uvloop"),
-    Arrangement("graphs-cuda", True, cuda="uvloop", graphs=True),
-    Arrangement("three-cuda", True, 0, cuda="asyncio"),
-    Arrangement("mixed-cuda", True, 1, cuda="asyncio", devices=("cpu:0", "cuda:0", "cuda:1")),
-)
-"""On a stand-in for CuPy that does its work when it likes, as a card would: what nothing orders goes wrong."""
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_selection] = Selection(config)
+    config.pluginmanager.register(ProcessorTime())
 
 
-def pytest_asyncio_loop_factories(
-    config: pytest.Config, item: pytest.Item
-) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    real: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
-        "asyncio": asyncio.new_event_loop,
-        "uvloop": uvloop.new_event_loop,
-    }
-    if _is_distributed(item) and item.name.partition("[")[0] not in REAL_CPUS_ONLY:
-        return {**real, "virtual": VirtualClockLoop}
-    return real
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Says on which loop the test runs, before its fixtures are made."""
+    if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        cell = item.callspec.params.get("arrangement")
+        item.config.stash[_loop] = cell.loop if isinstance(cell, Arrangement) else ""
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
+    """A test with sessions runs on the loop of its cell; any other one once for each loop."""
+
+    def make_loop() -> asyncio.AbstractEventLoop:
+        return LOOPS[config.stash[_loop]]()
+
+    if isinstance(item, pytest.Function) and "arrangement" in item.fixturenames:
+        return {"cell": make_loop}
+    return {name: LOOPS[name] for name in config.stash[_selection].loops(item)}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "arrangement" in metafunc.fixturenames:
-        arrangements = ONE_DEVICE + THREE_DEVICES + CUDA if _is_distributed(metafunc.definition) else ONE_DEVICE
-        metafunc.parametrize("arrangement", arrangements, ids=lambda arrangement: arrangement.name, indirect=True)
+        cells = metafunc.config.stash[_selection].arrangements(metafunc.definition)
+        metafunc.parametrize("arrangement", cells, ids=str, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps each arrangement of CUDA devices on its event loop, and some tests off it."""
-    items[:] = [item for item in items if not _is_elsewhere(item)]
-
-
-def _is_elsewhere(item: pytest.Item) -> bool:
-    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
-        return False
-    arrangement = item.callspec.params.get("arrangement")
-    if isinstance(arrangement, Arrangement) and arrangement.cuda and item.originalname in REAL_CPUS_ONLY:
-        return True
-    loops = {"asyncio", "uvloop", "virtual"} & set(item.callspec.id.split("-"))
-    return isinstance(arrangement, Arrangement) and bool(arrangement.cuda and loops - {arrangement.cuda})
-
-
-def _is_distributed(item: pytest.Item) -> bool:
-    return item.path.parent.name in DISTRIBUTED_ROOMS
+    """Leaves out slow tests whose turn it is not."""
+    left_out = [item for item in items if not config.stash[_selection].has_turn(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if config.stash[_selection].has_turn(item)]
 
 
 # -- what tests use --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import uvloop
 import asyncflow as af
 from asyncflow.runtime import executor
 from asyncflow.streams.virtual import VirtualClockLoop
+from tests.cells import Arrangement
 from tests.conftest import OpenSession, assert_baseline
 from tests.faults.kernels import INT, SLOW, CoroutineGate, ThreadGate, in_flight, until
 
@@ -250,11 +251,11 @@ async def test_87_the_guard_says_nothing_of_threads(
 # -- 89: both event loops --------------------------------------------------------------------------------------------
 
 
-async def test_89_every_test_runs_on_both_loops(request: pytest.FixtureRequest) -> None:
-    """CONFORMANCE 89: the test's parameter is the loop it runs on; the third one is on virtual time."""
+async def test_89_every_test_runs_on_the_loop_of_its_cell(arrangement: Arrangement) -> None:
+    """CONFORMANCE 89: asyncio's, uvloop, or virtual time."""
     loop = asyncio.get_running_loop()
-    assert isinstance(loop, uvloop.Loop) == ("uvloop" in request.node.name)
-    assert isinstance(loop, VirtualClockLoop) == ("virtual" in request.node.name)
+    assert isinstance(loop, uvloop.Loop) == (arrangement.loop == "uvloop")
+    assert isinstance(loop, VirtualClockLoop) == (arrangement.loop == "virtual")
 
 
 async def test_89_asyncio_debug_mode(session: af.Session, graph: af.Graph) -> None:

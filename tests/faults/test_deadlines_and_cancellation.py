@@ -13,6 +13,8 @@ import asyncflow as af
 from tests.conftest import assert_baseline
 from tests.faults.kernels import INT, SLOW, CoroutineGate, ThreadGate, in_flight, raising, ticks, until
 
+pytestmark = pytest.mark.every_loop
+
 Run = Callable[..., Awaitable[Any]]
 
 

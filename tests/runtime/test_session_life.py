@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from tests.fake_cupy import FakeCupy
 
+pytestmark = pytest.mark.every_loop
+
 ONES = np.ones(3000, np.float32)
 
 

@@ -11,6 +11,8 @@ import pytest
 
 import asyncflow as af
 
+pytestmark = pytest.mark.every_loop
+
 
 class Item(NamedTuple):
     i: Any

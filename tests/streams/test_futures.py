@@ -6,6 +6,8 @@ import pytest
 
 from asyncflow.streams.futures import resolve
 
+pytestmark = pytest.mark.every_loop
+
 
 async def test_a_future_gets_its_result_or_its_error() -> None:
     future = asyncio.get_running_loop().create_future()

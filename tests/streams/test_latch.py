@@ -7,6 +7,8 @@ import pytest
 
 from asyncflow.streams import Latch
 
+pytestmark = pytest.mark.every_loop
+
 
 def test_block_returns_when_set_by_another_thread() -> None:
     latch = Latch()

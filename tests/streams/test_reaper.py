@@ -16,6 +16,8 @@ from asyncflow.streams.reaper import MAX_BATCH, Reaper, Ticket
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.errors import CUDARuntimeError
 
+pytestmark = pytest.mark.every_loop
+
 GRACE_S = 10.0
 
 

@@ -17,6 +17,8 @@ import pytest
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams import Stream, ThreadEvent, ThreadStream
 
+pytestmark = pytest.mark.every_loop
+
 GRACE_S = 10.0
 
 

@@ -1,0 +1,144 @@
+"""Where tests run: the cells of the conformance matrix, and which of them a run of the suite generates.
+
+The matrix is {asyncio, uvloop, virtual time} x {one device with regions, one device interpreted, three devices with
+every node placed at random}, and four cells on a stand-in for CuPy. Of its 13 cells five caught every fault that any
+cell caught, when faults were put into the code on purpose. These five run always; the others run with ``--full``, or by
+turns with ``--turn=COMMIT``: then each test runs in one more cell, and of the slow tests a third runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import environ
+from typing import TypeAlias
+from zlib import crc32
+
+import pytest
+import uvloop
+
+from asyncflow.streams.virtual import VirtualClockLoop
+
+LoopFactory: TypeAlias = Callable[[], asyncio.AbstractEventLoop]
+
+SEEDS = int(environ.get("ASYNCFLOW_SEEDS", "1"))
+"""In how many random places every conformance test puts its nodes."""
+
+DISTRIBUTED_ROOMS = ("conformance", "control", "state")
+"""Folders whose tests also run on three devices, and on virtual time."""
+
+SLOW_PARTS = 3
+"""Of so many parts of the slow tests one runs at each commit."""
+
+REAL_CPUS_ONLY: Mapping[str, str] = {
+    "test_43_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
+    "test_77_what_is_never_joined": "asks for CPUs by name",
+    "test_73_the_times_of_a_firing": "looks for work on a stream's thread",
+    "test_84_cancel_in_a_kernel_and_in_a_loop": "blocks a stream's thread; simulated streams have none",
+    "test_86_two_sessions_in_one_loop": "blocks a stream's thread",
+    "test_87_other_coroutines_keep_their_latency": "measures real time",
+    "test_87_a_loop_without_kernels": "measures real time",
+    "test_87_the_guard_names_a_kernel_that_holds_the_loop": "measures real time",
+    "test_87_the_guard_says_nothing_of_threads": "measures real time",
+    "test_89_asyncio_debug_mode": "looks for calls from threads",
+}
+"""Tests of the distributed rooms that run neither on virtual time nor on cards, and why."""
+
+LOOPS: Mapping[str, LoopFactory] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+    "virtual": VirtualClockLoop,
+}
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where a test's sessions run: a cell of the matrix.
+
+    Attributes:
+        name: for people.
+        loop: the event loop, one of `LOOPS`.
+        regions: whether sessions compile regions.
+        draw: which of the random placements on three devices; None for one device.
+        cuda: whether devices are CUDA's, with a stand-in for CuPy; otherwise they are CPUs, or simulated cards.
+        graphs: whether regions are captured as CUDA graphs, at once, and loops run on the card where they can.
+        devices: their names; none: one or three of a kind.
+    """
+
+    name: str
+    loop: str
+    regions: bool = True
+    draw: int | None = None
+    cuda: bool = False
+    graphs: bool = False
+    devices: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.loop}-{self.name}"
+
+
+REGIONS, INTERPRETED = Arrangement("regions", "uvloop"), Arrangement("interpreted", "uvloop", regions=False)
+THREE = tuple(Arrangement(f"three-{k}" if k else "three", "virtual", draw=k) for k in range(SEEDS))
+
+ALWAYS = (
+    REGIONS,
+    replace(INTERPRETED, loop="asyncio"),
+    *THREE,
+    Arrangement("three-cuda", "asyncio", draw=0, cuda=True),
+    Arrangement("graphs-cuda", "uvloop", cuda=True, graphs=True),
+)
+"""Each caught faults that no other one did. On the stand-in for CuPy, what nothing orders goes wrong."""
+
+OTHERS = (
+    *(replace(REGIONS, loop=loop) for loop in ("asyncio", "virtual")),
+    *(replace(INTERPRETED, loop=loop) for loop in ("uvloop", "virtual")),
+    *(replace(cell, loop=loop) for cell in THREE for loop in ("asyncio", "uvloop")),
+    Arrangement("cuda", "uvloop", cuda=True),
+    Arrangement("mixed-cuda", "asyncio", draw=1, cuda=True, devices=("cpu:0", "cuda:0", "cuda:1")),
+)
+"""The rest of the matrix."""
+
+
+class Selection:
+    """What a run of the suite generates: what always runs, with ``--full`` everything, with ``--turn`` a part of it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.full: bool = config.getoption("full")
+        commit: str = config.getoption("turn")
+        self.turn = int(commit[:8], 16) if commit else None
+
+    def arrangements(self, test: pytest.Item) -> Sequence[Arrangement]:
+        """The cells in which a test with sessions runs."""
+        if not is_distributed(test):
+            loops = self.loops(test)
+            return [replace(cell, loop=loop) for loop in loops for cell in (REGIONS, INTERPRETED)]
+        always, others = ALWAYS, OTHERS
+        if _name(test) in REAL_CPUS_ONLY:
+            always = (REGIONS, replace(INTERPRETED, loop="asyncio"), *(replace(cell, loop="uvloop") for cell in THREE))
+            others = tuple(cell for cell in OTHERS if not cell.cuda and cell.loop != "virtual" and cell not in always)
+        if self.full:
+            return always + others
+        if self.turn is None:
+            return always
+        return (*always, others[(crc32(test.nodeid.encode()) + self.turn) % len(others)])
+
+    def loops(self, test: pytest.Item) -> Sequence[str]:
+        """The event loops on which a test without sessions, or outside the distributed rooms, runs."""
+        if self.full and is_distributed(test) and _name(test) not in REAL_CPUS_ONLY:
+            return tuple(LOOPS)
+        return ("asyncio", "uvloop") if self.full or test.get_closest_marker("every_loop") else ("uvloop",)
+
+    def has_turn(self, test: pytest.Item) -> bool:
+        """Whether a test runs although it is slow."""
+        if self.turn is None or test.get_closest_marker("slow") is None:
+            return True
+        return (crc32(test.nodeid.encode()) + self.turn) % SLOW_PARTS == 0
+
+
+def is_distributed(test: pytest.Item) -> bool:
+    return test.path.parent.name in DISTRIBUTED_ROOMS
+
+
+def _name(test: pytest.Item) -> str:
+    return test.name.partition("[")[0]
