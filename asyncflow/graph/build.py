@@ -138,11 +138,13 @@ def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
     """A fresh NumPy array of `value`; refuses what a tensor cannot hold."""
     if isinstance(value, Operators):
         raise GraphError(f"{value!r} already is a tensor, or reads as one: use it as it is; convert it with af.astype")
-    if isinstance(value, list | tuple) and _contains_tensor(value):
-        raise GraphError("a list with tensors in it is not a constant; use af.stack to make one tensor of them")
     try:
         array = np.array(_on_host(value))
+    except GraphError:  # a tensor's, in a list or in place of it: it has no value
+        _refuse_tensors(value)
+        raise
     except (ValueError, OverflowError) as error:
+        _refuse_tensors(value)
         raise GraphError(f"cannot make a tensor of {brief(value)}: {error}") from error
     except (TypeError, RuntimeError) as error:  # what libraries raise whose arrays NumPy may not read
         raise DTypeError(
@@ -155,6 +157,7 @@ def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
         array = array.astype(string)
     if not is_supported(array.dtype) or VARIANT in (array.dtype, dtype):
         if array.dtype == VARIANT:
+            _refuse_tensors(value)
             _explain_objects(value, array)
         raise DTypeError(
             f"cannot make a tensor of {brief(value)}: NumPy gives dtype {array.dtype}; tensors hold booleans, "
@@ -238,8 +241,18 @@ def _same_values(array: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -
 
 def _only_strings(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(map(_only_strings, value))
+        return set(map(type, value)) <= {str} or all(map(_only_strings, value))
     return isinstance(value, str) or (isinstance(value, np.ndarray) and value.dtype.kind in "UT")
+
+
+def _refuse_tensors(value: Any) -> None:
+    """Raises GraphError if `value` is a list with tensors in it.
+
+    Asked only where NumPy could make no array of it: to ask each number of a list costs far more than to read it.
+    """
+    if isinstance(value, list | tuple) and _contains_tensor(value):
+        message = "a list with tensors in it is not a constant; use af.stack to make one tensor of them"
+        raise GraphError(message) from None
 
 
 def _contains_tensor(value: Any) -> bool:

@@ -51,9 +51,14 @@ def size_of(shape: Shape) -> int | None:
 
 def is_compatible(a: Shape, b: Shape) -> bool:
     """Whether one value could have both shapes."""
-    if a is None or b is None:
+    if a is None or b is None or a == b:
         return True
-    return len(a) == len(b) and all(x is None or y is None or x == y for x, y in zip(a, b, strict=True))
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b, strict=True):  # noqa: SIM110 - every fed value comes here, and a generator is slow
+        if x != y and x is not None and y is not None:
+            return False
+    return True
 
 
 def is_subshape(specific: Shape, general: Shape) -> bool:

@@ -244,10 +244,14 @@ def user_value(fetch: Fetch, value: Any, shared: bool, allow_dead: bool) -> Any:
     if isinstance(value, np.ndarray):
         if value.ndim == 0 and value.dtype.kind in "biufc":
             return value[()]
-        # Constants, variables and feeds are locked, and a view shares its base: the user gets a copy of those.
-        if shared or not value.flags.writeable or value.base is not None:
+        if shared or not is_fresh(value):
             return value.copy()
     return value
+
+
+def is_fresh(array: np.ndarray[Any, Any]) -> bool:
+    """Whether a run made the array, for nobody else: constants, variables and feeds are locked, a view has a base."""
+    return array.flags.writeable and array.base is None
 
 
 def exchangeable(value: Any, devices: Mapping[str, Device]) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from asyncflow.compiler.request import PlanRequest
 from asyncflow.errors import FeedError
 from asyncflow.graph.ir import Tensor
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.runtime.session import Session
     from asyncflow.runtime.trace import Trace
+
+_AT_HAND = (np.ndarray, np.generic, str)
+"""What fed values are that need not be waited for."""
 
 _MOST_CALLS = 1_000
 """How many kinds of runs a session remembers."""
@@ -62,8 +67,8 @@ class Call:
         self.version = -1
         self.plan: Plan | None = None
 
-    def check(self, values: Sequence[Any]) -> list[Any]:
-        """The values as the run will see them.
+    def check(self, values: Sequence[Any]) -> tuple[list[Any], bool]:
+        """The values as the run will see them; and whether some of them still have to be copied or read.
 
         Raises:
             FeedError: there are too many or too few, or one does not fit.
@@ -72,7 +77,14 @@ class Call:
         if len(values) != len(feeds):
             listed = ", ".join(tensor.name for tensor in feeds)
             raise FeedError(f"this call was prepared with {len(feeds)} feeds ({listed}); got {len(values)} values")
-        return [feed_value(tensor, value) for tensor, value in zip(feeds, values, strict=True)]
+        checked = []
+        waits = False
+        for tensor, value in zip(feeds, values, strict=True):
+            value = feed_value(tensor, value)
+            checked.append(value)
+            if not isinstance(value, _AT_HAND):
+                waits = True
+        return checked, waits
 
     def result(self, plan: Plan, values: Sequence[Any], devices: Mapping[str, Device], *, allow_dead: bool) -> Any:
         """What the run returns, of the values that its plan fetched.

@@ -8,7 +8,7 @@ import secrets
 import threading
 import warnings
 import weakref
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, cast
@@ -21,6 +21,7 @@ from asyncflow.errors import DeadlineExceeded, DeviceLostError, GraphError, Sess
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.runtime.channel import Channel
+from asyncflow.runtime.copies import Copies
 from asyncflow.runtime.device_feeds import has_foreign, settled, snapshots
 from asyncflow.runtime.feeds import as_feeds
 from asyncflow.runtime.fetches import user_value
@@ -46,7 +47,7 @@ from asyncflow.streams.beside import call_beside
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import AsyncGenerator, Collection, Hashable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Collection, Hashable, Mapping, Sequence
     from contextvars import Token
 
     from asyncflow.compiler.plan import Plan
@@ -189,6 +190,7 @@ class Session:
         self._homes: dict[Hashable, str] | None = None if has_one_memory(self.devices) else {}
         self._plans = PlanCache()
         self._calls = CallCache(graph, regions=regions)
+        self._copies = Copies()
         self._runs: set[Run] = set()
         self._run_count = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -270,6 +272,7 @@ class Session:
         async with AsyncExitStack() as closing:  # which does the rest, whatever becomes of the steps before
             for device in self.devices:
                 closing.push_async_callback(device.aclose, _THREADS_END_S)
+            closing.push_async_callback(self._copies.aclose, _THREADS_END_S)
             closing.callback(self._release)  # before the devices, which may then give back all their memory
             closing.push_async_callback(self._leave_containers)
             closing.push_async_callback(self._stop_runs)
@@ -318,6 +321,7 @@ class Session:
             for device in self.devices:
                 for stream in (*device.compute_streams, device.h2d, device.d2h):
                     stream.stop()
+            self._copies.stop()
             self._release()
 
     def __repr__(self) -> str:
@@ -344,8 +348,10 @@ class Session:
         Args:
             fetches: any nest of tensors, nodes (run, give None), variables (read after everything else) and names, and
                 of these in `on_device(...)`.
-            feeds: values for placeholders, or for any other tensor outside branches and loops. Copied; strict about
-                dtype and shape. Arrays of other libraries are read by DLPack; one on a card is copied there, in the
+            feeds: values for placeholders, or for any other tensor outside branches and loops. Copied, above 1 MiB on
+                a thread, during which the array is not to be written to; taken as they are if they are
+                read-only and own their memory, or look at `bytes`. Strict about dtype and shape. Arrays of other
+                libraries are read by DLPack; one on a card is copied there, in the
                 order of its library's current stream, or read on a thread if it is needed on the host.
             timeout: seconds until `DeadlineExceeded`.
             trace: a `Trace` to record into, or a path to write the timeline to (``.json``, ``.json.gz``,
@@ -392,13 +398,15 @@ class Session:
             timeout = as_timeout(timeout)
         if trace is not None:
             check_trace(trace, may_be_path=True)
-        checked = call.check(values)
+        checked, waits = call.check(values)
         asked_s = loop.time()
+        if waits:
+            checked = await self._copied(checked, timeout, asked_s)
         recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
         plan = call.plan
         if plan is None or call.version != call.request.graph.version or recorder is not None:
             plan, checked = await self._planned(call, checked, recorder, timeout)
-        if plan.read_on_host or has_foreign(checked):
+        if plan.read_on_host or waits:
             checked = await self._at_hand(plan, call, checked, timeout, asked_s)
         if plan.straight is not None and recorder is None and self._may_run_straight(timeout):
             self._run_count += 1
@@ -407,7 +415,7 @@ class Session:
         staying = frozenset(plan.fetches[index] for index in call.staying)
         run = self._start(loop, plan, checked, timeout, asked_s, recorder, None, staying)
         try:
-            results = await run.wait()
+            results = await self._copies.of_results(await run.wait())
         finally:
             if recorder is not None and isinstance(trace, str | Path):
                 await call_beside(write_trace, recorder, Path(trace))
@@ -441,20 +449,19 @@ class Session:
 
         No kernel has to hold up the event loop for that state then, unless a device writes it again before.
         """
-        try:
-            async with asyncio.timeout_at(None if timeout is None else asked_s + timeout):
-                if has_foreign(values):
-                    values = await settled(values, call.request.feeds, plan, self._device_of)
-                for state in plan.read_on_host:
-                    if (read := state.read_on_host()) is not None:
-                        with suppress(DeviceLostError):  # whoever reads it is told
-                            await call_beside(read)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"what the run needs of other libraries and devices was not there within timeout={timeout} s; it did "
-                "not start"
-            ) from None
+        async with _in_time(timeout, asked_s, "what the run needs of other libraries and devices was not there"):
+            if has_foreign(values):
+                values = await settled(values, call.request.feeds, plan, self._device_of)
+            for state in plan.read_on_host:
+                if (read := state.read_on_host()) is not None:
+                    with suppress(DeviceLostError):  # whoever reads it is told
+                        await call_beside(read)
         return values
+
+    async def _copied(self, values: list[Any], timeout: float | None, asked_s: float) -> list[Any]:
+        """The values, with those copied that are too large for it on the event loop."""
+        async with _in_time(timeout, asked_s, "what is fed was not copied"):
+            return await self._copies.of_feeds(values)
 
     def _may_run_straight(self, timeout: float | None) -> bool:
         assert self._turn is not None
@@ -529,8 +536,9 @@ class Session:
         check_trace(trace, may_be_path=False)
         feeds = as_feeds(feeds)
         call = self._calls.new(fetches, tuple(feeds), streams=True)
-        checked = call.check(tuple(feeds.values()))
+        checked, _ = call.check(tuple(feeds.values()))
         asked_s = loop.time()
+        checked = await self._copied(checked, timeout, asked_s)
         recorder = trace or current_trace()
         plan, checked = await self._planned(call, checked, recorder, timeout)
         checked = await self._at_hand(plan, call, checked, timeout, asked_s)
@@ -538,9 +546,10 @@ class Session:
         run = self._start(loop, plan, checked, timeout, asked_s, recorder, channel)
         try:
             while (values := await channel.get()) is not None:
-                pairs = zip(call.request.streamed, values, strict=True)
                 # The loop goes on with the same arrays, so the consumer gets copies.
-                yield call.structure.unflatten([user_value(tensor, value, True, False) for tensor, value in pairs])
+                copies = await self._copies.of_results(values, shared=True)
+                items = zip(call.request.streamed, values, copies, strict=True)
+                yield call.structure.unflatten([user_value(x, copy, copy is value, False) for x, value, copy in items])
             await run.wait()
         finally:
             if not run.is_finished:
@@ -606,6 +615,22 @@ class Session:
                 "the graph nests branches and loops too deep to compile; nest them less, or write a recursion as a "
                 "while_loop"
             ) from None
+
+
+@asynccontextmanager
+async def _in_time(timeout: float | None, asked_s: float, what: str) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded, which says `what`, if what is done inside takes longer than a run may.
+
+    Args:
+        timeout: of the run; None for none.
+        asked_s: when the run was asked for.
+        what: is not done then.
+    """
+    try:
+        async with asyncio.timeout_at(None if timeout is None else asked_s + timeout):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what} within timeout={timeout} s; it did not start") from None
 
 
 def _poison_after_fork() -> None:

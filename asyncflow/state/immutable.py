@@ -20,20 +20,20 @@ def immutable(value: Any) -> Any:
         return value
     if value.ndim == 0 and value.dtype.kind in "biufc":
         return value[()]
-    if _is_immutable(value):
+    if is_immutable(value):
         return value
     copied = value.copy()
     copied.flags.writeable = False
     return copied
 
 
-def _is_immutable(array: np.ndarray[Any, Any]) -> bool:
+def is_immutable(array: np.ndarray[Any, Any]) -> bool:
     """Whether the array and all that share its memory are read-only, as far as NumPy tells."""
     holder: Any = array
     while isinstance(holder, np.ndarray) and not holder.flags.writeable:
         holder = holder.base
     # Anything else at the end of the chain, such as a memory map, may be written to from elsewhere.
-    return holder is None
+    return holder is None or type(holder) is bytes
 
 
 def sealed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,4 +48,4 @@ def sealed(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-__all__ = ["immutable", "sealed"]
+__all__ = ["immutable", "is_immutable", "sealed"]

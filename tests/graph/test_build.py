@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.graph import build
 from asyncflow.graph.build import apply, as_tensor, constant, group, identity, placeholder
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
@@ -139,8 +140,24 @@ def test_ragged_lists_are_refused(value: Any) -> None:
 
 
 def test_lists_with_tensors_are_refused() -> None:
-    with pytest.raises(GraphError, match=r"a list with tensors in it is not a constant; use af.stack"):
-        constant([1, [constant(2)]])
+    for listed in ([1, [constant(2)]], [constant([1, 2]), [3, 4]], (1, (2, (constant(3),)))):
+        with pytest.raises(GraphError, match=r"a list with tensors in it is not a constant; use af.stack"):
+            constant(listed)
+
+
+@pytest.mark.parametrize("value", [[1.0] * 500, [[1, 2]] * 500, ["a"] * 500], ids=["flat", "nested", "strings"])
+def test_numbers_are_not_asked_whether_they_are_tensors(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That took 300 times as long as to make an array of them."""
+    asked: list[object] = []
+
+    class Counting(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            asked.append(instance)
+            return False
+
+    monkeypatch.setattr(build, "SupportsTensor", Counting("Counted", (), {}))
+    as_tensor(value)
+    assert len(asked) <= 1
 
 
 def test_messages_stay_short() -> None:
