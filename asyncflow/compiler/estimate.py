@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,35 @@ LARGE_ELEMENTS = 16_384
 
 def kernel_ns(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[Shape]) -> float:
     """One firing of `node` on values of these shapes; what is not known counts little."""
-    if node.op.flops is not None:
-        return NS_PER_CALL + NS_PER_FLOP * node.op.flops(input_shapes, output_shapes, **node.attrs)
+    flops = flops_of(node, input_shapes, output_shapes)
+    if flops is not None:
+        return NS_PER_CALL + NS_PER_FLOP * flops
     return NS_PER_CALL + NS_PER_ELEMENT * max((size_of(shape) or 0 for shape in output_shapes), default=0)
+
+
+def flops_of(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[Shape]) -> float | None:
+    """What the op of `node` says of its arithmetic on values of these shapes; None if it says nothing.
+
+    The cost function of a user is given shapes without unknown extents. If it does not take them it counts as none, for
+    a guess must not fail a program; it is told, unless it is the rank that was guessed.
+    """
+    op = node.op
+    if op.flops is None:
+        return None
+    if not op.is_user:
+        return op.flops(input_shapes, output_shapes, **node.attrs)
+    shapes = [assumed(shape) for shape in input_shapes], [assumed(shape) for shape in output_shapes]
+    try:
+        return float(op.flops(*shapes, **node.attrs))
+    except Exception as error:
+        if all(tensor.shape is not None for tensor in (*node.inputs, *node.outputs)):
+            warnings.warn(
+                f"the cost= of {op.name} fails for inputs of shapes {shapes[0]} and outputs of {shapes[1]}, so its "
+                f"time is guessed without: {type(error).__name__}: {error}\n  built at {node.location}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return None
 
 
 def may_be_long(node: Node, limit_ns: float) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from asyncflow.compiler.estimate import flops_of
 from asyncflow.compiler.fused import alone
 from asyncflow.compiler.host_values import computes_on_host, may_be_host_vector, may_stay_on_host
 from asyncflow.devices.cuda_values import as_scalar
@@ -190,9 +191,8 @@ def _keeps_arrays(node: Node) -> bool:
 
 
 def _flops(node: Node, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
-    if node.op.flops is not None:
-        return node.op.flops(inputs, outputs, **node.attrs)
-    return float(sum(size_of(shape) or 0 for shape in outputs))
+    flops = flops_of(node, inputs, outputs)
+    return float(sum(size_of(shape) or 0 for shape in outputs)) if flops is None else flops
 
 
 def _infer(node: Node, inputs: Sequence[ArraySpec]) -> Sequence[ArraySpec] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.estimate import assumed
+from asyncflow.compiler.estimate import assumed, flops_of
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.graph import STRUCTURED
@@ -59,13 +59,12 @@ class NodeCosts:
     def _work(self, node: Node) -> tuple[float, float]:
         """Arithmetic operations and bytes read and written."""
         made = sum(map(tensor_nbytes, node.outputs))
-        if node.op.flops is None:
-            flops = float(max((_elements(tensor.shape) for tensor in node.outputs), default=0))
-        else:
-            shapes = ([assumed(tensor.shape) for tensor in tensors] for tensors in (node.inputs, node.outputs))
-            flops = float(node.op.flops(*shapes, **node.attrs))
-            if flops == 0.0:
-                return 0.0, 0.0  # another view of the same memory
+        inputs, outputs = ([assumed(tensor.shape) for tensor in tensors] for tensors in (node.inputs, node.outputs))
+        flops = flops_of(node, inputs, outputs)
+        if flops == 0.0:
+            return 0.0, 0.0  # another view of the same memory
+        if flops is None:
+            flops = float(max(map(math.prod, outputs), default=0))
         return flops, made + sum(map(tensor_nbytes, node.inputs))
 
     def transfer(self, nbytes: float, source: int, target: int) -> float:

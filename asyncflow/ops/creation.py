@@ -222,8 +222,11 @@ def linspace(
         endpoint: whether `stop` is the last value.
     """
     bounds = promote_operands(start, stop)
-    found = promoted_dtype([*(x.dtype for x in bounds), 1.0]) if dtype is None else as_dtype(dtype)
+    common = promoted_dtype([*(x.dtype for x in bounds), 1.0])
+    found = common if dtype is None else as_dtype(dtype)
     template, size = split_extents((num,))
+    if common.name != "bfloat16":  # whose mixtures NumPy does not know
+        bounds = tuple(astype(x, common) if x.dtype.name == "bfloat16" else x for x in bounds)
     return apply(LINSPACE, *bounds, *size, num=template, dtype=found, endpoint=endpoint)[0]
 
 

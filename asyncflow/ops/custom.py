@@ -196,7 +196,8 @@ def op(
             dtype and shape, in a tuple (of a single one, itself); None where nothing flows. Of the call's static
             arguments, it gets those it names. None: an op without a derivative, which `gradients` refuses.
         device: constraint that nodes carry, such as ``"cpu"``.
-        cost: arithmetic operations per call, or a function of input and output shapes that gives them.
+        cost: arithmetic operations per call, or a function of input and output shapes that gives them. It gets guesses
+            for extents and ranks that are not known; where it fails, the time is guessed without it.
         stateful: calls have side effects: they run in the order they were written, and always in branches and loops.
             Else calls with equal inputs may be merged.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from asyncflow.errors import DTypeError, user_location
 from asyncflow.graph.build import TensorLike, apply, as_tensor, identity
 from asyncflow.graph.op import Op, register
@@ -15,6 +17,7 @@ from asyncflow.graph.operators import install
 from asyncflow.graph.shapes import broadcast
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import zeros_like
+from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import (
     binary,
     is_weak,
@@ -168,15 +171,39 @@ def ceil(x: TensorLike, /) -> Tensor:
 def clip(x: TensorLike, /, min: TensorLike | None = None, max: TensorLike | None = None) -> Tensor:
     """`x` limited to at least `min` and at most `max`; `max` wins where they cross, and NaN stays NaN.
 
-    Bounds broadcast with `x`. The result has the dtype of `x` if the bounds are of its kind, else the promoted one.
+    Bounds broadcast with `x`. The result has the dtype of `x` if the bounds are of its kind, else the promoted one. A
+    bound that the dtype of `x` cannot hold limits nothing, or to the value of that dtype next to it.
     """
+    if not is_weak(x):
+        x = as_tensor(x)
+        min, max = _within(min, x.dtype, lowest=True), _within(max, x.dtype, lowest=False)
     bounds = [bound for bound in (min, max) if bound is not None]
     x, *limits = promote_operands(x, *bounds)
     if not bounds:
         return identity(x)
-    alike = all(kind_of(limit.dtype) == kind_of(x.dtype) for limit in limits)
-    dtype = x.dtype if alike else promoted_dtype(operand.dtype for operand in (x, *limits))
+    if all(kind_of(limit.dtype) == kind_of(x.dtype) for limit in limits):
+        dtype = x.dtype
+        limits = [_bound(limit, dtype) for limit in limits]
+    else:
+        dtype = promoted_dtype(operand.dtype for operand in (x, *limits))
     return apply(CLIP, x, *limits, low=min is not None, high=max is not None, dtype=dtype)[0]
+
+
+def _within(bound: TensorLike | None, dtype: DType, *, lowest: bool) -> TensorLike | None:
+    """`bound`, or the end of the range of an integer `dtype` where a Python integer beyond it limits nothing."""
+    if dtype.kind not in "iu" or type(bound) is not int:
+        return bound
+    end = int(np.iinfo(dtype).min if lowest else np.iinfo(dtype).max)
+    return end if (bound < end if lowest else bound > end) else bound
+
+
+def _bound(limit: Tensor, dtype: DType) -> Tensor:
+    """`limit`, of the kind of `dtype`, as one of that; an integer out of its range does not wrap around."""
+    if limit.dtype == dtype:
+        return limit
+    if dtype.kind in "iu":
+        limit = clip(limit, int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    return astype(limit, dtype)
 
 
 def conj(x: TensorLike, /) -> Tensor:

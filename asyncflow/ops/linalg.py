@@ -6,15 +6,16 @@ import operator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from asyncflow.errors import GraphError, ShapeError
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import operators
-from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.build import TensorLike, apply, graph_for
 from asyncflow.graph.dtypes import DType, float32
 from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import normalize_axes, static_int
 from asyncflow.ops.cost import elements, free, per_input_element
+from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
 
 if TYPE_CHECKING:
@@ -155,11 +156,11 @@ def _tensordot_spec(x1: Spec, x2: Spec, *, axes: Contraction, dtype: DType) -> S
 
 
 def _tensordot_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, axes: Contraction, **attrs: object) -> float:
-    x1, x2 = inputs
-    if x1 is None or x2 is None:
-        return 2.0 * elements(outputs[0])
-    first, _ = _summed_axes(len(x1), len(x2), axes)
-    return 2.0 * elements(outputs[0]) * elements(tuple(x1[i] for i in first))
+    x1 = inputs[0] or ()
+    first = range(-axes, 0) if isinstance(axes, int) else axes[0]
+    # The rank may be a guess.
+    summed = elements(tuple(x1[i] for i in first if -len(x1) <= i < len(x1)))
+    return 2.0 * elements(outputs[0]) * summed
 
 
 def _tensordot_kernel(xp: Any, *, axes: Contraction, dtype: DType) -> Kernel:
@@ -268,6 +269,8 @@ def _einsum_spec(*xs: Spec, subscripts: str, dtype: DType) -> Spec:
     if len(terms) != len(xs):
         raise ShapeError(f"subscripts {subscripts!r} are for {len(terms)} operands, got {len(xs)}")
     extents = _extents(xs, terms)
+    if any(x.dtype != dtype for x in xs):
+        raise DTypeError(f"operands must be of one dtype, got {', '.join(map(str, xs))}")
     return Spec(_product_dtype(*xs), tuple(extents[letter] for letter in result))
 
 
@@ -303,7 +306,13 @@ def einsum(subscripts: str, /, *operands: TensorLike) -> Tensor:
         ShapeError: an operand has another rank than its term, or extents of one letter differ.
     """
     _parse(subscripts)
-    return _apply_product(EINSUM, *operands, subscripts=subscripts)
+    with graph_for(*operands):
+        tensors = promote_operands(*operands)
+        # NumPy contracts pairs as they are, so the first of them would be multiplied in their dtype.
+        dtype = promoted_dtype(x.dtype for x in tensors)
+        return _apply_product(
+            EINSUM, *(x if x.dtype == dtype else astype(x, dtype) for x in tensors), subscripts=subscripts
+        )
 
 
 operators.install(matmul=matmul, matrix_transpose=matrix_transpose)

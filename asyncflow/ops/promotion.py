@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, user_location
+from asyncflow.errors import DTypeError, brief, user_location
 from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for
 from asyncflow.graph.dtypes import VARIANT, DType, bool_, dtype_name, promote, string
 from asyncflow.graph.ir import Tensor
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
 
 WeakScalar: TypeAlias = bool | int | float | complex
+
+
+_UFUNCS: dict[Op, np.ufunc] = {}
+"""The ufunc that an op is, if it is one."""
 
 
 def is_weak(value: TensorLike) -> TypeGuard[WeakScalar]:
@@ -66,7 +70,24 @@ def promote_operands(*operands: TensorLike) -> tuple[Tensor, ...]:
         if not any(is_weak(x) for x in items):
             return tuple(x for x in items if isinstance(x, Tensor))
         dtype = promoted_dtype(x.dtype if isinstance(x, Tensor) else x for x in items)
-        return tuple(x if isinstance(x, Tensor) else constant(x, dtype) for x in items)
+        return tuple(x if isinstance(x, Tensor) else weak_constant(x, dtype) for x in items)
+
+
+def weak_constant(value: WeakScalar, dtype: DType) -> Tensor:
+    """`value` as NumPy casts it to a dtype that it was promoted to: a float may become infinite.
+
+    Raises:
+        DTypeError: it is an integer that does not fit `dtype`, or no float at all.
+    """
+    if dtype.kind == "b":
+        return constant(bool(value))
+    if dtype.kind in "iu":
+        return constant(value, promote([dtype, value]))
+    try:
+        with np.errstate(all="ignore"):
+            return constant(np.array(float(value) if isinstance(value, int) else value).astype(dtype))
+    except OverflowError:
+        raise DTypeError(f"{brief(value)} is too large for any float") from None
 
 
 def promote_compared(*operands: TensorLike) -> tuple[Tensor, ...]:
@@ -94,7 +115,36 @@ def _exact(value: WeakScalar) -> WeakScalar:
 
 def binary(op: Op, x1: TensorLike, x2: TensorLike) -> Tensor:
     """Applies a one-output op to two promoted operands."""
-    return apply(op, *promote_for(op, x1, x2))[0]
+    return apply(op, *promote_for(op, x1, x2, partial(_promote_to_loop, _UFUNCS[op])))[0]
+
+
+def _promote_to_loop(ufunc: np.ufunc, x1: TensorLike, x2: TensorLike) -> tuple[Tensor, ...]:
+    """Like `promote_operands` for one of NumPy's ufuncs, which casts a weak scalar to the dtype that it computes in.
+
+    So 256 divides a uint8, as true quotients are those of floats, and is true for any integer.
+    """
+    if is_weak(x1) == is_weak(x2):
+        return promote_operands(x1, x2)
+    with graph_for(x1, x2):
+        operands = [x if is_weak(x) else as_tensor(x) for x in (x1, x2)]
+        loop = _loop_of(ufunc, tuple(x.dtype if isinstance(x, Tensor) else type(x) for x in operands))
+        if loop is None:
+            return promote_operands(*operands)
+        pairs = zip(operands, loop, strict=False)
+        return tuple(x if isinstance(x, Tensor) else weak_constant(x, dtype) for x, dtype in pairs)
+
+
+@lru_cache(maxsize=4096)
+def _loop_of(ufunc: np.ufunc, operands: tuple[DType | type[WeakScalar], ...]) -> tuple[DType, ...] | None:
+    """The dtypes in which `ufunc` computes with a dtype and a weak scalar; None where it is not NumPy that says so."""
+    (strong,) = (x for x in operands if isinstance(x, np.dtype))
+    if strong.kind not in "biufc":
+        return None
+    try:
+        # To NumPy a Python bool is a strong one.
+        return ufunc.resolve_dtypes((*(bool_ if x is bool else x for x in operands), None))
+    except TypeError:
+        return None
 
 
 def comparison(op: Op, x1: TensorLike, x2: TensorLike) -> Tensor:
@@ -109,15 +159,15 @@ def unary(op: Op, x: TensorLike) -> Tensor:
 
 def ufunc_op(name: str, ufunc: str, scalar_kernel: Kernel | None = None, *, is_total: bool = True) -> Op:
     """Registers the op that is NumPy's (and CuPy's) `ufunc` of that name, with its dtypes and broadcasting."""
-    return register(
-        Op(
-            name=name,
-            infer=by_ufunc(getattr(np, ufunc)),
-            kernel=lambda xp: getattr(xp, ufunc),
-            scalar_kernel=scalar_kernel,
-            is_total=is_total,
-        )
+    op = Op(
+        name=name,
+        infer=by_ufunc(getattr(np, ufunc)),
+        kernel=lambda xp: getattr(xp, ufunc),
+        scalar_kernel=scalar_kernel,
+        is_total=is_total,
     )
+    _UFUNCS[op] = getattr(np, ufunc)
+    return register(op)
 
 
 def promote_for(
@@ -215,4 +265,5 @@ __all__ = [
     "ufunc_dtype",
     "ufunc_op",
     "unary",
+    "weak_constant",
 ]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 import operator
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -232,6 +233,26 @@ def test_operators_take_python_scalars_as_weak(evaluate: Evaluate, symbol: str, 
                 assert same(got, want), (weak, swapped)
 
 
+WEAK = (True, 0, 3, -1, 300, 2**40, 2**70, 0.5, 1e300, 1e-300, float("nan"), 1j, 1e300j)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_93_binary_functions_take_every_scalar_that_numpy_takes(evaluate: Evaluate, name: str) -> None:
+    """93. With NumPy's dtypes and values: what divides, or is only compared or true, need not fit the integers."""
+    function, ufunc = FUNCTIONS[name], UFUNCS[name]
+    for dtype in DTYPES[:-1]:
+        x = sample(dtype)[:4]
+        for weak, swapped in itertools.product(WEAK, (False, True)):
+            with warnings.catch_warnings(action="ignore"):
+                try:
+                    want = ufunc(*((weak, x) if swapped else (x, weak)))
+                except (TypeError, OverflowError, ValueError):
+                    continue
+            with Graph():  # a small one: all nodes before the one asked for are evaluated
+                built = function(*((weak, constant(x)) if swapped else (constant(x), weak)))
+            assert same(evaluate(built), want), (dtype, weak, swapped)
+
+
 def test_unary_operators(evaluate: Evaluate) -> None:
     x = constant(np.array([-3, 4], np.int32))
     assert evaluate(-x).tolist() == [3, -4]
@@ -330,6 +351,18 @@ def test_clip(evaluate: Evaluate, dtype: Any) -> None:
     assert same(evaluate(elementwise.clip(x, max=hi)), np.minimum(x, hi))
     assert same(evaluate(elementwise.clip(x)), x)
     assert same(evaluate(elementwise.clip(x[1], lo, hi)), np.minimum(np.maximum(x[1], lo), hi))
+
+
+def test_clip_does_not_wrap_bounds_around(evaluate: Evaluate) -> None:
+    """Bounds that the dtype cannot hold limit nothing, or to the value next to them."""
+    x = np.array([-128, -1, 127], np.int8)
+    low, high = np.int64(-1000), np.int64(300)
+    assert same(evaluate(elementwise.clip(x, low, high)), x)
+    assert same(evaluate(elementwise.clip(x, -1000, 300)), x)
+    assert same(evaluate(elementwise.clip(x, high)), np.full(3, 127, np.int8))
+    assert same(evaluate(elementwise.clip(x.view(np.uint8), -1, 200)), np.array([128, 200, 127], np.uint8))
+    with pytest.raises(DTypeError, match=r"no common dtype for int8, 300"):
+        elementwise.clip(x, 300)
 
 
 def test_clip_keeps_the_dtype_for_bounds_of_its_kind(evaluate: Evaluate) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import constant, placeholder
 from asyncflow.graph.graph import Graph
@@ -56,6 +59,39 @@ def test_bfloat16_stays_bfloat16(evaluate: Any) -> None:
     compare(evaluate, lambda s, t: linalg.tensordot(s, t, axes=1), wide, x, y)
     compare(evaluate, lambda s, t: linalg.einsum("ij,jk->ik", s, t), wide, x, y)
     compare(evaluate, linalg.vecdot, vecdot(x, y.T).astype(ml_dtypes.bfloat16), x, y.T)
+
+
+@pytest.mark.parametrize(
+    "product", ["a,b->a", "a,b->", "ab,b->a", "ab,bc,c->a", "a,b,c->a", "matmul", "tensordot", "vecdot"]
+)
+def test_93_mixed_dtypes_promote_before_anything_is_computed(evaluate: Any, product: str) -> None:
+    """93. As if all operands had been converted first; pairs contracted as they are would wrap around or saturate."""
+    terms = product.partition("->")[0].split(",") if "->" in product else ["ab", "bc" if product != "vecdot" else "ab"]
+    products: dict[str, Any] = {
+        "matmul": linalg.matmul,
+        "tensordot": lambda x, y: linalg.tensordot(x, y, axes=1),
+        "vecdot": linalg.vecdot,
+    }
+    build = products.get(product, lambda *xs: linalg.einsum(product, *xs))
+    for dtypes in itertools.product(("bool", "int8", "uint8", "int64", "float32", "float64", "complex64"), repeat=2):
+        arrays = [
+            (np.full((3,) * len(term), 1 if kind == "bool" else 100)).astype(kind)
+            for term, kind in zip(terms, (dtypes[0], *dtypes[1:] * len(terms)), strict=False)
+        ]
+        common = np.result_type(*arrays)
+        wide = [array.astype(common) for array in arrays]
+        reference: dict[str, Any] = {"matmul": np.matmul, "tensordot": partial(np.tensordot, axes=1), "vecdot": vecdot}
+        want = reference.get(product, partial(np.einsum, product))(*wide)
+        compare(evaluate, build, np.asarray(want, common), *arrays, known=("all",), exact=False)
+
+
+def test_93_gradients_of_einsum_promote_first(evaluate: Any) -> None:
+    """93. What reaches an operand is a product of all others, of which two may be small integers."""
+    x = np.ones(2)
+    with Graph():
+        operands = constant(x), constant(np.array([100, 100], np.int8)), constant(np.array([100, 100], np.int8))
+        (found,) = gradients(linalg.einsum("a,b,c->a", *operands), [operands[0]])
+        assert evaluate(found).tolist() == [40000, 40000]
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (4, 2, 3), (0, 1)])

@@ -214,6 +214,8 @@ def _pow(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 def _by_base(x: Tensor, y: Tensor, grad: Tensor) -> Tensor:
     known = static_value(y)
+    if y.dtype.kind == "b":
+        return where(y, grad, zeros_of(grad))
     if known is None or known.ndim:
         # The exponent -1 would make 0 * inf of 0 ** 0.
         return grad * conjugated(y * ew.pow(x, where(y == 0, 0, y - 1)))
