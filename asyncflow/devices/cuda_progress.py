@@ -62,9 +62,10 @@ class Progress:
     def throttle(self, resume: Callable[[], None]) -> bool:
         """Whether so much is launched and not done that launching has to pause; then calls ``resume()`` once, later."""
         if self.launched >= MARK_EVERY:
-            count, self.launched = self.launched, 0
-            self._in_flight += count
+            count = self.launched
             self.when_done(lambda _error: self._caught_up(count))
+            self.launched = 0
+            self._in_flight += count
         if self._in_flight < MOST_AHEAD or self._lost is not None:
             return False
         # Later, so that one that fails does not keep the others waiting.

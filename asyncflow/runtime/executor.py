@@ -4,6 +4,9 @@ A firing that cannot wait is a plain call, on the event loop if it is short and 
 expected to take longer than 0.2 ms; only a coroutine op costs a task. On an asynchronous device the call launches the
 kernel, whose result counts as there. One executor lives for one run of one partition; the partitions of a run meet in
 its rendezvous, and there is nothing above them that says who goes next.
+
+Whatever raises while a run goes on ends it, wherever that is: a firing's failure by `Executor.kernel_failed`, all else
+by `Executor.broken`. The event loop enters an executor by `start`, `drive` and what `expect` gives alone.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import AsynchronousDevice, Mark
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.ports import Scope
-    from asyncflow.streams.protocol import Deliver
 
 _log = logging.getLogger("asyncflow.runtime")
 
@@ -50,13 +52,15 @@ class Executor:
     """Executes one partition once.
 
     Invariants: ``in_flight`` counts firings launched and not completed, on threads, in tasks and as copies; after a
-    failure or a stop no firing starts, and the owner hears of the end once ``in_flight`` is 0. What its ports wait for
-    without anything being in flight (Recvs without a value, items nobody has taken) a stop does not wait for.
+    failure or a stop no firing starts, and the owner hears of the end once ``in_flight`` is 0 and nobody is inside
+    `drive`. What its ports wait for without anything being in flight (Recvs without a value, items nobody has taken) a
+    stop does not wait for.
     """
 
     __slots__ = (
         "_asynchronous",
         "_device",
+        "_is_driven",
         "_ports",
         "_run",
         "_suspended",
@@ -77,6 +81,7 @@ class Executor:
         self.is_queued = False
         self.is_closed = False
         self.in_flight = 0
+        self._is_driven = False
         self.stopped = False
         self.failures: list[tuple[int, int, BaseException]] = []
         self.recorder: Recorder | None = None
@@ -97,10 +102,13 @@ class Executor:
 
     def start(self, feeds: Sequence[Any]) -> None:
         """Delivers the feeds and drives as far as the current turn allows."""
-        if self._asynchronous is None:
-            self._begin(feeds)
-        else:
-            self._copy_in(self._asynchronous, list(feeds))
+        try:
+            if self._asynchronous is None:
+                self._begin(feeds)
+            else:
+                self._ports.copy_in(self._asynchronous, list(feeds), self._begin)
+        except BaseException as error:
+            self.broken(error)
 
     def _begin(self, feeds: Sequence[Any]) -> None:
         try:
@@ -113,47 +121,24 @@ class Executor:
         else:
             self._run.turn.drive_now(self)
 
-    def _copy_in(self, device: AsynchronousDevice, feeds: list[Any]) -> None:
-        """Begins once the fed values are on their way to the device."""
-        # One more than there are copies, so that nothing begins before all have been asked for.
-        self.in_flight += 1
-        left = 1
-
-        def arrived() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                self.in_flight -= 1
-                self._begin(feeds)
-
-        def copy(index: int, node: PlanNode) -> None:
-            spans = self.new_spans()
-
-            def deliver(copied: Any, error: BaseException | None) -> None:
-                if error is None:
-                    self.record_spans(spans, device, node, None, copied)
-                    feeds[index] = copied
-                else:
-                    self.fail(as_kernel_error(error, node, "", (feeds[index],), device.name), node.id)
-                arrived()
-
-            with recording(device, spans):
-                device.feed(feeds[index], deliver)
-
-        for index, node in enumerate(self.scheduler.partition.feeds):
-            if not self.stopped:
-                left += 1
-                copy(index, node)
-        arrived()
-
     def drive(self, deadline_ns: int) -> bool:
         """Executes ready firings until none is left (False) or the deadline has passed (True)."""
         if self.is_closed or self._throttled:
             return False
-        if self._asynchronous is None:
-            return self._drive(deadline_ns)
-        with self._asynchronous.activate():
-            return self._drive(deadline_ns)
+        self._is_driven = True
+        try:
+            if self._asynchronous is None:
+                has_more = self._drive(deadline_ns)
+            else:
+                with self._asynchronous.activate():
+                    has_more = self._drive(deadline_ns)
+        except BaseException as error:
+            self.fail(self._named(error))
+            has_more = False
+        self._is_driven = False
+        if not has_more:
+            self.check_quiet()
+        return has_more
 
     def _drive(self, deadline_ns: int) -> bool:
         scheduler = self.scheduler
@@ -190,11 +175,13 @@ class Executor:
                         break
                     budget = 0
                 elif is_eager and self._ports.incoming:
+                    node = None
                     self._ports.take_incoming()
                 else:
                     break
                 budget -= 1
                 if budget <= 0:
+                    node = None
                     if scheduler.ended:
                         self._ports.acknowledge_ended()
                     if self._asynchronous is not None and self._asynchronous.throttle(self._resume):
@@ -207,28 +194,62 @@ class Executor:
         except SchedulingError as error:
             self._rule_broken(error)
         except BaseException as error:
-            assert node is not None and iteration is not None
+            if node is None or iteration is None:
+                raise  # no firing's failure
             self.kernel_failed(error, node, iteration, inputs)
         if scheduler.ended:
             self._ports.acknowledge_ended()
         if self._asynchronous is not None:
             self.launched = self._asynchronous.mark()
-        self.check_quiet()
         return False
 
     def _resume(self) -> None:
         """The device has caught up with what was launched on it."""
+        if not self._throttled:
+            return  # it failed when it was asked
         self._throttled = False
         self.in_flight -= 1
-        # They must not wait for ever behind a loop that is always ready.
-        while self._ports.incoming and not self.stopped:
-            self._ports.take_incoming()
-        self.go_on()
+        try:
+            # They must not wait for ever behind a loop that is always ready.
+            while self._ports.incoming and not self.stopped:
+                self._ports.take_incoming()
+        except BaseException as error:
+            self.broken(error)
+        else:
+            self.go_on()
+
+    def expect(self, take: Callable[..., None], then: Callable[[], None] | None = None) -> Callable[..., None]:
+        """What is to be called once with ``(value, error, ...)`` when something in flight has ended; `take` gets them.
+
+        Then the run goes on, by ``then()`` if it is given. Whoever is asked may fail after it has accepted: of later
+        calls only an error counts.
+        """
+        self.in_flight += 1
+        is_awaited = True
+
+        def deliver(value: Any, error: BaseException | None, *times: int) -> None:
+            nonlocal is_awaited
+            if not is_awaited:
+                if error is not None and not self.is_closed:
+                    self.broken(error)
+                return
+            is_awaited = False
+            self.in_flight -= 1
+            try:
+                take(value, error, *times)
+            except BaseException as raised:
+                self.fail(self._named(raised))
+            try:
+                (then or self.go_on)()
+            except BaseException as raised:
+                self.broken(raised)
+
+        return deliver
 
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is left to do or in flight, unless another partition sends something."""
-        if self.in_flight:
+        if self.in_flight or self._is_driven:
             return False
         scheduler = self.scheduler
         ports = self._ports
@@ -317,8 +338,7 @@ class Executor:
         if node.is_user:
             work, args = self._run.context.copy().run, (holding, work, *args)
 
-        def deliver(result: object, error: BaseException | None, started: int, ended: int) -> None:
-            self.in_flight -= 1
+        def take(result: object, error: BaseException | None, started: int, ended: int) -> None:
             status = "ok" if error is None else "error"
             self._record(node, iteration, stream_name(node), started, ended, result, status)
             if error is not None:
@@ -326,33 +346,37 @@ class Executor:
             elif not self.stopped:
                 node.cost.observe(size, ended - started)
                 self.complete(node, iteration, inputs, result)
-            self.go_on()
 
-        self._submit(node, work, args, deliver)
+        self._submit(node, work, args, take)
 
-    def _submit(self, node: PlanNode, work: Callable[..., object], args: tuple[Any, ...], deliver: Deliver) -> None:
-        refuse_to_queue(self._run.context)
-        self._device.compute_streams[node.stream].submit(work, args, deliver, self._run.loop)
-        self.in_flight += 1
+    def _submit(
+        self, node: PlanNode, work: Callable[..., object], args: tuple[Any, ...], take: Callable[..., None]
+    ) -> None:
+        deliver = self.expect(take)
+        try:
+            refuse_to_queue(self._run.context)
+            self._device.compute_streams[node.stream].submit(work, args, deliver, self._run.loop)
+        except BaseException as error:
+            now = perf_counter_ns()
+            deliver(None, error, now, now)
 
     def _launch_coroutine(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
         run, device, spans = self._run, self._asynchronous, self.new_spans()
         started = run.now()
         assert node.kernel is not None
-        with self._recording(spans):
-            coroutine = node.kernel(*inputs)
+        with ExitStack() as undone:
+            with self._recording(spans):
+                coroutine = node.kernel(*inputs)
+                undone.callback(coroutine.close)
+            undone.pop_all()
         # A real task, in the context of the caller: libraries look at current_task and at context variables.
         task = run.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
         self._tasks[task] = None
-        self.in_flight += 1
 
-        def done(task: asyncio.Task[Any]) -> None:
+        def take(result: object, error: BaseException | None) -> None:
             del self._tasks[task]
-            self.in_flight -= 1
             cancelled = task.cancelled()
-            error = asyncio.CancelledError("the coroutine was cancelled") if cancelled else task.exception()
             status = "ok" if error is None else "cancelled" if cancelled and self.stopped else "error"
-            result = task.result() if error is None else None
             self._record(node, iteration, "async", started, run.now(), result, status)
             if device is not None:
                 self.record_spans(spans, device, node, iteration, result)
@@ -362,9 +386,9 @@ class Executor:
                     self.kernel_failed(error, node, iteration, inputs)
             elif not self.stopped:
                 self.complete(node, iteration, inputs, result)
-            self.go_on()
 
-        task.add_done_callback(done)
+        deliver = self.expect(take)
+        task.add_done_callback(lambda task: deliver(*_outcome(task)))
 
     def _launch_region(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
         assert node.kernel is not None and node.estimate is not None
@@ -410,8 +434,7 @@ class Executor:
     def _region_on_stream(self, firing: RegionFiring) -> None:
         node, iteration = firing.node, firing.iteration
 
-        def deliver(result: object, error: BaseException | None, started: int, ended: int) -> None:
-            self.in_flight -= 1
+        def take(result: object, error: BaseException | None, started: int, ended: int) -> None:
             status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
             self._record(node, iteration, stream_name(node), firing.started_ns, ended, result, status)
             if error is None and not self.stopped:
@@ -421,9 +444,8 @@ class Executor:
                 self.complete(node, iteration, firing.inputs, result)
             elif error is not None and not isinstance(error, Stopped):
                 self.kernel_failed(error, node, iteration, firing.inputs)
-            self.go_on()
 
-        self._submit(node, firing.run_to_end, (lambda: self.stopped,), deliver)
+        self._submit(node, firing.run_to_end, (lambda: self.stopped,), take)
 
     def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], result: Any) -> None:
         """Accounts for the result and hands it to the scheduler."""
@@ -444,7 +466,7 @@ class Executor:
         """After something in flight has ended."""
         if self.stopped:
             self.check_quiet()
-        else:
+        elif not self._is_driven:  # else it goes on anyway
             self._run.turn.drive_now(self)
 
     # -- ending --------------------------------------------------------------------------------------------------
@@ -463,6 +485,17 @@ class Executor:
             provenance.move_to(node=loop[0], op="while", tag=provenance.tag, inputs=(), location=provenance.location)
         self.fail(provenance, error.node.id)
 
+    def broken(self, error: BaseException) -> None:
+        """Ends the run because something raised that is no firing: a device's call, say."""
+        if self.is_closed:
+            raise error  # nobody waits for this run any more
+        self.fail(self._named(error))
+        self.check_quiet()
+
+    def _named(self, error: BaseException) -> BaseException:
+        error.add_note(f"raised by device {self._device.name} or on its behalf, outside of any node")
+        return error
+
     def fail(self, error: BaseException, order: int = -1) -> None:
         """Ends the run with `error`: nothing starts any more, what runs is waited for."""
         self.failures.append((self._run.turn.count(), order, error))
@@ -479,7 +512,10 @@ class Executor:
         for task in self._tasks:
             task.cancel()
         while self._suspended:
-            self._suspended.popleft().generator.close()
+            try:
+                self._suspended.popleft().generator.close()
+            except BaseException as error:
+                self.failures.append((self._run.turn.count(), -1, self._named(error)))
 
     def _record(
         self, node: PlanNode, iteration: Iteration, stream: str, started: int, ended: int, result: Any, status: str
@@ -502,6 +538,13 @@ class Executor:
         """Records what a device did for one firing (None: before any)."""
         if spans and self.recorder is not None:
             self.recorder.spans(spans, device, node, iteration, result)
+
+
+def _outcome(task: asyncio.Task[Any]) -> tuple[Any, BaseException | None]:
+    if task.cancelled():
+        return None, asyncio.CancelledError("the coroutine was cancelled")
+    error = task.exception()
+    return (None, error) if error is not None else (task.result(), None)
 
 
 def stream_name(node: PlanNode) -> str:

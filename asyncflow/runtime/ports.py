@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from asyncflow.compiler.plan import Crossing, Kind
 from asyncflow.devices.cuda_values import CudaArray
 from asyncflow.devices.protocol import recording
+from asyncflow.runtime.provenance import as_kernel_error
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from contextvars import Context
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.recorder import Recorder
     from asyncflow.runtime.rendezvous import Rendezvous
@@ -109,7 +111,7 @@ class Partitioned(Protocol):
         """Ends the run because a firing failed."""
         ...
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, order: int = -1) -> None:
         """Ends the run because something failed that is no firing."""
         ...
 
@@ -118,13 +120,22 @@ class Partitioned(Protocol):
         ...
 
     def record_spans(
-        self, spans: list[Any] | None, device: AsynchronousDevice, node: PlanNode, iteration: Iteration, result: Any
+        self,
+        spans: list[Any] | None,
+        device: AsynchronousDevice,
+        node: PlanNode,
+        iteration: Iteration | None,
+        result: Any,
     ) -> None:
-        """Records what a device did for one firing."""
+        """Records what a device did for one firing (None: before any)."""
         ...
 
-    def go_on(self) -> None:
-        """After something in flight has ended."""
+    def expect(self, take: Callable[..., None], then: Callable[[], None] | None = None) -> Callable[..., None]:
+        """What is to be called, once, when something in flight has ended."""
+        ...
+
+    def check_quiet(self) -> None:
+        """Tells the owner if nothing is left to do or in flight."""
         ...
 
     def drive(self, deadline_ns: int) -> bool:
@@ -165,6 +176,41 @@ class Ports:
         """Lets go of the run, which has ended: no cycle may hold its values."""
         del self._executor, self._run
 
+    def copy_in(self, device: AsynchronousDevice, feeds: list[Any], begin: Callable[[list[Any]], None]) -> None:
+        """Calls ``begin(feeds)`` once the fed values are on their way to the device."""
+        executor = self._executor
+        # One more than there are copies, so that nothing begins before all have been asked for.
+        left = 1
+
+        def arrived() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                begin(feeds)
+
+        def copy(index: int, node: PlanNode) -> None:
+            spans = executor.new_spans()
+
+            def take(copied: Any, error: BaseException | None) -> None:
+                if error is None:
+                    executor.record_spans(spans, device, node, None, copied)
+                    feeds[index] = copied
+                else:
+                    executor.fail(as_kernel_error(error, node, "", (feeds[index],), device.name), node.id)
+
+            deliver = executor.expect(take, arrived)
+            try:
+                with recording(device, spans):
+                    device.feed(feeds[index], deliver)
+            except BaseException as error:
+                deliver(None, error)
+
+        for index, node in enumerate(executor.scheduler.partition.feeds):
+            if not executor.stopped:
+                left += 1
+                copy(index, node)
+        arrived()
+
     # -- between devices -----------------------------------------------------------------------------------------
 
     def _send(self, node: PlanNode, iteration: Iteration, value: Any) -> None:
@@ -193,20 +239,17 @@ class Ports:
             self._pass_on(ended)
             return
 
-        def done(error: BaseException | None) -> None:
-            executor.in_flight -= 1
+        def take(_: object, error: BaseException | None) -> None:
             if error is not None:
                 executor.fail(error)
             elif not executor.stopped:
                 self._pass_on(ended)
-            executor.go_on()
 
+        deliver = executor.expect(take)
         try:
-            self._asynchronous.when_done(done, elsewhere=True)
+            self._asynchronous.when_done(partial(deliver, None), elsewhere=True)
         except BaseException as error:
-            executor.fail(error)
-        else:
-            executor.in_flight += 1
+            deliver(None, error)
 
     def _pass_on(self, ended: list[tuple[int, tuple[int, ...]]]) -> None:
         for transfer, counters in ended:
@@ -221,8 +264,7 @@ class Ports:
             self._received(node, iteration, value, sent_ns)
             return
 
-        def deliver(copied: Any, error: BaseException | None) -> None:
-            executor.in_flight -= 1
+        def take(copied: Any, error: BaseException | None) -> None:
             if error is not None:
                 executor.kernel_failed(error, node, iteration, ())
             elif not executor.stopped:
@@ -231,11 +273,18 @@ class Ports:
                 else:
                     self.incoming.append((node, iteration, copied, sent_ns))
                     self._run.turn.enqueue(executor)
-            if executor.stopped:
-                executor.go_on()
 
-        executor.in_flight += 1
-        device = self._asynchronous
+        deliver = executor.expect(take, executor.check_quiet)
+        try:
+            self._bring(node, iteration, value, source, sent_ns, deliver)
+        except BaseException as error:
+            deliver(None, error)
+
+    def _bring(
+        self, node: PlanNode, iteration: Iteration, value: Any, source: Device, sent_ns: int, deliver: Deliver
+    ) -> None:
+        """Asks for a copy of a value of `source`."""
+        executor, device = self._executor, self._asynchronous
         if device is None:
             if not cast("AsynchronousDevice", source).fetch(value, deliver):
                 deliver(value, None)
@@ -269,14 +318,13 @@ class Ports:
             executor.complete(node, iteration, (value,), value)
             return
 
-        def deliver(result: Any, error: BaseException | None) -> None:
-            executor.in_flight -= 1
+        def take(result: Any, error: BaseException | None) -> None:
             if error is not None:
                 executor.kernel_failed(error, node, iteration, (value,))
             elif not executor.stopped:
                 executor.complete(node, iteration, (value,), result)
-            executor.go_on()
 
+        deliver = executor.expect(take)
         spans = executor.new_spans()
         try:
             if node.source.attrs["is_predicate"]:
@@ -284,13 +332,12 @@ class Ports:
             with recording(device, spans):
                 is_copied = device.fetch(value, deliver)
         except BaseException as error:
-            executor.kernel_failed(error, node, iteration, (value,))
+            deliver(None, error)
             return
         if is_copied:
-            executor.in_flight += 1
             executor.record_spans(spans, device, node, iteration, value)
         else:
-            executor.complete(node, iteration, (value,), value)
+            deliver(value, None)
 
     def _leave(self, node: PlanNode, value: CudaArray) -> bool:
         """Gives a value to the fetches that take it where it is; whether nobody else needs it on the host."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextvars import Context, copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
@@ -48,7 +49,7 @@ class Run:
 
     __slots__ = (
         "_finished",
-        "_is_starting",
+        "_is_busy",
         "_on_end",
         "_partitions",
         "_started_ns",
@@ -119,7 +120,7 @@ class Run:
         self._timer: asyncio.TimerHandle | None = None
         self._status = "ok"
         self._stopped = False
-        self._is_starting = False
+        self._is_busy = False
         self._partitions = plan.partitions
         self.executors: list[Executor] = []
         # Devices whose work must have ended before the run has.
@@ -147,11 +148,11 @@ class Run:
         if len(self.executors) == 1:
             self.executors[0].start([feeds[index] for index in self._partitions[0].feed_indexes])
             return
-        self._is_starting = True
+        self._is_busy = True
         for executor, partition in zip(self.executors, self._partitions, strict=True):
             if not self._stopped:
                 executor.start([feeds[index] for index in partition.feed_indexes])
-        self._is_starting = False
+        self._is_busy = False
         self.on_quiet()
 
     async def wait(self) -> list[Any]:
@@ -172,7 +173,10 @@ class Run:
                 if not self.loop.is_closed():
                     self.stop("cancelled")
                 raise
-        self._close_books()
+        try:
+            self._close_books()
+        except BaseException as error:
+            self.executors[0].failures.append((self.turn.count(), -1, error))
         failure = self._first_failure()
         if self._status == "cancelled" or failure is None:
             if cancelled is not None and failure is not None:
@@ -216,7 +220,7 @@ class Run:
 
     def on_quiet(self) -> None:
         """Called by an executor when it has nothing left to do: the run ends when none has."""
-        if self.is_finished or self._is_starting:
+        if self.is_finished or self._is_busy:
             return
         for executor in self.executors:
             if not executor.is_quiet:
@@ -241,24 +245,21 @@ class Run:
     def _drain(self) -> None:
         """Asynchronous devices count kernels as done when they are launched; a run ends when they have ended."""
         undrained, self._undrained = self._undrained, []
-        first = self.executors[0]
-
-        def done(error: BaseException | None) -> None:
-            first.in_flight -= 1
-            if error is not None:
-                first.fail(error)
-            self.on_quiet()
-
+        self._is_busy = True
         for device, executor in undrained:
+
+            def take(_: object, error: BaseException | None, executor: Executor = executor) -> None:
+                if error is not None:
+                    executor.fail(error)
+
+            deliver = executor.expect(take, self.on_quiet)
             try:
                 # What was launched before a stop is not told apart from what other runs launched.
-                device.when_done(done, None if executor.stopped else executor.launched)
+                device.when_done(partial(deliver, None), None if executor.stopped else executor.launched)
             except BaseException as error:
-                executor.fail(error)
-            else:
-                first.in_flight += 1
-        if not first.in_flight:
-            self.on_quiet()
+                deliver(None, error)
+        self._is_busy = False
+        self.on_quiet()
 
     def _fail(self, error: BaseException) -> None:
         if not (self._stopped or self.is_finished):
