@@ -23,6 +23,7 @@ Every error asyncflow raises on purpose derives from `AsyncflowError`::
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,12 @@ def user_location() -> SourceLocation:
             return UNKNOWN_LOCATION
         frame = frame.f_back
     return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def warn_user(message: str) -> None:
+    """Warns of something that has no effect or another one than it seems to; the warning names the user's line."""
+    here = user_location()
+    warnings.warn_explicit(message, UserWarning, here.file, here.line)
 
 
 def brief(value: object) -> str:

@@ -7,7 +7,8 @@ inputs too: gradients that arrive there go to the user's function, and from ther
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import wraps
+from functools import update_wrapper
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
@@ -106,29 +107,43 @@ def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     refuse_coroutines(fn)
     if not callable(fn):
         raise GraphError(f"custom_gradient takes a function; got {fn!r}\n  written at {user_location()}")
-    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return _Differentiable(fn)
 
-    @wraps(fn)
-    def differentiable(*xs: Any, **arguments: Any) -> Any:
+
+class _Differentiable:
+    """What `custom_gradient` makes of a function; in a class, of a method: ``self`` is no argument to differentiate."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        update_wrapper(self, fn)
+        self._fn = fn
+        self._name = getattr(fn, "__qualname__", type(fn).__qualname__)
+
+    def __repr__(self) -> str:
+        return f"<custom_gradient {self._name}>"
+
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Any]:
+        return self if instance is None else _Differentiable(MethodType(self._fn, instance))
+
+    def __call__(self, *xs: Any, **arguments: Any) -> Any:
+        """The results, behind a node that differentiates as the function says."""
+        name = self._name
         with graph_for(*nest.flatten(xs)[0]) as graph:
             # Values of their own: inside, no argument depends on another.
             taken = [nest.map_leaves(identity, x) for x in xs]
             inputs, _ = nest.flatten(taken)
             first = graph.root.version
-            ys, grad_fn = _pair(name, fn(*taken, **arguments))
+            ys, grad_fn = _pair(name, self._fn(*taken, **arguments))
             found, results = nest.flatten(ys)
             outputs = [as_tensor(y) for y in found]
             _refuse_arrays(name, inputs, outputs)
             if not outputs:
                 raise GraphError(f"custom_gradient: {name} returned no tensors\n  written at {user_location()}")
             captured, variables = _used(outputs, inputs, first)
-            passed = apply(CUSTOM_GRADIENT, *outputs, *inputs, name=_node_name(fn), n_outputs=len(outputs))
+            passed = apply(CUSTOM_GRADIENT, *outputs, *inputs, name=_node_name(self._fn), n_outputs=len(outputs))
             structures = tuple(nest.flatten(x)[1] for x in taken)
             rule = _Rule(name, grad_fn, structures, results, captured, variables)
             graph.root.kept_for_gradients[passed[0].node] = rule
             return results.unflatten(passed)
-
-    return differentiable
 
 
 def _node_name(fn: Callable[..., Any]) -> str:

@@ -8,15 +8,18 @@ ordering of their own.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn, Self
+from weakref import ref
 
 import numpy as np
 
+from asyncflow.control.array_elements import elements_of
 from asyncflow.control.array_store import ArrayKind, Common, element_shape, widen
 from asyncflow.control.array_value import ArrayValue
-from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError, SourceLocation, user_location, warn_user
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, add_control_input, apply, as_tensor, graph_for, identity
 from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, int64
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Access, Op, register
 from asyncflow.graph.shapes import as_shape, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Sequence
 
     from asyncflow.graph.dtypes import DType, DTypeLike
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape, ShapeLike
 
@@ -213,7 +216,8 @@ class TensorArray:
 
     Methods that write return the new array and leave this one as it is. Each element is written once on the way to
     any array; writing in a loop costs no copies. Arrays may be loop variables, branch results and parts of any nest.
-    In a loop, what is known of them is `dtype` and `element_shape` as given here.
+    In the body of a loop, what is known of them is `dtype` and `element_shape` as given here; behind the loop, also the
+    shape that all writes have in common.
 
     Args:
         dtype: of the elements.
@@ -241,11 +245,14 @@ class TensorArray:
     <Tensor tensor_array_stack:0 int64[3]>
     """
 
-    __slots__ = ("_common", "_kind", "_length", "handle")
+    __slots__ = ("__weakref__", "_common", "_handle", "_is_used", "_kind", "_length", "_writes")
 
-    handle: Tensor
-    """The tensor that carries the array."""
+    _handle: Tensor
     _kind: ArrayKind
+    # Whether anything has taken the handle, in a list that outlives the array; and the arrays that writes to this one
+    # gave, with that of each and the line of the write, to warn of those that were dropped.
+    _is_used: list[bool]
+    _writes: list[tuple[ref[TensorArray], list[bool], SourceLocation]]
     # Known of this very handle, and forgotten where it passes through a loop or branch: the size, and the elements.
     _length: int | None
     _common: Common
@@ -272,7 +279,8 @@ class TensorArray:
             "dynamic_size": kind.dynamic_size,
             "clear_after_read": kind.clear_after_read,
         }
-        self.handle = apply(TENSOR_ARRAY, tensor, name=name, **attrs)[0]
+        self._handle = apply(TENSOR_ARRAY, tensor, name=name, **attrs)[0]
+        self._is_used, self._writes = [False], []
         self._kind = kind
         self._length = int(fixed) if fixed is not None and not kind.dynamic_size else None
         self._common = None
@@ -281,12 +289,19 @@ class TensorArray:
     def from_handle(cls, handle: Tensor, kind: ArrayKind, *, length: int | None = None) -> Self:
         """The array that the tensor `handle` carries; `length` is its size, if known and fixed."""
         array = cls.__new__(cls)
-        array.handle = handle
+        array._handle = handle
+        array._is_used, array._writes = [False], []
         array._kind = kind
         array._length = length
         # Nothing is known of what has been written, so anything may have been.
         array._common = (kind.element_shape,)
         return array
+
+    @property
+    def handle(self) -> Tensor:
+        """The tensor that carries the array."""
+        self._is_used[0] = True
+        return self._handle
 
     @property
     def kind(self) -> ArrayKind:
@@ -314,7 +329,7 @@ class TensorArray:
         return self._kind.clear_after_read
 
     def __repr__(self) -> str:
-        return f"<TensorArray {self.handle.name} {Spec(self.dtype, self.element_shape)}>"
+        return f"<TensorArray {self._handle.name} {Spec(self.dtype, self.element_shape)}>"
 
     def __getitem__(self, index: object) -> NoReturn:
         raise GraphError(f"{self!r} has no indexing, because reading may use elements up; use .read(i) or .stack()")
@@ -424,14 +439,27 @@ class TensorArray:
         with graph_for(self.handle):
             return as_tensor(values, int64 if isinstance(values, list | tuple) and not values else None)
 
+    def _warn_of_dropped_writes(self) -> None:
+        """Says of each write to this array, which is used now, that its result is gone and nothing has used it."""
+        for written, is_used, location in self._writes:
+            if written() is None and not is_used[0]:
+                warn_user(
+                    f"the array that a write at {location} gave was dropped, so the write has no effect: a TensorArray "
+                    f"does not change; write array = array.write(index, value)"
+                )
+        self._writes = [each for each in self._writes if each[0]() is not None]
+
     def _apply(self, op: Op, *inputs: TensorLike, name: str | None, **attrs: Any) -> tuple[Tensor, ...]:
+        self._warn_of_dropped_writes()
         with graph_for(self.handle):
             return apply(op, self.handle, *inputs, name=name, **attrs)
 
     def _written(self, op: Op, shape: Shape, *inputs: TensorLike, name: str | None) -> TensorArray:
         declared = Spec(self.dtype, self._kind.element_shape)
         handle = self._apply(op, *inputs, name=name, element=declared)[0]
-        return self._with_handle(handle, widen(self._common, merge(declared.shape, shape)))
+        array = self._with_handle(handle, widen(self._common, merge(declared.shape, shape)))
+        self._writes.append((ref(array), array._is_used, user_location()))
+        return array
 
     def _with_handle(self, handle: Tensor, common: Common) -> TensorArray:
         array = TensorArray.from_handle(handle, self._kind, length=self._length)
@@ -444,12 +472,16 @@ _WEAK = frozenset({bool, int, float, complex, str, list, tuple})
 
 
 def _unpack(array: TensorArray) -> tuple[tuple[Hashable, ...], tuple[Tensor, ...], ArrayKind]:
+    array._warn_of_dropped_writes()
     return ("handle",), (array.handle,), array.kind
 
 
 def _pack(kind: Hashable, children: Sequence[Any]) -> TensorArray:
     assert isinstance(kind, ArrayKind)
-    return TensorArray.from_handle(children[0], kind)
+    array = TensorArray.from_handle(children[0], kind)
+    if isinstance(array.handle, Tensor):  # nests are also made of names and paths
+        array._common = elements_of(array.handle, kind.element_shape)
+    return array
 
 
 nest.register(TensorArray, _unpack, _pack)

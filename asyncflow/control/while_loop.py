@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.primitives.switch import check_predicate
-from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location, warn_user
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
@@ -81,6 +81,8 @@ def while_loop(
     """
     graph = graph_for(*(leaf for leaf in nest.flatten(loop_vars)[0]))
     check_parallel_iterations(parallel_iterations)
+    if swap_memory:
+        warn_no_swapping()
     variables = _Variables(graph, loop_vars, shape_invariants)
     cond = user_function(cond, "cond of while_loop", *variables.passed)
     body = user_function(body, "body of while_loop", *variables.passed)
@@ -100,6 +102,11 @@ def while_loop(
     node = add_loop(condition, loop_body, variables.initial, variables.specs, label, parallel_iterations, swap_memory)
     result = variables.structure.unflatten(node.outputs)
     return result if maximum_iterations is None else result[1]
+
+
+def warn_no_swapping() -> None:
+    """Says that ``swap_memory=True`` changes nothing yet."""
+    warn_user("swap_memory=True has no effect in this version: saved values stay in the memory of their device")
 
 
 def add_loop(

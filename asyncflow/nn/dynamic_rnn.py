@@ -8,7 +8,7 @@ from asyncflow.control.array_store import ArrayKind
 from asyncflow.control.body import result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.tensor_array import ARRAY, TensorArray
-from asyncflow.control.while_loop import add_loop
+from asyncflow.control.while_loop import add_loop, warn_no_swapping
 from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
@@ -80,6 +80,8 @@ def dynamic_rnn(
     float32 (7, 2, 5) (2, 5)
     """
     check_parallel_iterations(parallel_iterations)
+    if swap_memory:
+        warn_no_swapping()
     with graph_for(*nest.flatten((inputs, initial_state, lengths))[0]) as graph:
         sequences = _Sequences(inputs, initial_state)
         arguments = (

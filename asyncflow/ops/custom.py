@@ -55,18 +55,19 @@ class CustomOp:
         gradient: Callable[..., Any] | None = None,
         device: str | None = None,
         cost: Cost | None = None,
-        stateful: bool = False,
+        stateful: bool | None = None,
     ) -> None:
         self.name = name or _name_of(function)
         self.function = function
         self.gradient = gradient
         self.device = device
         self.outputs = _declared(self.name, function, outputs)
+        self._is_stateful = self._has_effects(stateful)
         self.op = Op(
             name=self.name,
             infer=_infer,
             kernel=self._kernel,
-            effects=self._effects if stateful else None,
+            effects=self._effects if self._is_stateful else None,
             is_async=_is_coroutine_function(self.name, function),
             is_user=True,
             flops=None if cost is None else partial(_flops, cost),
@@ -126,12 +127,29 @@ class CustomOp:
         try:
             declared = self.outputs(*(tensor.spec for tensor in tensors), **accepted_arguments(self.outputs, arguments))
             _check_specs(self.name, declared)
+            if not self._is_stateful:
+                self._require_outputs(declared)
         except GraphError as error:
             seen = ", ".join(f"{tensor.name} {tensor.spec}" for tensor in tensors)
             raise type(error)(
                 f"{self.name}: {error}\n  inputs   {seen or 'none'}\n  written at {user_location()}"
             ) from None
         return declared
+
+    def _has_effects(self, stateful: bool | None) -> bool:
+        """What was asked for; without outputs there is nothing but effects to call the function for."""
+        if callable(self.outputs) or nest.flatten(self.outputs)[0]:
+            return bool(stateful)
+        if stateful is False:
+            self._require_outputs(self.outputs)
+        return True
+
+    def _require_outputs(self, outputs: Outputs) -> None:
+        if not nest.flatten(outputs)[0]:
+            raise GraphError(
+                f"@op: {self.name} has no outputs that anything could ask for, and without stateful=True no effects "
+                f"either, so no run would call it; say stateful=True, or declare what it returns"
+            )
 
     def _effects(self, node: Node) -> Effects:
         return ((self, Access.WRITE),)
@@ -163,7 +181,7 @@ def op(
     gradient: Callable[..., Any] | None = None,
     device: str | None = None,
     cost: Cost | None = None,
-    stateful: bool = False,
+    stateful: bool | None = None,
 ) -> Callable[[Callable[..., Any]], CustomOp]: ...
 
 
@@ -176,7 +194,7 @@ def op(
     gradient: Callable[..., Any] | None = None,
     device: str | None = None,
     cost: Cost | None = None,
-    stateful: bool = False,
+    stateful: bool | None = None,
 ) -> CustomOp | Callable[[Callable[..., Any]], CustomOp]:
     """Turns a function or coroutine function into an op.
 
@@ -198,11 +216,11 @@ def op(
         device: constraint that nodes carry, such as ``"cpu"``.
         cost: arithmetic operations per call, or a function of input and output shapes that gives them. It gets guesses
             for extents and ranks that are not known; where it fails, the time is guessed without it.
-        stateful: calls have side effects: they run in the order they were written, and always in branches and loops.
-            Else calls with equal inputs may be merged.
+        stateful: calls have side effects: they run in the order they were written, and always in branches, loops and
+            an `af.function`. Else calls with equal inputs may be merged. None: only if there are no outputs.
 
     Raises:
-        GraphError: no outputs are declared, or the function is a generator.
+        GraphError: no outputs are declared, the function is a generator, or it has neither outputs nor effects.
 
     >>> import asyncflow as af
     >>> @op(outputs=af.spec("float64", (None,)))

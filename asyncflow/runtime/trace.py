@@ -73,7 +73,7 @@ class MemorySample(NamedTuple):
     nbytes: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, repr=False)
 class Trace:
     """A record of one or more runs.
 
@@ -104,6 +104,13 @@ class Trace:
         outer = _current.get()
         if outer is not None:
             outer._inner.append(self)
+
+    def __repr__(self) -> str:
+        dropped = f", {self.dropped} dropped" if self.dropped else ""
+        return (
+            f"<Trace: {len(self.runs)} runs, {len(self.firings)} firings{dropped}, {len(self.transfers)} transfers, "
+            f"detail {self.detail!r}>"
+        )
 
     def __enter__(self) -> Self:
         self._entered.append(_current.set(self))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -179,6 +179,18 @@ class Variable(Resource, Operators):
     def _operand(self, x: TensorLike) -> Tensor:
         fits = is_weak(x) and self.dtype.kind in "biufcV" and promoted_dtype([self.dtype, x]) == self.dtype
         return constant(x, self.dtype) if fits else as_tensor(x)
+
+    def _refuse_in_place(self, other: object) -> NoReturn:
+        raise GraphError(
+            f"v += x and its like would make v a tensor and leave variable {self.name!r} as it is; write "
+            f"v.assign_add(x), v.assign_sub(x), or v.update(lambda old: old * x)\n  written at {user_location()}"
+        )
+
+    if not TYPE_CHECKING:  # a type checker takes them for the operators without an equals sign, which give tensors
+        __iadd__ = __isub__ = __imul__ = __imatmul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = (
+            _refuse_in_place
+        )
+        __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = _refuse_in_place
 
     # -- state ---------------------------------------------------------------------------------------------------
 

@@ -327,3 +327,25 @@ async def test_an_op_of_integers(run: Run) -> None:
     x, n = af.constant(2.0), af.constant(3)
     assert af.gradients(scaled(x, n), n) is None
     assert await run(af.gradients(scaled(x, n), x)) == 2.0
+
+
+async def test_a_method_has_a_gradient_of_its_own() -> None:
+    class Scaled:
+        def __init__(self, by: float) -> None:
+            self.by = by
+
+        @af.custom_gradient
+        def __call__(self, x: af.Tensor) -> Any:
+            return x * self.by, lambda grad: grad * 7.0
+
+        @staticmethod
+        @af.custom_gradient
+        def static(x: af.Tensor) -> Any:
+            return x, lambda grad: grad * 5.0
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", ())
+        y, z = Scaled(3.0)(x), Scaled.static(x)
+        fetches = y, af.gradients(y, x), af.gradients(z, x)
+    async with af.Session(graph) as session:
+        assert await session.run(fetches, {x: 2.0}) == (6.0, 7.0, 5.0)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -442,11 +443,59 @@ def test_arrays_of_another_kind_do_not_match(graph: af.Graph) -> None:
         af.while_loop(lambda i, array: i < 2, lambda i, array: (i + 1, other), (0, af.TensorArray("float64", 2)))
 
 
-def test_loops_forget_what_writes_showed(graph: af.Graph) -> None:
+def test_what_writes_show_is_known_behind_loops_and_branches(graph: af.Graph) -> None:
     array = af.TensorArray("int64", 4)
     assert array.write(0, [1]).write(1, [1, 2]).element_shape == (None,)
-    _, after = af.while_loop(lambda i, array: i < 4, lambda i, array: (i + 1, array.write(i, i)), (0, array))
-    assert after.element_shape is None
+    _, after = af.while_loop(lambda i, array: i < 4, lambda i, array: (i + 1, array.write(i, [1, 2])), (0, array))
+    assert after.element_shape == (2,)
+    assert after.stack().shape == (None, 2)
+    _, more = af.while_loop(lambda i, array: i < 4, lambda i, array: (i + 1, array.write(i, [1])), (0, after))
+    assert more.element_shape == (None,), "those written before the loop are still there"
+    x = af.placeholder("int64", (None, 3))
+    either = af.cond(x[0, 0] > 0, lambda: array.unstack(x), lambda: array.scatter([0], x[:1]).identity())
+    assert either.element_shape == (3,)
+    assert af.cond(x[0, 0] > 0, lambda: after, lambda: either).element_shape == (None,)
+
+
+def test_what_writes_show_is_known_behind_nested_loops(graph: af.Graph) -> None:
+    def row(i: af.Tensor, array: af.TensorArray) -> tuple[af.Tensor, af.TensorArray]:
+        assert array.element_shape is None, "an earlier iteration may have written anything"
+        _, array = af.while_loop(lambda j, a: j < 2, lambda j, a: (j + 1, a.write(2 * i + j, [1, 2])), (0, array))
+        assert array.element_shape is None
+        return i + 1, af.cond(i > 1, array.identity, lambda: array)
+
+    _, array = af.while_loop(lambda i, _: i < 2, row, (0, af.TensorArray("int64", 4)))
+    assert array.element_shape == (2,)
+
+
+def test_arrays_that_change_places_in_a_loop_stay_unknown(graph: af.Graph) -> None:
+    a, b = af.TensorArray("int64", 2).write(0, 1), af.TensorArray("int64", 2).write(0, [1])
+    _, a, b = af.while_loop(lambda i, a, b: i < 1, lambda i, a, b: (i + 1, b, a), (0, a, b))
+    assert (a.element_shape, b.element_shape) == (None, None)
+
+
+def test_a_write_whose_array_is_dropped_is_warned_of(graph: af.Graph) -> None:
+    def forgetful(i: af.Tensor, array: af.TensorArray) -> tuple[af.Tensor, af.TensorArray]:
+        array.write(i, i)
+        return i + 1, array
+
+    with pytest.warns(UserWarning, match=r"a write at .*test_tensor_array.py:\d+ gave was dropped") as warned:
+        af.while_loop(lambda i, array: i < 2, forgetful, (0, af.TensorArray("int64", 2)))
+    assert [Path(each.filename).name for each in warned] == ["test_tensor_array.py"]
+    array = af.TensorArray("int64", 2)
+    array.write(0, 1)
+    with pytest.warns(UserWarning, match="was dropped"):
+        array.stack()
+    array.stack()
+
+
+def test_a_write_that_is_used_or_kept_is_not_warned_of(graph: af.Graph) -> None:
+    array = af.TensorArray("int64", 2)
+    first = array.write(0, 1)
+    array.write(1, 1).stack()
+    array.write(1, 2).identity().stack()
+    array.size()
+    first.stack()
 
 
 def test_graphs_with_arrays_have_a_text_form(graph: af.Graph) -> None:

@@ -361,3 +361,27 @@ async def test_faults_07_08_name_the_node(
         await run(built)
     assert caught.value.node == "faulty"
     assert isinstance(caught.value.__cause__, cause)
+
+
+async def test_an_op_without_outputs_has_effects_and_runs() -> None:
+    seen: list[float] = []
+
+    @af.op(outputs=())
+    def note(x: Any) -> None:
+        seen.append(float(x))
+
+    @af.function
+    def noted(x: Any) -> Any:
+        note(x)
+        return x + 1.0
+
+    assert await noted(2.0) == 3.0
+    assert seen == [2.0]
+
+
+def test_an_op_with_neither_outputs_nor_effects_is_refused(graph: af.Graph) -> None:
+    with pytest.raises(af.GraphError, match="note has no outputs that anything could ask for"):
+        af.op(outputs=(), name="note", stateful=False)(print)
+    chosen = af.op(outputs=lambda x: (), name="chosen")(print)
+    with pytest.raises(af.GraphError, match="chosen has no outputs that anything could ask for"):
+        chosen(af.constant(1.0))

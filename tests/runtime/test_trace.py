@@ -135,3 +135,10 @@ def test_what_other_runs_do_on_the_device_is_not_in_a_trace() -> None:
 
     beside = Counter((firing.node, firing.stream) for firing in simulated(waiting_between, alone, alone).firings)
     assert beside == Counter((firing.node, firing.stream) for firing in simulated(waiting_between).firings)
+
+
+def test_a_trace_is_shown_in_a_line() -> None:
+    trace = af.Trace(detail="region")
+    assert repr(trace) == "<Trace: 0 runs, 0 firings, 0 transfers, detail 'region'>"
+    trace.dropped = 2
+    assert "0 firings, 2 dropped" in repr(trace)

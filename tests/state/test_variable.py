@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -543,3 +544,12 @@ async def test_a_variable_alone_needs_no_graph() -> None:
         assert await session.run([v, {"again": v}]) == [4, {"again": 4}]
         with pytest.raises(af.FetchError, match="nothing is fetched, and no graph is known"):
             await session.run([])
+
+
+@pytest.mark.parametrize(
+    "name", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"]
+)
+def test_operators_that_assign_in_place_are_refused(graph: af.Graph, name: str) -> None:
+    v = af.Variable(1.0, name="v")
+    with pytest.raises(af.GraphError, match=r"leave variable 'v' as it is; write v\.assign_add\(x\)"):
+        getattr(operator, f"i{name}")(v, 2.0)
