@@ -10,11 +10,11 @@ PYTEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadgroup
 PYTEST_ARGS ?=
 # Without Git, as in an unpacked sdist, it is always the same part's turn.
 COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)
-SOURCES := asyncflow tests examples benchmarks
+SOURCES := asyncflow tests examples benchmarks docs
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-turn test-full check doctest bench gpu-check package clean
+.PHONY: help setup demo test test-turn test-full check reference doctest bench gpu-check package clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ check: $(STAMP) ## Lint, format, types, layers, spelling
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell $(SOURCES) $(PROSE)
+
+reference: $(STAMP) ## Write docs/reference.md anew from signatures and docstrings
+	$(BIN)/python docs/write_reference.py
 
 doctest: $(STAMP) ## Run the examples in docstrings and in the README
 	$(BIN)/python -m pytest -q --doctest-modules --doctest-glob=README.md asyncflow README.md

@@ -1,0 +1,116 @@
+"""Writes ``docs/reference.md``, a line for everything public, from signatures and docstrings: ``make reference``."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+import numpy as np
+
+import asyncflow as af
+import asyncflow.testing
+
+PAGE: Final = Path(__file__).with_name("reference.md")
+HEAD: Final = """\
+# Reference
+
+Everything public, a line each. `help(af.matmul)` in Python has the rest: shapes, dtypes, errors, examples. Functions of
+arrays are named as in the Python Array API standard; NumPy's, TensorFlow's and PyTorch's other names answer with ours.
+This page is generated: `make reference`.
+"""
+ROOMS: Final = {
+    "runtime": "Running",
+    "errors": "Errors",
+    "graph": "Graphs",
+    "control": "Control flow",
+    "state": "Variables",
+    "autodiff": "Gradients",
+}
+"""Headings of what is in ``af`` and no operation on arrays, by room; operations are by family, each a module."""
+FAMILIES: Final = {
+    "creation": "Making arrays",
+    "datatypes": "Dtypes",
+    "shape": "Shapes as values",
+    "elementwise": "Elementwise functions",
+    "logic": "Comparisons and logic",
+    "statistical": "Sums and statistics",
+    "utility": "All, any and differences",
+    "linalg": "Products of matrices",
+    "manipulation": "Changing shapes",
+    "indexing": "Reading and writing elements",
+    "searching": "Searching",
+    "sorting": "Sorting",
+    "sets": "Sets",
+    "nn": "Neural networks",
+    "checks": "Checks and printing",
+    "custom": "Operations of your own",
+    "from_torch": "PyTorch",
+}
+MODULES: Final = {
+    "nn": "Recurrent cells, losses and initialisers: `af.nn`",
+    "optim": "Training steps: `af.optim`",
+    "random": "Random numbers: `af.random`",
+    "raw": "Primitives: `af.raw`",
+    "profiler": "Timelines: `af.profiler`",
+    "testing": "Simulated devices: `asyncflow.testing`",
+}
+
+
+def page() -> str:
+    """The page's text."""
+    sections: dict[str, list[str]] = {title: [] for title in (*ROOMS.values(), *FAMILIES.values())}
+    for name in af.__all__:
+        value = getattr(af, name)
+        if str(getattr(value, "__module__", "")).startswith("asyncflow") and not isinstance(value, ModuleType):
+            sections[_section(value)].append(_line(f"af.{name}", value))
+    others = [name for name in af.__all__ if isinstance(getattr(af, name), np.dtype | float | None) or name == "DType"]
+    sections["Dtypes and constants"] = [", ".join(f"`af.{name}`" for name in others)]
+    for module, title in MODULES.items():
+        sections[title] = _lines(module)
+    parts = [f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items() if lines]
+    return "\n\n".join([HEAD.rstrip(), *parts]) + "\n"
+
+
+def _section(value: object) -> str:
+    parts = str(getattr(value, "__module__", "")).split(".")
+    title = FAMILIES.get(parts[-1]) if parts[1] == "ops" else ROOMS.get(parts[1])
+    if title is None:
+        raise LookupError(f"{value!r} is in {'.'.join(parts)}, which has no heading here: give it one")
+    return title
+
+
+def _lines(name: str) -> list[str]:
+    module: ModuleType = getattr(af, name)
+    prefix = "asyncflow.testing" if module is asyncflow.testing else f"af.{name}"
+    return [_line(f"{prefix}.{each}", getattr(module, each)) for each in module.__all__]
+
+
+def _line(name: str, value: object) -> str:
+    summary = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ").replace("``", "`")
+    line = f"- `{name}{_arguments(value)}`: {summary}"
+    return "\n".join([line, *_methods(value)]) if isinstance(value, type) else line
+
+
+def _methods(kind: type) -> list[str]:
+    """A line for each public method that the class itself defines."""
+    own = {name: getattr(kind, name) for name, value in vars(kind).items() if not name.startswith("_")}
+    return [f"  {_line(f'.{name}', method)}" for name, method in own.items() if inspect.isroutine(method)]
+
+
+def _arguments(value: object) -> str:
+    """Names and defaults; of a class, only if users call it."""
+    if not callable(value) or (isinstance(value, type) and issubclass(value, Exception)):
+        return ""
+    parameters = inspect.signature(value).parameters
+    plain = [
+        each.replace(annotation=inspect.Parameter.empty)
+        for name, each in parameters.items()
+        if name != "self" and not name.startswith("_")
+    ]
+    return str(inspect.Signature(plain))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

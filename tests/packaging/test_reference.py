@@ -1,0 +1,20 @@
+"""The page of everything public says what the code says."""
+
+from __future__ import annotations
+
+from docs.write_reference import PAGE, page
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "write it anew: make reference"
+
+
+def test_the_reference_lists_methods_and_losses() -> None:
+    text = page()
+    for line in (
+        "  - `.split(values, lengths, *, name=None)`: ",
+        "- `af.nn.orthogonal(",
+        "- `af.einsum(",
+        "  - `.aclose(",
+    ):
+        assert line in text
