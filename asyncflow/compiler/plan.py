@@ -208,6 +208,10 @@ class PlanNode:
             and all(_is_small(node) for node in region.walk())
         )
 
+    def region_nodes(self) -> Iterator[Node]:
+        """The nodes of its region, those in branches and loops included; none if it has none."""
+        return self.source.attrs["region"].walk() if self.region is not None else iter(())
+
     def __repr__(self) -> str:
         return f"<PlanNode {self.name} ({self.source.op.name})>"
 

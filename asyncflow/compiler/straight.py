@@ -1,4 +1,8 @@
-"""Plans so simple that no scheduler is needed: feeds, one small kernel (often a region), fetches."""
+"""Plans so simple that no scheduler is needed: feeds, one kernel (often a region), fetches.
+
+A kernel on shapes that are known and small is always short. Of any other, such as one on a batch of any size, that
+is for the arrays fed to say: the run asks what it took before on as many elements, as the executor does.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,14 @@ class Straight:
         template: its inputs, with constants in place.
         fed_inputs: ``(input, feed)`` for the inputs that come from feeds.
         fetched: per fetch, the output it shows.
+        is_open: how long it takes is only known once it is fed.
     """
 
     node: PlanNode
     template: tuple[Any, ...]
     fed_inputs: tuple[tuple[int, int], ...]
     fetched: tuple[int, ...]
+    is_open: bool
 
     def inputs(self, feeds: Sequence[Any]) -> list[Any]:
         """The kernel's inputs for these fed values."""
@@ -52,7 +58,7 @@ def find_straight(partitions: Sequence[Partition], devices: Sequence[Device]) ->
     if len(kernels) != 1 or len(partition.frames) > 1 or len(nodes) != 1 + len(partition.feeds) + partition.n_fetches:
         return None
     node = kernels[0]
-    if not node.is_small or any(other.controls for other in nodes):
+    if not (node.is_small or _may_be_short(node)) or any(other.controls for other in nodes):
         return None
     fed: list[tuple[int, int]] = []
     for feed_index, feed in zip(partition.feed_indexes, partition.feeds, strict=True):
@@ -68,4 +74,12 @@ def find_straight(partitions: Sequence[Partition], devices: Sequence[Device]) ->
     if len(fetched) != partition.n_fetches or (node.single and partition.n_fetches != 1):
         return None
     template = partition.root.values[node.slot : node.slot + node.n_inputs]
-    return Straight(node, tuple(template), tuple(fed), tuple(fetched[index] for index in sorted(fetched)))
+    in_order = tuple(fetched[index] for index in sorted(fetched))
+    return Straight(node, tuple(template), tuple(fed), in_order, is_open=not node.is_small)
+
+
+def _may_be_short(node: PlanNode) -> bool:
+    """Whether the node never waits and runs no code of the user's, and the arrays fed decide how long it takes."""
+    if node.region is not None:
+        return not node.region.needs_context and all(inner.op.name != "while" for inner in node.region_nodes())
+    return not (node.is_user or node.is_async or node.needs_context or node.crossing)

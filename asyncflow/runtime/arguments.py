@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -20,6 +21,8 @@ from asyncflow.graph.dtypes import as_dtype
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.runtime.exchange import NotExchangeable, exchanged, is_exchangeable
+
+_NUMPY = (np.ndarray, np.generic)
 
 _STATIC_TYPES = (int, float, bool, str)
 """A parameter annotated with one of these is part of the trace."""
@@ -93,6 +96,9 @@ class Parameters:
         self.signature = signature
         self.owner = owner
         self._specs = {p.name: p.annotation for p in signature.parameters.values() if isinstance(p.annotation, Spec)}
+        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = tuple(p.name for p in signature.parameters.values() if p.kind in kinds)
+        self._positional = names if len(names) == len(signature.parameters) else None
         self._static = {p.name for p in signature.parameters.values() if _is_static(p.annotation)}
 
     def without_first(self) -> Parameters:
@@ -107,12 +113,11 @@ class Parameters:
             TypeError: the function does not take them.
             GraphError, FeedError: one can be neither a tensor nor part of a trace; the message names it.
         """
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        arguments = self._bound(args, kwargs)
         leaves: list[Any] = []
         kinds: list[Kind] = []
         nests = []
-        for name, value in bound.arguments.items():
+        for name, value in arguments.items():
             found, structure = self._taken_apart(name, value)
             nests.append(structure)
             leaves += found
@@ -122,9 +127,20 @@ class Parameters:
                 except (GraphError, FeedError) as error:
                     path = list(structure.paths(name))[index]
                     raise type(error)(f"{self.owner}: argument {path}: {error}") from error
-        return Arguments(self.signature, leaves, tuple(kinds), _Structures(tuple(bound.arguments), tuple(nests)))
+        return Arguments(self.signature, leaves, tuple(kinds), _Structures(tuple(arguments), tuple(nests)))
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The argument of each parameter."""
+        names = self._positional
+        if names is not None and not kwargs and len(args) == len(names):  # most calls; to ask the signature takes 2 us
+            return dict(zip(names, args, strict=True))
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
 
     def _taken_apart(self, name: str, value: Any) -> tuple[list[Any], nest.Structure]:
+        if type(value) is np.ndarray:
+            return [value], nest.LEAF
         if name not in self._specs:
             try:
                 return nest.flatten(value)
@@ -162,8 +178,8 @@ def _annotation(parameter: inspect.Parameter) -> str:
 
 def _kind(leaf: Any) -> Kind:
     """What an argument is without an annotation: arrays and numbers are tensors, any other object is itself."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return Spec(as_dtype(leaf.dtype), (None,) * leaf.ndim)
+    if isinstance(leaf, _NUMPY):
+        return _array_spec(leaf.dtype, leaf.ndim)
     if isinstance(leaf, bool | str | Enum | type):
         return _static(leaf, "it is no array")
     if isinstance(leaf, int | float | complex):
@@ -184,6 +200,11 @@ def _kind(leaf: Any) -> Kind:
         array = np.asarray(leaf)
         return Spec(as_dtype(array.dtype), (None,) * array.ndim)
     return _static(leaf, "it is no array")
+
+
+@lru_cache(maxsize=256)
+def _array_spec(dtype: np.dtype[Any], ndim: int) -> Spec:
+    return Spec(as_dtype(dtype), (None,) * ndim)
 
 
 def _static(leaf: Any, why: str) -> Static:

@@ -292,7 +292,7 @@ class Executor:
             size += getattr(value, "size", 1)
         cost: MeasuredCost | None = node.cost
         if cost is None:
-            cost = node.cost = _estimate(node, inputs)
+            cost = node.cost = estimated_cost(node, inputs)
         if cost.predict_ns(size) > INLINE_LIMIT_NS:
             self._launch_on_stream(node, iteration, inputs, size)
             return
@@ -418,7 +418,9 @@ class Executor:
                         return
         except StopIteration as ended:
             if device is None:
-                self._record(node, iteration, "inline", firing.started_ns, perf_counter_ns(), ended.value, "ok")
+                now = perf_counter_ns()
+                _observe_region(firing, now)
+                self._record(node, iteration, "inline", firing.started_ns, now, ended.value, "ok")
             else:
                 self.record_spans(firing.spans, device, node, iteration, ended.value)
             self.complete(node, iteration, firing.inputs, ended.value)
@@ -438,9 +440,7 @@ class Executor:
             status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
             self._record(node, iteration, stream_name(node), firing.started_ns, ended, result, status)
             if error is None and not self.stopped:
-                if node.cost is None:
-                    node.cost = MeasuredCost()
-                node.cost.observe(1, ended - firing.started_ns)
+                _observe_region(firing, ended)
                 self.complete(node, iteration, firing.inputs, result)
             elif error is not None and not isinstance(error, Stopped):
                 self.kernel_failed(error, node, iteration, firing.inputs)
@@ -547,12 +547,19 @@ def _outcome(task: asyncio.Task[Any]) -> tuple[Any, BaseException | None]:
     return (None, error) if error is not None else (task.result(), None)
 
 
+def _observe_region(firing: RegionFiring, ended_ns: int) -> None:
+    node = firing.node
+    if node.cost is None:
+        node.cost = MeasuredCost()
+    node.cost.observe(sum(getattr(value, "size", 1) for value in firing.inputs), ended_ns - firing.started_ns)
+
+
 def stream_name(node: PlanNode) -> str:
     """The name of the node's compute stream, as traces show it."""
     return f"compute:{node.stream}" if node.stream else "compute"
 
 
-def _estimate(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:
+def estimated_cost(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:
     """A first guess at a kernel's cost, before it has been measured."""
     source = node.source
     if node.estimate is not None:

@@ -38,7 +38,7 @@ from asyncflow.runtime.options import (
 from asyncflow.runtime.plans import PlanCache
 from asyncflow.runtime.prepared import Call, CallCache, Prepared
 from asyncflow.runtime.run import Run
-from asyncflow.runtime.straight import run_straight
+from asyncflow.runtime.straight import quiet_context, run_straight
 from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
 from asyncflow.runtime.turn import Turn
 from asyncflow.state.containers import StateStore
@@ -191,6 +191,7 @@ class Session:
         self._plans = PlanCache()
         self._calls = CallCache(graph, regions=regions)
         self._copies = Copies()
+        self._quiet = quiet_context()
         self._runs: set[Run] = set()
         self._run_count = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -409,9 +410,11 @@ class Session:
         if plan.read_on_host or waits:
             checked = await self._at_hand(plan, call, checked, timeout, asked_s)
         if plan.straight is not None and recorder is None and self._may_run_straight(timeout):
-            self._run_count += 1
-            results = run_straight(plan.straight, plan.partitions[0].device, checked)
-            return call.result(plan, results, self._device_of, allow_dead=allow_dead)
+            device = self._device_of[plan.partitions[0].device]
+            straight = run_straight(plan.straight, device, self._quiet, checked)
+            if straight is not None:
+                self._run_count += 1
+                return call.result(plan, straight, self._device_of, allow_dead=allow_dead)
         staying = frozenset(plan.fetches[index] for index in call.staying)
         run = self._start(loop, plan, checked, timeout, asked_s, recorder, None, staying)
         try:

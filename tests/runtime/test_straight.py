@@ -1,0 +1,167 @@
+"""Plans of one kernel: which run without a scheduler is for the arrays fed to say, not for the shapes declared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.runtime import session as session_module
+from asyncflow.runtime.run import Run
+
+WEIGHTS = np.eye(64, dtype=np.float32)
+ROWS = np.ones((2, 64), np.float32)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """The runs that took a scheduler."""
+    made: list[Run] = []
+
+    class Noted(session_module.Run):  # type: ignore[misc, name-defined]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(session_module, "Run", Noted)
+    return made
+
+
+async def short(session: af.Session, y: af.Tensor, x: af.Tensor) -> None:
+    """Whatever this machine is busy with, the kernel took no time lately, and the session's turn has just begun."""
+    await asyncio.sleep(0)
+    straight = session.plan(y, [x]).straight
+    assert straight is not None
+    straight.node.cost = measured(0)
+
+
+def measured(ns: int) -> MeasuredCost:
+    cost = MeasuredCost()
+    cost.observe(1_000_000, ns)
+    return cost
+
+
+def squares(x: af.Tensor) -> af.Tensor:
+    return x * x
+
+
+def chain(x: af.Tensor) -> af.Tensor:
+    for _ in range(10):
+        x = x * 0.5 + 1.0
+    return x
+
+
+def layers(x: af.Tensor) -> af.Tensor:
+    return af.tanh(x @ WEIGHTS) @ WEIGHTS
+
+
+def branch(x: af.Tensor) -> af.Tensor:
+    return af.cond(af.sum(x) > 0, lambda: x + 1.0, lambda: x - 1.0)
+
+
+PROGRAMS: dict[str, Callable[[af.Tensor], af.Tensor]] = {
+    program.__name__: program for program in (squares, chain, layers, branch)
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_small_arrays_of_open_extents_need_no_scheduler(program: str, runs: list[Run]) -> None:
+    with af.Graph():
+        x = af.placeholder("float32", (None, 64))
+        y = PROGRAMS[program](x)
+    async with af.Session() as session, af.Session(regions=False) as interpreted:
+        for rows in (1, 2, 3):
+            await short(session, y, x)
+            fed = ROWS[:1].repeat(rows, axis=0)
+            got = await session.run(y, {x: fed})
+            assert runs == []
+            np.testing.assert_array_equal(got, await interpreted.run(y, {x: fed}))
+            runs.clear()
+
+
+async def test_a_kernel_that_took_long_goes_to_a_thread(runs: list[Run]) -> None:
+    """Once that was on as many elements; its measurement there, and on fewer, brings it back."""
+    with af.Graph():
+        x = af.placeholder("float32", (None,))
+        y = x * x
+    async with af.Session() as session:
+        straight = session.plan(y, [x]).straight
+        assert straight is not None
+        straight.node.cost = MeasuredCost(slope_ns=INLINE_LIMIT_NS / 100)
+        await session.run(y, {x: np.ones(51, np.float32)})
+        assert len(runs) == 1
+        straight.node.cost = MeasuredCost(slope_ns=INLINE_LIMIT_NS / 100)
+        await asyncio.sleep(0)
+        await session.run(y, {x: np.ones(49, np.float32)})
+        assert len(runs) == 1
+        assert straight.node.cost.is_measured
+
+
+async def test_long_kernels_and_large_arrays_take_the_scheduler(runs: list[Run]) -> None:
+    """A product of unknown size is not tried on the event loop, and there is nothing to gain on many elements."""
+    with af.Graph():
+        x = af.placeholder("float32", (None, 64))
+        y, z = layers(x), squares(x)
+    async with af.Session() as session:
+        await session.run(y, {x: ROWS})
+        assert len(runs) == 1
+        await short(session, z, x)
+        await session.run(z, {x: np.ones((1025, 64), np.float32)})
+        assert len(runs) == 2
+
+
+async def test_what_may_wait_or_is_the_users_takes_the_scheduler(runs: list[Run]) -> None:
+    @af.op(outputs=af.spec("float32", (None,)))
+    def own(x: Any) -> Any:
+        return x + 1
+
+    with af.Graph():
+        x = af.placeholder("float32", (None,))
+        mine = own(x)
+        loop = af.while_loop(lambda v: af.sum(v) < 10, lambda v: v + 1, x)
+        random = x + af.random.normal((3,), dtype="float32")
+    async with af.Session() as session:
+        for y in (mine, loop, random):
+            assert session.plan(y, [x]).straight is None
+
+
+async def test_errors_name_the_node(runs: list[Run]) -> None:
+    with af.Graph():
+        x, w = af.placeholder("float32", (None,), name="x"), af.placeholder("float32", (None,), name="w")
+        with af.name_scope("both"):
+            y = x + w
+    async with af.Session(memory_limit=1 << 20) as session:
+        with pytest.raises(af.KernelError, match=r"both/add[\s\S]*float32\[2\], float32\[3\]"):
+            await session.run(y, {x: np.ones(2, np.float32), w: np.ones(3, np.float32)})
+        assert runs == []
+
+
+async def test_the_memory_limit_holds(runs: list[Run]) -> None:
+    with af.Graph():
+        x = af.placeholder("float32", (None,))
+        outer = af.expand_dims(x, axis=0) * af.expand_dims(x, axis=1)
+    async with af.Session(memory_limit=1 << 20) as session:
+        await short(session, outer, x)
+        with pytest.raises(af.OutOfMemoryError, match=r"over its limit of 1.0 MiB"):
+            await session.run(outer, {x: np.ones(600, np.float32)})
+        assert runs == []
+        await short(session, outer, x)
+        assert (await session.run(outer, {x: np.ones(3, np.float32)})).shape == (3, 3)
+
+
+async def test_infinities_are_values(runs: list[Run]) -> None:
+    """No floating-point warnings, which are errors in tests."""
+    with af.Graph():
+        x = af.placeholder("float32", (None,))
+        y = 1.0 / x
+    async with af.Session() as session:
+        await short(session, y, x)
+        np.testing.assert_array_equal(await session.run(y, {x: np.zeros(2, np.float32)}), [np.inf, np.inf])
+        assert runs == []
+        with pytest.warns(RuntimeWarning, match="divide by zero"):
+            np.ones(2) / np.zeros(2)
