@@ -6,11 +6,13 @@ empty, and nobody looks at them (EuroSys '18 §5).
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
+from asyncflow.autodiff.part_sums import are_parts, whole_sum, with_parts
 from asyncflow.autodiff.saved_values import new_store, store_node
+from asyncflow.autodiff.store_gradients import no_gradient
 from asyncflow.autodiff.sweep import StructuredRule, Sweep
 from asyncflow.control.cond import add_cond
 from asyncflow.graph.build import constant
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node
+    from asyncflow.state.variable import Variable
 
 
 def differentiate_cond(
@@ -67,18 +70,37 @@ def differentiate_cond(
     found: list[Tensor | None] = [None] * len(node.inputs)
     if not reached and not read:
         return found
-    for branch, inner, forward in zip(branches, sweeps, node.subgraphs, strict=True):
+    around: list[Tensor | Variable] = [*(node.inputs[offset + place] for place in reached), *read]
+    inside: list[list[Tensor | Variable]] = [
+        [*(forward.inputs[place] for place in reached), *read] for forward in node.subgraphs
+    ]
+    in_parts = [
+        # A loop around the branch adds parts up as they are; elsewhere nothing is gained.
+        isinstance(graph, GradientBody) and all(map(_has_parts, sweeps, values))
+        for values in zip(*inside, strict=True)
+    ]
+    for branch, inner, values in zip(branches, sweeps, inside, strict=True):
         with branch:
             branch.results += [
-                zeros_if_none(inner.gradient(x), x) for x in (forward.inputs[place] for place in reached)
+                reduce(with_parts, inner.contributions(x), no_gradient()) if parts else _total(inner, x)
+                for x, parts in zip(values, in_parts, strict=True)
             ]
-            branch.results += [zeros_if_none(inner.gradient_of_variable(variable), variable) for variable in read]
     outputs = add_cond(predicate, branches, label).outputs
-    for variable, output in zip(read, outputs[len(reached) :], strict=True):
-        sweep.give_variable(variable.serial, output)
-    for place, output in zip(reached, outputs, strict=False):
-        found[offset + place] = ensure_shape(output, node.inputs[offset + place].shape)
+    for x, output, parts in zip(around, outputs, in_parts, strict=True):
+        if isinstance(x, Tensor):
+            sweep.give(x, whole_sum(output, x) if parts else ensure_shape(output, x.shape))
+        else:
+            sweep.give_variable(x.serial, whole_sum(output, x.read()) if parts else output)
     return found
+
+
+def _has_parts(sweep: Sweep, x: Tensor | Variable) -> bool:
+    """Whether all that reaches a value in a branch is parts of it."""
+    return all(are_parts(grad, x.spec.shape) for grad in sweep.contributions(x))
+
+
+def _total(sweep: Sweep, x: Tensor | Variable) -> Tensor:
+    return zeros_if_none(sweep.gradient(x) if isinstance(x, Tensor) else sweep.gradient_of_variable(x), x)
 
 
 def _restore(node: Node, body: GradientBody, tensor: Tensor) -> Tensor:

@@ -130,7 +130,12 @@ def _accumulate_kernel(xp: ModuleType) -> Kernel:
 
 
 def _merge_kernel(xp: ModuleType) -> Kernel:
-    return StoreGradient.merged
+    def merge(grads: Any, others: Any) -> Any:
+        if grads.length and others.length:
+            return grads.merged(others)
+        return grads if grads.length else others  # a sum of parts (`part_sums`) begins as a store of nothing
+
+    return merge
 
 
 def _element_kernel(xp: ModuleType, *, dtype: DType, shape: Shape) -> Kernel:

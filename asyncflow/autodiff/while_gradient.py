@@ -26,6 +26,7 @@ from asyncflow.graph.builtin import PARAMETER, is_constant
 from asyncflow.graph.captures import add_capture, add_variable
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph, current_graph, reopened
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.scopes import colocate_with, device
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype
@@ -36,7 +37,7 @@ from asyncflow.ops.logic import greater
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.ir import Node
     from asyncflow.state.variable import Variable
 
 _COUNT = Spec(int64, ())
@@ -54,8 +55,8 @@ class _WhileGradient:
 
     Attributes:
         grads: what reaches each output of the loop.
-        active: places of the loop variables between what is wanted and what has a gradient.
-        captures: places of the captures that are wanted and matter.
+        active: places of the loop variables between what is wanted and what has a gradient, and that change.
+        fixed: places of those that do not change, and of the captures that are wanted and matter.
         variables: those that are wanted and matter.
     """
 
@@ -69,7 +70,7 @@ class _WhileGradient:
         self.forward: Subgraph = node.attrs["body"]
         self.grads = grads
         self.kept = _kept(node)
-        self.active, self.captures, self.variables = self.find_places()
+        self.active, self.fixed, self.variables = self.find_places()
 
     def find_places(self) -> tuple[list[int], list[int], list[Variable]]:
         """What the gradient is about; see the attributes."""
@@ -85,57 +86,65 @@ class _WhileGradient:
         given = [place for place, grad in enumerate(self.grads) if grad is not None]
         matters = reduce(or_, (inputs[place] for place in given), 0)
         read = reduce(or_, (reads[place] for place in given), 0)
-        active = [
+        passed = [
             place
             for place, x in enumerate(self.forward.inputs[:n_vars])
             if matters >> place & 1 and carries_gradient(x.spec) and (inputs[place] & wanted_mask or reads[place])
         ]
-        captures = [place for place in wanted if place >= n_vars and matters >> place & 1]
-        return active, captures, [x for serial, x in sweep.variables.items() if read & sweep.bits[serial]]
+        active = [place for place in passed if not self.is_fixed(place)]
+        fixed = [place for place in passed if self.is_fixed(place)]
+        fixed += [place for place in wanted if place >= n_vars and matters >> place & 1]
+        return active, fixed, [x for serial, x in sweep.variables.items() if read & sweep.bits[serial]]
+
+    def is_fixed(self, place: int) -> bool:
+        """Whether a loop variable is the same in every iteration, as captures are."""
+        return self.forward.results[place] is self.forward.inputs[place]
 
     def run(self) -> Sequence[Tensor | None]:
         """The gradients of the loop's inputs."""
         node, kept = self.node, self.kept
+        reached: list[Tensor | None] = [None] * len(node.inputs)
+        for place in self.fixed:
+            if place < len(self.grads) and (grad := self.grads[place]) is not None:
+                reached[place] = ensure_shape(grad, node.inputs[place].shape)
         if not self.active:
-            return [None] * len(node.inputs)
+            return reached
         # All of the forward loop as it is now: what is saved for this gradient joins it below.
         in_body = [self.forward.inputs[place] for place in self.active]
         results = [self.forward.results[place] for place in self.active]
-        captured = [self.forward.inputs[place] for place in self.captures]
-        outer = [node.inputs[place] for place in self.captures]
+        fixed = [self.forward.inputs[place] for place in self.fixed]
+        outer = [node.inputs[place] for place in self.fixed]
         starts = [self.graph.import_tensor(kept.count()), *map(self.start, self.active)]
         label = self.graph.unique_name("while")
         body = GradientBody(self.graph, f"{label}/body", self.forward, kept.restore)
         parameters = [body.add_input(spec, "var") for spec in (_COUNT, *(x.spec for x in in_body))]
         with body:
             kept.indexes[body] = subtract(parameters[0], 1)
-            reverse = Sweep(self.forward.nodes, [*in_body, *captured], self.variables, (), self.structured)
+            reverse = Sweep(self.forward.nodes, [*in_body, *fixed], self.variables, (), self.structured)
             for result, grad in zip(results, parameters[1:], strict=True):
                 if result in reverse.connected:
                     reverse.give(result, ensure_shape(grad, result.shape))
             reverse.run()
             body.results.append(kept.indexes[body])
             body.results += [ensure_shape(zeros_if_none(reverse.gradient(x), x), x.shape) for x in in_body]
-            sums = LoopSums(body, kept.indexes[body])
-            for x, around in zip(captured, outer, strict=True):
+            sums = LoopSums(body)
+            for x, around in zip(fixed, outer, strict=True):
                 sums.add(around, reverse.contributions(x))
             for variable in self.variables:
                 sums.add(variable, reverse.contributions(variable))
         starts += sums.starts()
         loop = self.add_loop(body, [*parameters, *sums.parameters], starts, label)
         del kept.indexes[body]
+        for place, output in zip(self.active, loop.outputs[1:], strict=False):
+            reached[place] = ensure_shape(output, node.inputs[place].shape)
+        for target, total in sums.totals(loop.outputs[len(parameters) :]):
+            # Each for itself, so that a loop around this one sees which of them are parts.
+            if isinstance(target, Tensor):
+                self.sweep.give(target, total)
+            else:
+                self.sweep.give_variable(target.serial, total)
         # The forward loop may have got loop variables meanwhile, in front of its captures.
-        places = {tensor: place for place, tensor in enumerate(self.forward.inputs)}
-        reached: list[Tensor | None] = [None] * len(node.inputs)
-        for x, output in zip(in_body, loop.outputs[1:], strict=False):
-            reached[places[x]] = ensure_shape(output, node.inputs[places[x]].shape)
-        totals = sums.totals(loop.outputs[len(parameters) :], starts[0])
-        for x, around in zip(captured, outer, strict=True):
-            reached[places[x]] = totals.get(around)
-        for variable in self.variables:
-            if variable in totals:
-                self.sweep.give_variable(variable.serial, totals[variable])
-        return reached
+        return reached + [None] * (len(node.inputs) - len(reached))
 
     def start(self, place: int) -> Tensor:
         """What reaches a loop variable after the last iteration."""

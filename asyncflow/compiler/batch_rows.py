@@ -39,7 +39,7 @@ FAST = frozenset({"float32", "float64", "complex64", "complex128"})
 _WORTH_FLOPS = 200_000
 """Smaller products take no longer than looking for the row that was made ahead."""
 
-_STORES = frozenset({"element_gradient", "saved_value"})
+_STORES = frozenset({"element_gradient", "part_of_sum", "saved_value"})
 """Ops that read from a store of values and leave it as it is."""
 
 

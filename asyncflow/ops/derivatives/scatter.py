@@ -40,33 +40,39 @@ WHOLE = ("slice", None, None, None)
 # -- at keys ---------------------------------------------------------------------------------------------------------
 
 
+def names_rows(key: Key) -> bool:
+    """Whether a key is one tensor, for the first axis."""
+    return key[0] == ("input", 0) and all(entry in (WHOLE, ELLIPSIS) for entry in key[1:])
+
+
 def _size_count(shape: Shape) -> int:
     """How many inputs a template leaves open."""
     return 1 if shape is None else shape.count(None)
 
 
-def _index_count(key: Key) -> int:
+def index_count(key: Key) -> int:
     """How many tensors stand in a key."""
     return sum((entry[0] == "input") + sum(isinstance(bound, tuple) for bound in entry[1:]) for entry in key)
 
 
-def _parts(inputs: Sequence[T], keys: Sequence[Key]) -> list[tuple[T, Sequence[T]]]:
+def parts_of(inputs: Sequence[T], keys: Sequence[Key]) -> list[tuple[T, Sequence[T]]]:
     """The values for each key and the tensors in it; what is left of `inputs` are sizes."""
     parts, at = [], 0
     for key in keys:
-        end = at + 1 + _index_count(key)
+        end = at + 1 + index_count(key)
         parts.append((inputs[at], inputs[at + 1 : end]))
         at = end
     return parts
 
 
-def _sizes(inputs: Sequence[T], shape: Shape) -> Sequence[T]:
+def sizes_of(inputs: Sequence[T], shape: Shape) -> Sequence[T]:
+    """The extents that the template `shape` leaves open, behind all else."""
     return inputs[len(inputs) - _size_count(shape) :]
 
 
 def _scatter_spec(*inputs: Spec, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Spec:
-    target = merge(template_shape(shape, _sizes(inputs, shape)), known)
-    for key, (values, indices) in zip(keys, _parts(inputs, keys), strict=True):
+    target = merge(template_shape(shape, sizes_of(inputs, shape)), known)
+    for key, (values, indices) in zip(keys, parts_of(inputs, keys), strict=True):
         named = indexed_shape(target, key, indices)
         if not is_compatible(values.shape, named):
             seen = f"{format_shape(values.shape)} for {format_shape(named)}"
@@ -76,11 +82,11 @@ def _scatter_spec(*inputs: Spec, keys: tuple[Key, ...], shape: Shape, known: Sha
 
 def _scatter_kernel(xp: Any, *, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Kernel:
     read = shape_reader(shape)
-    add_parts = [_part_kernel(xp, key, is_first=place == 0) for place, key in enumerate(keys)]
+    add_parts = [part_kernel(xp, key, is_first=place == 0) for place, key in enumerate(keys)]
 
     def scatter(*inputs: Any) -> Any:
-        result = xp.zeros(read(_sizes(inputs, shape)), dtype=inputs[0].dtype)
-        for add_part, (values, indices) in zip(add_parts, _parts(inputs, keys), strict=True):
+        result = xp.zeros(read(sizes_of(inputs, shape)), dtype=inputs[0].dtype)
+        for add_part, (values, indices) in zip(add_parts, parts_of(inputs, keys), strict=True):
             add_part(result, values, indices)
         return result
 
@@ -89,18 +95,23 @@ def _scatter_kernel(xp: Any, *, keys: tuple[Key, ...], shape: Shape, known: Shap
     on_host = _scatter_kernel(np, keys=keys, shape=shape, known=known)
 
     def scatter_or_host(*inputs: Any) -> Any:
-        has_flag = any(is_flag(index) for _, indices in _parts(inputs, keys) for index in indices)
+        has_flag = any(is_flag(index) for _, indices in parts_of(inputs, keys) for index in indices)
         return (on_host if has_flag else scatter)(*inputs)
 
     return scatter_or_host
 
 
-def _host_inputs(node: Node) -> Collection[int]:
-    """Positions of the inputs whose values a scatter reads: sizes, and what indexing with the keys does."""
+def host_places(node: Node, first: int = 0) -> Collection[int]:
+    """Positions of the inputs whose values a scatter reads: sizes, and what indexing with the keys does.
+
+    Args:
+        node: with the attributes of a scatter.
+        first: position of its first values.
+    """
     keys, shape = node.attrs["keys"], node.attrs["shape"]
-    places = list(range(len(node.inputs)))
+    places = list(range(first, len(node.inputs)))
     found = places[len(places) - _size_count(shape) :]
-    for key, (_, numbers) in zip(keys, _parts(places, keys), strict=True):
+    for key, (_, numbers) in zip(keys, parts_of(places, keys), strict=True):
         read = host_indices(key, [node.inputs[number].spec for number in numbers])
         if read is None:
             return places
@@ -108,7 +119,8 @@ def _host_inputs(node: Node) -> Collection[int]:
     return found
 
 
-def _part_kernel(xp: Any, key: Key, *, is_first: bool) -> Callable[[Any, Any, Sequence[Any]], None]:
+def part_kernel(xp: Any, key: Key, *, is_first: bool) -> Callable[[Any, Any, Sequence[Any]], None]:
+    """A function that adds values to an array at a key; `is_first`: to zeros alone."""
     static, build = compile_key(key)
 
     def set_slices(result: Any, values: Any, indices: Sequence[Any]) -> None:
@@ -119,10 +131,11 @@ def _part_kernel(xp: Any, key: Key, *, is_first: bool) -> Callable[[Any, Any, Se
 
     def add_at_indices(result: Any, values: Any, indices: Sequence[Any]) -> None:
         index = build(*indices) if xp is np else device_index(xp, build(*indices))
-        if any(item.ndim and item.dtype.kind != "b" for item in indices):
-            _add_at(xp, result, index if isinstance(index, tuple) else (index,), values)
-        else:  # slices, single positions and masks name no element twice
-            result[index] += values
+        for item in indices:
+            if item.ndim and item.dtype.kind != "b":
+                _add_at(xp, result, index if isinstance(index, tuple) else (index,), values)
+                return
+        result[index] += values  # slices, single positions and masks name no element twice
 
     if static is None:
         return add_at_indices
@@ -173,7 +186,7 @@ SCATTER_TO = register(
         infer=_scatter_spec,
         kernel=_scatter_kernel,
         flops=_scatter_flops,
-        host_inputs=_host_inputs,
+        host_inputs=host_places,
     )
 )
 
@@ -198,7 +211,7 @@ def scatter_to(
 def _scatter_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     keys = node.attrs["keys"]
     grads: list[Tensor | None] = []
-    for key, (_, indices) in zip(keys, _parts(node.inputs, keys), strict=True):
+    for key, (_, indices) in zip(keys, parts_of(node.inputs, keys), strict=True):
         grads += [apply(GETITEM, grad, *indices, key=key)[0], *[None] * len(indices)]
     return [*grads, *[None] * (len(node.inputs) - len(grads))]
 
@@ -221,7 +234,7 @@ def sum_of_gradients(grads: Sequence[Tensor]) -> Tensor:
         node = grad.node
         if node.op is SCATTER_TO:
             shape, known = node.attrs["shape"], node.attrs["known"]
-            groups.setdefault((shape, known, tuple(_sizes(node.inputs, shape))), []).append(node)
+            groups.setdefault((shape, known, tuple(sizes_of(node.inputs, shape))), []).append(node)
         else:
             rest.append(grad)
     return reduce(add, [*rest, *map(_joined, groups.values())])
@@ -234,13 +247,13 @@ def _joined(nodes: Sequence[Node]) -> Tensor:
         return first.outputs[0]
     shape, known = first.attrs["shape"], first.attrs["known"]
     keys = tuple(key for node in nodes for key in node.attrs["keys"])
-    parts = [part for node in nodes for part in _parts(node.inputs, node.attrs["keys"])]
+    parts = [part for node in nodes for part in parts_of(node.inputs, node.attrs["keys"])]
     tiling = _tiling(keys, first.outputs[0].shape)
     if tiling is not None:
         axis, order = tiling
         return concat([parts[place][0] for place in order], axis=axis)
     inputs = [item for values, indices in parts for item in (values, *indices)]
-    return apply(SCATTER_TO, *inputs, *_sizes(first.inputs, shape), keys=keys, shape=shape, known=known)[0]
+    return apply(SCATTER_TO, *inputs, *sizes_of(first.inputs, shape), keys=keys, shape=shape, known=known)[0]
 
 
 def _tiling(keys: Sequence[Key], shape: Shape) -> tuple[int, list[int]] | None:

@@ -1,0 +1,293 @@
+"""Sums of gradients that reach parts of one value: rows, slices, windows, elements picked by number.
+
+A part is kept as it comes, with the key that names it, until the parts are as large together as the whole; then they
+are added up in one array. So a loop pays for the parts that it reads, however long the array is, and what is kept is
+never much larger than the array. A sum is a VARIANT that loops carry and branches give; the next one takes its memory.
+
+The gradient of such a sum is one, too: from it are read the parts that were added here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from asyncflow.autodiff.store_gradients import STORE, merge_gradients, no_gradient
+from asyncflow.graph.build import apply
+from asyncflow.graph.op import Op, derivative, register
+from asyncflow.graph.shapes import size_of
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import free
+from asyncflow.ops.derivatives.scatter import (
+    SCATTER_TO,
+    host_places,
+    index_count,
+    names_rows,
+    part_kernel,
+    parts_of,
+    sizes_of,
+)
+from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, ensure_shape, shape_of
+from asyncflow.ops.extents import shape_reader, split_extents, template_shape
+from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, host_indices, indexed_shape, is_flag
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from types import ModuleType
+
+    from asyncflow.graph.dtypes import DType
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.shapes import Shape
+
+_WHOLE: Key = (ELLIPSIS,)
+
+_ENTRY = 64
+"""Elements that a part counts as beside its own: keeping it takes about as much memory."""
+
+_FEW = 4
+"""Parts that are known to be more than this part of the whole are added up as wholes."""
+
+
+class _Place:
+    """Where parts of one key go, for one node."""
+
+    __slots__ = ("_add", "_is_rows", "_xp")
+
+    def __init__(self, xp: ModuleType, key: Key) -> None:
+        self._xp = xp
+        self._add = part_kernel(xp, key, is_first=False)
+        self._is_rows = names_rows(key)
+
+    def add(self, result: Any, parts: Sequence[_Part]) -> None:
+        """Adds parts of this place to an array."""
+        ranks = {_rank(part[2][0]) for part in parts} if self._is_rows else None
+        if ranks == {0}:
+            for _, values, (row,) in parts:
+                result[row] += values
+        elif ranks == {1}:  # adding at positions costs more for each call than for each row
+            rows = self._xp.concatenate([indices[0] for _, _, indices in parts])
+            self._add(result, self._xp.concatenate([values for _, values, _ in parts]), [rows])
+        else:
+            for _, values, indices in parts:
+                self._add(result, values, indices)
+
+
+def _rank(rows: Any) -> int | None:
+    """Of numbers of rows; None for a mask."""
+    return None if rows.dtype.kind == "b" else rows.ndim
+
+
+_Part: TypeAlias = "tuple[_Place | None, Any, Sequence[Any]]"
+"""Where it goes, None for the whole; values; and the tensors in the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What the parts are parts of."""
+
+    xp: ModuleType
+    extents: tuple[int, ...]
+    dtype: DType
+    size: int
+
+    def added_up(self, parts: Sequence[_Part]) -> Any:
+        """An array with all parts in their places."""
+        (place, values, _), *rest = parts
+        if place is None and not rest:
+            return values
+        result = self.xp.array(values) if place is None else self.xp.zeros(self.extents, self.dtype)
+        alike: dict[_Place | None, list[_Part]] = {}
+        for part in rest if place is None else parts:
+            alike.setdefault(part[0], []).append(part)
+        for place, group in alike.items():
+            if place is None:
+                for _, whole, _ in group:
+                    result += whole
+            else:
+                place.add(result, group)
+        return result
+
+
+class PartSum:
+    """What has reached parts of a value: the first `length` entries of a log that versions share.
+
+    Only the newest version grows in place, and any thread may use any version.
+
+    Attributes:
+        whole: what they are parts of.
+        length: how many there are.
+        nbytes: of the parts, for the profiler.
+        size: elements that have come since the last time that all were added up; see `_ENTRY`.
+    """
+
+    __slots__ = ("_lock", "_log", "_total", "length", "nbytes", "size", "whole")
+
+    def __init__(self, whole: _Whole, log: list[_Part], lock: Lock, nbytes: int, size: int) -> None:
+        self._log = log
+        self._lock = lock
+        self._total: Any | None = None
+        self.whole = whole
+        self.length = len(log)
+        self.nbytes = nbytes
+        self.size = size
+
+    @classmethod
+    def of(cls, whole: _Whole, parts: Sequence[_Part]) -> PartSum:
+        """One with these parts alone, added up if they are as large as the whole."""
+        size = sum(values.size + _ENTRY for _, values, _ in parts)
+        if size >= whole.size:
+            parts, size = [(None, whole.added_up(parts), ())], 0
+        return cls(whole, list(parts), Lock(), sum(values.nbytes for _, values, _ in parts), size)
+
+    def parts(self) -> Sequence[_Part]:
+        """All of them, or what they add up to if that is known."""
+        return self._log[: self.length] if self._total is None else [(None, self._total, ())]
+
+    def with_parts(self, parts: Sequence[_Part]) -> PartSum:
+        """With more parts."""
+        size, nbytes = self.size, self.nbytes
+        for _, values, _ in parts:
+            size += values.size + _ENTRY
+            nbytes += values.nbytes
+        if size >= self.whole.size:
+            return PartSum.of(self.whole, [*self.parts(), *parts])
+        with self._lock:
+            log, lock = self._log, self._lock
+            if self.length < len(log):
+                log, lock = log[: self.length], Lock()
+            log.extend(parts)
+            return PartSum(self.whole, log, lock, nbytes, size)
+
+    def merged(self, other: PartSum) -> PartSum:
+        """With those of `other`; the cost is that of the shorter one."""
+        return self.with_parts(other.parts()) if other.length <= self.length else other.merged(self)
+
+    def total(self) -> Any:
+        """The sum of all, each in its place of the whole; nobody writes to it."""
+        if self._total is None:
+            self._total = self.whole.added_up(self.parts())
+        return self._total
+
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+
+def _add_kernel(xp: ModuleType, *, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Kernel:
+    places, read = [None if key == _WHOLE else _Place(xp, key) for key in keys], shape_reader(shape)
+    place, n_indices = places[0], index_count(keys[0])
+
+    def add(total: Any, *inputs: Any) -> PartSum:
+        if len(places) == 1:
+            parts: list[_Part] = [(place, inputs[0], inputs[1 : 1 + n_indices])]
+        else:
+            parts = [(place, *part) for place, part in zip(places, parts_of(inputs, keys), strict=True)]
+        if total.length:
+            grown: PartSum = total.with_parts(parts)
+            return grown
+        extents = read(sizes_of(inputs, shape))
+        return PartSum.of(_Whole(xp, extents, inputs[0].dtype, prod(extents)), parts)
+
+    return add
+
+
+def _part_kernel(xp: ModuleType, *, key: Key, shape: Shape, dtype: DType) -> Kernel:
+    (static, build), n_indices, read = compile_key(key), index_count(key), shape_reader(shape)
+
+    def part(total: Any, *inputs: Any) -> Any:
+        index = static if static is not None else build(*inputs[:n_indices])
+        if static is None and xp is not np:
+            index = device_index(xp, index)
+        if total.length:
+            return total.total()[index]
+        nothing = xp.broadcast_to(xp.zeros((), dtype), read(inputs[n_indices:]))[index]
+        return xp.zeros(nothing.shape, dtype)
+
+    return part
+
+
+def _part_spec(total: Spec, *inputs: Spec, key: Key, shape: Shape, dtype: DType) -> Spec:
+    n_indices = index_count(key)
+    return Spec(dtype, indexed_shape(template_shape(shape, inputs[n_indices:]), key, inputs[:n_indices]))
+
+
+def _part_host_inputs(node: Node) -> Collection[int]:
+    key = node.attrs["key"]
+    count = index_count(key)
+    read = host_indices(key, [x.spec for x in node.inputs[1 : 1 + count]])
+    assert read is not None, "a single boolean names no part"
+    return [*(1 + number for number in read), *range(1 + count, len(node.inputs))]
+
+
+ADD_PARTS = register(
+    Op(
+        name="add_parts",
+        infer=lambda total, *inputs, **attrs: STORE,
+        kernel=_add_kernel,
+        flops=free,
+        host_inputs=lambda node: host_places(node, 1),
+    )
+)
+PART_OF_SUM = register(Op(name="part_of_sum", infer=_part_spec, kernel=_part_kernel, host_inputs=_part_host_inputs))
+
+
+def are_parts(grad: Tensor, whole: Shape) -> bool:
+    """Whether a gradient of a value of shape `whole` is made of parts that are few beside it, as far as is known."""
+    node = _maker(grad)
+    if node.op is PART_OF_SUM:
+        return bool(node.attrs["key"] == _WHOLE)
+    if node.op is not SCATTER_TO:
+        return False
+    parts, size = parts_of(node.inputs, node.attrs["keys"]), size_of(whole)
+    if any(is_flag(index) for _, indices in parts for index in indices):
+        return False
+    sizes = [size_of(values.shape) for values, _ in parts]
+    return size is None or sum(each or 0 for each in sizes) * _FEW <= size
+
+
+def with_parts(total: Tensor, grad: Tensor) -> Tensor:
+    """A sum, with the parts of a gradient that is made of them."""
+    node = _maker(grad)
+    if node.op is PART_OF_SUM:
+        return merge_gradients(total, node.inputs[0])
+    return apply(ADD_PARTS, total, *node.inputs, **node.attrs)[0]
+
+
+def whole_sum(total: Tensor, like: Tensor) -> Tensor:
+    """The gradient of the forward value `like` that a sum stands for."""
+    template, sizes = split_extents(shape_of(like))
+    return ensure_shape(apply(PART_OF_SUM, total, *sizes, key=_WHOLE, shape=template, dtype=like.dtype)[0], like.shape)
+
+
+def _maker(grad: Tensor) -> Node:
+    """The node that makes a gradient, whatever is known of its shape."""
+    while grad.node.op is ENSURE_SHAPE:
+        grad = grad.node.inputs[0]
+    return grad.node
+
+
+# -- their derivatives -----------------------------------------------------------------------------------------------
+
+
+@derivative(ADD_PARTS)
+def _add_parts(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
+    _, *inputs = node.inputs
+    keys, shape = node.attrs["keys"], node.attrs["shape"]
+    sizes = sizes_of(inputs, shape)
+    reached: list[Tensor | None] = [grads]
+    for key, (values, indices) in zip(keys, parts_of(inputs, keys), strict=True):
+        part = apply(PART_OF_SUM, grads, *indices, *sizes, key=key, shape=shape, dtype=values.dtype)[0]
+        reached += [ensure_shape(part, values.shape), *[None] * len(indices)]
+    return [*reached, *[None] * len(sizes)]
+
+
+@derivative(PART_OF_SUM)
+def _part_of_sum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    _, *inputs = node.inputs
+    key, shape = node.attrs["key"], node.attrs["shape"]
+    grads = apply(ADD_PARTS, no_gradient(), grad, *inputs, keys=(key,), shape=shape, known=None)[0]
+    return [grads, *[None] * len(inputs)]
