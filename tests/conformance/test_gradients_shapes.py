@@ -149,6 +149,26 @@ async def test_64_rows_in_nested_loops(run: Run) -> None:
     np.testing.assert_allclose(second, np.full(5, 10.0))
 
 
+async def test_100_windows_in_branches_and_nested_loops(run: Run) -> None:
+    """CONFORMANCE 100: windows and rows by vectors, read where they are added up as parts; second derivatives."""
+    x = af.placeholder("float64", (24, 2))
+
+    def inner(i: Any, j: Any, total: Any) -> Any:
+        window = af.cond(i > 1, lambda: x[i : i + 2], lambda: af.take(x, af.stack([-j - 1, i]), axis=0) * 2)
+        return total + af.sum(window**2)
+
+    y = repeat(4, lambda i, total: repeat(3, lambda j, t: inner(i, j, t), total), np.float64(0))
+    slope = af.gradients(y, x)
+    values = np.random.default_rng(0).normal(size=(24, 2))
+    weights = np.zeros((24, 1))
+    for i in range(4):
+        for j in range(3):
+            np.add.at(weights, [i, i + 1] if i > 1 else [-j - 1, i], 2 if i > 1 else 8)
+    first, second = await run((slope, af.gradients(slope, x)), {x: values})
+    np.testing.assert_allclose(first, weights * values, rtol=1e-12)
+    np.testing.assert_allclose(second, np.broadcast_to(weights, (24, 2)), rtol=1e-12)
+
+
 # -- 66: what is saved ------------------------------------------------------------------------------------------------
 
 
