@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -64,7 +65,8 @@ async def test_parts_add_up(shape: Any, graph: af.Graph) -> None:
     """To second order, whatever is known of shapes."""
     x = af.placeholder("float64", shape)
     slopes = {
-        name: af.gradients(summed(4, lambda t, read=read: read(x, t, af.stack)), x) for name, read in READS.items()
+        name: af.gradients(summed(4, partial(lambda read, t: read(x, t, af.stack), read)), x)
+        for name, read in READS.items()
     }
     curvature = af.gradients(sum(map(af.sum, slopes.values())), x)
     values = np.random.default_rng(0).normal(size=(ROWS, 3))
@@ -157,10 +159,16 @@ class Counting:
         return counted
 
 
-def sum_of(xp: Any, n: int, trips: int) -> PartSum:
+def adding(xp: Any, shape: tuple[int, ...]) -> Callable[..., PartSum]:
+    """What adds rows by number."""
+    assert part_sums.ADD_PARTS.kernel is not None
+    return part_sums.ADD_PARTS.kernel(xp, keys=((("input", 0),),), shape=shape, known=None)
+
+
+def sum_of(xp: Any, n: int, trips: int) -> Any:
     """Of rows of 8, in an array of n rows."""
-    add = part_sums.ADD_PARTS.kernel(xp, keys=((("input", 0),),), shape=(n, 8), known=None)
-    total = StoreGradient.of(())
+    add = adding(xp, (n, 8))
+    total: Any = StoreGradient.of(())
     for k in range(trips):
         total = add(total, np.full(8, k), np.int64(k % n))
     return total
@@ -178,7 +186,7 @@ def test_parts_are_added_up_when_they_are_as_large_as_the_whole() -> None:
 
 def test_versions_keep_their_meaning() -> None:
     """Both that follow one version, though only the first grows in place; and both orders of a sum of two."""
-    add = part_sums.ADD_PARTS.kernel(np, keys=((("input", 0),),), shape=(300,), known=None)
+    add = adding(np, (300,))
     first = add(StoreGradient.of(()), np.float64(1), np.int64(0))
     second, third = add(first, np.float64(2), np.int64(1)), add(first, np.float64(3), np.int64(-1))
     found = [each.total()[[0, 1, 299]].tolist() for each in (first, second, third)]
