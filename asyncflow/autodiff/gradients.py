@@ -53,7 +53,8 @@ def gradients(
         ys: a tensor, or a nest of tensors, of floats or complex numbers; others have no gradient.
         xs: a tensor or `Variable`, or a nest of them. The gradient of a variable is that of all its reads; what was
             assigned to it before is no part of that, as a variable's value comes from outside the graph.
-        grad_ys: what to multiply each y's derivatives by, in the same nest; ones if None, also for a part of it.
+        grad_ys: what to multiply each y's derivatives by, in the same nest; ones if None, also for a part of it. A
+            complex y needs one.
         stop_gradients: tensors that count as constants.
         unconnected: ``"none"`` gives None for an x on which no y depends, ``"zero"`` zeros. An x that only ops without
             a derivative connect (such as `argmax`) has a gradient of zeros, and integers have None.
@@ -62,7 +63,8 @@ def gradients(
         The nest of `xs`, with a tensor of the same dtype and shape for each, or None.
 
     Raises:
-        GraphError: an op on the way has no derivative, or tensors belong to other graphs or bodies.
+        GraphError: an op on the way has no derivative, tensors belong to other graphs or bodies, or a complex y has no
+            grad_y.
         DTypeError, ShapeError: a grad_y does not fit its y.
         ValueError: (in the run, as the cause of a KernelError) the same of shapes that only a run knows.
 
@@ -249,6 +251,12 @@ def _taken(graph: Graph) -> Sequence[tuple[Tensor, Tensor]]:
 def _seed(y: Tensor, given: TensorLike | None) -> Tensor:
     """What reaches `y` from outside, in the current graph."""
     if given is None:
+        if y.dtype.kind == "c":
+            raise GraphError(
+                f"gradients: {y!r} is complex, so it has no one direction to rise in: give its weights with grad_ys=, "
+                f"such as af.ones_like(y), or differentiate a real number made of it, such as af.real(y) or af.abs(y)"
+                f"\n  written at {user_location()}"
+            )
         return ones(shape_of(y), dtype=y.dtype)
     grad = as_tensor(given) if isinstance(given, Tensor | SupportsTensor) else as_tensor(given, y.dtype)
     if grad.dtype != y.dtype:

@@ -455,7 +455,7 @@ def _sigmoid(loop: _Loop, x: str) -> str:
 
 
 def _silu(loop: _Loop, x: str) -> str:
-    return f"{x} * ({_sigmoid(loop, x)})"
+    return f"asyncflow_maximum<{loop.type}>({x}, {loop.number(nn.FARTHEST)}) * ({_sigmoid(loop, x)})"
 
 
 def _softplus(loop: _Loop, x: str) -> str:
@@ -464,8 +464,9 @@ def _softplus(loop: _Loop, x: str) -> str:
 
 
 def _gelu(loop: _Loop, x: str) -> str:
-    half, one, slope, cubic = map(loop.number, (0.5, 1.0, 0.7978845608028654, 0.044715))
-    return f"{half} * {x} * ({one} + tanh{loop.suffix}({slope} * ({x} + {cubic} * {x} * {x} * {x})))"
+    half, one, slope, cubic, far = map(loop.number, (0.5, 1.0, 0.7978845608028654, 0.044715, nn.FARTHEST))
+    factor = f"{half} * asyncflow_maximum<{loop.type}>({x}, {far})"
+    return f"{factor} * ({one} + tanh{loop.suffix}({slope} * ({x} + {cubic} * {x} * {x} * {x})))"
 
 
 _rules.update(
@@ -483,7 +484,6 @@ _rules.update(
 _composite.update((e.CLIP, nn.SIGMOID, nn.SILU, nn.SOFTPLUS, nn.GELU))
 not_fused(e.COMPLEX_MULTIPLY, e.REAL, e.IMAG, because="complex numbers have no expressions")
 not_fused(IDENTITY, because="its value is its input's: there is nothing to launch")
-
 
 __all__ = [
     "HALVES",

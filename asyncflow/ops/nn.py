@@ -71,8 +71,16 @@ def _softplus(xp: Any, x: Any) -> Any:
     return xp.maximum(x, 0) + xp.log1p(xp.exp(-xp.abs(x)))
 
 
+FARTHEST = -3e38
+"""What counts as -inf where that is multiplied by a 0: what a float32 can hold, and far beyond where that is 0."""
+
+
+def _silu(xp: Any, x: Any) -> Any:
+    return xp.maximum(x, FARTHEST) * _sigmoid(xp, x)
+
+
 def _gelu(xp: Any, x: Any) -> Any:
-    return 0.5 * x * (1 + xp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    return 0.5 * xp.maximum(x, FARTHEST) * (1 + xp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
 def _relu_spec(x: Spec) -> Spec:
@@ -86,9 +94,9 @@ def _relu_kernel(xp: Any) -> Kernel:
 
 RELU = register(Op(name="relu", infer=_relu_spec, kernel=_relu_kernel, is_total=True))
 SIGMOID = _activation("sigmoid", _sigmoid, 4)
-SILU = _activation("silu", lambda xp, x: x * _sigmoid(xp, x), 5)
+SILU = _activation("silu", _silu, 6)
 SOFTPLUS = _activation("softplus", _softplus, 8)
-GELU = _activation("gelu", _gelu, 12)
+GELU = _activation("gelu", _gelu, 13)
 
 
 def relu(x: TensorLike, /) -> Tensor:
@@ -206,11 +214,32 @@ def _layer_norm_spec(x: Spec, *affine: Spec, axis: Axes, epsilon: float, scaled:
 def _layer_norm(xp: Any, axis: Axes, epsilon: float, scaled: bool, shifted: bool, x: Any, *affine: Any) -> Any:
     if not x.size:
         return x
-    centred = x - x.mean(axis=axis, keepdims=True)
-    result = centred / xp.sqrt((centred * centred).mean(axis=axis, keepdims=True) + epsilon)
+    result = _normal(xp, axis, epsilon, x)
     if scaled:
         result = result * affine[0]
     return result + affine[-1] if shifted else result
+
+
+def _normal(xp: Any, axis: Axes, epsilon: float, x: Any) -> Any:
+    """`x` with mean 0 and variance 1, though the squares of its values may be larger than any number."""
+    if xp is np:  # to look costs nothing here
+        centred = x - x.mean(axis=axis, keepdims=True)
+        variance = (centred * centred).mean(axis=axis, keepdims=True)
+        if np.isfinite(variance).all():
+            return centred / np.sqrt(variance + epsilon)
+    limit, factor, least = scale_of_squares(x.dtype)
+    is_large = xp.abs(x).sum(axis=axis, keepdims=True) > limit
+    x = x * xp.where(is_large, x.dtype.type(factor), x.dtype.type(1))
+    centred = x - x.mean(axis=axis, keepdims=True)
+    variance = (centred * centred).mean(axis=axis, keepdims=True)
+    return centred / xp.sqrt(variance + xp.where(is_large, x.dtype.type(least), x.dtype.type(epsilon)))
+
+
+def scale_of_squares(dtype: DType) -> tuple[float, float, float]:
+    """From which sum of magnitudes on values are multiplied before squaring, by what, and what epsilon is then."""
+    info = np.finfo(dtype)
+    half = info.maxexp // 2
+    return 2.0 ** (half - 12), 2.0 ** -(half + 16), float(info.tiny)
 
 
 def _layer_norm_kernel(xp: Any, *, axis: Axes, epsilon: float, scaled: bool, shifted: bool) -> Kernel:
@@ -324,6 +353,7 @@ def embedding(table: TensorLike, ids: TensorLike, /) -> Tensor:
 
 
 __all__ = [
+    "FARTHEST",
     "embedding",
     "gelu",
     "layer_norm",
@@ -331,6 +361,7 @@ __all__ = [
     "logsumexp",
     "one_hot",
     "relu",
+    "scale_of_squares",
     "sigmoid",
     "silu",
     "softmax",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.errors import DTypeError, GraphError, ShapeError, brief, user_location
 from asyncflow.foreign_names import public_names
 from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
@@ -25,7 +25,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import reduced, static_int
 from asyncflow.ops.creation import arange
 from asyncflow.ops.elementwise import add, multiply, subtract
-from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
+from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, static_value, template_shape
 from asyncflow.ops.promotion import is_weak, kind_of, require_kind
 
 if TYPE_CHECKING:
@@ -77,6 +77,21 @@ def _apply(op: Op, *inputs: TensorLike, seed: int | None, name: str | None, **at
     # Only now is it known what the node is called.
     result.node.attrs["seed"] = _seed_of(result.node.name)
     return result
+
+
+def _require(holds: Any, values: Any, rule: str) -> None:
+    """Raises a ValueError that shows the first of `values` for which it does not hold."""
+    if not np.all(holds):
+        wrong = np.asarray(values)[~np.asarray(holds)]
+        raise ValueError(f"{rule}; got {wrong.flat[0]} ({wrong.size} of {np.size(values)} values are wrong)")
+
+
+def _check_known(what: str, rule: str, *values: TensorLike, holds: Callable[..., Any]) -> None:
+    """Refuses parameters that are known while the graph is built."""
+    known = [static_value(x) if isinstance(x, Tensor) else x for x in values if not isinstance(x, SupportsTensor)]
+    if len(known) == len(values) and all(x is not None for x in known) and not np.all(holds(*map(np.asarray, known))):
+        seen = " and ".join(map(brief, values))
+        raise GraphError(f"random_{what}: {rule}; got {seen}\n  written at {user_location()}")
 
 
 # -- floats ----------------------------------------------------------------------------------------------------------
@@ -142,11 +157,15 @@ def normal(
     Args:
         shape: ints and integer tensors of rank 0, or one integer tensor of rank 1.
         mean: broadcasts with the result.
-        std: standard deviation, likewise.
+        std: standard deviation, likewise; 0 or more.
         dtype: a float dtype.
         seed: of this op; None derives one from its name.
         name: of the node.
+
+    Raises:
+        GraphError: `std` is known while the graph is built, and below 0 or not finite.
     """
+    _check_std("normal", std)
     return _scaled(_floats(NORMAL, shape, dtype, seed, name), std, mean)
 
 
@@ -160,7 +179,14 @@ def truncated_normal(
     name: str | None = None,
 ) -> Tensor:
     """Like `normal`, with values further than two standard deviations from the mean drawn again."""
+    _check_std("truncated_normal", std)
     return _scaled(_floats(TRUNCATED_NORMAL, shape, dtype, seed, name), std, mean)
+
+
+def _check_std(what: str, std: TensorLike) -> None:
+    _check_known(
+        what, "a standard deviation is finite, and 0 or more", std, holds=lambda std: np.isfinite(std) & (std >= 0)
+    )
 
 
 def uniform(
@@ -181,7 +207,12 @@ def uniform(
         dtype: a float dtype.
         seed: see `normal`.
         name: of the node.
+
+    Raises:
+        GraphError: `low` and `high` are known while the graph is built, and not finite or not in that order.
     """
+    in_order = "low and high are finite, and low is not above high"
+    _check_known("uniform", in_order, low, high, holds=lambda a, b: np.isfinite(a) & np.isfinite(b) & (a <= b))
     from_zero = is_weak(low) and low == 0
     width = high if from_zero else high - low if is_weak(low) and is_weak(high) else subtract(high, low)
     return _scaled(_floats(UNIFORM, shape, dtype, seed, name), width, low)
@@ -238,11 +269,24 @@ def _bernoulli_spec(p: Spec) -> Spec:
     return Spec(bool_, p.shape)
 
 
-BERNOULLI = _random_op("bernoulli", _bernoulli_spec, lambda: lambda rng, p: rng.random(p.shape) < p.astype(float64))
+def _bernoulli_draw() -> Callable[..., Any]:
+    def draw(rng: np.random.Generator, p: Any) -> Any:
+        p = np.asarray(p).astype(float64)
+        _require((p >= 0) & (p <= 1), p, "probabilities lie from 0 to 1")
+        return rng.random(p.shape) < p
+
+    return draw
+
+
+BERNOULLI = _random_op("bernoulli", _bernoulli_spec, _bernoulli_draw)
 
 
 def bernoulli(p: TensorLike, /, *, seed: int | None = None, name: str | None = None) -> Tensor:
-    """True with probability `p`, float and elementwise; booleans of the shape of `p`."""
+    """True with probability `p`, float and elementwise; booleans of the shape of `p`.
+
+    Raises:
+        ValueError: (in the run, as the cause of a KernelError) a probability is below 0, above 1 or NaN.
+    """
     return _apply(BERNOULLI, p, seed=seed, name=name)
 
 
@@ -252,15 +296,27 @@ def _categorical_spec(logits: Spec, *, axis: int) -> Spec:
 
 
 def _categorical_draw(*, axis: int) -> Callable[..., Any]:
-    # The largest of the logits plus Gumbel noise falls on a category with just its probability.
-    return lambda rng, logits: np.argmax(logits.astype(float64) + rng.gumbel(size=logits.shape), axis=axis)
+    def draw(rng: np.random.Generator, logits: Any) -> Any:
+        if not logits.shape[axis]:
+            raise ValueError(f"there is no category to draw: logits of shape {logits.shape} along axis {axis}")
+        largest = logits.max(axis=axis)
+        _require(np.isfinite(largest), largest, "the largest logit along the axis is finite")
+        # The largest of the logits plus Gumbel noise falls on a category with just its probability.
+        return np.argmax(logits.astype(float64) + rng.gumbel(size=logits.shape), axis=axis)
+
+    return draw
 
 
 CATEGORICAL = _random_op("categorical", _categorical_spec, _categorical_draw)
 
 
 def categorical(logits: TensorLike, /, *, axis: int = -1, seed: int | None = None, name: str | None = None) -> Tensor:
-    """Category numbers drawn with probabilities ``softmax(logits)``: int64, the shape of `logits` without `axis`."""
+    """Category numbers drawn with probabilities ``softmax(logits)``: int64, the shape of `logits` without `axis`.
+
+    Raises:
+        ValueError: (in the run, as the cause of a KernelError) NaN or infinity among the logits, but for -inf, which is
+            a category that is never drawn; or none along `axis` that is.
+    """
     return _apply(CATEGORICAL, logits, seed=seed, name=name, axis=static_int(axis, "axis"))
 
 

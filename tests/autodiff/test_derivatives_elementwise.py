@@ -383,3 +383,20 @@ def test_functions_of_one_value_keep_no_shape(name: str) -> None:
         x = af.placeholder("float64", None)
         sweep([getattr(af, name)(x)], [x], [af.placeholder("float64", None)])
     assert not graph.shapes
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:underflow")
+def test_slopes_where_squares_are_no_numbers() -> None:
+    """The square of a large value is infinite and that of a small one 0, but the slope is neither."""
+    found: Any = gradients_at
+    for scale in (2.0**600, 2.0**-600):
+        by_y, by_x = found(af.atan2, [3 * scale], [4 * scale], grad=[np.ones(1)])
+        assert [by_y[0] * scale, by_x[0] * scale] == [pytest.approx(0.16), pytest.approx(-0.12)]
+        assert [g[0] for g in found(af.hypot, [3 * scale], [4 * scale], grad=[np.ones(1)])] == [0.6, 0.8]
+    assert found(af.asinh, [2.0**600], grad=[np.ones(1)])[0] == 2.0**-600
+
+
+def test_a_complex_sign_passes_nothing_at_0() -> None:
+    (found,) = gradients_at(af.sign, np.array([0, 3 + 4j]), grad=[np.array([1 + 2j, 1 + 2j])])
+    assert found is not None
+    assert found[0] == 0 and found[1] != 0

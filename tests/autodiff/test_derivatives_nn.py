@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import bfloat16
 from asyncflow.graph.op import derivative_of, why_not_differentiable
@@ -45,13 +46,21 @@ def test_activations(function: Any) -> None:
 def test_activations_far_out(function: Any, dtype: str) -> None:
     chosen = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
     far = np.array([-np.inf, -300.0, 300.0, np.inf], chosen)
-    if function is nn.silu:  # which is infinity times 0 there
-        far = far[1:3]
     slopes = only(gradients_at(function, far, grad=[np.ones(far.shape)]))
     assert slopes.dtype == chosen
     half = len(far) // 2
     expected = [0.0] * len(far) if function is nn.sigmoid else [0.0] * half + [1.0] * half
     assert slopes.astype(float).tolist() == expected
+
+
+@pytest.mark.parametrize("function", ACTIVATIONS[1:])
+def test_slopes_of_slopes_far_out_are_0(function: Any) -> None:
+    def slope(x: Any) -> Any:
+        (found,) = gradients(function(x), [x])
+        return found
+
+    far = np.array([-np.inf, -1e300, 1e300, np.inf])
+    assert (only(gradients_at(slope, far, grad=[np.ones(4)])) == 0).all()
 
 
 def test_relu_at_zero_and_of_integers() -> None:
@@ -185,3 +194,12 @@ def test_what_keeps_its_argument(name: str) -> None:
 
 def test_embedding_keeps_ids_alone() -> None:
     assert kept_values(nn.embedding, values(2, 2), np.array([1])) == {"x1"}
+
+
+def test_layer_norm_of_values_whose_squares_are_no_numbers() -> None:
+    """As of the same values made smaller, which layer_norm does not see."""
+    x, grad = values(3, 4), values(3, 4)
+    small: list[Any] = gradients_at(nn.layer_norm, x, x[0], grad=[grad])
+    large: list[Any] = gradients_at(nn.layer_norm, x * 2.0**600, x[0], grad=[grad])
+    np.testing.assert_allclose(large[0] * 2.0**600, small[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(large[1], small[1], rtol=1e-4, atol=1e-6)

@@ -295,3 +295,14 @@ async def test_f06_what_a_users_gradient_has_built(graph: af.Graph, regions: boo
     error = await failure(graph, af.gradients(same(x), x), {x: 1.0}, regions)
     assert error.node.startswith("gradients/same/")
     assert (error.location.file, error.location.line) == (__file__, line_of("the user's gradient"))
+
+
+def test_a_complex_y_needs_its_grad_y(graph: af.Graph) -> None:
+    """Ones would be a direction that nobody chose."""
+    z = af.placeholder("complex64", (2,), name="z")
+    with pytest.raises(af.GraphError, match=r"multiply:0 .* is complex.* grad_ys=, such as af(?s:.*)written at"):
+        af.gradients(z * z, z)
+    with pytest.raises(af.GraphError, match=r"grad_ys="):
+        af.gradients([af.abs(z), z * z], z, grad_ys=[af.ones((2,), dtype="float32"), None])
+    (found,) = af.gradients([z * z], [z], grad_ys=[np.ones(2, "complex64")])
+    assert found.dtype == z.dtype

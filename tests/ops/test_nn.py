@@ -59,6 +59,17 @@ def test_activations(evaluate: Evaluate, name: str, dtype: Any) -> None:
     assert math.isnan(evaluate(function(dtype.type(math.nan))))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", [*ACTIVATIONS, "gelu"])
+def test_activations_at_the_edges(evaluate: Evaluate, name: str, dtype: Any) -> None:
+    """Their limits at infinities and at the largest numbers, nothing lost at the smallest."""
+    info = ml_dtypes.finfo(dtype)
+    x = np.array([-np.inf, info.min, info.tiny, info.max, np.inf]).astype(dtype)
+    near_zero = {"sigmoid": 0.5, "softplus": math.log(2), "relu": float(x[2])}.get(name, float(x[2]) / 2)
+    far = [1.0, 1.0] if name == "sigmoid" else [float(x[3]), np.inf]
+    close(evaluate(getattr(nn, name)(x)), [0, 0, near_zero, *far], dtype)
+
+
 def test_sigmoid_keeps_the_digits_of_its_left_tail(evaluate: Evaluate) -> None:
     assert evaluate(nn.sigmoid(np.float64(-600))) == pytest.approx(math.exp(-600), rel=1e-12)
     assert evaluate(nn.sigmoid(np.array([-np.inf, np.inf], np.float64))).tolist() == [0, 1]
@@ -131,6 +142,21 @@ def test_layer_norm(evaluate: Evaluate, dtype: Any, axis: Any) -> None:
         (nn.layer_norm(x, scale, bias, axis=axis), want * scale.astype("f8") + bias.astype("f8")),
     ]:
         np.testing.assert_allclose(evaluate(got).astype("f8"), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_layer_norm_of_large_values(evaluate: Evaluate, dtype: Any) -> None:
+    """Whose squares are no numbers, or their sum is none; rows beside them keep their epsilon."""
+    pattern = np.array([[1.0, -2.0, 3.0, 5.0], [1.0, 1.0, 1.0, 1.0], [1e-3, 2e-3, 0.0, 1e-3]])
+    scale = np.array([[2.0 ** (ml_dtypes.finfo(dtype).maxexp // 2)], [2.0**6], [1.0]])
+    x = (pattern * scale).astype(dtype)
+    wide = x.astype("f8") / scale
+    epsilon = 1e-5 / scale**2
+    want = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + epsilon)
+    close(evaluate(nn.layer_norm(x)), want, dtype)
+    huge = (pattern[:2] / 8 * float(ml_dtypes.finfo(dtype).max)).astype(dtype)
+    close(evaluate(nn.layer_norm(huge)), [want[0], np.zeros(4)], dtype)
 
 
 def test_layer_norm_refuses_what_would_change_its_result() -> None:

@@ -157,3 +157,40 @@ def test_errors() -> None:
         random.choice(1.5)
     with pytest.raises(ShapeError, match=r"takes a tensor of rank 1 or more"):
         random.choice(placeholder("float32", ()))
+
+
+@pytest.mark.parametrize("p", [-1.0, 2.0, np.nan, np.inf])
+def test_bernoulli_refuses_what_is_no_probability(p: float) -> None:
+    x = placeholder("float32", (None,))
+    with pytest.raises(ValueError, match=rf"probabilities lie from 0 to 1; got {p} \(1 of 2 values are wrong\)"):
+        draw(random.bernoulli(x), {x: np.array([0.5, p], "f4")})
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        ([[0.0, np.nan], [0, 0]], r"the largest logit along the axis is finite; got nan \(1 of 2"),
+        ([[0.0, np.inf], [0, 0]], r"the largest logit along the axis is finite; got inf"),
+        ([[-np.inf, -np.inf], [0, 0]], r"the largest logit along the axis is finite; got -inf"),
+        (np.ones((2, 0)), r"there is no category to draw: logits of shape \(2, 0\) along axis -1"),
+    ],
+)
+def test_categorical_refuses_logits_of_no_distribution(logits: Any, message: str) -> None:
+    x = placeholder("float64", (2, None))
+    with pytest.raises(ValueError, match=message):
+        draw(random.categorical(x), {x: np.array(logits)})
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: random.normal((2,), std=-1), r"random_normal: a standard deviation is finite, and 0 or more; got -1"),
+        (lambda: random.truncated_normal(std=np.nan), r"random_truncated_normal: a standard deviation is finite"),
+        (lambda: random.normal(std=np.array([1.0, -2.0])), r"random_normal: a standard deviation"),
+        (lambda: random.uniform(low=2, high=1.0), r"random_uniform: low and high .* not above high; got 2 and 1.0"),
+        (lambda: random.uniform(high=np.inf), r"random_uniform: low and high are finite"),
+    ],
+)
+def test_parameters_that_make_no_distribution_are_refused(build: Any, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        build()

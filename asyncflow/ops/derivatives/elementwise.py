@@ -103,7 +103,7 @@ _multiplied(ew.TANH, lambda x, y: 1 - square(y))
 _divided(ew.ACOS, lambda x, y: negative(sqrt((1 - x) * (1 + x))))
 _divided(ew.ACOSH, lambda x, y: sqrt(x - 1) * sqrt(x + 1))
 _divided(ew.ASIN, lambda x, y: sqrt((1 - x) * (1 + x)))
-_divided(ew.ASINH, lambda x, y: sqrt(1 + square(x)))
+_divided(ew.ASINH, lambda x, y: sqrt(1 + square(x)) if _is_complex(x) else ew.hypot(1, x))
 _divided(ew.ATAN, lambda x, y: 1 + square(x))
 _divided(ew.ATANH, lambda x, y: (1 - x) * (1 + x))
 _divided(ew.LOG, lambda x, y: x)
@@ -138,7 +138,7 @@ def _sign(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
         return [None]
     across = grad - y * ew.real(grad * conjugated(y))
     size = ew.abs(x)
-    return [across / where(size == 0, 1, size)]
+    return [where(size == 0, 0, across / where(size == 0, 1, size))]
 
 
 @derivative(ew.CONJ)
@@ -234,17 +234,21 @@ def _by_base(x: Tensor, y: Tensor, grad: Tensor) -> Tensor:
 def _atan2(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """0 at the origin, which has no angle."""
     y, x = node.inputs
-    squared = square(x) + square(y)
-    scaled = grad / where(squared == 0, 1, squared)
-    return [_shared(y, node.inputs, lambda: scaled * x), _shared(x, node.inputs, lambda: scaled * negative(y))]
+    length = ew.hypot(x, y)  # whose square may be no number
+    length = where(length == 0, 1, length)
+    scaled = grad / length
+    return [
+        _shared(y, node.inputs, lambda: scaled * (x / length)),
+        _shared(x, node.inputs, lambda: scaled * negative(y / length)),
+    ]
 
 
 @derivative(ew.HYPOT)
 def _hypot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """0 at the origin."""
     (x, y), (length,) = node.inputs, node.outputs
-    scaled = grad / where(length == 0, 1, length)
-    return [_shared(x, node.inputs, lambda: scaled * x), _shared(y, node.inputs, lambda: scaled * y)]
+    length = where(length == 0, 1, length)
+    return [_shared(item, node.inputs, lambda: grad * (item / length)) for item in (x, y)]  # noqa: B023
 
 
 @derivative(ew.COPYSIGN)

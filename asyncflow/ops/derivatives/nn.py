@@ -14,9 +14,10 @@ from asyncflow.ops import nn
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.scatter import scatter_to
 from asyncflow.ops.derivatives.shapes import shape_of, sum_to_like
-from asyncflow.ops.elementwise import clip, exp, sqrt, square, tanh
+from asyncflow.ops.elementwise import abs, clip, exp, sqrt, square, tanh
 from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.nn import sigmoid
+from asyncflow.ops.promotion import weak_constant
 from asyncflow.ops.searching import where
 from asyncflow.ops.statistical import mean, sum
 
@@ -53,7 +54,8 @@ def _sigmoid(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(nn.SILU)
 def _silu(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    (x,) = node.inputs
+    # As for gelu.
+    x = clip(node.inputs[0], -1000, 1000)
     s = sigmoid(x)
     return [grad * (s * (1 + x * (1 - s)))]
 
@@ -108,12 +110,19 @@ def _layer_norm(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     scaled, shifted = node.attrs["scaled"], node.attrs["shifted"]
     axis, epsilon = node.attrs["axis"], node.attrs["epsilon"]
     x, reached = _widened(node.inputs[0]), _widened(grad)
-    centred = x - mean(x, axis=axis, keepdims=True)
-    deviation = sqrt(mean(square(centred), axis=axis, keepdims=True) + epsilon)
+    limit, factor, least = nn.scale_of_squares(x.dtype)
+    is_large = sum(abs(x), axis=axis, keepdims=True) > limit
+
+    def either(large: float, small: float) -> Tensor:
+        return where(is_large, weak_constant(large, x.dtype), weak_constant(small, x.dtype))
+
+    shrunk = x * either(factor, 1)
+    centred = shrunk - mean(shrunk, axis=axis, keepdims=True)
+    deviation = sqrt(mean(square(centred), axis=axis, keepdims=True) + either(least, epsilon))
     normal = centred / deviation
     inner = reached * _widened(node.inputs[1]) if scaled else reached
     along = normal * mean(inner * normal, axis=axis, keepdims=True)
-    by_x = (inner - mean(inner, axis=axis, keepdims=True) - along) / deviation
+    by_x = (inner - mean(inner, axis=axis, keepdims=True) - along) / deviation * either(factor, 1)
     found = [by_x]
     if scaled:
         found.append(sum_to_like(reached * normal, node.inputs[1]))
