@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from typing import Final
+
+LIMIT_S: Final = 1800
+"""A process that takes longer hangs."""
 
 
 async def run_python(*arguments: str) -> str:
@@ -15,7 +19,9 @@ async def run_python(*arguments: str) -> str:
     """
     # On a thread, for `subprocess` starts processes without `os.fork`, which is not safe beside threads of the peers.
     command = [sys.executable, *arguments]
-    process = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    process = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
     if process.returncode:
         raise RuntimeError(f"python {' '.join(arguments)} failed:\n{process.stderr}")
     return process.stdout

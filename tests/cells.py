@@ -37,10 +37,10 @@ REAL_CPUS_ONLY: Mapping[str, str] = {
     "test_73_the_times_of_a_firing": "looks for work on a stream's thread",
     "test_84_cancel_in_a_kernel_and_in_a_loop": "blocks a stream's thread; simulated streams have none",
     "test_86_two_sessions_in_one_loop": "blocks a stream's thread",
-    "test_87_other_coroutines_keep_their_latency": "measures real time",
-    "test_87_a_loop_without_kernels": "measures real time",
-    "test_87_the_guard_names_a_kernel_that_holds_the_loop": "measures real time",
-    "test_87_the_guard_says_nothing_of_threads": "measures real time",
+    "test_87_other_coroutines_keep_their_latency": "measures the processor time of the loop",
+    "test_87_a_loop_without_kernels": "measures the processor time of the loop",
+    "test_87_the_guard_names_a_kernel_that_holds_the_loop": "measures the processor time of the loop",
+    "test_87_the_guard_says_nothing_of_threads": "measures the processor time of the loop",
     "test_89_asyncio_debug_mode": "looks for calls from threads",
 }
 """Tests of the distributed rooms that run neither on virtual time nor on cards, and why."""
@@ -125,6 +125,9 @@ class Selection:
 
     def loops(self, test: pytest.Item) -> Sequence[str]:
         """The event loops on which a test without sessions, or outside the distributed rooms, runs."""
+        asked = test.get_closest_marker("asyncio")
+        if asked is not None and "loop_factories" in asked.kwargs:
+            return asked.kwargs["loop_factories"]
         if self.full and is_distributed(test) and _name(test) not in REAL_CPUS_ONLY:
             return tuple(LOOPS)
         return ("asyncio", "uvloop") if self.full or test.get_closest_marker("every_loop") else ("uvloop",)

@@ -97,6 +97,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if config.stash[_selection].has_turn(item)]
 
 
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays, so the collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 # -- what tests use --------------------------------------------------------------------------------------------------
 
 

@@ -374,6 +374,7 @@ def test_as_a_command(program: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=200,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("result 42 ['x']\n")

@@ -120,7 +120,7 @@ def compiled(sources: Sequence[KernelSource]) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernels.so"
         command = ["g++", *_FLAGS, "-x", "c++", "-", "-o", str(library)]
-        ran = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        ran = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=100)
         assert not ran.returncode, f"{ran.stderr}\n{text}"
         loaded = ctypes.CDLL(str(library))
     return [_runner(getattr(loaded, f"kernel_{number}"), source) for number, source in enumerate(sources)]
@@ -185,9 +185,8 @@ def _check_cuda(library: Path, text: str) -> None:
 def _check_cpp(text: str) -> None:
     head = "#include <math.h>\n#define __device__\n#define __global__\nstatic struct { int x; } blockIdx, blockDim, "
     command = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
-    ran = subprocess.run(
-        command, input=f"{head}threadIdx, gridDim;\n{text}", capture_output=True, text=True, check=False
-    )
+    written = f"{head}threadIdx, gridDim;\n{text}"
+    ran = subprocess.run(command, input=written, capture_output=True, text=True, check=False, timeout=100)
     assert not ran.returncode, f"{ran.stderr}\n{text}"
 
 

@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -149,7 +149,7 @@ LOADS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
 """What to build from the feed, the feed, and how many runs."""
 
 
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("load", [pytest.param(load, marks=pytest.mark.slow) for load in LOADS])
 async def test_87_other_coroutines_keep_their_latency(graph: af.Graph, load: str, regions: bool) -> None:
     """CONFORMANCE 87: a heartbeat beside the load is never held up for long."""
     build, fed, runs = LOADS[load]
@@ -179,34 +179,28 @@ async def test_87_a_loop_without_kernels(graph: af.Graph, regions: bool) -> None
 
 
 async def assert_latency(work: Callable[[], Awaitable[None]]) -> None:
-    """Prints the worst gap of a heartbeat beside `work`, and holds it against a generous bound.
-
-    The target is 5 ms. The best of a few attempts counts: a busy machine takes the processor away now and then, but
-    code that holds the event loop does so every time.
-    """
-    worst: list[float] = []
-    while len(worst) < 4:
-        gc.collect()
-        async with heartbeat() as gaps:
-            await work()
-        gaps.sort()
-        print(f"heartbeat: p99 {1000 * gaps[int(len(gaps) * 0.99)]:.2f} ms, worst {1000 * gaps[-1]:.2f} ms")
-        worst.append(gaps[-1])
-        if gaps[-1] < 0.05:
-            return
-    pytest.fail(f"the event loop was held for {worst} seconds")
+    """Prints the worst gap of a heartbeat beside `work`, and holds it against a generous bound; the target is 5 ms."""
+    gc.collect()
+    async with heartbeat() as gaps:
+        await work()
+    gaps.sort()
+    print(f"heartbeat: p99 {1000 * gaps[int(len(gaps) * 0.99)]:.2f} ms, worst {1000 * gaps[-1]:.2f} ms")
+    assert gaps[-1] < 0.05, f"the event loop was held for {gaps[-5:]} seconds"
 
 
 @asynccontextmanager
 async def heartbeat() -> AsyncIterator[list[float]]:
-    """The seconds between the turns of a task that only yields."""
+    """What the event loop's thread works between the turns of a task that only yields.
+
+    In seconds of processor time: on a busy machine those on the clock say what others do.
+    """
     gaps: list[float] = []
 
     async def beat() -> None:
-        before = perf_counter()
+        before = thread_time()
         while True:
             await asyncio.sleep(0)
-            now = perf_counter()
+            now = thread_time()
             gaps.append(now - before)
             before = now
 

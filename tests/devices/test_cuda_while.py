@@ -416,7 +416,7 @@ if (cpp := shutil.which("c++")) is not None:
             extern "C" void cudaGraphSetConditional(unsigned long long handle, unsigned int value)
             {{ *reinterpret_cast<unsigned int*>(handle) = value; }}
         """)
-        subprocess.run([str(cpp), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+        subprocess.run([str(cpp), "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=100)
         kernels = ctypes.CDLL(str(library))
         states = list(itertools.product((0, 1, 2), (ENDED, STOPPED, GIVEN_UP, TOO_LONG), (0, 4, 5)))
         for pred, state, count, most in itertools.product((False, True), states, (0, 1), (0, 1, 2)):

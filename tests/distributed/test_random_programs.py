@@ -61,7 +61,7 @@ def check(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)  # a failure takes hypothesis up to five minutes to simplify
+@pytest.mark.timeout(900)  # a failure takes hypothesis up to five minutes to simplify
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @given(program=programs(), seed=st.integers(0, 1 << 16), parallel_iterations=st.sampled_from([1, 2, 32]))
 @SWEEP
@@ -74,7 +74,7 @@ def test_random_programs_on_simulated_devices(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("regions", [True, False], ids=["regions", "interpreted"])
 @pytest.mark.parametrize("count", [2, 3, 8])
 @given(program=programs(), seed=st.integers(0, 1 << 16), parallel_iterations=st.sampled_from([1, 2, 32]))
@@ -88,7 +88,7 @@ def test_random_programs_on_cpus(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", [1, 3])
 @given(program=programs(), seed=st.integers(0, 1 << 16), parallel_iterations=st.sampled_from([1, 2, 32]))
 @settings(SWEEP, max_examples=SWEEP.max_examples // 2)

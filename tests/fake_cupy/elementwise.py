@@ -102,7 +102,9 @@ def compiled(source: str, name: str) -> Any:
         with tempfile.TemporaryDirectory(dir=folder) as work:
             target = Path(work) / "kernel.so"
             command = [compiler, *OPTIONS, "-x", "c++", "-", "-o", str(target)]
-            done = subprocess.run(command, input=header + source, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, input=header + source, capture_output=True, text=True, check=False, timeout=100
+            )
             if done.returncode:
                 raise CompileException(f"{done.stderr}\n{source}", source, name, OPTIONS, "g++")
             target.replace(library)

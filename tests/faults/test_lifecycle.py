@@ -195,14 +195,77 @@ def test_f28_interrupt(loop: str) -> None:
             except KeyboardInterrupt:
                 print("interrupted", flush=True)
     """
-    with programs.start(source, loop) as process:
+    with programs.started(source, loop) as process:
         assert process.stdout is not None
         for _ in range(3):
             assert process.stdout.readline() == "running\n"
             process.send_signal(signal.SIGINT)
             assert process.stdout.readline() == "interrupted\n"
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=programs.LIMIT_S)
     assert (process.returncode, out, err) == (0, "", "")
+
+
+@both_loops
+def test_f66_a_process_that_ignores_interrupts(loop: str) -> None:
+    """FAULTS F66: as a job in the background does; its runs go on to their end."""
+    source = """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+        async def main():
+            gate = CoroutineGate()
+            async with af.Session() as session:
+                with af.Graph():
+                    pending = asyncio.ensure_future(session.run(gate.op(20) + 1))
+                await until(lambda: gate.started)
+                print("running", flush=True)
+                await asyncio.to_thread(sys.stdin.readline)
+                gate.opened.set()
+                print(await pending)
+
+        with asyncio.Runner(loop_factory=FACTORY) as runner:
+            runner.run(main())
+    """
+    with programs.started(source, loop) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate("go on\n", timeout=programs.LIMIT_S)
+    assert (process.returncode, out, err) == (0, "21\n", "")
+
+
+@both_loops
+def test_f66_interrupted_twice(loop: str) -> None:
+    """FAULTS F66: the second one, while a run waits for a kernel on a thread, leaves nothing behind either."""
+    source = """
+        gate = ThreadGate()
+
+        async def main():
+            async with af.Session() as session:
+                with af.Graph():
+                    pending = asyncio.ensure_future(session.run(gate.op(1)))
+                await until(gate.entered.is_set)
+                main = asyncio.current_task()
+                watching = asyncio.ensure_future(until(main.cancelling))
+                watching.add_done_callback(lambda _: print("cancelled", flush=True))
+                print("running", flush=True)
+                await pending
+
+        with asyncio.Runner(loop_factory=FACTORY) as runner:
+            try:
+                runner.run(main())
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+                gate.opened.set()
+    """
+    with programs.started(source, loop) as process:
+        assert process.stdout is not None
+        for said in ("running\n", "cancelled\n"):
+            assert process.stdout.readline() == said
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=programs.LIMIT_S)
+    assert (process.returncode, out) == (0, "interrupted\n"), err
+    assert "never" not in err
+    assert "Fatal" not in err
 
 
 async def test_f51_close_lets_runs_end(graph: af.Graph) -> None:

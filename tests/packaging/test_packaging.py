@@ -35,6 +35,7 @@ def run(arguments: list[str], cwd: Path, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
+        timeout=200,
     )
     assert done.returncode == 0, f"python {' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.timeout(240)  # the guide has many programs, each a process of its own
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
 def test_programs_on_the_page_run(page: str, tmp_path: Path) -> None:
     # Blocks with prompts are left to `make doctest`, which also compares their output.
@@ -36,5 +35,6 @@ def test_programs_on_the_page_run(page: str, tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
+            timeout=200,
         )
         assert done.returncode == 0, f"{program}\n{done.stdout}\n{done.stderr}"

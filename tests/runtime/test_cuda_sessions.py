@@ -490,5 +490,6 @@ def test_importing_the_package_does_not_import_cupy(tmp_path: Any) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=200,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

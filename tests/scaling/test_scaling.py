@@ -159,7 +159,6 @@ def median_times(build: Callable[[int], tuple[Any, Any]], size: int) -> Times:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # collecting what other tests of the process have left takes its time
 @pytest.mark.parametrize("build", [chain, wide, random_dag], ids=lambda build: build.__name__)
 def test_time_per_node_does_not_grow(build: Callable[[int], tuple[Any, Any]]) -> None:
     """100 000 nodes cost about 100 times what 1 000 do, whether building, compiling or running."""

@@ -656,7 +656,7 @@ def _use_in_child(stream: CudaStream, unused: CudaStream) -> str:
 
 def test_importing_asyncflow_and_its_cuda_streams_imports_no_cupy() -> None:
     code = "import asyncflow, asyncflow.streams.cuda, sys; sys.exit('cupy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=100).returncode == 0
 
 
 @pytest.mark.parametrize("seed", range(2))

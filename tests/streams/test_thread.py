@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import threading
 import traceback
 import weakref
@@ -407,9 +408,12 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
             os.write(write, _use_in_child(stream, unused, event).encode())
             os._exit(0)
         os.close(write)
+        killer = threading.Timer(60, os.kill, (child, signal.SIGKILL))  # reading and waiting end, at the latest
+        killer.start()
         with os.fdopen(read) as pipe:
             lines = pipe.read().splitlines()
         os.waitpid(child, 0)
+        killer.cancel()
         gate.opened.set()
         assert lines[:3] == ["SessionClosedError"] * 3 and "open a new session in the child" in lines[3]
         assert lines[4:] == ["True"]

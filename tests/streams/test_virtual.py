@@ -590,6 +590,15 @@ def test_silence_is_a_deadlock_again_without_signal_handlers() -> None:
         run(main())
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """The process takes interrupts, also where it was started to ignore them, as jobs in the background are."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_while_time_jumps() -> None:
     cleaned: list[float] = []
 
@@ -607,6 +616,7 @@ def test_interrupt_while_time_jumps() -> None:
     assert 1.0 <= cleaned[0] <= 1.5
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_while_a_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
