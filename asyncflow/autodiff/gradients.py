@@ -84,7 +84,8 @@ def gradients(
     x_leaves, x_structure = nest.flatten(xs)
     if not y_leaves:
         raise GraphError(f"gradients: ys is empty; pass at least one tensor\n  written at {user_location()}")
-    with graph_for(*y_leaves) as graph:
+    graph = graph_for(*y_leaves)
+    with graph.root.lock, graph:
         targets = [_tensor(graph, leaf, "ys") for leaf in y_leaves]
         sources = [leaf if isinstance(leaf, Variable) else _tensor(graph, leaf, "xs") for leaf in x_leaves]
         stopped = [_tensor(graph, leaf, "stop_gradients") for leaf in nest.flatten(stop_gradients)[0]]

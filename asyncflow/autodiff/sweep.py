@@ -125,15 +125,11 @@ class Sweep:
     def _step(self, node: Node) -> None:
         graph = current_graph()
         assert graph is not None
-        saved, n_nodes, first = graph.name_scope, len(graph.nodes), graph.root.version
+        n_nodes, first = len(graph.nodes), graph.root.version
         # An error in a run names the node that is differentiated, and its gradient asks for the same device.
-        graph.name_scope = f"{saved}gradients/{node.name}/"
-        try:
-            with device(node.device):
-                grads = [None if tensor in self.stopped else self.gradient(tensor) for tensor in node.outputs]
-                reached = self._derivative(node, grads)
-        finally:
-            graph.name_scope = saved
+        with graph.scoped(name_scope=f"{graph.scope.name_scope}gradients/{node.name}/", device=node.device):
+            grads = [None if tensor in self.stopped else self.gradient(tensor) for tensor in node.outputs]
+            reached = self._derivative(node, grads)
         for made in graph.nodes[n_nodes:]:
             # The error also gives the user's line of that node, but for what a user's own gradient has built.
             if made.id >= first and made.location == self._location:

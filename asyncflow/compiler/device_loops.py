@@ -119,7 +119,7 @@ def _device_while(node: Node, device: str | None, on_host: Collection[Tensor]) -
     specs = tuple(tensor.spec for tensor in node.outputs)
     there = frozenset(index for index, tensor in enumerate(node.inputs) if index >= n_vars and tensor in on_host)
     loop = Loop(node.attrs["cond"], node.attrs["body"], n_vars, specs, there)
-    name = f"{node.name.removeprefix(node.graph.name_scope)}/device"  # the graph puts its scope in front
+    name = f"{node.name.removeprefix(node.graph.scope.name_scope)}/device"  # the graph puts its scope in front
     made = detached_node(node.graph, DEVICE_WHILE, node.inputs, {"loop": loop}, node, specs, name=name)
     made.control_inputs = list(node.control_inputs)
     made.device = device

@@ -135,7 +135,7 @@ def _order_iterations(node: Node, written: list[Hashable]) -> None:
 
 def _first_turn(graph: Graph) -> Tensor:
     """The constant that starts every turn variable; it stands before all loops of `graph`."""
-    if graph.nodes[0].name != graph.name_scope + _FIRST_TURN:
+    if graph.nodes[0].name != graph.scope.name_scope + _FIRST_TURN:
         with graph:
             node = constant(True, name=_FIRST_TURN).node
         graph.nodes.insert(0, graph.nodes.pop())

@@ -6,11 +6,11 @@ import numbers
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.sim_links import Lane
+from asyncflow.entered import Entered
 from asyncflow.errors import HazardError
 from asyncflow.streams.sim import HostClock
 
@@ -157,22 +157,22 @@ def _early_free(storage: Storage, event: SimEvent, verb: str) -> str:
     )
 
 
-_current: ContextVar[SimMachine | None] = ContextVar("asyncflow_sim_machine", default=None)
+_current: Entered[SimMachine] = Entered("asyncflow_sim_machine")
 
 
 def current_machine() -> SimMachine | None:
     """The machine on which sessions open simulated devices; None outside `use_machine`."""
-    return _current.get()
+    return _current.innermost()
 
 
 @contextmanager
 def use_machine(machine: SimMachine) -> Iterator[SimMachine]:
     """Let sessions that are opened inside, in this context, find `machine`."""
-    token = _current.set(machine)
+    _current.enter(machine)
     try:
         yield machine
     finally:
-        _current.reset(token)
+        _current.leave(machine)
 
 
 __all__ = ["SimMachine", "check_chance", "current_machine", "use_machine"]

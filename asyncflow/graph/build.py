@@ -78,7 +78,7 @@ def apply(op: Op, *inputs: TensorLike, name: str | None = None, **attrs: Any) ->
     if not graph.frames and op.name != "enter":
         return graph.add_node(op, tensors, attrs, specs, name=name).outputs
     # A loop written by hand: its frames are checked as it is built.
-    sources = [*(tensor.node for tensor in tensors), *graph.controls]
+    sources = [*(tensor.node for tensor in tensors), *graph.scope.controls]
     for source in sources:
         _record_frame(graph, source)
     frame = frame_of(op.name, name or op.name, sources, graph.frames, user_location())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from threading import RLock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, user_location
 from asyncflow.foreign_names import close_names
 from asyncflow.graph.ir import Node, NodeId, Tensor
@@ -14,30 +16,44 @@ from asyncflow.graph.op import Access, Effects, find_op
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from contextvars import Token
 
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.op import Op
     from asyncflow.graph.spec import Spec
 
-_current: ContextVar[Graph | None] = ContextVar("asyncflow_graph", default=None)
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """What nodes that join a graph are given: the prefix of their names, and requests."""
+
+    graph: Graph
+    name_scope: str = ""
+    device: str | None = None
+    colocated_with: str | None = None
+    controls: tuple[Node, ...] = ()
+
+
+_current: Entered[Graph] = Entered("asyncflow_graph")
+_scopes: Entered[Scope] = Entered("asyncflow_scopes")
 
 
 def current_graph() -> Graph | None:
     """The graph or subgraph that new nodes join, or None."""
-    return _current.get()
+    return _current.innermost()
 
 
 def leave_graphs() -> None:
     """Makes no graph current in this context: the user's kernels run in a copy of the context of whoever awaits."""
-    _current.set(None)
+    _current.leave_all()
 
 
 class Graph:
     """A program: nodes and edges. Use it as a context manager; nodes built inside join it.
 
-    A graph may grow after it has run; `version` counts its nodes, and sessions compile anew when it changes.
+    A graph may grow after it has run; `version` counts its nodes, and sessions compile anew when it changes. Any task
+    and any thread may add to it, also at the same time: which graph is being built, and under which scopes, each knows
+    for itself. `lock` keeps others out while several nodes have to be added in one go, as by `gradients`.
 
     Args:
         effects: ``"ordered"``: nodes that touch one resource run in the order they were written, and a branch or
@@ -64,28 +80,43 @@ class Graph:
         self.version = 0
         self.label = ""
         self.closed = False
-        self.device: str | None = None
-        self.colocated_with: str | None = None
-        self.name_scope = ""
-        self.controls: tuple[Node, ...] = ()
+        self.lock = RLock()
+        self._base = Scope(self)
         self.frames: dict[Node, FramePath] = {}
         self.shapes: dict[Tensor, Tensor] = {}
         self.kept_for_gradients: dict[Node, Any] = {}
         self._by_name: dict[str, Node] = {}
         self._taken: dict[str, int] = {}
-        self._entered: list[Token[Graph | None]] = []
 
     def __enter__(self) -> Self:
-        self._entered.append(_current.set(self))
+        _current.enter(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _current.reset(self._entered.pop())
+        _current.leave(self)
 
     def __repr__(self) -> str:
         return f"<Graph of {len(self.nodes)} nodes>"
 
     # -- building ------------------------------------------------------------------------------------------------
+
+    @property
+    def scope(self) -> Scope:
+        """What nodes that this task or thread adds are given."""
+        for scope in reversed(_scopes.all()):
+            if scope.graph is self:
+                return scope
+        return self._base
+
+    @contextmanager
+    def scoped(self, **changes: Any) -> Iterator[Scope]:
+        """Changes the scope, for what this task or thread adds inside."""
+        scope = replace(self.scope, **changes)
+        _scopes.enter(scope)
+        try:
+            yield scope
+        finally:
+            _scopes.leave(scope)
 
     def add_node(
         self,
@@ -107,24 +138,26 @@ class Graph:
         """
         if self.closed:
             raise GraphError(f"{self.label} is finished: nodes can only be added while its function is being called")
-        root = self.root
-        node = Node(
-            graph=self,
-            id=NodeId(root.version),
-            name=reserved_name or self.unique_name(op.name if name is None else name),
-            op=op,
-            inputs=inputs,
-            attrs=attrs,
-            specs=specs,
-            control_inputs=self.controls,
-            device=self.device,
-            colocated_with=self.colocated_with,
-            location=location or user_location(),
-        )
-        root.version += 1
-        root._by_name[node.name] = node
-        root._taken.setdefault(node.name, 0)
-        self.nodes.append(node)
+        root, scope = self.root, self.scope
+        location = location or user_location()
+        with root.lock:
+            node = Node(
+                graph=self,
+                id=NodeId(root.version),
+                name=reserved_name or self.unique_name(op.name if name is None else name),
+                op=op,
+                inputs=inputs,
+                attrs=attrs,
+                specs=specs,
+                control_inputs=scope.controls,
+                device=scope.device,
+                colocated_with=scope.colocated_with,
+                location=location,
+            )
+            root._by_name[node.name] = node
+            root._taken.setdefault(node.name, 0)
+            self.nodes.append(node)
+            root.version += 1
         return node
 
     def adopt(self, node: Node) -> None:
@@ -147,13 +180,14 @@ class Graph:
         """
         if not is_name(name):
             raise GraphError(f"name={name!r}: a name is a string that is not empty and has no ':' in it")
-        full = self.name_scope + name
+        full = self.scope.name_scope + name
         taken = self.root._taken
-        candidate = full
-        while candidate in taken:
-            taken[full] += 1
-            candidate = f"{full}_{taken[full]}"
-        taken[candidate] = 0
+        with self.root.lock:
+            candidate = full
+            while candidate in taken:
+                taken[full] += 1
+                candidate = f"{full}_{taken[full]}"
+            taken[candidate] = 0
         return candidate
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
@@ -242,9 +276,8 @@ class Subgraph(Graph):
         self.parent = parent
         self.root = parent.root
         self.label = label
-        self.device = parent.device
-        self.colocated_with = parent.colocated_with
-        self.name_scope = f"{label}/"
+        outer = parent.scope
+        self._base = Scope(self, f"{label}/", outer.device, outer.colocated_with)
         self.inputs: list[Tensor] = []
         self.captures: dict[Tensor, Tensor] = {}
         self.starts: dict[Tensor, Tensor] = {}
@@ -261,9 +294,8 @@ class Subgraph(Graph):
 
     def add_input(self, spec: Spec, name: str) -> Tensor:
         """A new inner tensor that stands for an input of the structured node."""
-        saved, self.controls = self.controls, ()
-        node = self.add_node(find_op("parameter"), (), {"spec": spec}, spec, name=name)
-        self.controls = saved
+        with self.scoped(controls=()):
+            node = self.add_node(find_op("parameter"), (), {"spec": spec}, spec, name=name)
         self.inputs.append(node.outputs[0])
         return node.outputs[0]
 
@@ -309,14 +341,14 @@ def reopened(graph: Graph) -> Iterator[Graph]:
     What is added belongs to no scope: neither its names nor its devices and control edges come from where `graph` was
     built.
     """
-    saved = graph.closed, graph.name_scope, graph.controls, graph.device, graph.colocated_with
-    graph.closed, graph.controls, graph.device, graph.colocated_with = False, (), None, None
-    graph.name_scope = f"{graph.label}/" if isinstance(graph, Subgraph) else ""
-    try:
-        with graph:
-            yield graph
-    finally:
-        graph.closed, graph.name_scope, graph.controls, graph.device, graph.colocated_with = saved
+    prefix = f"{graph.label}/" if isinstance(graph, Subgraph) else ""
+    with graph.root.lock, graph.scoped(name_scope=prefix, device=None, colocated_with=None, controls=()):
+        saved, graph.closed = graph.closed, False
+        try:
+            with graph:
+                yield graph
+        finally:
+            graph.closed = saved
 
 
 def node_effects(node: Node) -> Effects:

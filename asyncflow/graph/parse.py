@@ -73,8 +73,6 @@ class _Builder:
                 merges.append((node, statement))
         for node, statement in merges:
             node.inputs = [self._tensor(reference, scope) for reference in statement.inputs]
-        # Where the next nodes would go if the user builds on.
-        graph.controls, graph.device, graph.colocated_with = (), None, None
         return scope
 
     def _build(self, graph: Graph, statement: Statement, scope: _Scope, outer: Mapping[str, Node]) -> Node:
@@ -87,9 +85,14 @@ class _Builder:
         self._check_specs(op, input_specs, attrs, statement)
         specs = statement.specs[0] if statement.single else statement.specs
         location = SourceLocation("<text>", self._tokens.line(statement.offset), "<text>")
-        graph.controls = tuple(controls)
-        graph.device, graph.colocated_with = statement.device, statement.colocated_with
-        node = graph.add_node(op, inputs, attrs, specs, name=statement.name, location=location)
+        prefix = "" if isinstance(graph, Subgraph) else graph.scope.name_scope  # the names in the text are whole
+        with graph.scoped(
+            name_scope=prefix,
+            controls=tuple(controls),
+            device=statement.device,
+            colocated_with=statement.colocated_with,
+        ):
+            node = graph.add_node(op, inputs, attrs, specs, name=statement.name, location=location)
         if statement.captured is not None:
             self._capture(graph, node, statement.captured, outer)
         return node
@@ -102,10 +105,7 @@ class _Builder:
 
     def _body(self, graph: Graph, block: Block, scope: _Scope) -> Subgraph:
         body = Subgraph(graph, block.label)
-        # The names in the text are whole.
-        body.name_scope = ""
         inner = self.fill(body, block.statements, scope.nodes)
-        body.name_scope = f"{block.label}/"
         body.inputs = [self._tensor(reference, inner) for reference in block.inputs]
         body.results = [self._tensor(reference, inner) for reference in block.results]
         body.outer_controls = dict.fromkeys(self._node(reference, scope) for reference in block.after)

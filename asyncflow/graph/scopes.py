@@ -25,12 +25,8 @@ def name_scope(name: str) -> Iterator[str]:
     if not is_name(name):
         raise GraphError(f"name_scope({name!r}): a scope's name is not empty and has no ':' in it, and is a string")
     graph = graph_for()
-    saved = graph.name_scope
-    graph.name_scope = graph.unique_name(name) + "/"
-    try:
-        yield graph.name_scope
-    finally:
-        graph.name_scope = saved
+    with graph.scoped(name_scope=graph.unique_name(name) + "/") as scope:
+        yield scope.name_scope
 
 
 @contextmanager
@@ -47,13 +43,8 @@ def device(spec: str | None) -> Iterator[None]:
             f"device({spec!r}): a device is a kind, such as 'cpu', or a kind and an index, such as 'cuda:1'"
             f"{_device_suggestion(spec)}"
         )
-    graph = graph_for()
-    saved = graph.device
-    graph.device = spec
-    try:
+    with graph_for().scoped(device=spec):
         yield
-    finally:
-        graph.device = saved
 
 
 def _device_suggestion(spec: str) -> str:
@@ -78,12 +69,8 @@ def colocate_with(x: Tensor | Node | SupportsTensor) -> Iterator[None]:
     node = x if isinstance(x, Node) else (x if isinstance(x, Tensor) else x.__asyncflow_tensor__()).node
     if node.graph.root is not graph.root:
         raise GraphError(f"colocate_with({x!r}): it belongs to another graph; built at {node.location}")
-    saved = graph.colocated_with
-    graph.colocated_with = node.name
-    try:
+    with graph.scoped(colocated_with=node.name):
         yield
-    finally:
-        graph.colocated_with = saved
 
 
 @contextmanager
@@ -97,12 +84,9 @@ def control_dependencies(items: Sequence[Tensor | Node | SupportsTensor] | None)
         raise GraphError(f"control_dependencies: pass a list of tensors and nodes, or None; got {items!r}")
     listed = [] if items is None else list(items)
     graph = graph_for(*listed)
-    saved = graph.controls
-    graph.controls = () if items is None else tuple(dict.fromkeys((*saved, *_local_controls(listed))))
-    try:
+    outer = graph.scope.controls
+    with graph.scoped(controls=() if items is None else tuple(dict.fromkeys((*outer, *_local_controls(listed))))):
         yield
-    finally:
-        graph.controls = saved
 
 
 def _is_listing(items: object) -> bool:

@@ -9,7 +9,6 @@ import threading
 import warnings
 import weakref
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, cast
 
@@ -17,6 +16,7 @@ from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.compiler.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import check_event_loop, has_one_memory, open_devices
+from asyncflow.entered import Entered
 from asyncflow.errors import DeadlineExceeded, DeviceLostError, GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
@@ -48,7 +48,6 @@ from asyncflow.streams.beside import call_beside
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import AsyncGenerator, AsyncIterator, Collection, Hashable, Mapping, Sequence
-    from contextvars import Token
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.blas import BlasLease
@@ -57,13 +56,14 @@ if TYPE_CHECKING:
 _THREADS_END_S = 5.0
 """How long idle threads may take to end."""
 
-_current: ContextVar[Session | None] = ContextVar("asyncflow_session", default=None)
+_current: Entered[Session] = Entered("asyncflow_session")
 _forked: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def current_session() -> Session | None:
     """The session whose ``async with`` block this code runs in, or None."""
-    return _current.get()
+    # One that another task has left may still stand here.
+    return next((session for session in reversed(_current.all()) if session._closed is None), None)
 
 
 class SessionStatistics(NamedTuple):
@@ -200,7 +200,6 @@ class Session:
         self._blas: BlasLease | None = None
         self._closed: str | None = None
         self._has_started = False
-        self._entered: list[Token[Session | None]] = []
         self._idle: asyncio.Event | None = None
         _forked.add(self)
 
@@ -218,11 +217,14 @@ class Session:
             if self._loop is None:  # else it goes on where it was entered before
                 await self.aclose()
             raise
-        self._entered.append(_current.set(self))
+        for session in _current.all():
+            if session._closed is not None:
+                _current.leave(session)  # another task has left it
+        _current.enter(self)
         return self
 
     async def __aexit__(self, kind: object, *exc: object) -> None:
-        _current.reset(self._entered.pop())
+        _current.leave(self)
         # Nobody will look at the results of runs in flight once the block has failed.
         await (self.aclose() if kind is None else self.aclose(grace_s=0))
 

@@ -7,10 +7,11 @@ here knows of it. Times are `time.perf_counter_ns`, or those of the virtual cloc
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
+
+from asyncflow.entered import Entered
 
 
 class Firing(NamedTuple):
@@ -96,12 +97,11 @@ class Trace:
     memory: list[MemorySample] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     dropped: int = 0
-    _entered: list[Token[Trace | None]] = field(default_factory=list, repr=False, compare=False)
     _inner: list[Trace] = field(default_factory=list, repr=False, compare=False)
     """Made inside the block, and not yet added."""
 
     def __post_init__(self) -> None:
-        outer = _current.get()
+        outer = _current.innermost()
         if outer is not None:
             outer._inner.append(self)
 
@@ -113,11 +113,11 @@ class Trace:
         )
 
     def __enter__(self) -> Self:
-        self._entered.append(_current.set(self))
+        _current.enter(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _current.reset(self._entered.pop())
+        _current.leave(self)
         for inner in self._inner:
             self._add(inner)
         self._inner.clear()
@@ -131,12 +131,12 @@ class Trace:
         self.transfers += inner.transfers
 
 
-_current: ContextVar[Trace | None] = ContextVar("asyncflow_trace", default=None)
+_current: Entered[Trace] = Entered("asyncflow_trace")
 
 
 def current_trace() -> Trace | None:
     """The trace whose ``with`` block this code runs in, or None."""
-    return _current.get()
+    return _current.innermost()
 
 
 def looks_inside(trace: Trace | None) -> bool:

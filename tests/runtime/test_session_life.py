@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.errors import SessionClosedError
+from asyncflow.runtime.session import current_session
 from asyncflow.state.containers import StateStore
 from tests.conftest import small_cards
 
@@ -96,3 +98,69 @@ async def test_a_function_of_the_user_waits_for_the_card_on_a_thread(cupy: FakeC
         assert not run.done()
         cupy.resume()
         np.testing.assert_array_equal(await run, ONES * 6)
+
+
+async def test_f67_a_session_is_entered_by_one_task_and_left_by_another(graph: af.Graph) -> None:
+    """FAULTS F67, 94: as start-up and shutdown hooks do; it closes, and both tasks know."""
+    x = af.constant(2.0) * 3.0
+    stack = AsyncExitStack()
+
+    async def starts() -> af.Session:
+        session = await stack.enter_async_context(af.Session(graph))
+        assert current_session() is session
+        return session
+
+    session = await asyncio.create_task(starts())
+    assert await session.run(x) == 6.0
+    await asyncio.create_task(stack.aclose())
+    with pytest.raises(af.SessionClosedError):
+        await session.run(x)
+    assert current_session() is None
+
+
+async def test_f67_two_tasks_enter_one_session(graph: af.Graph) -> None:
+    """FAULTS F67, 94: the first that leaves closes it, once."""
+    x = af.constant(2.0) * 3.0
+    session = af.Session(graph)
+    both, closed = asyncio.Barrier(2), list[Exception]()
+
+    async def uses() -> None:
+        async with session:
+            await both.wait()
+            try:
+                assert await session.run(x) == 6.0
+            except af.SessionClosedError as error:
+                closed.append(error)
+            await asyncio.sleep(0)
+            assert current_session() in (session, None)
+
+    await asyncio.gather(uses(), uses())
+    assert len(closed) <= 1
+    with pytest.raises(af.SessionClosedError):
+        await session.run(x)
+
+
+async def test_94_what_another_task_has_left_is_not_current(graph: af.Graph) -> None:
+    """Functions then run in the session around it."""
+    async with af.Session(graph) as outer:
+        inner = af.Session(graph)
+        await inner.__aenter__()
+        assert current_session() is inner
+        await asyncio.create_task(inner.__aexit__(None))
+        assert current_session() is outer
+        async with af.Session(graph) as third:
+            assert current_session() is third
+        assert current_session() is outer
+
+
+async def test_94_a_trace_is_entered_by_one_task_and_left_by_another(session: af.Session, graph: af.Graph) -> None:
+    trace, x = af.Trace(), af.constant(2.0) * 3.0
+
+    async def records() -> None:
+        trace.__enter__()
+        await session.run(x)
+
+    await asyncio.create_task(records())
+    trace.__exit__(None, None, None)
+    await session.run(x)
+    assert len(trace.runs) == 1
