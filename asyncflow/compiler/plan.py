@@ -303,6 +303,7 @@ class Plan:
         straight: the plan as one call, if it is that simple.
         saved: what its loops save for their gradients.
         loops: what drives those on cards.
+        used: the number of the last run of it, among those of its session.
         read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
     """
 
@@ -311,6 +312,7 @@ class Plan:
     fetches: list[int | None]
     placement: Placement
     straight: Straight | None = None
+    used: int = 0
     saved: tuple[Saved, ...] = ()
     loops: tuple[LoopDriver, ...] = ()
     read_on_host: tuple[Any, ...] = ()

@@ -85,6 +85,7 @@ class Graph:
         self.frames: dict[Node, FramePath] = {}
         self.shapes: dict[Tensor, Tensor] = {}
         self.kept_for_gradients: dict[Node, Any] = {}
+        self.compiled: dict[Any, Any] = {}  # what sessions keep for it, which goes when it does
         self._by_name: dict[str, Node] = {}
         self._taken: dict[str, int] = {}
 

@@ -6,11 +6,11 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import numpy as np
 
@@ -162,6 +162,26 @@ class Parameters:
         if name in self._static:
             return _static(leaf, f"it is annotated {_annotation(self.signature.parameters[name])}")
         return _kind(leaf)
+
+
+def explain_changes(keys: Iterable[Hashable]) -> str:
+    """Which argument differs most between calls with these keys, and what it was in the last of them."""
+    seen: dict[str, dict[Hashable, str]] = {}
+    for structures, kinds in cast("Iterable[tuple[_Structures, tuple[Kind, ...]]]", keys):
+        start = 0
+        for name, nested in zip(*structures, strict=True):
+            those = kinds[start : start + nested.size]
+            start += nested.size
+            text = _kind_text(those[0]) if nested == nest.LEAF else str(nested)
+            seen.setdefault(name, {})[nested, those] = text if len(text) <= 60 else f"{text[:57]}..."
+    name, values = max(seen.items(), key=lambda item: len(item[1]))
+    return f"argument {name} was of {len(values)} kinds, lately {', '.join(list(values.values())[-3:])}"
+
+
+def _kind_text(kind: Kind) -> str:
+    if isinstance(kind, Spec):
+        return str(kind)
+    return repr(float.fromhex(str(kind.value)) if kind.kind is float else kind.value)
 
 
 def _is_static(annotation: Any) -> bool:

@@ -6,6 +6,8 @@ import asyncio
 import copy
 import functools
 import inspect
+import itertools
+import warnings
 from collections.abc import AsyncGenerator, Callable, Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,16 +15,24 @@ from types import MethodType
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary, ref
 
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor
 from asyncflow.graph.graph import Graph, current_graph
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.runtime.arguments import Arguments, Parameters
+from asyncflow.runtime.arguments import Arguments, Parameters, explain_changes
 from asyncflow.runtime.session import Session, current_session
 
+_MOST_TRACES = 256
+"""How many graphs a function keeps; the one used least recently goes first."""
 
-@dataclass(frozen=True, slots=True)
+_MANY_TRACES = 32
+"""A function that has been traced so often probably is not meant to be."""
+
+_uses = itertools.count(1)
+
+
+@dataclass(slots=True)
 class Traced:
     """A function as a graph, for one kind of arguments."""
 
@@ -31,6 +41,8 @@ class Traced:
     """One placeholder per array or number among the arguments, named after its parameter."""
     outputs: Any
     """The nest the function returned, of tensors and nodes."""
+    used: int = 0
+    """When it was last asked for."""
 
 
 class Function:
@@ -110,10 +122,26 @@ class Function:
         return await session.run_function(traced.graph, traced.outputs, feeds)
 
     def _traced(self, arguments: Arguments) -> Traced:
-        traced = self._traces.get(arguments.key)
+        traces, key = self._traces, arguments.key
+        traced = traces.get(key)
         if traced is None:
-            traced = self._traces[arguments.key] = self._trace(arguments)
+            traced = self._trace(arguments)
+            if len(traces) >= _MOST_TRACES:
+                del traces[min(traces, key=lambda other: traces[other].used)]
+            traces[key] = traced
+            if len(traces) == _MANY_TRACES:
+                self._warn_of_traces()
+        traced.used = next(_uses)
         return traced
+
+    def _warn_of_traces(self) -> None:
+        place = user_location()
+        message = (
+            f"{self.fn.__qualname__} has been traced {_MANY_TRACES} times, and each time compiles a graph: "
+            f"{explain_changes(self._traces)}. Each value of a static argument has a graph of its own: pass what "
+            f"changes from call to call as a number or an array; annotate a list with af.spec(dtype, shape)"
+        )
+        warnings.warn_explicit(message, RuntimeWarning, place.file, place.line)
 
     def _trace(self, arguments: Arguments) -> Traced:
         with Graph(effects=self._effects, seed=self._seed) as graph:

@@ -6,9 +6,12 @@ import asyncio
 import gc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from heapq import nlargest
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
 
 from asyncflow.compiler.estimate import assumed_ns
 from asyncflow.compiler.request import PlanRequest
@@ -28,41 +31,96 @@ _CONSTANTS_INLINE = 1 << 20
 """So do constants of at most so many bytes: they are folded, and copied to devices."""
 
 
+_LEARNED_FROM = 4
+"""So many plans of a graph, used last, say what its nodes cost: compiling takes no longer with each plan there is."""
+
+
 Compile: TypeAlias = Callable[[PlanRequest], "Plan"]
 
 
-class PlanCache:
-    """Plans by request. A graph that has grown loses its plans: they would not see the new nodes."""
+class GraphPlans:
+    """What one session keeps for one graph. The graph holds it, so that both go together.
 
-    def __init__(self) -> None:
-        self._plans: dict[Graph, tuple[int, dict[PlanRequest, Plan]]] = {}
+    Attributes:
+        version: of the graph, when `plans` was empty.
+        plans: by what they were compiled for.
+        calls: kinds of runs that have been read, by what the caller gave; see `CallCache`.
+        costs: mean nanoseconds of nodes, by name.
+    """
+
+    __slots__ = ("__weakref__", "calls", "costs", "graph", "plans", "version")
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.version = graph.version
+        self.plans: dict[PlanRequest, Plan] = {}
+        self.calls: dict[Hashable, Any] = {}
+        self.costs: dict[str, float] = {}
+
+    def learn_costs(self) -> dict[str, float]:
+        """`costs`, after a look at what the plans in use have measured lately."""
+        # Copies: a thread that compiles asks for this while runs add plans.
+        for plan in nlargest(_LEARNED_FROM, list(self.plans.values()), key=attrgetter("used")):
+            for partition in plan.partitions:
+                for node in partition.nodes:
+                    if node.cost is not None and node.cost.is_measured:
+                        self.costs.update(_shared_out(node))
+        return dict(self.costs)
+
+
+class PlanCache:
+    """The plans of a session, at most so many: the one used least recently goes first.
+
+    They are held by their graphs, and gone when those are. A graph that has grown loses its plans: they would not see
+    the new nodes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._graphs: WeakSet[GraphPlans] = WeakSet()
         self._compiling: dict[tuple[int, PlanRequest], asyncio.Future[Plan]] = {}
 
     def __len__(self) -> int:
-        return sum(len(plans) for _, plans in self._plans.values())
+        return sum(len(kept.plans) for kept in list(self._graphs))
 
-    def measured_costs(self) -> dict[str, float]:
-        """Mean nanoseconds of the kernels that were measured while their plans ran, by node name."""
-        costs: dict[str, float] = {}
-        # Copies: a thread that compiles asks for this while runs add plans.
-        for _, plans in list(self._plans.values()):
-            for plan in list(plans.values()):
-                for partition in plan.partitions:
-                    for node in partition.nodes:
-                        if node.cost is not None and node.cost.is_measured:
-                            costs.update(_shared_out(node))
-        return costs
+    def of(self, graph: Graph) -> GraphPlans:
+        """What is kept for a graph, as it is now."""
+        kept: GraphPlans | None = graph.compiled.get(self)
+        if kept is None:
+            kept = graph.compiled[self] = GraphPlans(graph)
+            self._graphs.add(kept)
+        elif kept.version != graph.version:
+            kept.learn_costs()
+            kept.plans = {}
+            kept.version = graph.version
+        return kept
 
     def clear(self) -> None:
-        """Forgets all plans."""
-        self._plans.clear()
+        """Forgets everything."""
+        for kept in list(self._graphs):
+            kept.graph.compiled.pop(self, None)
+        self._graphs.clear()
+
+    def _keep(self, kept: GraphPlans, request: PlanRequest, plan: Plan) -> None:
+        everywhere = [(other, held) for other in list(self._graphs) for held in list(other.plans.items())]
+        everywhere.sort(key=lambda entry: entry[1][1].used)
+        plan.used = everywhere[-1][1][1].used if everywhere else 0
+        for other, (unused, dropped) in everywhere[: max(0, len(everywhere) + 1 - self._most)]:
+            other.plans.pop(unused, None)
+            other.calls = {key: call for key, call in other.calls.items() if call.plan is not dropped}
+            if not other.plans and other is not kept:
+                other.graph.compiled.pop(self, None)
+                self._graphs.discard(other)
+        kept.plans[request] = plan
 
     def get_nowait(self, request: PlanRequest, compile: Compile) -> Plan:
         """The plan, compiled here and now if need be."""
-        plans = self._plans_of(request.graph)
-        if request not in plans:
-            plans[request] = compile(request)
-        return plans[request]
+        kept = self.of(request.graph)
+        plan = kept.plans.get(request)
+        if plan is None:
+            plan = compile(request)
+            self._keep(kept, request, plan)
+        return plan
 
     async def get(self, request: PlanRequest, compile: Compile, timeout: float | None) -> Plan:
         """The plan; a graph that is large, or holds much, compiles on a thread, so that the event loop goes on.
@@ -72,8 +130,8 @@ class PlanCache:
         Raises:
             DeadlineExceeded: that took longer than `timeout` seconds.
         """
-        plans = self._plans_of(request.graph)
-        plan = plans.get(request)
+        kept = self.of(request.graph)
+        plan = kept.plans.get(request)
         if plan is not None:
             return plan
         if _compiles_soon(request.graph) or is_virtual(asyncio.get_running_loop()):
@@ -83,7 +141,7 @@ class PlanCache:
         shared = self._compiling.get(key)
         if shared is None:
             shared = self._compiling[key] = asyncio.ensure_future(_compile_beside(compile, request))
-            shared.add_done_callback(partial(self._compiled, plans, key))
+            shared.add_done_callback(partial(self._compiled, kept, key))
         try:
             async with asyncio.timeout(timeout):
                 return await asyncio.shield(shared)
@@ -92,19 +150,11 @@ class PlanCache:
                 f"the graph was not compiled within timeout={timeout} s; that goes on, for later runs"
             ) from None
 
-    def _compiled(
-        self, plans: dict[PlanRequest, Plan], key: tuple[int, PlanRequest], compiled: asyncio.Future[Plan]
-    ) -> None:
+    def _compiled(self, kept: GraphPlans, key: tuple[int, PlanRequest], compiled: asyncio.Future[Plan]) -> None:
         del self._compiling[key]
-        if not compiled.cancelled() and compiled.exception() is None:
-            plans[key[1]] = compiled.result()
-
-    def _plans_of(self, graph: Graph) -> dict[PlanRequest, Plan]:
-        version, plans = self._plans.get(graph, (-1, {}))
-        if version != graph.version:
-            plans = {}
-            self._plans[graph] = graph.version, plans
-        return plans
+        version, request = key
+        if not compiled.cancelled() and compiled.exception() is None and version == kept.version:
+            self._keep(kept, request, compiled.result())
 
 
 def _compiles_soon(graph: Graph) -> bool:

@@ -29,14 +29,17 @@ if TYPE_CHECKING:
     from asyncflow.compiler.request import Fetch
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
+    from asyncflow.runtime.plans import PlanCache
     from asyncflow.runtime.session import Session
     from asyncflow.runtime.trace import Trace
 
 _AT_HAND = (np.ndarray, np.generic, str)
 """What fed values are that need not be waited for."""
 
+_REMEMBERED = (Tensor, OnDevice)
+
 _MOST_CALLS = 1_000
-"""How many kinds of runs a session remembers."""
+"""How many kinds of runs a session remembers of one graph."""
 
 
 class Call:
@@ -111,15 +114,17 @@ class Call:
 
 
 class CallCache:
-    """The calls a session remembers: a run that asks for the same as one before does not read it again."""
+    """The calls a session remembers: a run that asks for the same as one before does not read it again.
 
-    __slots__ = ("_functions", "_graph", "_regions", "_runs")
+    They are kept beside the plans of their graphs, and go with them.
+    """
 
-    def __init__(self, graph: Graph | None, *, regions: bool) -> None:
+    __slots__ = ("_graph", "_plans", "_regions")
+
+    def __init__(self, graph: Graph | None, plans: PlanCache, *, regions: bool) -> None:
         self._graph = graph
+        self._plans = plans
         self._regions = regions
-        self._runs: dict[Any, Call] = {}
-        self._functions: dict[Graph, Call] = {}
 
     def new(self, fetches: Any, feeds: Sequence[Any], *, streams: bool = False) -> Call:
         """A call that is not remembered."""
@@ -127,31 +132,31 @@ class CallCache:
 
     def of_run(self, fetches: Any, feeds: Mapping[Any, Any]) -> Call:
         """The call of a run, remembered if it fetches a tensor or a flat list or tuple of tensors."""
-        if isinstance(fetches, Tensor | OnDevice):
-            key: tuple[Any, ...] = (fetches, *feeds)
-        elif type(fetches) in (list, tuple) and all(isinstance(fetch, Tensor | OnDevice) for fetch in fetches):
-            key = (type(fetches), len(fetches), *fetches, *feeds)
+        kind = type(fetches)
+        if kind is Tensor or kind is OnDevice:
+            first, key = fetches, (fetches, *feeds)
+        elif kind in (list, tuple) and fetches and all(isinstance(fetch, _REMEMBERED) for fetch in fetches):
+            first, key = fetches[0], (kind, len(fetches), *fetches, *feeds)
         else:
             return self.new(fetches, tuple(feeds))
-        call = self._runs.get(key)
+        tensor = first.fetch if isinstance(first, OnDevice) else first
+        if not isinstance(tensor, Tensor):
+            return self.new(fetches, tuple(feeds))
+        calls = self._plans.of(tensor.node.graph.root).calls
+        call: Call | None = calls.get(key)
         if call is None:
-            if len(self._runs) >= _MOST_CALLS:
-                self._runs.clear()
-            call = self._runs[key] = self.new(fetches, tuple(feeds))
+            if len(calls) >= _MOST_CALLS:
+                calls.clear()
+            call = calls[key] = self.new(fetches, tuple(feeds))
         return call
 
     def of_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Call:
-        """The call of a traced `@af.function`."""
-        call = self._functions.get(graph)
+        """The call of a traced `@af.function`, whose graph serves no other."""
+        calls = self._plans.of(graph).calls
+        call: Call | None = calls.get(None)
         if call is None:
-            call = Call(outputs, tuple(feeds), graph, regions=self._regions, all_effects=True)
-            self._functions[graph] = call
+            call = calls[None] = Call(outputs, tuple(feeds), graph, regions=self._regions, all_effects=True)
         return call
-
-    def clear(self) -> None:
-        """Forgets all calls."""
-        self._runs.clear()
-        self._functions.clear()
 
 
 class Prepared:

@@ -71,7 +71,7 @@ class SessionStatistics(NamedTuple):
 
     Attributes:
         runs: runs in flight, streams that are iterated over among them.
-        plans: compiled plans in the cache, one for each set of fetches and fed tensors.
+        plans: compiled plans that are kept, one for each set of fetches and fed tensors.
         completed: runs that have ended, in whatever way.
         used_bytes: bytes held in the memory of each device, by its name, as ``memory_limit`` counts them. On a CUDA
             device that is all of this session there, in pieces of 512 bytes: values of runs, constants, variables,
@@ -119,6 +119,8 @@ class Session:
             it. None: where they finish first.
         check_numerics: fail on the first NaN or infinity, naming the node.
         max_iterations: most iterations of any one loop; None for no limit.
+        plans: most compiled plans that the session keeps; the one used least recently goes first. What is kept for a
+            graph goes when the graph does.
 
     Raises:
         TypeError, ValueError: an option is of another type than it says, or out of its range.
@@ -156,11 +158,13 @@ class Session:
         placement_seed: int | None = None,
         check_numerics: bool = False,
         max_iterations: int | None = None,
+        plans: int = 256,
     ) -> None:
         check_graph(graph)
         check_flag(regions, "regions")
         check_integer(threads, "threads", 1)
         check_integer(compute_streams, "compute_streams", 1)
+        check_integer(plans, "plans", 1)
         if seed is not None:
             check_integer(seed, "seed", None)
         self._options = PlanOptions(
@@ -181,6 +185,8 @@ class Session:
         self.devices: tuple[Device, ...] = open_devices(devices, memory_limit, compute_streams)
         if device_while:
             check_device_while(self.devices)
+        # Only then is there a choice that depends on what nodes cost.
+        self._is_divided = len(self.devices) > 1 or compute_streams > 1
         self._device_of = {device.name: device for device in self.devices}
         self.state = StateStore()
         self._seed = seed
@@ -188,8 +194,8 @@ class Session:
         self._random_seed = secrets.randbits(63)
         # A variable stays on the device whose memory it is in, whatever else a later plan runs.
         self._homes: dict[Hashable, str] | None = None if has_one_memory(self.devices) else {}
-        self._plans = PlanCache()
-        self._calls = CallCache(graph, regions=regions)
+        self._plans = PlanCache(plans)
+        self._calls = CallCache(graph, self._plans, regions=regions)
         self._copies = Copies()
         self._quiet = quiet_context()
         self._runs: set[Run] = set()
@@ -311,7 +317,6 @@ class Session:
 
     def _release(self) -> None:
         self._plans.clear()
-        self._calls.clear()
         self.state.clear()
         if self._blas is not None:
             self._blas.release()
@@ -416,6 +421,7 @@ class Session:
             straight = run_straight(plan.straight, device, self._quiet, checked)
             if straight is not None:
                 self._run_count += 1
+                plan.used = self._run_count
                 return call.result(plan, straight, self._device_of, allow_dead=allow_dead)
         staying = frozenset(plan.fetches[index] for index in call.staying)
         run = self._start(loop, plan, checked, timeout, asked_s, recorder, None, staying)
@@ -487,6 +493,7 @@ class Session:
             raise SessionClosedError(self._closed)
         assert self._turn is not None
         self._run_count += 1
+        plan.used = self._run_count
         run = Run(
             plan,
             number=self._run_count,
@@ -612,7 +619,7 @@ class Session:
                 self._options,
                 devices=self.devices,
                 resolve=self.state.lookup,
-                costs=self._plans.measured_costs(),
+                costs=self._plans.of(request.graph).learn_costs() if self._is_divided else None,
                 homes=self._homes,
             )
         except RecursionError:

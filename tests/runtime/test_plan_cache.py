@@ -1,0 +1,238 @@
+"""What a session keeps is bounded, and goes with the graph it was made for (conformance 96, FAULTS F68)."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.compiler.pipeline import compile_plan
+from asyncflow.compiler.plan import Partition, Plan, PlanNode
+from asyncflow.compiler.request import PlanRequest
+from asyncflow.runtime import function as function_module
+from asyncflow.runtime import session as session_module
+
+ONE = np.float32(1)
+
+
+def doubled() -> tuple[af.Tensor, af.Tensor]:
+    with af.Graph():
+        x = af.placeholder("float32", ())
+        return x, x * 2
+
+
+def alive(kind: type) -> int:
+    gc.collect()
+    return sum(type(found) is kind for found in gc.get_objects())
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
+    """What plans have been compiled for."""
+    requests: list[PlanRequest] = []
+
+    def noted(request: PlanRequest, *args: Any, **options: Any) -> Plan:
+        requests.append(request)
+        return compile_plan(request, *args, **options)
+
+    monkeypatch.setattr(session_module, "compile_plan", noted)
+    return requests
+
+
+async def test_96_plans_are_bounded_and_what_is_dropped_is_freed(compiled: list[PlanRequest]) -> None:
+    """F68: many fetch sets of one graph; the ones used last stay."""
+    plans, nodes = alive(Plan), alive(PlanNode)
+    with af.Graph():
+        x = af.placeholder("float32", ())
+        fetches = [x * k for k in range(12)]
+    async with af.Session(plans=4) as session:
+        for k, y in enumerate(fetches):
+            assert await session.run(y, {x: ONE}) == k
+            assert await session.run(fetches[0], {x: ONE}) == 0  # stays in use
+            assert session.statistics().plans == min(k + 1, 4)
+        assert len(compiled) == 12
+        compiled.clear()
+        assert alive(Plan) == plans + 4
+        assert alive(PlanNode) == nodes + 4 * 3
+        for k in (9, 10, 11, 0, 1):
+            await session.run(fetches[k], {x: ONE})
+        assert [request.fetches for request in compiled] == [(fetches[1],)]
+        compiled.clear()
+
+
+async def test_96_a_graph_that_is_gone_is_freed_while_the_session_is_open() -> None:
+    """F68: with its plans, whatever the bound."""
+    before = alive(PlanNode)
+    graphs: list[weakref.ref[af.Graph]] = []
+
+    async def use(session: af.Session) -> None:
+        x, y = doubled()
+        graphs.append(weakref.ref(x.graph))
+        assert await session.run(y, {x: ONE}) == 2
+        assert await session.run([x, y], {x: ONE}) == [1, 2]
+        assert session.statistics().plans >= 2
+
+    async with af.Session() as session:
+        for _ in range(5):
+            await use(session)
+        assert alive(PlanNode) == before
+        assert [graph() for graph in graphs] == [None] * 5
+        assert session.statistics().plans == 0
+
+
+async def test_96_a_function_that_is_gone_is_freed() -> None:
+    """F68."""
+    before = alive(PlanNode)
+
+    async def use(session: af.Session) -> None:
+        @af.function
+        def negated(x: Any) -> Any:
+            return -x
+
+        assert await negated(ONE) == -1
+        assert session.statistics().plans >= 1
+
+    async with af.Session() as session:
+        for _ in range(5):
+            await use(session)
+        assert alive(PlanNode) == before
+        assert session.statistics().plans == 0
+
+
+async def test_96_a_closed_session_leaves_nothing_with_its_graphs() -> None:
+    x, y = doubled()
+    before = alive(PlanNode)
+    async with af.Session() as session, af.Session() as other:
+        assert await session.run(y, {x: ONE}) == await other.run(y, {x: ONE})
+        await other.aclose()
+        assert await session.run(y, {x: ONE}) == 2
+    assert alive(PlanNode) == before
+    assert x.graph.compiled == {}
+
+
+async def test_a_prepared_call_keeps_its_plan() -> None:
+    x, y = doubled()
+    async with af.Session(plans=1) as session:
+        prepared = session.prepare(y, [x])
+        await prepared(ONE)
+        plan = prepared._call.plan
+        for _ in range(3):
+            other, z = doubled()
+            await session.run(z, {other: ONE})
+        assert await prepared(ONE) == 2
+        assert prepared._call.plan is plan
+
+
+async def test_compiling_costs_the_same_however_many_plans_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F68: the nodes of earlier plans are not looked at, or on several devices those of a few."""
+    looked: list[Partition] = []
+    nodes: Any = Partition.nodes
+
+    def counted(partition: Partition) -> list[PlanNode]:
+        looked.append(partition)
+        found: list[PlanNode] = nodes.fget(partition)
+        return found
+
+    monkeypatch.setattr(Partition, "nodes", property(counted))
+    for devices, most in ((["cpu:0"], 0), (["cpu:0", "cpu:1"], 8)):
+        with af.Graph() as graph:
+            x = af.placeholder("float32", ())
+            fetches = [x * k for k in range(20)]
+        async with af.Session(graph, devices) as session:
+            for y in fetches:
+                looked.clear()
+                session.plan(y, [x])
+            assert len(looked) <= most
+
+
+async def test_measured_costs_are_of_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node of another graph may have the same name; what a graph has measured outlasts its growth."""
+    asked: list[Any] = []
+
+    def noted(*args: Any, costs: Any, **options: Any) -> Plan:
+        asked.append(costs)
+        return compile_plan(*args, costs=costs, **options)
+
+    monkeypatch.setattr(session_module, "compile_plan", noted)
+
+    def program() -> tuple[af.Graph, af.Tensor, af.Tensor]:
+        with af.Graph() as graph:
+            x = af.placeholder("float32", (None,))
+            return graph, x, af.nonzero(x)[0]
+
+    async with af.Session(devices=["cpu:0", "cpu:1"]) as session:
+        graph, x, y = program()
+        await session.run(y, {x: np.ones(3, np.float32)})
+        _, other, z = program()
+        assert y.node.name == z.node.name
+        session.plan(z, [other])
+        assert asked[-1] == {}
+        session.plan([y, x], [x])
+        assert set(asked[-1]) == {y.node.name}
+        with graph:
+            longer = y + 1
+        session.plan(longer, [x])
+        assert set(asked[-1]) == {y.node.name}
+
+
+@pytest.fixture
+def few_traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(function_module, "_MOST_TRACES", 4)
+    with warnings.catch_warnings(action="ignore"):
+        yield
+
+
+async def test_96_the_graphs_of_a_function_are_bounded(few_traces: None) -> None:
+    """F68: the ones used last stay, and are not traced again."""
+    traced: list[str] = []
+
+    @af.function
+    def greet(x: Any, name: str) -> Any:
+        traced.append(name)
+        return x + len(name)
+
+    async with af.Session() as session:
+        for k in range(12):
+            assert await greet(1.0, "a" * k) == 1 + k
+            assert await greet(1.0, "") == 1
+        assert len(traced) == 12
+        assert len(greet._traces) == 4
+        gc.collect()
+        assert session.statistics().plans == 4
+        await greet(1.0, "a")
+        assert traced.count("a") == 2
+
+
+async def test_96_retracing_again_and_again_warns_once_and_names_the_argument() -> None:
+    """F68."""
+
+    @af.function
+    def greet(x: Any, name: str, loud: bool) -> Any:
+        return x + len(name)
+
+    async with af.Session():
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            for k in range(40):
+                await greet(1.0, f"user {k}", k % 2 == 0)
+        [warned] = caught
+        assert "greet has been traced 32 times" in str(warned.message)
+        assert "argument name was of 32 kinds, lately 'user 29', 'user 30', 'user 31'" in str(warned.message)
+        assert warned.filename == __file__
+
+
+async def test_96_retracing_for_lists_of_other_lengths_names_them() -> None:
+    @af.function
+    def total(xs: Any) -> Any:
+        return sum(xs)
+
+    async with af.Session():
+        for k in range(1, 32):
+            await total([1.0] * k)
+        with pytest.warns(RuntimeWarning, match=r"argument xs was of 32 kinds, lately .*\[\*, \*"):
+            await total([1.0] * 32)
