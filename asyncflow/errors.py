@@ -18,6 +18,8 @@ Every error asyncflow raises on purpose derives from `AsyncflowError`::
     └── InternalError               a bug in asyncflow itself
 
 `asyncio.CancelledError` stays itself: cancelling a run is not an error.
+
+All of them pickle, with their message, attributes and notes, and with their cause or its text.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from asyncflow.pickling import portable, revived
 
 _PACKAGE = str(Path(__file__).resolve().parent) + "/"
 
@@ -69,6 +74,9 @@ def brief(value: object) -> str:
 
 class AsyncflowError(Exception):
     """Base of every error asyncflow raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return revived, (type(self), self.args, self.__dict__, portable(self.__cause__))
 
 
 class GraphError(AsyncflowError):

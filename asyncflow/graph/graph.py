@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, user_location
 from asyncflow.foreign_names import close_names
-from asyncflow.graph.ir import Node, NodeId, Tensor
+from asyncflow.graph.ir import PICKLE_GRAPHS, Node, NodeId, Tensor
 from asyncflow.graph.op import Access, Effects, find_op
+from asyncflow.pickling import NotPickled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,24 @@ if TYPE_CHECKING:
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.op import Op
     from asyncflow.graph.spec import Spec
+
+
+class Lock:
+    """A lock that the thread which has it may take again; a copy of a graph has one of its own."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+    def __deepcopy__(self, memo: object) -> Lock:
+        return Lock()
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +67,7 @@ def leave_graphs() -> None:
     _current.leave_all()
 
 
-class Graph:
+class Graph(NotPickled):
     """A program: nodes and edges. Use it as a context manager; nodes built inside join it.
 
     A graph may grow after it has run; `version` counts its nodes, and sessions compile anew when it changes. Any task
@@ -68,6 +87,7 @@ class Graph:
     """
 
     is_subgraph: ClassVar[bool] = False
+    _instead = PICKLE_GRAPHS
 
     def __init__(self, *, effects: Literal["ordered", "unordered"] = "ordered", seed: int | None = None) -> None:
         if effects not in ("ordered", "unordered"):
@@ -80,7 +100,7 @@ class Graph:
         self.version = 0
         self.label = ""
         self.closed = False
-        self.lock = RLock()
+        self.lock = Lock()
         self._base = Scope(self)
         self.frames: dict[Node, FramePath] = {}
         self.shapes: dict[Tensor, Tensor] = {}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NewType
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.operators import Operators, _call
+from asyncflow.pickling import NotPickled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +20,18 @@ NodeId = NewType("NodeId", int)
 """Position of a node in the order in which its root graph was built."""
 
 
-class Tensor(Operators):
+PICKLE_GRAPHS = (
+    "graphs hold Python functions; build the graph in the other process, or send its text, af.print_graph(graph), for "
+    "af.parse_graph to read. Values are sent as NumPy arrays, which session.run gives"
+)
+"""What to do in place of pickling a graph or something in it."""
+
+
+class Tensor(NotPickled, Operators):
     """A symbolic value: output number `index` of `node`. It has a value only inside a run."""
 
     __slots__ = ("index", "node", "spec")
+    _instead = PICKLE_GRAPHS
 
     def __init__(self, node: Node, index: int, spec: Spec) -> None:
         self.node = node
@@ -63,7 +72,7 @@ class Tensor(Operators):
         return f"<Tensor {self.name} {self.spec}>"
 
 
-class Node:
+class Node(NotPickled):
     """An op applied to inputs. Built by `asyncflow.graph.build.apply`; never changed by users.
 
     Attributes:
@@ -95,6 +104,7 @@ class Node:
         "outputs",
         "single",
     )
+    _instead = PICKLE_GRAPHS
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from asyncflow.compiler.request import PlanRequest
 from asyncflow.errors import FeedError
 from asyncflow.graph import nest
 from asyncflow.graph.ir import Tensor
+from asyncflow.pickling import NotPickled
 from asyncflow.runtime.feeds import feed_targets, feed_value
 from asyncflow.runtime.fetches import (
     OnDevice,
@@ -159,13 +160,14 @@ class CallCache:
         return call
 
 
-class Prepared:
+class Prepared(NotPickled):
     """A run that only lacks the values to feed: ``await prepared(value, ...)``. Made by `Session.prepare`.
 
     It stays valid when the graph grows; the next call then compiles anew.
     """
 
     __slots__ = ("_call", "_session")
+    _instead = "it belongs to a session of this process; prepare it in the other one"
 
     def __init__(self, session: Session, call: Call) -> None:
         self._session = session

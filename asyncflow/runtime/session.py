@@ -20,6 +20,7 @@ from asyncflow.entered import Entered
 from asyncflow.errors import DeadlineExceeded, DeviceLostError, GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
+from asyncflow.pickling import NotPickled
 from asyncflow.runtime.channel import Channel
 from asyncflow.runtime.copies import Copies
 from asyncflow.runtime.device_feeds import has_foreign, settled, snapshots
@@ -85,7 +86,7 @@ class SessionStatistics(NamedTuple):
     used_bytes: dict[str, int]
 
 
-class Session:
+class Session(NotPickled):
     """Runs graphs on devices. Any number of runs may be in flight; each is awaited on the session's event loop.
 
     A session binds to the event loop that first uses it. Variables without a container belong to one session.
@@ -136,6 +137,11 @@ class Session:
     >>> af.run(main())
     np.float32(42.0)
     """
+
+    _instead = (
+        "it has devices, threads and an event loop of this process; make a session in the other one, and send values "
+        "there as NumPy arrays"
+    )
 
     def __init__(
         self,

@@ -1,0 +1,72 @@
+"""What goes to another process by `pickle`, and what says why it does not.
+
+Errors do: a process pool must not break because one of its tasks failed. Graphs and what belongs to them do not, as
+they hold functions; they say what to send in their place.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, ClassVar, NoReturn, Self
+
+_HOMES = ("builtins", "asyncflow", "numpy")
+"""Packages that the process at the other end has as well."""
+
+
+class Unavailable(Exception):
+    """An exception in a process that need not know its class: the name of its class, and what it said."""
+
+
+def portable(error: BaseException | None) -> BaseException | None:
+    """`error` as it may cross to another process: itself, or the text of one that might not be readable there."""
+    if error is None:
+        return None
+    kind = type(error)
+    if kind.__module__.partition(".")[0] in _HOMES:
+        try:
+            if type(pickle.loads(pickle.dumps(error))) is kind:
+                return error
+        except Exception:  # it says so in whatever way it likes
+            pass
+    return Unavailable(f"{kind.__name__}: {error}")
+
+
+def revived(
+    kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any], cause: BaseException | None
+) -> BaseException:
+    """The error that was pickled, without a call of its `__init__`, which may want more than `args`."""
+    made_by: type[Any] = kind
+    while made_by.__module__ != "builtins":  # with two bases, the one whose layout it has
+        made_by = made_by.__base__ or BaseException
+    error: BaseException = made_by.__new__(kind, *args)
+    error.__dict__.update(state)
+    if cause is not None:
+        error.__cause__ = cause
+    return error
+
+
+class NotPickled:
+    """Copies like any object, but is not pickled."""
+
+    __slots__ = ()
+
+    _instead: ClassVar[str]
+    """Why, and what to do."""
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise TypeError(f"cannot pickle {self!r}: {self._instead}")
+
+    def __copy__(self) -> Self:
+        return self._filled(type(self).__new__(type(self)), self.__getstate__())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        return self._filled(made, copy.deepcopy(self.__getstate__(), memo))
+
+    def _filled(self, made: Self, state: Any) -> Self:
+        # A dict of attributes; with slots, a pair of that and of those.
+        for attributes in state if isinstance(state, tuple) else (state,):
+            for name, value in (attributes or {}).items():
+                object.__setattr__(made, name, value)
+        return made
