@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.switch import check_predicate
@@ -19,6 +19,7 @@ from asyncflow.graph.spec import Spec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from asyncflow.control.nest_types import N
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Node
 
@@ -30,6 +31,18 @@ def _infer(pred: Spec, *captures: Spec, true_branch: Subgraph, false_branch: Sub
 
 
 COND = register(Op(name="cond", infer=_infer))
+
+
+@overload
+def cond(pred: TensorLike, true_fn: Callable[[], N], false_fn: Callable[[], N], *, name: str | None = None) -> N: ...
+@overload
+def cond(
+    pred: TensorLike, true_fn: Callable[[], None], false_fn: Callable[[], None], *, name: str | None = None
+) -> Node: ...
+@overload
+def cond(
+    pred: TensorLike, true_fn: Callable[[], Any], false_fn: Callable[[], Any], *, name: str | None = None
+) -> Any: ...
 
 
 def cond(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
@@ -22,6 +22,7 @@ from asyncflow.ops.logic import less, logical_and
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from asyncflow.control.nest_types import N
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Node, Tensor
 
@@ -40,6 +41,32 @@ def _infer(
 
 
 WHILE = register(Op(name="while", infer=_infer))
+
+
+@overload
+def while_loop(
+    cond: Callable[..., TensorLike],
+    body: Callable[..., Any],
+    loop_vars: N,
+    *,
+    shape_invariants: Any = None,
+    parallel_iterations: int = 32,
+    swap_memory: bool = False,
+    maximum_iterations: TensorLike | None = None,
+    name: str | None = None,
+) -> N: ...
+@overload
+def while_loop(
+    cond: Callable[..., TensorLike],
+    body: Callable[..., Any],
+    loop_vars: Any,
+    *,
+    shape_invariants: Any = None,
+    parallel_iterations: int = 32,
+    swap_memory: bool = False,
+    maximum_iterations: TensorLike | None = None,
+    name: str | None = None,
+) -> Any: ...
 
 
 def while_loop(

@@ -24,6 +24,13 @@ class Spec:
         return None if self.shape is None else len(self.shape)
 
 
+def spec_of(annotation: object) -> Spec | None:
+    """The description in an annotation: ``af.spec(...)`` itself, or one in ``Annotated[af.Tensor, af.spec(...)]``."""
+    if isinstance(annotation, Spec):
+        return annotation
+    return next((each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Spec)), None)
+
+
 def spec(dtype: DTypeLike, shape: ShapeLike = None) -> Spec:
     """Describes a value by dtype and partial shape (None: unknown rank; None items: unknown extents).
 

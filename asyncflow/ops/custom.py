@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, overload
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Access, Op
 from asyncflow.graph.shapes import format_shape, is_compatible
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.spec import Spec, spec_of
 from asyncflow.ops.derivatives.user_rules import accepted_arguments, rule_of_op
 from asyncflow.ops.promotion import is_weak, promoted_dtype
 
@@ -36,7 +36,10 @@ Cost: TypeAlias = "float | Callable[[Sequence[Shape], Sequence[Shape]], float]"
 """Arithmetic operations per call: a number, or a function of the inputs' and the outputs' shapes."""
 
 
-class CustomOp:
+P = ParamSpec("P")
+
+
+class CustomOp(Generic[P]):
     """A user's function as an op; made by the decorator `op`.
 
     Attributes:
@@ -48,7 +51,7 @@ class CustomOp:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[P, Any],
         *,
         outputs: Outputs = None,
         name: str | None = None,
@@ -58,7 +61,7 @@ class CustomOp:
         stateful: bool | None = None,
     ) -> None:
         self.name = name or _name_of(function)
-        self.function = function
+        self.function: Callable[..., Any] = function
         self.gradient = gradient
         self.device = device
         self.outputs = _declared(self.name, function, outputs)
@@ -76,7 +79,13 @@ class CustomOp:
         self._signature = inspect.signature(function)
         update_wrapper(self, function, updated=())
 
-    def __call__(self, *inputs: TensorLike, **arguments: Any) -> Any:
+    # The signature is the function's, whose parameters say what arrays it gets; in a graph it is given tensors.
+    @overload
+    def __call__(self, *inputs: P.args, **arguments: P.kwargs) -> Any: ...
+    @overload
+    def __call__(self, *inputs: TensorLike, **arguments: Any) -> Any: ...
+
+    def __call__(self, *inputs: Any, **arguments: Any) -> Any:
         """A node for tensors, or while a graph is built; else what the function itself gives.
 
         Args:
@@ -170,7 +179,7 @@ class CustomOp:
 
 
 @overload
-def op(function: Callable[..., Any], /) -> CustomOp: ...
+def op(function: Callable[P, Any], /) -> CustomOp[P]: ...
 
 
 @overload
@@ -182,7 +191,7 @@ def op(
     device: str | None = None,
     cost: Cost | None = None,
     stateful: bool | None = None,
-) -> Callable[[Callable[..., Any]], CustomOp]: ...
+) -> Callable[[Callable[P, Any]], CustomOp[P]]: ...
 
 
 def op(
@@ -195,7 +204,7 @@ def op(
     device: str | None = None,
     cost: Cost | None = None,
     stateful: bool | None = None,
-) -> CustomOp | Callable[[Callable[..., Any]], CustomOp]:
+) -> CustomOp[...] | Callable[[Callable[..., Any]], CustomOp[...]]:
     """Turns a function or coroutine function into an op.
 
     In a graph, values passed by position become inputs, and the function gets them as read-only NumPy arrays (or
@@ -283,6 +292,8 @@ def _return_annotation(function: Callable[..., Any]) -> Outputs:
             found = eval(found, getattr(function, "__globals__", {}))  # as inspect.get_annotations does
         except Exception:
             return None  # an annotation for type checkers alone
+    if (described := spec_of(found)) is not None:
+        return described
     leaves, _ = nest.flatten(found)
     if found is None:
         return ()

@@ -19,7 +19,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor, as_array, placeholder
 from asyncflow.graph.dtypes import as_dtype
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.spec import Spec
+from asyncflow.graph.spec import Spec, spec_of
 from asyncflow.runtime.exchange import NotExchangeable, exchanged, is_exchangeable
 
 _NUMPY = (np.ndarray, np.generic)
@@ -95,7 +95,8 @@ class Parameters:
     def __init__(self, signature: inspect.Signature, owner: str) -> None:
         self.signature = signature
         self.owner = owner
-        self._specs = {p.name: p.annotation for p in signature.parameters.values() if isinstance(p.annotation, Spec)}
+        described = {p.name: spec_of(p.annotation) for p in signature.parameters.values()}
+        self._specs = {name: spec for name, spec in described.items() if spec is not None}
         kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
         names = tuple(p.name for p in signature.parameters.values() if p.kind in kinds)
         self._positional = names if len(names) == len(signature.parameters) else None
@@ -185,6 +186,8 @@ def _kind_text(kind: Kind) -> str:
 
 
 def _is_static(annotation: Any) -> bool:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _is_static(annotation.__origin__)
     if isinstance(annotation, str):  # one that could not be evaluated
         return annotation in [kind.__name__ for kind in _STATIC_TYPES]
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, overload
 from weakref import WeakKeyDictionary, ref
 
 from asyncflow.errors import GraphError, user_location
@@ -45,14 +45,21 @@ class Traced:
     """When it was last asked for."""
 
 
-class Function:
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+
+
+class Function(Generic[P]):
     """A Python function that runs as a graph; made by `function`.
 
     Awaiting ``f(x)`` runs it in the session whose ``async with`` block the caller is in, or else in one that lives as
     long as the event loop. Called while a graph is being built, it is inlined into that graph.
     """
 
-    def __init__(self, fn: Callable[..., Any], effects: Literal["ordered", "unordered"], seed: int | None) -> None:
+    __name__: str
+    __qualname__: str
+
+    def __init__(self, fn: Callable[P, Any], effects: Literal["ordered", "unordered"], seed: int | None) -> None:
         if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn) or inspect.isgeneratorfunction(fn):
             raise GraphError(
                 f"@af.function takes a plain function, which builds a graph; {fn.__qualname__} is a coroutine or a "
@@ -69,11 +76,23 @@ class Function:
     def __repr__(self) -> str:
         return f"<Function {self.fn.__qualname__}>"
 
+    # The signature is the function's, whose parameters are tensors; outside a graph it is given their values. The
+    # result is the nest itself in a graph and to be awaited elsewhere, which no type says.
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
+    @overload
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result, to be awaited; or the symbolic result, inside a graph being built."""
         if current_graph() is not None:
             return self._inlined(args, kwargs)
         return self._run(args, kwargs)
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(self: Function[Concatenate[Any, Q]], instance: object, owner: type | None = None) -> Function[Q]: ...
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else self._bound(instance)
@@ -82,16 +101,16 @@ class Function:
         """The graph that runs for such arguments: those of a call, or `spec`s in the place of arrays."""
         return self._traced(self._parameters.read(args, kwargs))
 
-    def with_body(self, fn: Callable[..., Any]) -> Function:
+    def with_body(self, fn: Callable[..., Any]) -> Function[P]:
         """The same with another function inside, which takes the same arguments."""
         changed = copy.copy(self)
         functools.update_wrapper(changed, fn)
         changed.fn, changed._traces, changed._of_instances = fn, {}, {}
         return changed
 
-    def _bound(self, instance: object) -> Function:
+    def _bound(self, instance: object) -> Function[...]:
         """The function as a method of `instance`, which is no argument: it has traces of its own."""
-        bound = copy.copy(self)
+        bound: Function[...] = copy.copy(self)
         bound.fn = MethodType(self.fn, instance)
         bound._parameters = self._parameters.without_first()
         bound._traces = self._traces_of(instance)
@@ -214,13 +233,13 @@ async def _session_until_loop_ends(loop: asyncio.AbstractEventLoop) -> AsyncGene
 
 
 @overload
-def function(fn: Callable[..., Any], /) -> Function: ...
+def function(fn: Callable[P, Any], /) -> Function[P]: ...
 
 
 @overload
 def function(
     *, effects: Literal["ordered", "unordered"] = "ordered", seed: int | None = None
-) -> Callable[[Callable[..., Any]], Function]: ...
+) -> Callable[[Callable[P, Any]], Function[P]]: ...
 
 
 def function(
@@ -229,7 +248,7 @@ def function(
     *,
     effects: Literal["ordered", "unordered"] = "ordered",
     seed: int | None = None,
-) -> Function | Callable[[Callable[..., Any]], Function]:
+) -> Function[...] | Callable[[Callable[..., Any]], Function[...]]:
     """Makes a Python function run as a graph: ``await f(x)``.
 
     The function is called once per kind of arguments (nest, dtypes and ranks; extents are unknown) to build the graph.
@@ -240,7 +259,8 @@ def function(
     Python's ``if`` may look at it, and each value has a graph of its own. Containers are taken apart, so a list of
     numbers arrives as a list of tensors. An annotation decides otherwise:
 
-    - ``x: af.spec(dtype, shape)``: the whole argument, be it a list, is one array of that dtype and shape.
+    - ``x: Annotated[af.Tensor, af.spec(dtype, shape)]``, or the spec alone where no type checker looks: the whole
+      argument, be it a list, is one array of that dtype and shape.
     - ``n: int`` (``float``, ``bool``, ``str``, and one of them or None): static.
 
     Args:

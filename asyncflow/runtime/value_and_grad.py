@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import DTypeError, GraphError, brief, user_location
@@ -16,6 +16,17 @@ from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.optim.loss import as_loss
 from asyncflow.runtime.function import Function
 from asyncflow.state.variable import Variable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def value_and_grad(fn: Function[P], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function[P]: ...
+@overload
+def value_and_grad(
+    fn: Callable[P, R], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[P, tuple[R, Any]]: ...
 
 
 def value_and_grad(

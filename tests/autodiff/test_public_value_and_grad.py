@@ -161,9 +161,10 @@ def test_a_method_that_is_decorated_in_its_class(graph: af.Graph) -> None:
 
 async def test_a_list_is_no_array(graph: af.Graph) -> None:
     """It is passed on as the nest it is; the error of the function says what to pass."""
-    for wrong in (lambda x: x**2, af.function(lambda x: x**2)):
+    either: Any
+    for either in (lambda x: x**2, af.function(lambda x: x**2)):
         with pytest.raises(TypeError) as caught:
-            await af.value_and_grad(wrong)([1.0, 2.0])
+            await af.value_and_grad(either)([1.0, 2.0])
         assert "argument 0 of value_and_grad is a list" in caught.value.__notes__[0]
     with pytest.raises(TypeError) as caught:
         af.value_and_grad(lambda x: x["w"] ** "2")({"w": 1.0})

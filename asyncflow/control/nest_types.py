@@ -1,0 +1,23 @@
+"""Types of nests, for the signatures of control flow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar, Union
+
+if TYPE_CHECKING:
+    from asyncflow.control.tensor_array import TensorArray
+    from asyncflow.graph.ir import Tensor
+
+
+class DataclassLike(Protocol):
+    """An instance of a dataclass, whose fields are taken to be tensors."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Tensors: TypeAlias = Union["Tensor", "TensorArray", "tuple[Tensors, ...]", "Mapping[str, Tensors]", DataclassLike]
+"""A nest of tensors and TensorArrays: what goes in has the type of what comes out. Of one with numbers in it, which
+become tensors, and of a list, which may be one array, that cannot be said."""
+
+N = TypeVar("N", bound=Tensors)
