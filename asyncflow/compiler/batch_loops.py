@@ -3,7 +3,7 @@
 Two kinds of work in a loop's body do not need to wait for their iteration, or need not be done in it:
 
 - products whose rows depend on captures and the loop's counter alone, such as ``xs[t] @ W``, are made ahead, a block of
-  iterations at a time (`batch_rows`);
+  iterations at a time (`batch_rows`); products of rows that are so in part are taken apart for it (`take_apart`);
 - sums over iterations that nothing in the loop reads, such as the gradients of weights, are made up for, a block of
   iterations at a time (`batch_sums`).
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from asyncflow.compiler.batch_rows import batch_rows
 from asyncflow.compiler.batch_sums import batch_sums
 from asyncflow.compiler.replacements import Replacements
+from asyncflow.compiler.take_apart import take_apart
 from asyncflow.graph.graph import STRUCTURED
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
                 batch_loops(body, block_bytes)
         if node.op.name == "while":
             most = block_bytes // _OVERLAPPED if _is_cut(node) else block_bytes
+            apart = take_apart(node)
             ahead = batch_rows(node, most)
             before, after = batch_sums(node, most, replaced)
-            ordered += [*ahead, *before, node, *after]
+            ordered += [*apart, *ahead, *before, node, *after]
         else:
             ordered.append(node)
     graph.nodes[:] = ordered

@@ -46,7 +46,7 @@ _STORES = frozenset({"element_gradient", "part_of_sum", "saved_value"})
 def batch_rows(loop: Node, block_bytes: int) -> list[Node]:
     """Makes products of `loop` ahead, in place; gives what is to stand in front of it."""
     moved: list[Node] = []
-    for place, step in _counters(loop):
+    for place, step in counters(loop):
         found = _find(loop, place)
         if found is not None:
             moved += _Move(loop, place, step, found, block_bytes).run()
@@ -56,7 +56,7 @@ def batch_rows(loop: Node, block_bytes: int) -> list[Node]:
 # -- what can be made ahead ------------------------------------------------------------------------------------------
 
 
-def _counters(loop: Node) -> list[tuple[int, int]]:
+def counters(loop: Node) -> list[tuple[int, int]]:
     """Places of the loop variables that go up or down by one, and which of the two."""
     body: Subgraph = loop.attrs["body"]
     found: list[tuple[int, int]] = []
@@ -79,7 +79,7 @@ def _step(node: Node, variable: Tensor) -> int:
 
 
 @dataclass(slots=True)
-class _Classes:
+class Classes:
     """What the tensors of a body depend on.
 
     Attributes:
@@ -95,6 +95,7 @@ class _Classes:
     products: dict[Node, None] = field(default_factory=dict)
 
     def classify(self, node: Node) -> None:
+        """Finds what the outputs of a node depend on; those that it uses are known."""
         if node.outputs and is_constant(node.outputs[0]):
             self.fixed.update(node.outputs)
         elif self._may_move(node):
@@ -119,17 +120,29 @@ class _Classes:
         if node.op is not MATMUL:
             return False
         left, right = node.inputs
-        if left.dtype.name not in FAST or left.dtype != right.dtype:
-            return False
-        row, matrix = (left, right) if right in self.fixed else (right, left)
-        if matrix not in self.fixed or matrix.spec.rank != 2 or row.shape is None or not row.shape:
-            return False
-        if row is right and len(row.shape) > 1:
-            return False
-        rows, size = size_of(row.shape[:-1]), size_of(matrix.shape)
-        if rows is None or size is None:
-            return True
-        return 4 * rows <= ENOUGH_ROWS and 2 * rows * size >= _WORTH_FLOPS
+        is_left = right in self.fixed
+        row, matrix = (left, right) if is_left else (right, left)
+        return matrix in self.fixed and pays_ahead(row.spec, matrix.spec, is_left=is_left)
+
+
+def pays_ahead(row: Spec, matrix: Spec, *, is_left: bool) -> bool:
+    """Whether a product with a fixed matrix is one that many rows at once make faster.
+
+    Args:
+        row: what changes from iteration to iteration.
+        matrix: what does not.
+        is_left: the row stands on the left.
+    """
+    if row.dtype.name not in FAST or row.dtype != matrix.dtype:
+        return False
+    if matrix.rank != 2 or row.shape is None or not row.shape:
+        return False
+    if not is_left and len(row.shape) > 1:
+        return False
+    rows, size = size_of(row.shape[:-1]), size_of(matrix.shape)
+    if rows is None or size is None:
+        return True
+    return 4 * rows <= ENOUGH_ROWS and 2 * rows * size >= _WORTH_FLOPS
 
 
 def _is_cheap(node: Node) -> bool:
@@ -147,19 +160,26 @@ class _Found:
         products: the products among them, and for each the nodes that it is made by.
     """
 
-    classes: _Classes
+    classes: Classes
     program: list[Node]
     products: dict[Node, set[Node]]
 
 
-def _find(loop: Node, place: int) -> _Found | None:
+def classified(loop: Node, place: int) -> Classes:
+    """What the tensors of a loop's body depend on, of which the loop variable at `place` is the counter."""
     body: Subgraph = loop.attrs["body"]
     n_vars: int = loop.attrs["n_vars"]
-    classes = _Classes(dict(zip(body.inputs[n_vars:], loop.inputs[n_vars:], strict=True)))
+    classes = Classes(dict(zip(body.inputs[n_vars:], loop.inputs[n_vars:], strict=True)))
     classes.fixed.update(classes.captured)
     classes.varying.add(body.inputs[place])
     for node in body.nodes:
         classes.classify(node)
+    return classes
+
+
+def _find(loop: Node, place: int) -> _Found | None:
+    body: Subgraph = loop.attrs["body"]
+    classes = classified(loop, place)
     program: set[Node] = set()
     products: dict[Node, set[Node]] = {}
     for product in classes.products:
@@ -327,4 +347,4 @@ def _as_step(node: Node, inputs: tuple[int, ...]) -> tuple[str, dict[str, Any], 
     return node.op.name, node.attrs, inputs
 
 
-__all__ = ["FAST", "batch_rows"]
+__all__ = ["FAST", "Classes", "batch_rows", "classified", "counters", "pays_ahead"]

@@ -260,7 +260,7 @@ def _tiling(keys: Sequence[Key], shape: Shape) -> tuple[int, list[int]] | None:
     """The axis along which the keys are slices side by side that make up the whole, and their order; None if not."""
     if shape is None:
         return None
-    cuts = [_cut(key, shape) for key in keys]
+    cuts = [sliced_axis(key, shape) for key in keys]
     slices = [(cut[1], cut[2], place) for place, cut in enumerate(cuts) if cut is not None]
     axes = {cut[0] for cut in cuts if cut is not None}
     if len(slices) < len(keys) or len(axes) > 1:
@@ -271,7 +271,7 @@ def _tiling(keys: Sequence[Key], shape: Shape) -> tuple[int, list[int]] | None:
     return (axis, [place for _, _, place in slices]) if [*starts, shape[axis]] == [0, *ends] else None
 
 
-def _cut(key: Key, shape: tuple[int | None, ...]) -> tuple[int, int, int] | None:
+def sliced_axis(key: Key, shape: tuple[int | None, ...]) -> tuple[int, int, int] | None:
     """``(axis, start, stop)`` of a key that slices one axis and takes all others whole; None for any other."""
     if ELLIPSIS in key:
         at = key.index(ELLIPSIS)
