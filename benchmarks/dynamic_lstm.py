@@ -5,13 +5,14 @@ The forward pass; all outputs are kept. Every system runs one cell on weights of
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 import asyncflow as af
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Trial, compare, timed, timed_await
-from benchmarks.lstm import Model, cell, random_model
+from benchmarks.lstm import Model, cell, joined_cell, random_model
 from benchmarks.peers import JAX, NO_PEERS, NUMPY, TENSORFLOW_1, TORCH, Peers
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.peers import TensorFlow
 
 TIME = Figure("time a sequence", "ms")
+JOINED: Final = f"{ASYNCFLOW}, concat"
 UNROLLED: Final = "asyncflow unrolled"
 TENSORFLOW_UNROLLED: Final = f"{TENSORFLOW_1} unrolled"
 TOLERANCE = 1e-4
@@ -28,17 +30,22 @@ TOLERANCE = 1e-4
 async def measure(
     peers: Peers = NO_PEERS, *, repeats: int = 5, steps: int = 100, batch: int = 64, hidden: int = 512
 ) -> list[Result]:
-    """ms per sequence: asyncflow in both ways, NumPy by hand, TensorFlow in both ways, PyTorch, JAX."""
+    """ms per sequence: asyncflow in three ways, NumPy by hand, TensorFlow in both ways, PyTorch, JAX."""
     model = random_model(steps, batch, hidden)
     with af.Graph() as graph:
         xs = af.placeholder("float32", (None, batch, hidden), name="xs")
         known = af.placeholder("float32", (steps, batch, hidden), name="known")
-        dynamic = _dynamic(af, model.map(af.constant), xs, af.astype(af.shape(xs)[0], "int32"))
+        length = af.astype(af.shape(xs)[0], "int32")
+        dynamic = _dynamic(af, model.map(af.constant), xs, length)
+        weights = model.map(af.constant)
+        joined_weights = af.concat([weights.w_x, weights.w_h], axis=0)
+        joined = _dynamic(af, weights, xs, length, partial(joined_cell, af, joined_weights, weights.bias))
         unrolled = _unrolled(af, model.map(af.constant), af.unstack(known))
 
     async with af.Session(graph) as session:
         trials: dict[str, Trial] = {
             ASYNCFLOW: timed_await(TIME, 1e3, lambda: session.run(dynamic, {xs: model.xs})),
+            JOINED: timed_await(TIME, 1e3, lambda: session.run(joined, {xs: model.xs})),
             UNROLLED: timed_await(TIME, 1e3, lambda: session.run(unrolled, {known: model.xs})),
             NUMPY: timed(TIME, 1e3, lambda: _by_hand(model)),
         }
@@ -48,14 +55,15 @@ async def measure(
         return await compare("dynamic_lstm", case, trials, repeats=repeats, tolerance=TOLERANCE)
 
 
-def _dynamic(system: Any, model: Model, xs: Any, steps: Any) -> Any:
-    """The loop, in asyncflow and TensorFlow."""
+def _dynamic(system: Any, model: Model, xs: Any, steps: Any, step: Callable[..., Any] | None = None) -> Any:
+    """The loop, in asyncflow and TensorFlow; `step` is the cell if it is not the ready one."""
+    step = step or partial(cell, system, model)
     shape = model.h.shape
     inputs = system.TensorArray("float32", size=steps, element_shape=shape).unstack(xs)
     outputs = system.TensorArray("float32", size=steps, element_shape=shape)
 
     def body(t: Any, h: Any, c: Any, outputs: Any) -> Any:
-        h, c = cell(system, model, inputs.read(t), h, c)
+        h, c = step(inputs.read(t), h, c)
         return t + 1, h, c, outputs.write(t, h)
 
     start = (np.int32(0), model.h, model.c, outputs)

@@ -78,7 +78,15 @@ def random_model(steps: int, batch: int, hidden: int) -> Model:
 
 def cell(functions: Any, model: Any, x: Any, h: Any, c: Any) -> tuple[Any, Any]:
     """The next h and c; `functions` has `sigmoid` and `tanh`."""
-    gates = x @ model.w_x + h @ model.w_h + model.bias
+    return _gated(functions, x @ model.w_x + h @ model.w_h + model.bias, c)
+
+
+def joined_cell(functions: Any, w: Any, bias: Any, x: Any, h: Any, c: Any) -> tuple[Any, Any]:
+    """The same as it is mostly written: `w` is ``(2 * hidden, 4 * hidden)``, and `functions` has `concat`, too."""
+    return _gated(functions, functions.concat([x, h], axis=-1) @ w + bias, c)
+
+
+def _gated(functions: Any, gates: Any, c: Any) -> tuple[Any, Any]:
     hidden = gates.shape[-1] // 4
     into, forget, candidate, out = (gates[:, k * hidden : (k + 1) * hidden] for k in range(4))
     c = functions.sigmoid(forget) * c + functions.sigmoid(into) * functions.tanh(candidate)
@@ -96,6 +104,17 @@ def looped(system: Any, model: Model, steps: Any) -> Any:
 
     def body(t: Any, h: Any, c: Any, total: Any) -> Any:
         h, c = cell(system, model, model.xs[t], h, c)
+        return t + 1, h, c, total + system.sum(system.square(h))
+
+    return system.while_loop(lambda t, *_: t < steps, body, (np.int32(0), model.h, model.c, np.float32(0)))[-1]
+
+
+def looped_joined(system: Any, model: Model, steps: Any) -> Any:
+    """As `looped`, by cells that join input and state; the weights are joined once, in front of the loop."""
+    w = system.concat([model.w_x, model.w_h], axis=0)
+
+    def body(t: Any, h: Any, c: Any, total: Any) -> Any:
+        h, c = joined_cell(system, w, model.bias, model.xs[t], h, c)
         return t + 1, h, c, total + system.sum(system.square(h))
 
     return system.while_loop(lambda t, *_: t < steps, body, (np.int32(0), model.h, model.c, np.float32(0)))[-1]

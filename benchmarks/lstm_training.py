@@ -18,6 +18,7 @@ from benchmarks.lstm import (
     AsyncflowStep,
     Model,
     looped,
+    looped_joined,
     random_model,
     tensorflow_step,
     timed_step,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 NAME = "lstm_training"
+JOINED: Final = f"{ASYNCFLOW}, concat"
+"""With cells that multiply input and state in one product, as they are mostly written."""
 TORCH_MODULE: Final = "torch nn.LSTM"
 
 
@@ -56,7 +59,10 @@ async def measure(
 async def _compare(case: str, model: Model, peers: Peers, threads: int, repeats: int) -> list[Result]:
     outputs = model.xs.size
     fed = [np.array(len(model.xs), np.int32)]
-    ours = {ASYNCFLOW: AsyncflowStep(model, looped, outputs, fed, threads=threads)}
+    ours = {
+        ASYNCFLOW: AsyncflowStep(model, looped, outputs, fed, threads=threads),
+        JOINED: AsyncflowStep(model, looped_joined, outputs, fed, threads=threads),
+    }
     if threads > 1:
         ours[f"{ASYNCFLOW}, {threads} streams"] = AsyncflowStep(model, looped, outputs, fed, compute_streams=threads)
     trials: dict[str, Trial] = {system: timed_step_await(outputs, step.run) for system, step in ours.items()}
