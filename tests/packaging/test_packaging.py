@@ -51,14 +51,20 @@ def shipped_sources() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the checkout so that no build folder is left in it."""
-    base = tmp_path_factory.mktemp("wheel")
-    copy = base / "checkout"
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout to build in, so that no build folder is left in it."""
+    copy = tmp_path_factory.mktemp("wheel") / "checkout"
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "demo-out")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
-    run(["-m", "build", "--wheel", "--no-isolation", "--outdir", str(base / "dist"), str(copy)], cwd=base)
-    (built,) = (base / "dist").iterdir()
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    """The wheel."""
+    folder = checkout.parent
+    run(["-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder / "dist"), str(checkout)], cwd=folder)
+    (built,) = (folder / "dist").iterdir()
     return built
 
 
@@ -73,6 +79,15 @@ def metadata(wheel: Path, names: set[str]) -> email.message.Message:
     (path,) = (name for name in names if name.endswith(".dist-info/METADATA"))
     with zipfile.ZipFile(wheel) as archive:
         return email.message_from_bytes(archive.read(path))
+
+
+def test_type_checkers_find_an_editable_install(checkout: Path, tmp_path: Path) -> None:
+    """They read paths in ``.pth`` files, and run no import hooks."""
+    run(["-c", f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"], cwd=checkout)
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        assert archive.read(path).decode().split() == [str(checkout)]
 
 
 @pytest.mark.parametrize("room", ["devices", "streams"])
