@@ -13,6 +13,7 @@ Every error asyncflow raises on purpose derives from `AsyncflowError`::
     │   └── OutOfMemoryError          (also MemoryError)
     ├── HazardError                 two streams touch one buffer without an event between them
     ├── DeadlineExceeded            a run's ``timeout=`` passed               (also TimeoutError)
+    ├── OverloadedError             a run refused because the session is busy
     ├── CheckpointError             a file that cannot be saved or restored
     ├── SessionClosedError          a session used after close, or after a fork
     └── InternalError               a bug in asyncflow itself
@@ -105,6 +106,22 @@ class PlacementError(AsyncflowError):
 
 class DeadlineExceeded(AsyncflowError, TimeoutError):
     """A run did not end within its ``timeout=``."""
+
+
+class OverloadedError(AsyncflowError):
+    """A run that was refused because its session is busy; nothing of it was computed.
+
+    Attributes:
+        retry_after_s: when it is worth while to ask again, as for the header ``Retry-After`` of a 503 or 429.
+        runs: how many runs were in flight.
+        queued: how many waited.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0, runs: int = 0, queued: int = 0) -> None:
+        self.retry_after_s = retry_after_s
+        self.runs = runs
+        self.queued = queued
+        super().__init__(message)
 
 
 class CheckpointError(AsyncflowError):

@@ -101,6 +101,7 @@ def compile_plan(
     placement = place(working, devices, costs, seed=options.placement_seed)
     if homes is not None:
         homes.update((key, node.device) for node, key in _state_of(working) if node.device is not None)
+    states = frozenset(key for _, key in _state_of(working))
     read_on_host = _states_for_host(working, devices, resolve)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
     enqueuing = {device.name for device in devices if runs_regions(device)}
@@ -129,6 +130,7 @@ def compile_plan(
         saved=saved,
         loops=loops,
         read_on_host=read_on_host,
+        states=states,
     )
 
 

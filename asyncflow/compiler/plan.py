@@ -33,7 +33,7 @@ from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import IDENTITY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
 
     from asyncflow.compiler.estimate import RegionEstimate
     from asyncflow.compiler.loop_drivers import LoopDriver
@@ -303,6 +303,8 @@ class Plan:
         straight: the plan as one call, if it is that simple.
         saved: what its loops save for their gradients.
         loops: what drives those on cards.
+        states: what tells the variables that it touches from others.
+        expected_s: how long a run of it takes, as far as that has been measured; 0 if not.
         used: the number of the last run of it, among those of its session.
         read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
     """
@@ -312,6 +314,8 @@ class Plan:
     fetches: list[int | None]
     placement: Placement
     straight: Straight | None = None
+    states: frozenset[Hashable] = frozenset()
+    expected_s: float = 0.0
     used: int = 0
     saved: tuple[Saved, ...] = ()
     loops: tuple[LoopDriver, ...] = ()

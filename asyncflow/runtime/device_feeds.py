@@ -36,6 +36,11 @@ def snapshots(values: Sequence[Any]) -> list[Any]:
     return [value.snapshot(cupy) if type(value) is ForeignArray else value for value in values]
 
 
+def as_of_now(values: list[Any]) -> list[Any]:
+    """The values, which whoever has them may go on to change: `snapshots`, if there is anything to take."""
+    return snapshots(values) if has_foreign(values) else values
+
+
 async def settled(values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]) -> Any:
     """The values, as the devices of a plan take them; does not suspend if all stay in the memory of cards.
 
@@ -74,4 +79,4 @@ async def _read(tensor: Tensor, foreign: ForeignArray) -> Any:
     return locked(values)
 
 
-__all__ = ["has_foreign", "settled", "snapshots"]
+__all__ = ["as_of_now", "has_foreign", "settled", "snapshots"]

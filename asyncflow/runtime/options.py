@@ -39,6 +39,16 @@ def check_integer(value: object, name: str, least: int | None = None) -> None:
         raise ValueError(f"{name} is at least {least}; got {value}")
 
 
+def check_limits(max_runs: object, max_queued: object) -> None:
+    """Raises TypeError or ValueError for limits of runs that make no sense."""
+    if max_runs is not None:
+        check_integer(max_runs, "max_runs", 1)
+    if max_queued is not None:
+        check_integer(max_queued, "max_queued", 0)
+        if max_runs is None:
+            raise ValueError("max_queued limits the runs that wait, and without max_runs none ever does: give both")
+
+
 def check_flag(value: object, name: str) -> None:
     """Raises TypeError unless an option is True or False."""
     if not isinstance(value, bool | np.bool_):

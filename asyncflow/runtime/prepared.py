@@ -183,6 +183,7 @@ class Prepared(NotPickled):
         timeout: float | None = None,
         trace: Trace | str | Path | None = None,
         allow_dead: bool = False,
+        atomic: bool = False,
     ) -> Any:
         """Runs with these values, in the order of the feeds it was prepared with; else as `Session.run`."""
-        return await self._session.run_call(self._call, values, timeout, trace, allow_dead)
+        return await self._session.run_call(self._call, values, timeout, trace, allow_dead, atomic)

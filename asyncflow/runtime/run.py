@@ -71,6 +71,7 @@ class Run:
         "rendezvous",
         "seed",
         "shuffle_seed",
+        "states",
         "stayed",
         "staying",
         "trace",
@@ -107,6 +108,8 @@ class Run:
         self.trace = trace
         self.now = clock_of(loop)
         self.emitter = channel
+        self.states = plan.states
+        """What tells the variables that it touches from others."""
         self.staying = staying
         """Indexes of the fetches whose values stay on their device."""
         self.stayed: dict[int, Any] = {}

@@ -8,7 +8,7 @@ import secrets
 import threading
 import warnings
 import weakref
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, cast
 
@@ -17,13 +17,14 @@ from asyncflow.compiler.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import check_event_loop, has_one_memory, open_devices
 from asyncflow.entered import Entered
-from asyncflow.errors import DeadlineExceeded, DeviceLostError, GraphError, SessionClosedError
+from asyncflow.errors import DeviceLostError, GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
+from asyncflow.runtime.admission import Admission, AtomicRuns, in_time
 from asyncflow.runtime.channel import Channel
 from asyncflow.runtime.copies import Copies
-from asyncflow.runtime.device_feeds import has_foreign, settled, snapshots
+from asyncflow.runtime.device_feeds import as_of_now, has_foreign, settled
 from asyncflow.runtime.feeds import as_feeds
 from asyncflow.runtime.fetches import user_value
 from asyncflow.runtime.loop import burst_clock, thread_waits
@@ -33,6 +34,7 @@ from asyncflow.runtime.options import (
     check_flag,
     check_graph,
     check_integer,
+    check_limits,
     check_plan_options,
     check_trace,
 )
@@ -45,14 +47,16 @@ from asyncflow.runtime.turn import Turn
 from asyncflow.state.containers import StateStore
 from asyncflow.state.held import holder_of
 from asyncflow.streams.beside import call_beside
+from asyncflow.streams.holding import is_within
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import AsyncGenerator, AsyncIterator, Collection, Hashable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Collection, Hashable, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.runtime.admission import Claim, Ticket
 
 _THREADS_END_S = 5.0
 """How long idle threads may take to end."""
@@ -78,12 +82,16 @@ class SessionStatistics(NamedTuple):
             device that is all of this session there, in pieces of 512 bytes: values of runs, constants, variables,
             captured CUDA graphs, and values fetched by `on_device`, until the first run after their last reference is
             gone. On a CPU it is arrays of 4 KiB or more that runs have made.
+        queued: with `max_runs`, runs that wait for their turn.
+        refused: with `max_runs`, runs that were not started, because there were too many or it was too late.
     """
 
     runs: int
     plans: int
     completed: int
     used_bytes: dict[str, int]
+    queued: int = 0
+    refused: int = 0
 
 
 class Session(NotPickled):
@@ -122,6 +130,10 @@ class Session(NotPickled):
         max_iterations: most iterations of any one loop; None for no limit.
         plans: most compiled plans that the session keeps; the one used least recently goes first. What is kept for a
             graph goes when the graph does.
+        max_runs: most runs in flight at once; others wait their turn. None for no limit. Not counted are runs that need
+            no scheduler, as they are over at once, and those that a run asks for.
+        max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
+            are refused (`OverloadedError`). None for no limit.
 
     Raises:
         TypeError, ValueError: an option is of another type than it says, or out of its range.
@@ -165,12 +177,15 @@ class Session(NotPickled):
         check_numerics: bool = False,
         max_iterations: int | None = None,
         plans: int = 256,
+        max_runs: int | None = None,
+        max_queued: int | None = None,
     ) -> None:
         check_graph(graph)
         check_flag(regions, "regions")
         check_integer(threads, "threads", 1)
         check_integer(compute_streams, "compute_streams", 1)
         check_integer(plans, "plans", 1)
+        check_limits(max_runs, max_queued)
         if seed is not None:
             check_integer(seed, "seed", None)
         self._options = PlanOptions(
@@ -204,6 +219,8 @@ class Session(NotPickled):
         self._calls = CallCache(graph, self._plans, regions=regions)
         self._copies = Copies()
         self._quiet = quiet_context()
+        self._admission = None if max_runs is None else Admission(max_runs, max_queued)
+        self._atomic = AtomicRuns()
         self._runs: set[Run] = set()
         self._run_count = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -284,6 +301,8 @@ class Session(NotPickled):
         if self._closed is not None:
             return
         self._closed = "the session is closed; make a new one"
+        if self._admission is not None:
+            self._admission.close(self._closed)
         async with AsyncExitStack() as closing:  # which does the rest, whatever becomes of the steps before
             for device in self.devices:
                 closing.push_async_callback(device.aclose, _THREADS_END_S)
@@ -344,7 +363,9 @@ class Session(NotPickled):
     def statistics(self) -> SessionStatistics:
         """A snapshot."""
         used = {device.name: device.memory.used for device in self.devices}
-        return SessionStatistics(len(self._runs), len(self._plans), self._run_count - len(self._runs), used)
+        queued, refused = (0, 0) if self._admission is None else (self._admission.queued, self._admission.refused)
+        completed = self._run_count - len(self._runs)
+        return SessionStatistics(len(self._runs), len(self._plans), completed, used, queued, refused)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -356,6 +377,7 @@ class Session(NotPickled):
         timeout: float | None = None,
         trace: Trace | str | Path | None = None,
         allow_dead: bool = False,
+        atomic: bool = False,
     ) -> Any:
         """Runs what `fetches` need and returns their values in the same nest.
 
@@ -371,9 +393,12 @@ class Session(NotPickled):
             trace: a `Trace` to record into, or a path to write the timeline to (``.json``, ``.json.gz``,
                 ``.html``, and with matplotlib ``.png``, ``.svg``).
             allow_dead: give None for a fetch on a branch not taken, instead of an error.
+            atomic: make what the run reads and writes of variables one step for every other run of the session: it
+                starts when those in flight that touch the same variables have ended, and later ones wait for it.
 
         Raises:
             FeedError, FetchError: before anything runs (or, for a dead fetch, after).
+            OverloadedError: before anything runs, of a session with `max_runs`.
             KernelError: the first node that failed; everything else has been stopped.
             DeadlineExceeded: after `timeout`.
 
@@ -383,7 +408,7 @@ class Session(NotPickled):
         if type(feeds) is not dict:
             feeds = as_feeds(feeds)
         return await self.run_call(
-            self._calls.of_run(fetches, feeds), tuple(feeds.values()), timeout, trace, allow_dead
+            self._calls.of_run(fetches, feeds), tuple(feeds.values()), timeout, trace, allow_dead, atomic
         )
 
     def prepare(self, fetches: Any, feeds: Sequence[Any] = ()) -> Prepared:
@@ -405,6 +430,7 @@ class Session(NotPickled):
         timeout: float | None = None,
         trace: Trace | str | Path | None = None,
         allow_dead: bool = False,
+        atomic: bool = False,
     ) -> Any:
         """What `run`, a `Prepared` and a `Function` do, once it is known what to run."""
         loop = self._bind()
@@ -414,29 +440,75 @@ class Session(NotPickled):
             check_trace(trace, may_be_path=True)
         checked, waits = call.check(values)
         asked_s = loop.time()
-        if waits:
-            checked = await self._copied(checked, timeout, asked_s)
         recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
         plan = call.plan
-        if plan is None or call.version != call.request.graph.version or recorder is not None:
-            plan, checked = await self._planned(call, checked, recorder, timeout)
-        if plan.read_on_host or waits:
-            checked = await self._at_hand(plan, call, checked, timeout, asked_s)
-        if plan.straight is not None and recorder is None and self._may_run_straight(timeout):
-            device = self._device_of[plan.partitions[0].device]
-            straight = run_straight(plan.straight, device, self._quiet, checked)
-            if straight is not None:
-                self._run_count += 1
-                plan.used = self._run_count
-                return call.result(plan, straight, self._device_of, allow_dead=allow_dead)
-        staying = frozenset(plan.fetches[index] for index in call.staying)
-        run = self._start(loop, plan, checked, timeout, asked_s, recorder, None, staying)
+        is_planned = plan is not None and call.version == call.request.graph.version and recorder is None
+        # What needs no scheduler is over before anybody could wait for it.
+        is_quick = is_planned and plan is not None and plan.straight is not None and not atomic
+        ticket = claim = None
+        is_whole = False
+        if self._admission is not None and not is_quick:
+            checked = as_of_now(checked) if waits else checked
+            ticket = await self._admitted(plan, timeout, asked_s)
         try:
+            if waits:
+                checked = await self._copied(checked, timeout, asked_s)
+            if plan is None or not is_planned:
+                plan, checked = await self._planned(call, checked, recorder, timeout)
+            if plan.read_on_host or waits:
+                checked = await self._at_hand(plan, call, checked, timeout, asked_s)
+            if (
+                plan.straight is not None
+                and recorder is None
+                and not atomic
+                and self._may_run_straight(plan, timeout, asked_s)
+            ):
+                device = self._device_of[plan.partitions[0].device]
+                straight = run_straight(plan.straight, device, self._quiet, checked)
+                if straight is not None:
+                    self._run_count += 1
+                    plan.used = self._run_count
+                    return call.result(plan, straight, self._device_of, allow_dead=allow_dead)
+            if self._admission is not None and ticket is None:
+                ticket = await self._admitted(plan, timeout, asked_s)
+            if atomic or self._atomic.claims:
+                checked = as_of_now(checked) if waits else checked
+                claim = await self._claimed(plan, atomic, timeout, asked_s)
+            if ticket is not None and self._admission is not None:
+                self._admission.begin(ticket, plan)
+            staying = frozenset(plan.fetches[index] for index in call.staying)
+            run = self._start(loop, plan, checked, timeout, asked_s, recorder, None, staying)
             results = await self._copies.of_results(await run.wait())
+            is_whole = True
         finally:
+            if claim is not None:
+                self._atomic.leave(claim)
+            if ticket is not None and self._admission is not None:
+                self._admission.leave(ticket, is_whole=is_whole)
             if recorder is not None and isinstance(trace, str | Path):
                 await call_beside(write_trace, recorder, Path(trace))
         return call.result(plan, results, self._device_of, allow_dead=allow_dead)
+
+    async def _admitted(self, plan: Plan | None, timeout: float | None, asked_s: float) -> Ticket | None:
+        """The leave to start a run; None for one that is part of another."""
+        if self._admission is None or is_within(self._turn):
+            return None
+        return await self._admission.enter(plan, None if timeout is None else asked_s + timeout)
+
+    async def _claimed(self, plan: Plan, atomic: bool, timeout: float | None, asked_s: float) -> Claim | None:
+        """Returns when a run may start as far as atomic ones are concerned; its own claim, if it is one."""
+        if is_within(self._turn):
+            if atomic:
+                raise RuntimeError(
+                    "atomic=True is for runs that no other run of the session asks for: this one would wait for the "
+                    "run it is part of; make that one atomic"
+                )
+            return None
+        async with in_time(timeout, asked_s, "other runs that use the same variables did not end"):
+            if atomic:
+                return await self._atomic.claim(plan.states, self._runs)
+            await self._atomic.wait(plan.states)
+        return None
 
     async def run_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Any:
         """Runs a traced `@af.function`: its outputs and all its effects."""
@@ -450,7 +522,7 @@ class Session(NotPickled):
 
         While a large graph is compiled, those of other libraries may change.
         """
-        values = snapshots(values) if has_foreign(values) else values
+        values = as_of_now(values)
         inside = looks_inside(trace)
         request = call.request._replace(regions=False) if inside else call.request
         version = request.graph.version
@@ -466,7 +538,7 @@ class Session(NotPickled):
 
         No kernel has to hold up the event loop for that state then, unless a device writes it again before.
         """
-        async with _in_time(timeout, asked_s, "what the run needs of other libraries and devices was not there"):
+        async with in_time(timeout, asked_s, "what the run needs of other libraries and devices was not there"):
             if has_foreign(values):
                 values = await settled(values, call.request.feeds, plan, self._device_of)
             for state in plan.read_on_host:
@@ -477,12 +549,15 @@ class Session(NotPickled):
 
     async def _copied(self, values: list[Any], timeout: float | None, asked_s: float) -> list[Any]:
         """The values, with those copied that are too large for it on the event loop."""
-        async with _in_time(timeout, asked_s, "what is fed was not copied"):
+        async with in_time(timeout, asked_s, "what is fed was not copied"):
             return await self._copies.of_feeds(values)
 
-    def _may_run_straight(self, timeout: float | None) -> bool:
-        assert self._turn is not None
-        return timeout is None and not self._options.debug and self._turn.has_time()
+    def _may_run_straight(self, plan: Plan, timeout: float | None, asked_s: float) -> bool:
+        assert self._turn is not None and self._loop is not None
+        if self._options.debug or (self._atomic.claims and self._atomic.holds_up(plan.states)):
+            return False
+        # It is over at once, so a deadline that has not passed will be kept.
+        return (timeout is None or self._loop.time() < asked_s + timeout) and self._turn.has_time()
 
     def _start(
         self,
@@ -521,6 +596,8 @@ class Session(NotPickled):
 
     def _forget(self, run: Run) -> None:
         self._runs.discard(run)
+        if self._atomic.claims:
+            self._atomic.on_end(run)
         if self._idle is not None and not self._runs:
             self._idle.set()
 
@@ -561,8 +638,13 @@ class Session(NotPickled):
         plan, checked = await self._planned(call, checked, recorder, timeout)
         checked = await self._at_hand(plan, call, checked, timeout, asked_s)
         channel = Channel(loop)
-        run = self._start(loop, plan, checked, timeout, asked_s, recorder, channel)
+        checked = as_of_now(checked)
+        ticket = await self._admitted(plan, timeout, asked_s)
+        run: Run | None = None
         try:
+            if self._atomic.claims:
+                await self._claimed(plan, False, timeout, asked_s)
+            run = self._start(loop, plan, checked, timeout, asked_s, recorder, channel)
             while (values := await channel.get()) is not None:
                 # The loop goes on with the same arrays, so the consumer gets copies.
                 copies = await self._copies.of_results(values, shared=True)
@@ -570,9 +652,13 @@ class Session(NotPickled):
                 yield call.structure.unflatten([user_value(x, copy, copy is value, False) for x, value, copy in items])
             await run.wait()
         finally:
-            if not run.is_finished:
-                run.stop("cancelled")
-                await run.wait()
+            try:
+                if run is not None and not run.is_finished:
+                    run.stop("cancelled")
+                    await run.wait()
+            finally:
+                if ticket is not None and self._admission is not None:
+                    self._admission.leave(ticket)
 
     def run_threadsafe(
         self, fetches: Any, feeds: Mapping[Any, Any] | None = None, *, timeout: float | None = None
@@ -633,22 +719,6 @@ class Session(NotPickled):
                 "the graph nests branches and loops too deep to compile; nest them less, or write a recursion as a "
                 "while_loop"
             ) from None
-
-
-@asynccontextmanager
-async def _in_time(timeout: float | None, asked_s: float, what: str) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded, which says `what`, if what is done inside takes longer than a run may.
-
-    Args:
-        timeout: of the run; None for none.
-        asked_s: when the run was asked for.
-        what: is not done then.
-    """
-    try:
-        async with asyncio.timeout_at(None if timeout is None else asked_s + timeout):
-            yield
-    except TimeoutError:
-        raise DeadlineExceeded(f"{what} within timeout={timeout} s; it did not start") from None
 
 
 def _poison_after_fork() -> None:

@@ -35,6 +35,11 @@ def own_context(owner: object) -> None:
     _owner.set(owner)
 
 
+def is_within(owner: object) -> bool:
+    """Whether the current context is of one of its runs."""
+    return _owner.get() is owner
+
+
 def holding(work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
     """``work(*args)`` for a user's function on a session's thread; in a copy of its run's context, which it changes."""
     hold = _Hold(_owner.get())
@@ -65,4 +70,4 @@ def refuse_to_queue(context: Context) -> None:
         )
 
 
-__all__ = ["holding", "may_wait_for_itself", "own_context", "refuse_to_queue"]
+__all__ = ["holding", "is_within", "may_wait_for_itself", "own_context", "refuse_to_queue"]

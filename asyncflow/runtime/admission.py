@@ -1,0 +1,274 @@
+"""Which runs may start: limits, queueing and deadlines in front of `Session._start`, and runs that are one step.
+
+With `Session(max_runs=, max_queued=)`, a run that is asked for
+
+==============================================================  ====================================================
+while fewer than `max_runs` are in flight, and none waits       starts
+and would end too late, after those in flight and before it     is refused at once: `OverloadedError`
+while `max_queued` wait                                         is refused at once: `OverloadedError`
+else                                                            waits its turn, first come, first served
+and whose turn comes too late for it to end in time             is not started: `DeadlineExceeded`
+and whose caller is gone by then                                is forgotten
+==============================================================  ====================================================
+
+How long a run will take is what runs of its plan took lately. While nothing is in flight any run starts, whatever is
+expected of it: that is how an expectation that has become wrong is put right. Runs asked for by a run of the same
+session are part of that one: they never wait here, where they might wait for themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from asyncflow.errors import DeadlineExceeded, OverloadedError, SessionClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Collection, Hashable, Iterable
+
+    from asyncflow.compiler.plan import Plan
+    from asyncflow.runtime.run import Run
+
+_WEIGHT = 0.25
+"""Of the last run, in how long runs of its plan are expected to take."""
+
+_LEAST_RETRY_S = 0.01
+
+
+class Ticket:
+    """The leave to have one run in flight, or the wait for it.
+
+    Attributes:
+        plan: what is to run; None while it is not compiled.
+        deadline_s: when it has to have ended, in the event loop's time; None for no matter when.
+        started_s: when it began.
+        turn: done when it may start.
+    """
+
+    __slots__ = ("deadline_s", "plan", "started_s", "turn")
+
+    def __init__(self, plan: Plan | None, deadline_s: float | None) -> None:
+        self.plan = plan
+        self.deadline_s = deadline_s
+        self.started_s = 0.0
+        self.turn: asyncio.Future[None] | None = None
+
+    @property
+    def expected_s(self) -> float:
+        """How long it will take."""
+        return 0.0 if self.plan is None else self.plan.expected_s
+
+    def is_late(self, start_s: float) -> bool:
+        """Whether it would end too late if it started then."""
+        return self.deadline_s is not None and start_s + self.expected_s > self.deadline_s
+
+
+class Admission:
+    """Counts the runs in flight and queues the others.
+
+    Invariant: nobody waits while fewer than `max_runs` are in flight.
+    """
+
+    __slots__ = ("_in_flight", "_loop", "_max_queued", "_max_runs", "_queue", "refused")
+
+    def __init__(self, max_runs: int, max_queued: int | None) -> None:
+        self._max_runs = max_runs
+        self._max_queued = max_queued
+        self._in_flight: dict[Ticket, None] = {}
+        self._queue: deque[Ticket] = deque()
+        self.refused = 0
+        """How many runs were not started."""
+
+    @property
+    def queued(self) -> int:
+        """How many runs wait."""
+        return len(self._queue)
+
+    async def enter(self, plan: Plan | None, deadline_s: float | None) -> Ticket:
+        """Waits until the run may start; `leave` has to be called when it has ended.
+
+        Raises:
+            OverloadedError: it was refused, before anything was waited for.
+            DeadlineExceeded: it has waited for so long that it would not end in time.
+            SessionClosedError: the session was closed.
+
+        Cancellation: the run is forgotten.
+        """
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        ticket = Ticket(plan, deadline_s)
+        if len(self._in_flight) < self._max_runs:
+            if self._in_flight and ticket.is_late(now):
+                self._refuse(ticket, now, "would take too long to end in time")
+            self._start(ticket, now)
+            return ticket
+        if self._max_queued is not None and len(self._queue) >= self._max_queued:
+            self._refuse(ticket, now, f"would have to wait, as {len(self._queue)} do (max_queued={self._max_queued})")
+        if ticket.is_late(now + self._wait_s(now)):
+            self._refuse(ticket, now, "would have to wait too long to end in time")
+        ticket.turn = loop.create_future()
+        self._queue.append(ticket)
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await ticket.turn
+        except TimeoutError:
+            self._drop(ticket)
+            self.refused += 1
+            raise _too_late() from None
+        except BaseException:
+            self._drop(ticket)
+            raise
+        return ticket
+
+    def begin(self, ticket: Ticket, plan: Plan) -> None:
+        """A run starts: all that it needs is there."""
+        ticket.plan = plan
+        ticket.started_s = asyncio.get_running_loop().time()
+
+    def leave(self, ticket: Ticket, *, is_whole: bool = False) -> None:
+        """A run has ended, or will not start; `is_whole` says that it came to its end."""
+        now = asyncio.get_running_loop().time()
+        del self._in_flight[ticket]
+        plan, taken_s = ticket.plan, now - ticket.started_s
+        # One that was stopped would have taken longer still.
+        if plan is not None and (is_whole or taken_s > plan.expected_s):
+            plan.expected_s += (_WEIGHT if plan.expected_s else 1.0) * (taken_s - plan.expected_s)
+        self._advance(now)
+
+    def close(self, reason: str) -> None:
+        """Ends all waiting."""
+        for ticket in self._queue:
+            if ticket.turn is not None and not ticket.turn.done():
+                ticket.turn.set_exception(SessionClosedError(reason))
+
+    def _start(self, ticket: Ticket, now: float) -> None:
+        self._in_flight[ticket] = None
+        ticket.started_s = now
+
+    def _drop(self, ticket: Ticket) -> None:
+        """The caller of a run that has not begun is gone, or it is too late."""
+        if ticket in self._in_flight:
+            self.leave(ticket)
+        elif ticket in self._queue:
+            self._queue.remove(ticket)
+
+    def _advance(self, now: float) -> None:
+        while self._queue and len(self._in_flight) < self._max_runs:
+            ticket = self._queue.popleft()
+            assert ticket.turn is not None
+            if ticket.turn.done():  # cancelled, in this pass of the event loop
+                continue
+            if ticket.is_late(now):
+                self.refused += 1
+                ticket.turn.set_exception(_too_late())
+            else:
+                self._start(ticket, now)
+                ticket.turn.set_result(None)
+
+    def _wait_s(self, now: float) -> float:
+        """How long a run asked for now would wait."""
+        left_s = sum(max(0.0, ticket.started_s + ticket.expected_s - now) for ticket in self._in_flight)
+        return (left_s + sum(ticket.expected_s for ticket in self._queue)) / self._max_runs
+
+    def _refuse(self, ticket: Ticket, now: float, why: str) -> None:
+        self.refused += 1
+        runs, queued = len(self._in_flight), len(self._queue)
+        retry_after_s = max(self._wait_s(now), _LEAST_RETRY_S)
+        raise OverloadedError(
+            f"the session is busy with {runs} runs (max_runs={self._max_runs}), and this one {why}; it did not start; "
+            f"ask again in {retry_after_s:.2g} s, or ask another",
+            retry_after_s=retry_after_s,
+            runs=runs,
+            queued=queued,
+        )
+
+
+def _too_late() -> DeadlineExceeded:
+    return DeadlineExceeded("the run waited too long for others to end within its timeout=; it did not start")
+
+
+class AtomicRuns:
+    """Runs that are one step for all others of the session that touch the same states.
+
+    Such a run claims its states when it is asked for. It starts when those in flight that touch them have ended; later
+    ones that touch them wait until it has. Nobody looks here while there is no claim.
+    """
+
+    __slots__ = ("claims",)
+
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
+
+    def holds_up(self, states: Collection[Hashable]) -> bool:
+        """Whether a run that touches `states` has to wait."""
+        return any(not claim.states.isdisjoint(states) for claim in self.claims)
+
+    async def wait(self, states: Collection[Hashable]) -> None:
+        """Returns when a run that touches `states` may start, if it starts at once."""
+        while waited := [claim for claim in self.claims if not claim.states.isdisjoint(states)]:
+            await waited[0].ended.wait()
+
+    async def claim(self, states: frozenset[Hashable], in_flight: Iterable[Run]) -> Claim:
+        """Returns when no other run that touches `states` is in flight; call `leave` when this one has ended."""
+        await self.wait(states)
+        claim = Claim(states, {run for run in in_flight if not run.states.isdisjoint(states)})
+        self.claims.append(claim)
+        try:
+            if claim.before:
+                await claim.alone.wait()
+        except BaseException:
+            self.leave(claim)
+            raise
+        return claim
+
+    def leave(self, claim: Claim) -> None:
+        """The run has ended, or will not start."""
+        self.claims.remove(claim)
+        claim.ended.set()
+
+    def on_end(self, run: Run) -> None:
+        """Another run has ended."""
+        for claim in self.claims:
+            claim.before.discard(run)
+            if not claim.before:
+                claim.alone.set()
+
+
+class Claim:
+    """What one atomic run has for itself.
+
+    Attributes:
+        states: those.
+        before: runs in flight that it waits for.
+        alone: set when there are none.
+        ended: set when the run has ended.
+    """
+
+    __slots__ = ("alone", "before", "ended", "states")
+
+    def __init__(self, states: frozenset[Hashable], before: set[Run]) -> None:
+        self.states = states
+        self.before = before
+        self.alone = asyncio.Event()
+        self.ended = asyncio.Event()
+
+
+@asynccontextmanager
+async def in_time(timeout: float | None, asked_s: float, what: str) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded, which says `what`, if what is done inside takes longer than a run may.
+
+    Args:
+        timeout: of the run; None for none.
+        asked_s: when the run was asked for.
+        what: is not done then.
+    """
+    try:
+        async with asyncio.timeout_at(None if timeout is None else asked_s + timeout):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what} within timeout={timeout} s; it did not start") from None
+
+
+__all__ = ["Admission", "AtomicRuns", "Claim", "Ticket", "in_time"]

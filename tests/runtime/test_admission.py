@@ -1,0 +1,264 @@
+"""Conformance 97, FAULTS F43-F45: what is admitted ends in time, what is not is refused at once, and costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.testing import virtual_clock
+from tests.faults.kernels import INT, CoroutineGate, in_flight
+
+MATRIX = np.zeros((1024, 1024), np.float32)
+MATRIX.flags.writeable = False
+
+
+class Program:
+    """A run that waits until it is let go, and one that needs no scheduler."""
+
+    def __init__(self) -> None:
+        self.gate = CoroutineGate()
+        with af.Graph() as self.graph:
+            self.x = af.placeholder("int64", ())
+            self.slow = self.gate.op(self.x)
+            self.quick = self.x + 1
+
+    def run(self, session: af.Session, number: int, **options: Any) -> Any:
+        return session.run(self.slow, {self.x: np.int64(number)}, **options)
+
+
+@pytest.fixture
+def program() -> Program:
+    return Program()
+
+
+async def until(condition: Any) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to that")
+
+
+def test_97_overload() -> None:
+    """F44: five times as many runs as a card can do, each of use only within six times what it takes."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (1024, 1024))
+        y = af.sum(x @ x @ x)
+
+    async def serve(**limits: Any) -> tuple[float, Counter[str], int]:
+        loop = asyncio.get_running_loop()
+        async with af.Session(graph, devices=["sim:0"], **limits) as session:
+            prepared = session.prepare(y, [x])
+            await prepared(MATRIX)
+            asked_s = loop.time()
+            await prepared(MATRIX)
+            alone_s = loop.time() - asked_s
+            started = session.statistics().completed
+            ends: Counter[str] = Counter()
+
+            async def ask() -> None:
+                try:
+                    await prepared(MATRIX, timeout=6 * alone_s)
+                    ends["in time"] += 1
+                except af.AsyncflowError as error:
+                    ends[type(error).__name__] += 1
+
+            begun_s = loop.time()
+            async with asyncio.TaskGroup() as group:
+                for _ in range(60):
+                    group.create_task(ask())
+                    await asyncio.sleep(alone_s / 5)
+                capacity = (loop.time() - begun_s) / alone_s
+            return capacity, ends, session.statistics().completed - started
+
+    for limits in ({"max_runs": 1}, {"max_runs": 2, "max_queued": 3}):
+        with virtual_clock("1 x v100", shapes_only=True) as clock:
+            capacity, ends, computed = clock.run(serve(**limits))
+        assert ends["in time"] >= 0.9 * capacity, (limits, ends)
+        assert computed - ends["in time"] <= 0.1 * capacity, (limits, ends)
+        assert ends["OverloadedError"] >= 30
+    with virtual_clock("1 x v100", shapes_only=True) as clock:
+        _, ends, computed = clock.run(serve())
+    assert ends["in time"] <= 5  # the card worked for all sixty, and for nobody
+    assert computed == 60
+
+
+async def test_97_a_refusal_comes_at_once_and_says_when_to_ask_again(program: Program) -> None:
+    """F44: nothing is waited for, nothing is computed."""
+    async with af.Session(max_runs=1, max_queued=1) as session:
+        async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
+            async with in_flight(program.run(session, 2), lambda: session.statistics().queued) as second:
+                session.plan(program.slow, [program.x]).expected_s = 1.5
+                asked = program.run(session, 3)
+                with pytest.raises(af.OverloadedError, match=r"busy with 1 runs \(max_runs=1\)") as caught:
+                    asked.send(None)
+                assert "this one would have to wait, as 1 do (max_queued=1); it did not start" in str(caught.value)
+                assert (caught.value.runs, caught.value.queued) == (1, 1)
+                assert 1.5 <= caught.value.retry_after_s <= 3
+                assert session.statistics()[4:] == (1, 1)
+                program.gate.opened.set()
+                assert [await first, await second] == [1, 2]
+        assert program.gate.started == [1, 2]
+        assert await program.run(session, 4) == 4
+
+
+async def test_runs_wait_their_turn_in_order(program: Program) -> None:
+    async with af.Session(max_runs=2) as session:
+        tasks = [asyncio.create_task(program.run(session, k)) for k in range(6)]
+        await until(lambda: session.statistics().queued == 4 and len(program.gate.started) == 2)
+        program.gate.opened.set()
+        assert await asyncio.gather(*tasks) == [0, 1, 2, 3, 4, 5]
+        assert program.gate.started == [0, 1, 2, 3, 4, 5]
+
+
+async def test_97_nothing_is_computed_for_a_caller_who_has_gone(program: Program) -> None:
+    """Cancelled while it waits, also in the very pass in which its turn comes."""
+    async with af.Session(max_runs=1) as session:
+        first, second, third = (asyncio.create_task(program.run(session, k)) for k in (1, 2, 3))
+        await until(lambda: session.statistics().queued == 2)
+        second.cancel()
+        await asyncio.wait([second])
+        assert session.statistics().queued == 1
+        program.gate.opened.set()
+        first.add_done_callback(lambda _: third.cancel())
+        await asyncio.wait([first, third])
+        assert second.cancelled()
+        assert third.cancelled()
+        assert await program.run(session, 4) == 4
+        assert 2 not in program.gate.started
+
+
+async def test_f45_a_deadline_that_passes_in_the_queue(program: Program) -> None:
+    """FAULTS F45: not executed, and counted."""
+    async with af.Session(max_runs=1) as session:
+        async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
+            with pytest.raises(af.DeadlineExceeded, match="waited too long for others"):
+                await program.run(session, 2, timeout=0.001)
+            assert session.statistics()[4:] == (0, 1)
+            program.gate.opened.set()
+            await first
+        assert program.gate.started == [1]
+
+
+async def test_97_a_run_that_cannot_end_in_time_is_not_started(program: Program) -> None:
+    """When it is asked for, by what is before it; when its turn comes, by what it takes itself."""
+    async with af.Session(max_runs=1) as session:
+        async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
+            plan = session.plan(program.slow, [program.x])
+            async with in_flight(program.run(session, 2, timeout=60), lambda: session.statistics().queued) as second:
+                plan.expected_s = 1e6
+                with pytest.raises(af.OverloadedError, match="would have to wait too long to end in time"):
+                    await program.run(session, 3, timeout=60)
+                program.gate.opened.set()
+                await first
+                plan.expected_s = 1e6
+                with pytest.raises(af.DeadlineExceeded, match="waited too long for others"):
+                    await second
+        assert program.gate.started == [1]
+
+
+async def test_an_expectation_that_is_wrong_is_put_right(program: Program) -> None:
+    """While nothing is in flight, a run starts whatever is expected of it."""
+    program.gate.opened.set()
+    async with af.Session(max_runs=2) as session:
+        await program.run(session, 1)
+        plan = session.plan(program.slow, [program.x])
+        plan.expected_s = 1e6
+        assert await program.run(session, 2, timeout=60) == 2
+        assert plan.expected_s <= 0.8e6
+
+
+async def test_a_run_that_is_stopped_late_counts(program: Program) -> None:
+    """Else a plan that has become slow would go on to be tried for ever."""
+    async with af.Session(max_runs=2) as session:
+        session.plan(program.slow, [program.x]).expected_s = 1e-9
+        with pytest.raises(af.DeadlineExceeded, match="did not end within"):
+            await program.run(session, 1, timeout=0.01)
+        assert session.plan(program.slow, [program.x]).expected_s > 0.002
+
+
+async def test_what_needs_no_scheduler_does_not_wait(program: Program) -> None:
+    async with af.Session(max_runs=1, max_queued=0) as session:
+        session.plan(program.quick, [program.x])
+        prepared = session.prepare(program.quick, [program.x])
+        await prepared(1)
+        async with in_flight(program.run(session, 1), lambda: program.gate.started) as first:
+            await asyncio.sleep(0)
+            assert await prepared(np.int64(2)) == 3
+            program.gate.opened.set()
+            await first
+
+
+async def test_a_run_that_fails_makes_room(program: Program) -> None:
+    with program.graph:
+        negative = af.constant([1.0])[program.x]
+    async with af.Session(max_runs=1, max_queued=0) as session:
+        for _ in range(3):
+            with pytest.raises(af.KernelError):
+                await session.run(negative, {program.x: np.int64(7)})
+            with pytest.raises(af.FeedError):
+                await session.run(program.slow)
+        program.gate.opened.set()
+        assert await program.run(session, 1) == 1
+
+
+async def test_a_run_inside_a_run_does_not_wait_for_it() -> None:
+    """It is part of that one, which would wait for itself."""
+    inner = Program()
+    inner.gate.opened.set()
+    async with af.Session(max_runs=1, max_queued=0) as session:
+
+        @af.op(outputs=INT)
+        async def ask(x: Any) -> Any:
+            return await inner.run(session, int(x))
+
+        with af.Graph():
+            y = ask(af.constant(5))
+        assert await session.run(y) == 5
+
+
+async def test_streams_are_runs_too() -> None:
+    with af.Graph():
+        seen: list[af.Tensor] = []
+
+        def body(i: af.Tensor) -> af.Tensor:
+            seen.append(i + 1)
+            return seen[0]
+
+        last = af.while_loop(lambda i: i < 3, body, 0)
+    async with af.Session(max_runs=1, max_queued=0) as session:
+        async for item in session.stream(seen[0]):
+            if item == 1:
+                with pytest.raises(af.OverloadedError):
+                    await session.run(last)
+        assert await session.run(last) == 3
+
+
+async def test_closing_ends_the_wait(program: Program) -> None:
+    session = af.Session(max_runs=1)
+    async with session:
+        first, second = (asyncio.create_task(program.run(session, k)) for k in (1, 2))
+        await until(lambda: session.statistics().queued == 1)
+        closing = asyncio.create_task(session.aclose())
+        with pytest.raises(af.SessionClosedError):
+            await second
+        program.gate.opened.set()
+        assert await first == 1
+        await closing
+    assert program.gate.started == [1]
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(ValueError, match="max_runs is at least 1; got 0"):
+        af.Session(max_runs=0)
+    with pytest.raises(ValueError, match="max_queued is at least 0; got -1"):
+        af.Session(max_runs=1, max_queued=-1)
+    with pytest.raises(ValueError, match="without max_runs none ever does"):
+        af.Session(max_queued=1)
+    with pytest.raises(TypeError, match=r"max_runs is an integer; got float 1\.5"):
+        af.Session(max_runs=1.5)  # type: ignore[arg-type]
