@@ -413,5 +413,5 @@ def _concat(node: Node, grad: Tensor, lengths: None) -> Sequence[Tensor | None]:
 
 
 not_differentiable(tensor_array.TENSOR_ARRAY, because="a new array depends on its size alone")
-not_differentiable(tensor_array.SIZE, because="its result is an integer")
+not_differentiable(tensor_array.ELEMENT_SHAPE, tensor_array.SIZE, because="its result is an integer")
 not_differentiable(tensor_array.CLOSE, because="it has no outputs")

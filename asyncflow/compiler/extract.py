@@ -1,8 +1,9 @@
 """First pass: copies the part of a graph that one kind of run needs into a fresh graph the later passes may change.
 
-Needed are the fetches and everything they depend on, up to the fed tensors. Inside branches and loops that is: the
-results somebody uses, and, where effects are ordered, every node with a side effect. Loop variables and branch results
-nobody uses are dropped.
+Needed are the fetches and everything they depend on, up to the fed tensors. Where a value is needed for its shape only,
+that is found from other shapes if it can be; and a check of a shape is left out that would take more than the run has.
+Inside branches and loops that is: the results somebody uses, and, where effects are ordered, every node with a side
+effect. Loop variables and branch results nobody uses are dropped.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.compiler.shape_rules import ELEMENT_SHAPE, READ, SHAPE_BY_RULE, rule_of, shape_sources
 from asyncflow.errors import FeedError
 from asyncflow.graph.build import SupportsTensor
 from asyncflow.graph.builtin import PLACEHOLDER
 from asyncflow.graph.captures import body_offset, first_capture
+from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Op
+from asyncflow.graph.shapes import is_static
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.derivatives.shapes import CHECK_SHAPE
+from asyncflow.ops.shape import SHAPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -52,6 +59,12 @@ class _Need:
     nodes: dict[Node, None] = field(default_factory=dict)
     tensors: dict[Tensor, None] = field(default_factory=dict)
     inside: dict[Node, _Inside] = field(default_factory=dict)
+    shapes: dict[Tensor, None] = field(default_factory=dict)
+    """Of these a shape is asked for, but perhaps nothing else."""
+    by_rule: dict[Tensor, None] = field(default_factory=dict)
+    """Those of them that are not computed."""
+    unchecked: set[Node] = field(default_factory=set)
+    """Checks of shapes that are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +124,61 @@ class _Analysis:
         # Inputs stand before their users, so one backward sweep is enough; only the back edges of hand-written loops
         # point forward and call for another.
         done: set[Node] = set()
-        while len(done) < len(need.nodes):
-            for node in reversed(graph.nodes):
-                if node in need.nodes and node not in done:
-                    done.add(node)
+        settled: set[Tensor] = set()
+        checks: dict[Node, None] = {}
+        while True:
+            while len(done) < len(need.nodes):
+                for node in reversed(graph.nodes):
+                    if node in need.nodes and node not in done:
+                        done.add(node)
+                        if _is_check_of_shape(node):
+                            checks[node] = None
+                            self._need_tensor(node.inputs[0], need)
+                        else:
+                            self._need_inputs(node, need)
+            asked = [tensor for tensor in need.shapes if tensor not in settled]
+            if not asked and not checks:
+                return need
+            settled.update(asked)
+            for tensor in asked:
+                self._need_shape(tensor, need)
+            if not asked:  # all else is settled now
+                node, _ = checks.popitem()
+                if self._is_at_hand(node.inputs[1].node.inputs[0], need):
                     self._need_inputs(node, need)
-        return need
+                else:
+                    need.unchecked.add(node)
+
+    def _is_there(self, tensor: Tensor, need: _Need) -> bool:
+        return tensor in need.by_rule or tensor in self.feeds or tensor.node in need.nodes
+
+    def _need_shape(self, tensor: Tensor, need: _Need) -> None:
+        """Of a value that nothing else needs, what tells its shape, if that is less than the value itself."""
+        if tensor in need.by_rule:
+            return
+        sources = None if self._is_there(tensor, need) else shape_sources(tensor)
+        if sources is None:
+            self._need_tensor(tensor, need)
+            return
+        need.by_rule[tensor] = None
+        for source in sources[0]:
+            self._need_shape(source, need)
+        for source in sources[1]:
+            self._need_tensor(source, need)
+
+    def _is_at_hand(self, tensor: Tensor, need: _Need) -> bool:
+        """Whether a shape can be told by what the run computes anyway."""
+        seen, pending = {tensor}, [tensor]
+        while pending:
+            latest = pending.pop()
+            if self._is_there(latest, need):
+                continue
+            sources = shape_sources(latest)
+            if sources is None or not all(self._is_there(x, need) for x in sources[1]):
+                return False
+            pending += [x for x in sources[0] if x not in seen]
+            seen.update(sources[0])
+        return True
 
     def _need_tensor(self, tensor: Tensor, need: _Need) -> None:
         need.tensors[tensor] = None
@@ -129,6 +191,9 @@ class _Analysis:
 
     def _need_inputs(self, node: Node, need: _Need) -> None:
         inputs: Iterable[Tensor] = node.inputs
+        if node.op is SHAPE and not node.control_inputs:
+            need.shapes[node.inputs[0]] = None
+            return
         if node.op.name in STRUCTURED:
             used = tuple(out.index for out in node.outputs if out in need.tensors and out not in self.feeds)
             inside = need.inside[node] = self._inside(node, used)
@@ -174,6 +239,13 @@ class _Analysis:
         return kept
 
 
+def _is_check_of_shape(node: Node) -> bool:
+    """Whether the node only checks that a value has the shape of another, which stands beside it."""
+    if node.op is not CHECK_SHAPE or len(node.inputs) != 2 or node.control_inputs:
+        return False
+    return node.inputs[1].node.op is SHAPE and node.inputs[1].graph is node.graph
+
+
 def _structured_nodes_around(body: Graph) -> list[Node]:
     """The structured nodes that enclose `body`, outermost first."""
     path: list[Node] = []
@@ -207,6 +279,7 @@ class _Copy:
         self.tensors: dict[Tensor, Tensor] = {}
         self.nodes: dict[Node, Node] = {}
         self.back_edges: list[tuple[Node, Node]] = []
+        self.shapes: dict[Tensor, Tensor] = {}
 
     def run(
         self,
@@ -249,7 +322,16 @@ class _Copy:
 
     def _copy_nodes(self, source: Graph, target: Graph, need: _Need) -> None:
         for node in source.nodes:
+            for output in node.outputs:
+                if output in need.by_rule:
+                    self.shapes[output] = self._shape_by_rule(output, target)
             if node not in need.nodes or node.op.name == "parameter":
+                continue
+            if node in need.unchecked:
+                self._stand_in(node, self.tensors[node.inputs[0]])
+                continue
+            if node.op is SHAPE and node.inputs[0] not in self.tensors and node.inputs[0] in self.shapes:
+                self._stand_in(node, self.shapes[node.inputs[0]])
                 continue
             if node.op.name in STRUCTURED:
                 self._copy_structured(node, target, need.inside[node])
@@ -259,6 +341,31 @@ class _Copy:
         if self.streamed and self.streamed[0].graph is source:
             emitted = [self.tensors[tensor] for tensor in self.streamed]
             target.add_node(EMIT, emitted, {}, (), name="emit", location=_where(self.streamed[0]))
+
+    def _stand_in(self, node: Node, value: Tensor) -> None:
+        self.tensors.setdefault(node.outputs[0], value)
+        self.nodes[node] = value.node
+
+    def _shape_by_rule(self, tensor: Tensor, target: Graph) -> Tensor:
+        node = tensor.node
+        name = f"{node.name}/shape"
+        rule = None if node.op is READ else rule_of(tensor)
+        if rule is None:
+            op, inputs, attrs = ELEMENT_SHAPE, [self.tensors[source] for source in node.inputs], node.attrs
+        else:
+            op, attrs = SHAPE_BY_RULE, {"rule": rule}
+            inputs = [self._shape_of(source, target) for source in node.inputs if not is_static(source.shape)]
+        made = target.add_node(op, inputs, attrs, Spec(int64, (tensor.ndim,)), name=name, location=node.location)
+        made.device, made.colocated_with = node.device, node.colocated_with
+        return made.outputs[0]
+
+    def _shape_of(self, tensor: Tensor, target: Graph) -> Tensor:
+        if tensor not in self.shapes:
+            value = self.tensors[tensor]
+            made = target.add_node(SHAPE, [value], {}, Spec(int64, (tensor.ndim,)), name="shape")
+            made.device, made.location = value.node.device, tensor.node.location
+            self.shapes[tensor] = made.outputs[0]
+        return self.shapes[tensor]
 
     def _copy_structured(self, node: Node, target: Graph, inside: _Inside) -> None:
         attrs = dict(node.attrs)

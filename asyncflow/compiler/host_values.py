@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NUMBERS = "biufc"
 """Kinds of dtype whose values of rank 0 are NumPy scalars on the host."""
 
-_METADATA = frozenset({"shape", "size", "rank"})
+_METADATA = frozenset({"shape", "size", "rank", "shape_by_rule", "tensor_array_element_shape"})
 """Ops that look at what is known of an array without its data."""
 
 

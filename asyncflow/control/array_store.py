@@ -83,15 +83,17 @@ class Block:
 
     Attributes:
         fits: shape of the elements that can be written; None once one was taken, since no stack will come then.
+        shape: of its elements.
         array: to write into; None once all is read for the last time.
         readable: the same to read from.
         left: number of rows written and not taken.
     """
 
-    __slots__ = ("array", "fits", "left", "readable")
+    __slots__ = ("array", "fits", "left", "readable", "shape")
 
     def __init__(self, size: int, fits: tuple[int, ...], dtype: DType) -> None:
         self.fits: tuple[int, ...] | None = fits
+        self.shape = fits
         self.array: Array = np.empty((size, *fits), dtype)
         self.readable: Array | None = self.array.view()
         self.readable.flags.writeable = False
@@ -132,20 +134,22 @@ class Block:
 class Element:
     """One element: its value, or the block that it is a row of; None once it has been read for the last time."""
 
-    __slots__ = ("value", "version")
+    __slots__ = ("shape", "value", "version")
 
     def __init__(self, value: Array | Block | None, version: int) -> None:
-        self.value = value
+        self.shape: tuple[int, ...] = ()  # told when the value goes
+        self.value: Array | Block | None = value
         self.version = version
 
 
 class Rows:
     """Elements 0, 1, ... written at once: the rows of `array`, which is None once the last of them has been read."""
 
-    __slots__ = ("array", "count", "left", "taken", "version")
+    __slots__ = ("array", "count", "left", "shape", "taken", "version")
 
     def __init__(self, array: Array, version: int) -> None:
         self.array = array
+        self.shape: tuple[int, ...] = array.shape[1:]
         self.count = len(array)
         self.left = self.count
         self.taken = bytearray(self.count)
@@ -235,7 +239,8 @@ class Store:
             if element.version > version:
                 return None
             value = element.value
-            if self.kind.clear_after_read:
+            if self.kind.clear_after_read and value is not None:
+                element.shape = value.shape
                 element.value = None
             if type(value) is Block:
                 value = value.take(index) if self.kind.clear_after_read else value.row(index)
@@ -246,6 +251,17 @@ class Store:
         if not self.kind.clear_after_read:
             return rows.row(index)
         return self.require_unread(None if rows.taken[index] else rows.take(index), index)
+
+    def find_shape(self, index: int, version: int) -> tuple[int, ...] | None:
+        """The shape of an element as a state of that version sees it, read or not; None if it is not written there."""
+        self.require_open()
+        element = self.elements.get(index)
+        if element is not None:
+            value = element.value  # looked up once: another thread may read it
+            shape: tuple[int, ...] = element.shape if value is None else value.shape
+            return shape if element.version <= version else None
+        rows = self.rows_at(version)
+        return None if rows is None or index >= rows.count else rows.shape
 
     def require_unread(self, value: Array | None, index: int) -> Array:
         """`value`, which was found to be element `index`; raises ValueError if it is None, having been read."""

@@ -197,6 +197,13 @@ class ArrayValue:
             value = store.find(index, self._version)
         return self._zeros(index) if value is None else value
 
+    def element_shape(self, index: int) -> Array:
+        """The shape of what `read` gives, as a vector; it reads nothing, and may come after the last read."""
+        if not 0 <= index < self.size:
+            raise IndexError(f"cannot read element {index} of a TensorArray of size {self.size}")
+        shape = self._store.find_shape(index, self._version)
+        return np.array(self._zeros(index).shape if shape is None else shape, np.int64)
+
     def stack(self) -> Array:
         """All elements, joined along a new first axis. Not a copy if they were written as one array or into a block."""
         store = self._store

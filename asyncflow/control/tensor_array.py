@@ -185,6 +185,13 @@ TENSOR_ARRAY = register(
 )
 WRITE = _array_op("write", _write_spec, lambda array, index, value: array.write(int(index), value), host_inputs=(1,))
 READ = _array_op("read", _read_spec, lambda array, index: array.read(int(index)), host_inputs=(1,))
+ELEMENT_SHAPE = _array_op(
+    "element_shape",
+    lambda array, index, *, element: Spec(int64, (element.rank,)),
+    lambda array, index: array.element_shape(int(index)),
+    host_inputs=(1,),
+)
+"""The shape of what a read gives, without reading it: where only that is needed; see `compiler.shape_rules`."""
 UNSTACK = _array_op("unstack", _unstack_spec, ArrayValue.unstack)
 STACK = _array_op("stack", _stack_spec, ArrayValue.stack, flops=None)
 SCATTER = _array_op(

@@ -68,7 +68,7 @@ def test_floats_carry_gradients(dtype: str) -> None:
     with Graph():
         x = placeholder(dtype, (2,))
         assert carries_gradient(x.spec)
-        assert gradients(x * x, x).spec == x.spec
+        assert gradients(x * x, x, x).spec == x.spec
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "string"])

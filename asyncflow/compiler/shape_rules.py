@@ -1,0 +1,103 @@
+"""Shapes of values that a run does not compute, found from the shapes of what they would be computed from.
+
+A gradient often asks for the shape of a forward value and nothing else of it: to sum to it, to make ones of it, or to
+check what it was given. The rule by which the graph was typed tells it, without arithmetic and without the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.control.tensor_array import ELEMENT_SHAPE, READ
+from asyncflow.errors import GraphError
+from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.op import Op, host_inputs, inputs_from, runs_on_host
+from asyncflow.graph.shapes import Shape, is_static
+from asyncflow.graph.spec import Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.op import Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRule:
+    """The shape rule of a node.
+
+    Attributes:
+        op: of the node.
+        attrs: of the node.
+        inputs: what is known of its inputs.
+        index: of the output asked for.
+    """
+
+    op: Op
+    attrs: Mapping[str, Any]
+    inputs: tuple[Spec, ...]
+    index: int
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        """The shape of the output, given those of the inputs.
+
+        Raises:
+            ShapeError, DTypeError: the op does not take them.
+        """
+        specs = (Spec(spec.dtype, shape) for spec, shape in zip(self.inputs, shapes, strict=True))
+        found = self.op.infer(*specs, **self.attrs)
+        return found.shape if isinstance(found, Spec) else found[self.index].shape
+
+
+def rule_of(tensor: Tensor) -> ShapeRule | None:
+    """The rule that tells the shape of `tensor` from those of its node's inputs; None if it takes more than shapes."""
+    node = tensor.node
+    op = node.op
+    if not op.is_pure or not node.inputs or node.control_inputs or runs_on_host(node) or host_inputs(node):
+        return None
+    specs = tuple(source.spec for source in node.inputs)
+    if any(spec.shape is None or spec.dtype == VARIANT for spec in specs):
+        return None
+    rule = ShapeRule(op, node.attrs, specs, tensor.index)
+    try:  # a trial: does anything stay open once all extents are known?
+        tried = rule.shape([tuple(1 if extent is None else extent for extent in spec.shape or ()) for spec in specs])
+    except GraphError:
+        return None
+    return rule if is_static(tried) else None
+
+
+def shape_sources(tensor: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+    """What the shape of `tensor` is found from without it: tensors whose shapes, and tensors whose values are needed.
+
+    None if it is not.
+    """
+    node = tensor.node
+    if node.op is READ:  # an element is gone once it was read, but not its shape
+        return (), node.inputs
+    rule = rule_of(tensor)
+    if rule is None:
+        return None
+    return [source for source in node.inputs if not is_static(source.shape)], ()
+
+
+def _infer(*sizes: Spec, rule: ShapeRule) -> Spec:
+    return Spec(int64, (None,))
+
+
+def _kernel(xp: Any, *, rule: ShapeRule) -> Kernel:
+    def run(*vectors: Any) -> Any:
+        rest = iter(vectors)
+        known = (spec.shape for spec in rule.inputs)
+        shapes = [shape if is_static(shape) else tuple(int(extent) for extent in next(rest)) for shape in known]
+        return np.array(rule.shape(shapes), dtype=int64)
+
+    return run
+
+
+SHAPE_BY_RULE = Op(name="shape_by_rule", infer=_infer, kernel=_kernel, host_inputs=inputs_from(0))
+"""The shape of a value, given those of its node's inputs that are not known beforehand."""
+
+__all__ = ["ELEMENT_SHAPE", "READ", "SHAPE_BY_RULE", "ShapeRule", "rule_of", "shape_sources"]
