@@ -57,6 +57,8 @@ class _Need:
     """What of one graph or body is needed."""
 
     nodes: dict[Node, None] = field(default_factory=dict)
+    done: set[Node] = field(default_factory=set)
+    """Those of them whose inputs are among what is needed."""
     tensors: dict[Tensor, None] = field(default_factory=dict)
     inside: dict[Node, _Inside] = field(default_factory=dict)
     shapes: dict[Tensor, None] = field(default_factory=dict)
@@ -123,7 +125,7 @@ class _Analysis:
                 self._need_node(root, need)
         # Inputs stand before their users, so one backward sweep is enough; only the back edges of hand-written loops
         # point forward and call for another.
-        done: set[Node] = set()
+        done = need.done
         settled: set[Tensor] = set()
         checks: dict[Node, None] = {}
         while True:
@@ -181,6 +183,8 @@ class _Analysis:
         return True
 
     def _need_tensor(self, tensor: Tensor, need: _Need) -> None:
+        if tensor not in need.tensors and tensor.node.op.name in STRUCTURED:
+            need.done.discard(tensor.node)  # another of its results is wanted
         need.tensors[tensor] = None
         if tensor not in self.feeds:
             need.nodes[tensor.node] = None
@@ -348,21 +352,24 @@ class _Copy:
 
     def _shape_by_rule(self, tensor: Tensor, target: Graph) -> Tensor:
         node = tensor.node
-        name = f"{node.name}/shape"
+        name = f"{node.name}:{tensor.index}:shape"  # no node of the user's is called so
         rule = None if node.op is READ else rule_of(tensor)
         if rule is None:
             op, inputs, attrs = ELEMENT_SHAPE, [self.tensors[source] for source in node.inputs], node.attrs
         else:
             op, attrs = SHAPE_BY_RULE, {"rule": rule}
             inputs = [self._shape_of(source, target) for source in node.inputs if not is_static(source.shape)]
-        made = target.add_node(op, inputs, attrs, Spec(int64, (tensor.ndim,)), name=name, location=node.location)
+        made = target.add_node(
+            op, inputs, attrs, Spec(int64, (tensor.ndim,)), reserved_name=name, location=node.location
+        )
         made.device, made.colocated_with = node.device, node.colocated_with
         return made.outputs[0]
 
     def _shape_of(self, tensor: Tensor, target: Graph) -> Tensor:
         if tensor not in self.shapes:
             value = self.tensors[tensor]
-            made = target.add_node(SHAPE, [value], {}, Spec(int64, (tensor.ndim,)), name="shape")
+            name = f"{tensor.node.name}:{tensor.index}:shape"
+            made = target.add_node(SHAPE, [value], {}, Spec(int64, (tensor.ndim,)), reserved_name=name)
             made.device, made.location = value.node.device, tensor.node.location
             self.shapes[tensor] = made.outputs[0]
         return self.shapes[tensor]

@@ -59,14 +59,23 @@ def rule_of(tensor: Tensor) -> ShapeRule | None:
     if not op.is_pure or not node.inputs or node.control_inputs or runs_on_host(node) or host_inputs(node):
         return None
     specs = tuple(source.spec for source in node.inputs)
-    if any(spec.shape is None or spec.dtype == VARIANT for spec in specs):
+    if any(spec.dtype == VARIANT for spec in specs):
         return None
     rule = ShapeRule(op, node.attrs, specs, tensor.index)
-    try:  # a trial: does anything stay open once all extents are known?
-        tried = rule.shape([tuple(1 if extent is None else extent for extent in spec.shape or ()) for spec in specs])
+    ranks = range(_RANKS_TRIED) if any(spec.shape is None for spec in specs) else (0,)
+    return rule if any(_is_closed(rule, rank) for rank in ranks) else None
+
+
+_RANKS_TRIED = 4
+
+
+def _is_closed(rule: ShapeRule, rank: int) -> bool:
+    """Whether nothing stays open once all shapes are known, those of unknown rank to be of this."""
+    guesses = (((1,) * rank if spec.shape is None else spec.shape) for spec in rule.inputs)
+    try:
+        return is_static(rule.shape([tuple(1 if extent is None else extent for extent in guess) for guess in guesses]))
     except GraphError:
-        return None
-    return rule if is_static(tried) else None
+        return False
 
 
 def shape_sources(tensor: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:

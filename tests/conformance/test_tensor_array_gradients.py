@@ -163,7 +163,7 @@ async def test_49_mismatched_shapes_refuse_to_aggregate(
     written = array(1).write(0, x)
     found = gradients([written.read(0), read(written)], x, [np.ones(2), grad])
     np.testing.assert_array_equal(await run(found, {x: np.ones(2), grad: np.ones(good)}), [2, 2])
-    await fails_with(run, found, {x: np.ones(2), grad: np.ones(bad)}, rf"has shape .*{bad[-1]}\]; .* shape .*2\]")
+    await fails_with(run, found, {x: np.ones(2), grad: np.ones(bad)}, rf"shape .*{bad[-1]}\].* shape .*2\]")
 
 
 async def test_49_mismatched_shapes_known_while_building() -> None:
