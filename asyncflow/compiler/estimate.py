@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.op import host_inputs
 from asyncflow.graph.shapes import is_static, size_of
 
 if TYPE_CHECKING:
@@ -61,6 +62,15 @@ def flops_of(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[
         return None
 
 
+def makes_what_it_is_told(node: Node) -> bool:
+    """Whether values decide how much a kernel makes, as those of `arange` do: then shapes say nothing of its time."""
+    return (
+        node.op.flops is None
+        and bool(host_inputs(node))
+        and not all(is_static(tensor.shape) for tensor in node.outputs)
+    )
+
+
 def may_be_long(node: Node, limit_ns: float) -> bool:
     """Whether one firing may well take longer than `limit_ns`; see `assumed_ns`."""
     return assumed_ns(node) > limit_ns
@@ -87,15 +97,17 @@ class RegionEstimate:
         once_ns: every node once, loops as if they ran one iteration.
         longest_ns: its longest kernel.
         is_open: some sizes are only known in a run.
+        is_told: some of them by values, so that the sizes of the inputs do not limit them.
     """
 
     once_ns: float
     longest_ns: float
     is_open: bool
+    is_told: bool
 
     def expects(self, limit_ns: float, inputs: Iterable[Any]) -> bool:
         """Whether a kernel may take longer than `limit_ns`, given the region's inputs."""
-        if self.longest_ns > limit_ns:
+        if self.longest_ns > limit_ns or self.is_told:
             return True
         return self.is_open and sum(getattr(value, "size", 1) for value in inputs) >= LARGE_ELEMENTS
 
@@ -103,12 +115,13 @@ class RegionEstimate:
 def estimate_region(nodes: Iterable[Node]) -> RegionEstimate:
     """The estimate for the nodes of a region, those in branches and loops included."""
     once = longest = 0.0
-    is_open = False
+    is_open = is_told = False
     for node in nodes:
         if node.op.name in STRUCTURED or node.op.kernel is None:
             continue
         inputs, outputs = [tensor.shape for tensor in node.inputs], [tensor.shape for tensor in node.outputs]
         is_open |= not all(map(is_static, (*inputs, *outputs)))
+        is_told |= makes_what_it_is_told(node)
         taken = kernel_ns(node, inputs, outputs)
         once, longest = once + taken, max(longest, taken)
-    return RegionEstimate(once, longest, is_open)
+    return RegionEstimate(once, longest, is_open, is_told)

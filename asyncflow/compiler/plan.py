@@ -121,7 +121,8 @@ class PlanNode:
         crossing: what it does instead, for one that moves a value between devices or to the host.
         transfer: the number that Send and Recv of one transfer share.
         peer: the device at the other end.
-        is_heavy: a region that has proved too long for the event loop.
+        cost: how long a firing takes; None before the first.
+        hold: for a region that gives way in between, how long it holds a thread at a time; None before it was measured.
         is_small: shapes are known and small, so the kernel runs on the event loop without being timed.
     """
 
@@ -136,12 +137,12 @@ class PlanNode:
         "estimate",
         "fetch_index",
         "frame",
+        "hold",
         "id",
         "index_values",
         "is_acknowledged",
         "is_async",
         "is_constant",
-        "is_heavy",
         "is_small",
         "is_user",
         "kernel",
@@ -190,7 +191,7 @@ class PlanNode:
         self.needs_context = source.op.needs_context
         self.region: RegionCode | None = None
         self.estimate: RegionEstimate | None = None
-        self.is_heavy = False
+        self.hold: Any = None
         self.is_small = _is_small(source)
         self.fetch_index = -1
         self.uses_index = False

@@ -16,6 +16,9 @@ class MeasuredCost:
     there is no line to fit: then a larger size is expected to cost in proportion and a smaller one as much as the mean,
     both of them the most that a straight line through the mean could say, for the event loop's sake.
 
+    A first measurement that is beyond what the second says counts for nothing: it was cold (caches, imports, memory
+    that was new to the process), and must not keep a node off the event loop.
+
     What "size" is, is the caller's choice (elements, bytes, flops), but always the same for one node. Measure kernels
     wherever they ran: that is how one that was sent to a thread wrongly finds its way back.
     """
@@ -26,7 +29,7 @@ class MeasuredCost:
         """Begin with a static estimate: ``base_ns`` a call and ``slope_ns`` a unit of size."""
         self.base_ns = base_ns
         self.slope_ns = slope_ns
-        self._measured = False
+        self._measured = 0
         self._mean_size = 0.0
         self._mean_ns = 0.0
         self._variance = 0.0
@@ -35,7 +38,7 @@ class MeasuredCost:
     @property
     def is_measured(self) -> bool:
         """Whether a measurement has replaced the estimate."""
-        return self._measured
+        return self._measured > 0
 
     @property
     def mean_ns(self) -> float:
@@ -50,8 +53,8 @@ class MeasuredCost:
 
     def observe(self, size: int, ns: int) -> None:
         """Learn that a call on work of ``size`` took ``ns`` nanoseconds."""
-        if not self._measured:
-            self._measured = True
+        self._measured += 1
+        if self._measured == 1 or (self._measured == 2 and ns < self.predict_ns(size)):
             self._mean_size = size
             self._mean_ns = ns
             return

@@ -1,4 +1,4 @@
-"""The CPU as a device: NumPy, and a thread per stream that is used."""
+"""The CPU as a device: NumPy, and a few threads for what is too long for the event loop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from asyncflow.devices.lanes import Lanes
 from asyncflow.devices.memory import MemoryAccount, format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.streams.thread import ThreadStream
@@ -35,7 +36,7 @@ class CpuDevice:
     program for several devices runs, and is tested, on any machine. A stream that is never used has no thread.
     """
 
-    __slots__ = ("_compute_streams", "_d2h", "_h2d", "_memory", "_name")
+    __slots__ = ("_d2h", "_h2d", "_memory", "_name", "lanes")
 
     def __init__(self, index: int = 0, *, memory_limit: int | None = None, compute_streams: int = 1) -> None:
         """Make the device ``cpu:<index>``.
@@ -43,7 +44,7 @@ class CpuDevice:
         Args:
             index: its number among the CPU devices.
             memory_limit: most bytes it may hold; None for no limit.
-            compute_streams: how many kernels may run at once.
+            compute_streams: over how many streams the compiler divides a plan; see `asyncflow.devices.lanes`.
 
         Raises:
             ValueError: ``memory_limit`` is no positive number of bytes, or there is not one compute stream.
@@ -54,8 +55,8 @@ class CpuDevice:
                 "leave it out for one"
             )
         self._name = str(DeviceName("cpu", index))
-        suffixes = ("", *(f":{number}" for number in range(1, compute_streams)))
-        self._compute_streams = tuple(ThreadStream(f"{self._name}/compute{suffix}") for suffix in suffixes)
+        self.lanes = Lanes(self._name, compute_streams)
+        """The threads that firings go to."""
         self._h2d = ThreadStream(f"{self._name}/h2d")
         self._d2h = ThreadStream(f"{self._name}/d2h")
         self._memory = MemoryAccount(self._name, memory_limit)
@@ -78,12 +79,17 @@ class CpuDevice:
     @property
     def compute(self) -> ThreadStream:
         """The first stream of kernels that are too long for the event loop."""
-        return self._compute_streams[0]
+        return self.lanes.planned[0]
 
     @property
     def compute_streams(self) -> tuple[ThreadStream, ...]:
-        """All such streams: ``cpu:0/compute``, ``cpu:0/compute:1``, ..."""
-        return self._compute_streams
+        """Those that the compiler divides a plan over: ``cpu:0/compute``, ``cpu:0/compute:1``, ..."""
+        return self.lanes.planned
+
+    @property
+    def streams(self) -> tuple[ThreadStream, ...]:
+        """All streams."""
+        return (*self.lanes.streams, self._h2d, self._d2h)
 
     @property
     def h2d(self) -> ThreadStream:
@@ -124,10 +130,9 @@ class CpuDevice:
 
         Cancellation: the streams stay stopped, and their threads still end after the work they have.
         """
-        streams = (*self._compute_streams, self._h2d, self._d2h)
-        for stream in streams:
+        for stream in self.streams:
             stream.stop()  # before anything is awaited: from here on a cancel leaves no stream open
-        return all(await asyncio.gather(*(stream.aclose(grace_s) for stream in streams)))
+        return all(await asyncio.gather(*(stream.aclose(grace_s) for stream in self.streams)))
 
     def describe(self) -> str:
         """One line for people: name, memory in use, limit."""

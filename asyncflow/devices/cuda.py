@@ -181,6 +181,11 @@ class CudaDevice(Progress):
         return self._compute
 
     @property
+    def streams(self) -> tuple[CudaStream, ...]:
+        """Every stream there is; none before `start`."""
+        return self._streams
+
+    @property
     def h2d(self) -> CudaStream:
         """The stream of copies from host memory."""
         return self._h2d

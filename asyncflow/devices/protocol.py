@@ -125,6 +125,11 @@ class Device(Protocol):
         ...
 
     @property
+    def streams(self) -> Sequence[Stream]:
+        """Every stream there is."""
+        ...
+
+    @property
     def h2d(self) -> Stream:
         """The stream of copies from host memory."""
         ...

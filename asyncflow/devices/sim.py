@@ -126,6 +126,11 @@ class SimDevice:
         return self._compute
 
     @property
+    def streams(self) -> tuple[SimStream, ...]:
+        """Every stream there is."""
+        return tuple(self._streams.values())
+
+    @property
     def h2d(self) -> SimStream:
         """The stream of copies from host memory."""
         return self._streams["h2d"]

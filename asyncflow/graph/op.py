@@ -69,6 +69,8 @@ class Op:
         runs_on_host: the kernel computes with NumPy on any device: its outputs' shapes depend on the data, it draws
             NumPy's random numbers, it raises on what it finds, or it talks to the outside. A device with its own memory
             binds it to NumPy, copies all inputs to host memory, and the outputs in.
+        alone: whose state a user's kernel changes, where that is not safe on several threads: two firings of ops that
+            name the same object are never under way on two threads at once. None: nobody's.
         is_pure: its outputs depend on its inputs and attributes alone, and making them shows in nothing else.
     """
 
@@ -87,6 +89,7 @@ class Op:
     derivative: Derivative | None = None
     host_inputs: HostInputs = ()
     runs_on_host: bool = False
+    alone: object = None
     is_pure: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -71,6 +71,7 @@ class CustomOp(Generic[P]):
             infer=_infer,
             kernel=self._kernel,
             effects=self._effects if self._is_stateful else None,
+            alone=self if self._is_stateful else None,
             is_async=_is_coroutine_function(self.name, function),
             is_user=True,
             flops=None if cost is None else partial(_flops, cost),
@@ -226,7 +227,9 @@ def op(
         cost: arithmetic operations per call, or a function of input and output shapes that gives them. It gets guesses
             for extents and ranks that are not known; where it fails, the time is guessed without it.
         stateful: calls have side effects: they run in the order they were written, and always in branches, loops and
-            an `af.function`. Else calls with equal inputs may be merged. None: only if there are no outputs.
+            an `af.function`; those of runs in flight together take turns. Else calls with equal inputs may be merged,
+            and several runs, or iterations that overlap, may be inside the function at once, on several threads. None:
+            only if there are no outputs.
 
     Raises:
         GraphError: no outputs are declared, the function is a generator, or it has neither outputs nor effects.

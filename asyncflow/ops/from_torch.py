@@ -71,6 +71,7 @@ class TorchOp:
             kernel=self._forward,
             is_user=True,
             takes_any_arrays=takes_cards,
+            alone=self._torch,  # whose random numbers are one row for the process; and parameters are put in and out
             flops=self._flops if self._is_module else None,
             derivative=self._derivative,
         )
@@ -80,6 +81,7 @@ class TorchOp:
             kernel=self._backward,
             is_user=True,
             takes_any_arrays=takes_cards,
+            alone=self._torch,  # whose random numbers are one row for the process; and parameters are put in and out
             flops=(lambda *shapes, **attrs: 3 * self._flops(*shapes, **attrs)) if self._is_module else None,
         )
 

@@ -245,8 +245,15 @@ def _union_ns(spans: Iterable[Span]) -> int:
 
 def _summarize_nodes(firings: Iterable[Firing]) -> tuple[NodeSummary, ...]:
     durations: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for firing in firings:
-        durations[firing.node, firing.op].append(firing.ended_ns - firing.started_ns)
+    running: dict[tuple[int, str, str, str], int] = {}
+    for firing in sorted(firings, key=lambda firing: firing.part):
+        each = durations[firing.node, firing.op]
+        one = firing.run, firing.node, firing.op, firing.tag
+        if firing.part and one in running:  # it goes on with a firing that has been counted
+            each[running[one]] += firing.ended_ns - firing.started_ns
+        else:
+            running[one] = len(each)
+            each.append(firing.ended_ns - firing.started_ns)
     nodes = [
         NodeSummary(
             node=node, op=op, count=len(each), total_ns=sum(each), mean_ns=sum(each) / len(each), max_ns=max(each)

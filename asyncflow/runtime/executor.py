@@ -1,9 +1,9 @@
 """Drives a scheduler: launches the kernels of ready firings and feeds their results back.
 
-A firing that cannot wait is a plain call, on the event loop if it is short and on the device's stream thread if it is
-expected to take longer than 0.2 ms; only a coroutine op costs a task. On an asynchronous device the call launches the
-kernel, whose result counts as there. One executor lives for one run of one partition; the partitions of a run meet in
-its rendezvous, and there is nothing above them that says who goes next.
+A firing that cannot wait is a plain call, on the event loop if it is known to be short and on one of the device's
+threads if it may take longer than 0.2 ms; only a coroutine op costs a task. On an asynchronous device the call launches
+the kernel, whose result counts as there. One executor lives for one run of one partition; the partitions of a run meet
+in its rendezvous, and there is nothing above them that says who goes next.
 
 Whatever raises while a run goes on ends it, wherever that is: a firing's failure by `Executor.kernel_failed`, all else
 by `Executor.broken`. The event loop enters an executor by `start`, `drive` and what `expect` gives alone.
@@ -15,26 +15,30 @@ import asyncio
 import logging
 from collections import deque
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from math import inf
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
 
-from asyncflow.compiler.estimate import NS_PER_CALL, NS_PER_ELEMENT, kernel_ns
-from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.lanes import Times
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import recording
 from asyncflow.errors import KernelError
 from asyncflow.graph.op import KernelContext
+from asyncflow.runtime.first_guess import first_guess
 from asyncflow.runtime.ports import Ports
 from asyncflow.runtime.provenance import as_kernel_error, with_provenance
 from asyncflow.runtime.recorder import Recorder
-from asyncflow.runtime.region_firing import RegionFiring, Stopped
+from asyncflow.runtime.region_firing import RegionFiring, Stopped, size_of
 from asyncflow.runtime.scheduler import Scheduler, SchedulingError
-from asyncflow.streams.holding import holding, refuse_to_queue
+from asyncflow.streams.holding import holding, may_wait_for_itself, refuse_to_queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.compiler.plan import Partition, PlanNode
+    from asyncflow.devices.cost import MeasuredCost
+    from asyncflow.devices.cpu import CpuDevice
     from asyncflow.devices.protocol import AsynchronousDevice, Mark
     from asyncflow.runtime.frame import Iteration
     from asyncflow.runtime.ports import Scope
@@ -287,13 +291,11 @@ class Executor:
         if self._asynchronous is not None:
             self._launch_asynchronous(self._asynchronous, node, iteration, inputs)
             return
-        size = 0
-        for value in inputs:
-            size += getattr(value, "size", 1)
+        size = size_of(inputs)
         cost: MeasuredCost | None = node.cost
         if cost is None:
-            cost = node.cost = estimated_cost(node, inputs)
-        if cost.predict_ns(size) > INLINE_LIMIT_NS:
+            cost = node.cost = first_guess(node, inputs)
+        if self._goes_to_a_thread(cost.predict_ns(size)) or self._has_to_queue(node):
             self._launch_on_stream(node, iteration, inputs, size)
             return
         started = perf_counter_ns()
@@ -338,27 +340,46 @@ class Executor:
         if node.is_user:
             work, args = self._run.context.copy().run, (holding, work, *args)
 
-        def take(result: object, error: BaseException | None, started: int, ended: int) -> None:
+        def take(result: object, error: BaseException | None, times: Times) -> None:
             status = "ok" if error is None else "error"
-            self._record(node, iteration, stream_name(node), started, ended, result, status)
+            self._record(node, iteration, times.lane, times.started_ns, times.ended_ns, result, status, times.queued_ns)
             if error is not None:
                 self.kernel_failed(error, node, iteration, inputs)
             elif not self.stopped:
-                node.cost.observe(size, ended - started)
+                # The user's may wait for something else than the processor.
+                node.cost.observe(size, times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
                 self.complete(node, iteration, inputs, result)
 
-        self._submit(node, work, args, take)
+        self._submit(node, size, work, args, take)
+
+    def _goes_to_a_thread(self, expected_ns: float) -> bool:
+        # What nobody knows is found out on the loop where a thread might wait for itself.
+        return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(self._run.context))
+
+    def _has_to_queue(self, node: PlanNode) -> bool:
+        """Whether other work on the state that the kernel changes is under way."""
+        owner = node.source.op.alone
+        return owner is not None and cast("CpuDevice", self._device).lanes.holds(owner)
 
     def _submit(
-        self, node: PlanNode, work: Callable[..., object], args: tuple[Any, ...], take: Callable[..., None]
+        self, node: PlanNode, size: int, work: Callable[..., object], args: tuple[Any, ...], take: Callable[..., None]
     ) -> None:
+        """Gives work to a thread of the device; ``take(result, error, times)`` is called at its end."""
+        cost: MeasuredCost | None = node.cost
         deliver = self.expect(take)
         try:
             refuse_to_queue(self._run.context)
-            self._device.compute_streams[node.stream].submit(work, args, deliver, self._run.loop)
+            cast("CpuDevice", self._device).lanes.submit(
+                work,
+                args,
+                deliver,
+                self._run.loop,
+                expected_ns=cost.predict_ns(size) if cost is not None and cost.is_measured else None,
+                planned=node.stream,
+                owner=node.source.op.alone,
+            )
         except BaseException as error:
-            now = perf_counter_ns()
-            deliver(None, error, now, now)
+            deliver(None, error, Times.never())
 
     def _launch_coroutine(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
         run, device, spans = self._run, self._asynchronous, self.new_spans()
@@ -396,8 +417,7 @@ class Executor:
         with self._recording(spans):
             firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), spans)
         # A thread would gain nothing where steps only launch.
-        is_long = self._asynchronous is None and (node.is_heavy or node.estimate.expects(INLINE_LIMIT_NS, inputs))
-        if is_long:
+        if self._asynchronous is None and self._goes_to_a_thread(firing.expected_hold_ns()):
             self._region_on_stream(firing)
         else:
             self._suspended.append(firing)
@@ -405,29 +425,31 @@ class Executor:
     def _step_region(self, firing: RegionFiring, deadline_ns: int) -> None:
         """Runs slices of a region until it ends, the turn does, or it proves too heavy for the event loop."""
         node, iteration, device = firing.node, firing.iteration, self._asynchronous
+        began, now = perf_counter_ns(), 0
         try:
-            now = 0
             with self._recording(firing.spans):
                 while now < deadline_ns:
                     now = firing.run_slice()
                     if device is not None:
                         break  # whether to go on is for the throttle to say
                     if firing.is_heavy:  # looked at first: a heavy slice ends behind the deadline
-                        node.is_heavy = True
+                        self._record_part(firing, "inline", began, now)
+                        firing.learn_hold()
                         self._region_on_stream(firing)
                         return
         except StopIteration as ended:
             if device is None:
-                now = perf_counter_ns()
-                _observe_region(firing, now)
-                self._record(node, iteration, "inline", firing.started_ns, now, ended.value, "ok")
+                self._record_part(firing, "inline", began, perf_counter_ns(), ended.value)
+                firing.learn()
             else:
                 self.record_spans(firing.spans, device, node, iteration, ended.value)
             self.complete(node, iteration, firing.inputs, ended.value)
         except BaseException as error:
-            self._record(node, iteration, "inline", firing.started_ns, perf_counter_ns(), None, "error")
+            self._record_part(firing, "inline", began, perf_counter_ns(), status="error")
             self.kernel_failed(error, node, iteration, firing.inputs)
         else:
+            if device is None:
+                self._record_part(firing, "inline", began, now)
             self._suspended.append(firing)
 
     def _recording(self, spans: list[Any] | None) -> AbstractContextManager[None]:
@@ -436,16 +458,16 @@ class Executor:
     def _region_on_stream(self, firing: RegionFiring) -> None:
         node, iteration = firing.node, firing.iteration
 
-        def take(result: object, error: BaseException | None, started: int, ended: int) -> None:
+        def take(result: object, error: BaseException | None, times: Times) -> None:
             status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
-            self._record(node, iteration, stream_name(node), firing.started_ns, ended, result, status)
+            self._record_part(firing, times.lane, times.started_ns, times.ended_ns, result, status, times.queued_ns)
             if error is None and not self.stopped:
-                _observe_region(firing, ended)
+                firing.learn(times.computed_ns)
                 self.complete(node, iteration, firing.inputs, result)
             elif error is not None and not isinstance(error, Stopped):
                 self.kernel_failed(error, node, iteration, firing.inputs)
 
-        self._submit(node, firing.run_to_end, (lambda: self.stopped,), take)
+        self._submit(node, firing.size, firing.run_to_end, (lambda: self.stopped,), take)
 
     def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], result: Any) -> None:
         """Accounts for the result and hands it to the scheduler."""
@@ -518,10 +540,47 @@ class Executor:
                 self.failures.append((self._run.turn.count(), -1, self._named(error)))
 
     def _record(
-        self, node: PlanNode, iteration: Iteration, stream: str, started: int, ended: int, result: Any, status: str
+        self,
+        node: PlanNode,
+        iteration: Iteration,
+        stream: str,
+        started: int,
+        ended: int,
+        result: Any,
+        status: str,
+        queued_ns: int | None = None,
     ) -> None:
         if self.recorder is not None:
-            self.recorder.firing(node, iteration, stream, started, ended, result, status)
+            self.recorder.firing(node, iteration, stream, started, ended, result, status, queued_ns=queued_ns)
+
+    def _record_part(
+        self,
+        firing: RegionFiring,
+        stream: str,
+        started: int,
+        ended: int,
+        result: Any = (),
+        status: str = "ok",
+        queued_ns: int | None = None,
+    ) -> None:
+        """Records a time in which a region computed without a pause."""
+        if self.recorder is not None:
+            self.recorder.firing(
+                firing.node,
+                firing.iteration,
+                stream,
+                started,
+                ended,
+                result,
+                status,
+                queued_ns=queued_ns,
+                part=firing.parts,
+                ready_ns=firing.paused_ns,
+            )
+        firing.parts += 1
+        firing.paused_ns = ended
+        if queued_ns is None:
+            firing.inline_ns += ended - started
 
     def new_spans(self) -> list[Any] | None:
         """What an asynchronous device is to record into; None if the run is not traced."""
@@ -545,28 +604,3 @@ def _outcome(task: asyncio.Task[Any]) -> tuple[Any, BaseException | None]:
         return None, asyncio.CancelledError("the coroutine was cancelled")
     error = task.exception()
     return (None, error) if error is not None else (task.result(), None)
-
-
-def _observe_region(firing: RegionFiring, ended_ns: int) -> None:
-    node = firing.node
-    if node.cost is None:
-        node.cost = MeasuredCost()
-    node.cost.observe(sum(getattr(value, "size", 1) for value in firing.inputs), ended_ns - firing.started_ns)
-
-
-def stream_name(node: PlanNode) -> str:
-    """The name of the node's compute stream, as traces show it."""
-    return f"compute:{node.stream}" if node.stream else "compute"
-
-
-def estimated_cost(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:
-    """A first guess at a kernel's cost, before it has been measured."""
-    source = node.source
-    if node.estimate is not None:
-        too_long = node.estimate.expects(INLINE_LIMIT_NS, inputs)
-        return MeasuredCost(base_ns=2 * INLINE_LIMIT_NS if too_long else node.estimate.once_ns)
-    if source.op.is_user and source.op.flops is None:
-        return MeasuredCost(base_ns=NS_PER_CALL)
-    shapes = [getattr(value, "shape", ()) for value in inputs[-len(source.inputs) :]]
-    base_ns = kernel_ns(source, shapes, [tensor.shape for tensor in source.outputs])
-    return MeasuredCost(base_ns=base_ns, slope_ns=NS_PER_ELEMENT if source.op.flops is None else 0.0)

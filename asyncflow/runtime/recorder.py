@@ -45,15 +45,31 @@ class Recorder:
         self._launched: list[_Launched] = []
 
     def firing(
-        self, node: PlanNode, iteration: Iteration, stream: str, started: int, ended: int, result: Any, status: str
+        self,
+        node: PlanNode,
+        iteration: Iteration,
+        stream: str,
+        started: int,
+        ended: int,
+        result: Any,
+        status: str,
+        *,
+        queued_ns: int | None = None,
+        part: int = 0,
+        ready_ns: int | None = None,
     ) -> None:
-        """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
-        since = self.ready.since(node, iteration)
+        """One firing that ran on the event loop, on a stream's thread or as a coroutine; or a part of one.
+
+        `ready_ns` is when it could have gone on; None for since its inputs were there.
+        """
+        since = self.ready.since(node, iteration) if ready_ns is None else ready_ns
         scheduled = started if since is None else since
         values = () if status != "ok" else (result,) if node.single else result
         outputs = ", ".join(map(describe, values))
         op, device = node.source.op.name, self._device.name
-        self._add(node, iteration.tag(), op, stream, scheduled, started, ended, outputs, status, device)
+        self._add(
+            node, iteration.tag(), op, stream, scheduled, started, ended, outputs, status, device, None, queued_ns, part
+        )
 
     def spans(
         self,
@@ -124,6 +140,8 @@ class Recorder:
         status: str,
         device: str,
         used: int | None = None,
+        queued_ns: int | None = None,
+        part: int = 0,
     ) -> None:
         trace = self._trace
         if len(trace.firings) >= trace.capacity:
@@ -143,6 +161,8 @@ class Recorder:
                 outputs=outputs,
                 status=status,
                 location=str(node.source.location),
+                queued_ns=queued_ns,
+                part=part,
             )
         )
         trace.memory.append(MemorySample(self._device.name, ended, self._device.memory.used if used is None else used))

@@ -1,19 +1,22 @@
 """One firing of a region that is a generator, because of its loops or of long kernels: driven in slices.
 
-It starts on the event loop, where loops over scalars stay: they hold the GIL wherever they run, and a slice ends with
-the session's turn. When an iteration takes longer than a kernel may on the event loop, the rest moves to the device's
-stream thread; that is safe where the generator stands still: at a back edge, or behind a kernel that may be long.
+It starts on the event loop if its kernels are short as far as is known, and loops over scalars stay there: they hold
+the GIL wherever they run, and a slice ends with the session's turn. When an iteration takes longer than a kernel may on
+the event loop, the rest moves to one of the device's threads; that is safe where the generator stands still: at a back
+edge, or behind a kernel that may be long. Where the next firing starts is for its node's `hold` to say: what was
+measured of the longest time that it held its thread without giving way, wherever that was.
 """
 
 from __future__ import annotations
 
+from math import inf
 from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.runtime.frame import Iteration
@@ -38,21 +41,33 @@ class RegionFiring:
         budget: the number of back edges and long kernels until it yields again; None before it has begun.
         is_heavy: the last slice held the event loop for too long, so that the rest belongs on a thread.
         is_suspect: an earlier slice may have.
+        is_proved: one has.
         is_watched: the next slice's time of the processor will be taken.
+        size: of its inputs.
+        hold_ns: the longest it has held its thread without giving way.
+        inline_ns: how long it has computed on the event loop.
+        parts: how often it has begun to, and stopped.
+        paused_ns: when it stopped last; None before it began.
         spans: what an asynchronous device records of it; None if the run is not traced.
     """
 
     __slots__ = (
         "budget",
         "generator",
+        "has_learned",
+        "hold_ns",
+        "inline_ns",
         "inputs",
         "is_heavy",
+        "is_proved",
         "is_suspect",
         "is_watched",
         "iteration",
         "node",
+        "parts",
+        "paused_ns",
+        "size",
         "spans",
-        "started_ns",
     )
 
     def __init__(
@@ -71,8 +86,22 @@ class RegionFiring:
         self.budget: int | None = None
         self.is_heavy = False
         self.is_suspect = False
+        self.is_proved = False
         self.is_watched = True
-        self.started_ns = perf_counter_ns()
+        self.size = size_of(inputs)
+        self.hold_ns = 0
+        self.inline_ns = 0
+        self.has_learned = False
+        self.parts = 0
+        self.paused_ns: int | None = None
+
+    def expected_hold_ns(self) -> float:
+        """How long it is expected to hold its thread without giving way; infinite if nobody can say."""
+        hold: MeasuredCost | None = self.node.hold
+        if hold is not None:
+            return hold.predict_ns(self.size)
+        assert self.node.estimate is not None
+        return inf if self.node.estimate.expects(INLINE_LIMIT_NS, self.inputs) else 0.0
 
     def run_slice(self) -> int:
         """Runs until the budget is spent and sets the next one; gives the time afterwards.
@@ -83,23 +112,57 @@ class RegionFiring:
         # The processor's time leaves out the moments when others ran, but is dear to ask for.
         busy_ns = thread_time_ns() if self.is_watched else 0
         before = perf_counter_ns()
-        begins_loop = self.generator.send(self.budget)
+        try:
+            begins_loop = self.generator.send(self.budget)
+        except StopIteration:
+            self._take_time(before, perf_counter_ns(), busy_ns)
+            raise
         now = perf_counter_ns()
-        taken, spent = now - before, self.budget or 1
-        limit_ns = min(INLINE_LIMIT_NS * spent, _OVERRUN_NS)
-        self.is_heavy = taken > limit_ns and self.is_watched and thread_time_ns() - busy_ns > limit_ns
-        self.is_suspect |= taken > limit_ns
-        self.is_watched = self.is_suspect or bool(begins_loop)
+        taken, spent = self._take_time(before, now, busy_ns)
+        self.is_watched = (self.is_suspect and not self.is_proved) or bool(begins_loop)
         # What iterations took so far says nothing about those of another loop.
         self.budget = 1 if begins_loop else max(1, min(spent * _GROWTH, spent * _SLICE_NS // max(taken, 1)))
         return now
 
+    def _take_time(self, before: int, now: int, busy_ns: int) -> tuple[int, int]:
+        """Accounts for a slice; how long it took, and how many steps it may have had."""
+        taken, spent = now - before, self.budget or 1
+        limit_ns = min(INLINE_LIMIT_NS * spent, _OVERRUN_NS)
+        held_ns = taken // spent
+        self.is_heavy = False
+        if taken > limit_ns:
+            self.is_suspect = True
+            held_ns = taken
+            if self.is_watched:
+                computed_ns = thread_time_ns() - busy_ns
+                self.is_heavy = computed_ns > limit_ns
+                self.is_proved |= self.is_heavy
+                held_ns = computed_ns if self.is_heavy else computed_ns // spent
+        self.hold_ns = max(self.hold_ns, held_ns)
+        return taken, spent
+
+    def learn_hold(self) -> None:
+        """Has the node's next firings begin where this one should have."""
+        if self.node.hold is None:
+            self.node.hold = MeasuredCost()
+        self.node.hold.observe(self.size, self.hold_ns)
+        self.has_learned = True
+
+    def learn(self, computed_ns: int = 0) -> None:
+        """At its end: `learn_hold`, unless it has, and how long it computed, on a thread and before."""
+        if not self.has_learned:
+            self.learn_hold()
+        if self.node.cost is None:
+            self.node.cost = MeasuredCost()
+        self.node.cost.observe(self.size, self.inline_ns + computed_ns)
+
     def run_to_end(self, is_stopped: Callable[[], bool]) -> tuple[Any, ...]:
-        """Runs on a thread until it ends.
+        """Runs on a thread until it ends; watched until it has proved heavy.
 
         Raises:
             Stopped: `is_stopped` said so at a back edge.
         """
+        self.is_suspect = True
         try:
             while not is_stopped():
                 self.run_slice()
@@ -108,3 +171,11 @@ class RegionFiring:
             return outputs
         self.generator.close()
         raise Stopped
+
+
+def size_of(values: Iterable[Any]) -> int:
+    """The number of elements of the values in all: the size of the work on them."""
+    size = 0
+    for value in values:
+        size += getattr(value, "size", 1)
+    return size

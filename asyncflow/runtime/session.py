@@ -118,8 +118,9 @@ class Session(NotPickled):
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
         memory_limit: bytes per device; None for no limit.
         threads: BLAS threads a stream. One is best when several runs are in flight.
-        compute_streams: streams for kernels on each device; with more than one, independent branches and the iterations
-            of loops overlap on it.
+        compute_streams: streams for kernels on each device; with more than one, the compiler divides a run's
+            independent branches, and the iterations of its loops, over them. Kernels of different runs on a CPU overlap
+            in any case: it has a thread for each core, up to 8, and two more, one of them for short work alone.
         transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits, in half the bytes
             and with 8 bits of precision. None sends what is there.
         soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
@@ -352,7 +353,7 @@ class Session(NotPickled):
             if self._loop is not None:
                 warnings.warn(f"{self!r} was dropped without close; use `async with`", ResourceWarning, stacklevel=2)
             for device in self.devices:
-                for stream in (*device.compute_streams, device.h2d, device.d2h):
+                for stream in device.streams:
                     stream.stop()
             self._copies.stop()
             self._release()

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS
-from asyncflow.runtime.executor import estimated_cost
+from asyncflow.runtime.first_guess import first_guess
 from asyncflow.runtime.provenance import as_kernel_error
+from asyncflow.runtime.region_firing import size_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -61,10 +62,8 @@ def _run_open(straight: Straight, device: Device, quiet: Context, inputs: Sequen
     if cost is None:
         if is_generator:
             return None  # it may well be long; the executor measures it
-        cost = node.cost = estimated_cost(node, inputs)
-    size = 0
-    for value in inputs:
-        size += getattr(value, "size", 1)
+        cost = node.cost = first_guess(node, inputs)
+    size = size_of(inputs)
     if size > _MOST_ELEMENTS or cost.predict_ns(size) > INLINE_LIMIT_NS:
         return None
     started = perf_counter_ns()

@@ -15,7 +15,11 @@ from asyncflow.entered import Entered
 
 
 class Firing(NamedTuple):
-    """One node firing: when it became ready, when its kernel started, when its outputs were there."""
+    """One node firing: when it became ready, when its kernel started, when its outputs were there.
+
+    From ``started_ns`` to ``ended_ns`` it computed, without a pause, where ``stream`` says; what waits has other names.
+    A firing that gives way in between, or goes on elsewhere, is several of these: see ``part``.
+    """
 
     run: int
     """Unique in the process."""
@@ -26,8 +30,9 @@ class Firing(NamedTuple):
     device: str
     """Such as ``cpu:0``."""
     stream: str
-    """``inline`` (on the event loop), ``compute`` and ``compute:1`` (streams), ``async`` (a coroutine op); on a
-    simulated device also ``host`` (a kernel on the host) and ``h2d``, ``d2h`` and ``peer`` (copies)."""
+    """``inline`` (on the event loop), ``compute`` and ``compute:1`` (threads, streams), ``async`` (a coroutine op,
+    which waits more than it computes); on a simulated device also ``host`` (a kernel on the host) and ``h2d``, ``d2h``
+    and ``peer`` (copies)."""
     scheduled_ns: int
     started_ns: int
     ended_ns: int
@@ -37,6 +42,30 @@ class Firing(NamedTuple):
     """``ok``, ``error`` or ``cancelled``."""
     location: str
     """``file:line`` of the user's code that built the node."""
+    queued_ns: int | None = None
+    """When it was given to a stream's thread; up to ``started_ns`` it waited for others there. None: it was not."""
+    part: int = 0
+    """Counts the times in which one firing computed: 0 for the first, or only one."""
+
+    @property
+    def computing_ns(self) -> int:
+        """How long it computed; of a coroutine that is not known, and 0."""
+        return 0 if self.stream == "async" else self.ended_ns - self.started_ns
+
+    @property
+    def awaiting_ns(self) -> int:
+        """How long a coroutine took, which is mostly waiting for what it awaits."""
+        return self.ended_ns - self.started_ns if self.stream == "async" else 0
+
+    @property
+    def queueing_ns(self) -> int:
+        """How long it waited behind others for its stream's thread."""
+        return 0 if self.queued_ns is None else self.started_ns - self.queued_ns
+
+    @property
+    def pending_ns(self) -> int:
+        """How long it was ready before that: the event loop was busy, or it had given way to others."""
+        return (self.started_ns if self.queued_ns is None else self.queued_ns) - self.scheduled_ns
 
 
 class RunSpan(NamedTuple):

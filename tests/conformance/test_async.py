@@ -220,7 +220,7 @@ async def test_87_the_guard_names_a_kernel_that_holds_the_loop(
 ) -> None:
     """CONFORMANCE 87: in debug mode, in the log, so that a busy machine breaks nobody's run; without debug, never."""
     monkeypatch.setattr(executor, "BLOCKED_NS", 0)
-    slow = af.op(outputs=INT, name="slow_one")(lambda x: x)
+    slow = af.op(outputs=INT, name="slow_one", cost=1.0)(lambda x: x)
     fetch = slow(1)
     for debug, expected in [(False, []), (True, ["slow_one (slow_one) held the event loop"])]:
         async with open_session(graph, debug=debug) as session:

@@ -18,6 +18,23 @@ def test_the_first_measurement_replaces_the_estimate() -> None:
     assert cost.predict_ns(100) == 5000
 
 
+def test_a_cold_first_measurement_counts_for_nothing() -> None:
+    """It would keep a short kernel off the event loop for dozens of firings."""
+    cost = MeasuredCost()
+    cost.observe(100, 50_000_000)
+    cost.observe(100, 5_000)
+    assert cost.predict_ns(100) == 5_000
+    cost.observe(100, 9_000)
+    assert cost.predict_ns(100) == 6_000
+
+
+def test_a_second_measurement_that_took_longer_counts_for_a_quarter() -> None:
+    cost = MeasuredCost()
+    cost.observe(100, 5_000)
+    cost.observe(100, 9_000)
+    assert cost.predict_ns(100) == 6_000
+
+
 def test_from_one_size_larger_costs_in_proportion_and_smaller_no_less() -> None:
     cost = MeasuredCost()
     for _ in range(3):

@@ -22,7 +22,7 @@ VECTOR = af.spec("float32", (None,))
 def raising(error: Callable[[], BaseException], *, on_thread: bool = False) -> Callable[..., Any]:
     """An op that takes one integer and raises."""
 
-    @af.op(outputs=INT, name="failing", cost=SLOW if on_thread else None)
+    @af.op(outputs=INT, name="failing", cost=SLOW if on_thread else 1.0)
     def failing(x: Any) -> Any:
         raise error()
 

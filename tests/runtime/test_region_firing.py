@@ -26,13 +26,16 @@ LOOP_THREAD = threading.current_thread().name
 class Probe:
     """An op of the library's kind, which may be part of a region: notes its thread and may work, fail or signal."""
 
-    def __init__(self, *, busy_ns: int = 0, at: int = -1, error: BaseException | None = None) -> None:
+    def __init__(
+        self, *, busy_ns: int = 0, at: int = -1, error: BaseException | None = None, flops: float | None = None
+    ) -> None:
         self.busy_ns = busy_ns
         self.at = at
         self.error = error
         self.calls = 0
         self.threads: list[str] = []
-        self.op = Op(name="probe", infer=lambda spec: spec, kernel=lambda xp: self._call)
+        cost = None if flops is None else lambda *shapes: flops
+        self.op = Op(name="probe", infer=lambda spec: spec, kernel=lambda xp: self._call, flops=cost)
 
     def _call(self, x: Any) -> Any:
         self.calls += 1
@@ -224,7 +227,7 @@ async def test_a_light_loop_stays_on_the_event_loop(session: af.Session, graph: 
     trace = af.Trace(detail="region")
     assert await session.run(counting(probe, 500), trace=trace) == 500
     assert set(probe.threads) == {LOOP_THREAD}
-    assert [firing.stream for firing in trace.firings if firing.op == "region"] == ["inline"]
+    assert {firing.stream for firing in trace.firings if firing.op == "region"} == {"inline"}
 
 
 async def test_a_heavy_body_goes_to_the_stream_thread(session: af.Session, graph: af.Graph) -> None:
@@ -235,7 +238,59 @@ async def test_a_heavy_body_goes_to_the_stream_thread(session: af.Session, graph
     assert probe.threads[0] == LOOP_THREAD
     assert LOOP_THREAD not in probe.threads[1:]
     assert probe.calls == 6
-    assert [(firing.stream, firing.status) for firing in trace.firings if firing.op == "region"] == [("compute", "ok")]
+    parts = [firing for firing in trace.firings if firing.op == "region"]
+    assert [(part.stream, part.status, part.part) for part in parts] == [("inline", "ok", 0), ("compute", "ok", 1)]
+
+
+async def test_a_cold_first_run_does_not_keep_a_region_off_the_event_loop(session: af.Session, graph: af.Graph) -> None:
+    """The second runs where the first one went, and shows that it is light; from then on it is on the loop again."""
+    probe = Probe(busy_ns=HEAVY_NS)
+    fetch = counting(probe, 3)
+    assert await session.run(fetch) == 3
+    assert LOOP_THREAD not in probe.threads[1:]
+    probe.busy_ns = 0
+    assert await session.run(fetch) == 3
+    assert LOOP_THREAD not in probe.threads[3:]
+    assert await session.run(fetch) == 3
+    assert set(probe.threads[6:]) == {LOOP_THREAD}
+
+
+async def test_a_static_guess_yields_to_measurement(session: af.Session, graph: af.Graph) -> None:
+    probe = Probe(flops=1e9)
+    x = af.placeholder("int64", ())
+    fetch = probe(probe(x + 1)) + 1
+    for _ in range(3):
+        assert await session.run(fetch, {x: 1}) == 3
+    assert LOOP_THREAD not in probe.threads[:2]
+    assert set(probe.threads[2:]) == {LOOP_THREAD}
+
+
+async def test_a_long_kernel_behind_short_ones_is_noticed(session: af.Session, graph: af.Graph) -> None:
+    """Though the region ends without giving way again, so that no slice of it was seen to be too long."""
+    short, long = Probe(flops=1e9), Probe(flops=1e9)
+    x = af.placeholder("int64", ())
+    fetch = long(short(short(short(x))))
+    for _ in range(3):
+        await session.run(fetch, {x: 1})
+    assert LOOP_THREAD in long.threads
+    long.busy_ns = HEAVY_NS
+    for _ in range(2):
+        await session.run(fetch, {x: 1})
+    assert LOOP_THREAD not in long.threads[-1:]
+
+
+async def test_a_heavy_region_that_is_always_stopped_is_known(session: af.Session, graph: af.Graph) -> None:
+    """It holds up the event loop once, not in every run."""
+    probe = Probe(busy_ns=HEAVY_NS)
+    fetch = counting(probe, ENDLESS)
+    for _ in range(2):
+        begun = probe.calls
+        task = asyncio.ensure_future(session.run(fetch))
+        await until(lambda: probe.calls > begun + 2)  # noqa: B023 - called before the next round
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert probe.threads.count(LOOP_THREAD) == 1
 
 
 async def test_a_heavy_loop_behind_a_light_one(session: af.Session, graph: af.Graph) -> None:
@@ -434,7 +489,7 @@ async def test_an_error_keeps_its_provenance(session: af.Session, graph: af.Grap
     assert "test_region_firing.py" in str(error.location)
     assert error.__cause__ is probe.error
     assert (probe.threads[-1] == LOOP_THREAD) == (not busy_ns)
-    (span,) = [firing for firing in trace.firings if firing.op == "region"]
+    *_, span = [firing for firing in trace.firings if firing.op == "region"]
     assert (span.status, span.stream) == ("error", "compute" if busy_ns else "inline")
     assert_baseline(session)
     probe.error = None

@@ -1,0 +1,139 @@
+"""Which thread a firing goes to. Order is seen by events; no test looks at a clock."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from asyncflow.devices import lanes as lanes_module
+from asyncflow.devices.lanes import MEDIUM_NS, SHORT_NS, Lanes
+
+LONG_NS = 20 * MEDIUM_NS
+CORES = 2
+
+
+class Held:
+    """Lanes of a machine with two cores, and work that stays there until it is let go."""
+
+    def __init__(self, planned: int = 1) -> None:
+        self.lanes = Lanes("cpu:0", planned)
+        self.loop = asyncio.get_running_loop()
+        self.gate = threading.Event()
+        self.outcomes: list[asyncio.Future[Any]] = []
+
+    def give(self, expected_ns: float | None, *, planned: int = 0, owner: object = None) -> str:
+        """The lane that a firing goes to, which it stays on."""
+        before = [stream.pending for stream in self.lanes.streams]
+        self.submit(self.gate.wait, 10, expected_ns=expected_ns, planned=planned, owner=owner)
+        (taken,) = [s for s, n in zip(self.lanes.streams, before, strict=True) if s.pending > n]
+        return taken.name.removeprefix("cpu:0/")
+
+    def submit(self, work: Any, *args: Any, **options: Any) -> None:
+        outcome = self.loop.create_future()
+        self.outcomes.append(outcome)
+        self.lanes.submit(work, args, lambda *found: outcome.set_result(found), self.loop, **options)
+
+    async def ended(self) -> list[Any]:
+        """What was delivered, once all has."""
+        self.gate.set()
+        async with asyncio.timeout(10):
+            return [await outcome for outcome in self.outcomes]
+
+
+@pytest.fixture
+async def held(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Held]:
+    monkeypatch.setattr(lanes_module, "usable_cores", lambda: CORES)
+    made = Held()
+    yield made
+    await made.ended()
+    for stream in made.lanes.streams:
+        assert await stream.aclose(5)
+
+
+async def test_long_ones_have_as_many_lanes_as_there_are_cores(held: Held) -> None:
+    assert [held.give(LONG_NS) for _ in range(4)] == ["compute", "compute:1", "compute", "compute:1"]
+
+
+async def test_what_is_not_measured_has_one_more(held: Held) -> None:
+    """So that long ones that are known do not hold it up; nor does it wait behind another while a lane is free."""
+    assert [held.give(None) for _ in range(3)] == ["compute", "compute:1", "compute:2"]
+    assert held.give(LONG_NS) in ("compute", "compute:1")
+
+
+async def test_short_ones_never_wait_for_others(held: Held) -> None:
+    """CONFORMANCE 95: whatever else there is, one lane has nothing but short ones."""
+    for expected in (LONG_NS, None, MEDIUM_NS, LONG_NS, None, None):
+        assert held.give(expected) != "compute:3"
+    assert {held.give(SHORT_NS) for _ in range(5)} == {"compute:3"}
+
+
+async def test_least_loaded_first(held: Held) -> None:
+    assert held.give(LONG_NS) == "compute"
+    assert [held.give(LONG_NS / 4) for _ in range(3)] == ["compute:1"] * 3
+    assert held.give(2 * LONG_NS) == "compute:1"
+    assert held.give(LONG_NS) == "compute"
+
+
+async def test_a_little_wait_wakes_no_further_thread(held: Held) -> None:
+    assert [held.give(400_000) for _ in range(4)] == ["compute", "compute:1", "compute", "compute:1"]
+
+
+async def test_a_lane_is_free_again_when_its_work_is_delivered(held: Held) -> None:
+    held.give(LONG_NS)
+    held.give(LONG_NS)
+    await held.ended()
+    held.gate.clear()
+    assert [held.give(LONG_NS), held.give(LONG_NS)] == ["compute", "compute:1"]
+
+
+async def test_a_firing_stays_on_the_planned_lane_if_that_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "usable_cores", lambda: CORES)
+    held = Held(planned=4)
+    assert len(held.lanes.streams) == 6
+    assert [stream.name for stream in held.lanes.planned] == [
+        "cpu:0/compute",
+        "cpu:0/compute:1",
+        "cpu:0/compute:2",
+        "cpu:0/compute:3",
+    ]
+    assert [held.give(LONG_NS, planned=number) for number in (2, 0, 2)] == ["compute:2", "compute", "compute:1"]
+    await held.ended()
+    for stream in held.lanes.streams:
+        assert await stream.aclose(5)
+
+
+async def test_one_state_is_never_on_two_threads_at_once(held: Held) -> None:
+    """Code that keeps state queues behind its own kind, whatever it is expected to take, and nobody else does."""
+    owner, other = [1], [1]  # which are equal, and cannot be hashed
+    assert not held.lanes.holds(owner)
+    lane = held.give(SHORT_NS, owner=owner)
+    assert [held.give(expected, owner=owner) for expected in (None, LONG_NS, SHORT_NS)] == [lane] * 3
+    assert held.give(SHORT_NS, owner=other) != lane
+    assert held.lanes.holds(owner)
+    await held.ended()
+    assert not held.lanes.holds(owner)
+    assert not held.lanes.holds(other)
+
+
+async def test_what_is_delivered(held: Held) -> None:
+    """The result, or the error without a frame of the lane's; and the processor's time within that of the clock."""
+
+    def spin(count: int) -> int:
+        return sum(range(count))
+
+    held.submit(spin, 200_000, expected_ns=None)
+    held.submit(spin, "no number", expected_ns=None)
+    good, bad = await held.ended()
+    assert good[:2] == (sum(range(200_000)), None)
+    times = good[2]
+    assert times.lane == "compute"
+    assert times.queued_ns <= times.started_ns < times.ended_ns
+    assert 0 < times.computed_ns <= times.ended_ns - times.started_ns + 1_000_000  # the two clocks tick apart
+    assert bad[0] is None
+    assert isinstance(bad[1], TypeError)
+    assert bad[1].__traceback__ is not None
+    assert bad[1].__traceback__.tb_frame.f_code is spin.__code__

@@ -1,0 +1,136 @@
+"""First runs: what nobody can call short does not begin on the event loop, and what proves short comes back to it."""
+
+from __future__ import annotations
+
+import threading
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.runtime.first_guess import first_guess
+from tests.faults.kernels import INT
+
+LOOP_THREAD = threading.current_thread().name
+
+
+def where(trace: af.Trace, op: str) -> list[str]:
+    """The streams on which the nodes of an op computed."""
+    return [firing.stream for firing in trace.firings if firing.op == op]
+
+
+def guessed(fetch: af.Tensor, *feeds: Any) -> float:
+    """The first guess at the node that makes `fetch`, in ns, on these values."""
+    session = af.Session()
+    plan = session.plan(fetch, list(dict.fromkeys(fetch.node.inputs)))
+    (node,) = [node for node in plan.partitions[0].nodes if node.name == fetch.node.name]
+    return first_guess(node, feeds).predict_ns(sum(np.size(value) for value in feeds))
+
+
+async def test_an_unmeasured_function_goes_to_a_thread_and_comes_back(graph: af.Graph) -> None:
+    """CONFORMANCE 95: a function that blocks does not block the loop; one that is short is called there, once known."""
+    threads: list[str] = []
+
+    @af.op(outputs=INT)
+    def mine(v: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return v
+
+    x = af.placeholder("int64", ())
+    fetch = mine(x)
+    async with af.Session(graph) as session:
+        for _ in range(200):  # a busy machine may make it look long for some time
+            await session.run(fetch, {x: 1})
+            if threads[-1] == LOOP_THREAD:
+                break
+    assert threads[0] != LOOP_THREAD
+    assert threads[-1] == LOOP_THREAD
+
+
+async def test_a_function_that_says_that_it_is_short_is_believed(graph: af.Graph) -> None:
+    threads: list[str] = []
+
+    @af.op(outputs=INT, cost=10.0)
+    def mine(v: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return v
+
+    async with af.Session(graph) as session:
+        await session.run(mine(af.constant(1)))
+    assert threads == [LOOP_THREAD]
+
+
+async def test_a_run_that_a_function_waits_for_finds_out_on_the_loop(graph: af.Graph) -> None:
+    """FAULTS F65: a function that has a thread may wait for a run with another that nobody knows to be long."""
+    asked: list[Any] = []
+    inner = af.op(outputs=INT, name="inner")(lambda v: v + 1)(af.constant(1))
+    async with af.Session(graph) as session:
+
+        @af.op(outputs=INT)
+        def outer(v: Any) -> Any:
+            asked.append(session.run_threadsafe(inner).result(10))
+            return v
+
+        await session.run(outer(af.constant(1)))
+    assert asked == [2]
+
+
+@pytest.mark.parametrize("regions", [True, False])
+@pytest.mark.parametrize("shape", [(None, None), None, (600, 600)], ids=str)
+async def test_one_large_product(graph: af.Graph, shape: Any, regions: bool) -> None:
+    """A plan of one node asks what its shapes say, those of the run where the graph has none."""
+    x = af.placeholder("float64", shape)
+    trace = af.Trace(detail="region")
+    async with af.Session(graph, regions=regions) as session:
+        await session.run(af.matmul(x, x), {x: np.ones((600, 600))}, trace=trace)
+    (stream,) = where(trace, "matmul")
+    assert stream.startswith("compute")
+
+
+@pytest.mark.parametrize("regions", [True, False])
+async def test_what_values_make_large(graph: af.Graph, regions: bool) -> None:
+    """Inputs of one element say nothing of the time that `arange` and what follows will take."""
+    n = af.placeholder("int64", ())
+    total = af.sum(af.arange(n))
+    trace = af.Trace(detail="region")
+    async with af.Session(graph, regions=regions) as session:
+        assert await session.run(total, {n: 1_000}, trace=trace) == 499_500
+    first = where(trace, "region" if regions else "arange")[0]
+    assert first.startswith("compute")
+
+
+def test_guesses(graph: af.Graph) -> None:
+    """By the shapes that are there; never by what is only assumed."""
+    x = af.placeholder("float32", (None, None))
+    small, large = np.ones((10, 10), np.float32), np.ones((2_000, 2_000), np.float32)
+    for fetch in (af.matmul(x, x), af.einsum("ij,jk->ik", x, x), af.tanh(x)):
+        inputs = len(fetch.node.inputs)
+        assert guessed(fetch, *[small] * inputs) < INLINE_LIMIT_NS / 4
+        assert INLINE_LIMIT_NS < guessed(fetch, *[large] * inputs) < inf
+    n = af.placeholder("int64", ())
+    assert guessed(af.arange(n), np.int64(3)) == inf
+    assert guessed(af.reshape(x, af.stack([n, -1])), large, np.array([-1, 1])) < INLINE_LIMIT_NS
+
+
+def test_inputs_that_do_not_fit_are_for_the_kernel_to_refuse(graph: af.Graph) -> None:
+    """CONFORMANCE 93: an estimate never raises."""
+    x, y = af.placeholder("float32", None), af.placeholder("float32", None)
+    assert guessed(af.matmul(x, y), np.ones((3, 4)), np.ones((5, 6))) > 0
+
+
+async def test_other_coroutines_go_on_while_a_new_function_blocks(graph: af.Graph) -> None:
+    """A function that sleeps ends because the event loop goes on: it would be waiting for itself."""
+    gone_on = threading.Event()
+
+    @af.op(outputs=INT)
+    def waits(v: Any) -> Any:
+        assert gone_on.wait(10)
+        return v
+
+    async with af.Session(graph) as session:
+        loop_goes_on = session._bind()
+        loop_goes_on.call_soon(gone_on.set)
+        assert await session.run(waits(af.constant(4))) == 4
