@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,12 +16,70 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
-def test_programs_on_the_page_run(page: str, tmp_path: Path) -> None:
-    # Blocks with prompts are left to `make doctest`, which also compares their output.
+PAGES = ("README.md", "docs/guide.md")
+CHECK_S = 240.0
+
+PYRIGHT = {
+    "typeCheckingMode": "strict",
+    "reportMissingImports": False,  # PyTorch, where it is not installed
+    # What a lambda gets, of a loop say, no checker can know; this family reports each of its parameters.
+    "reportUnknownArgumentType": False,
+    "reportUnknownLambdaType": False,
+    "reportUnknownMemberType": False,
+    "reportUnknownParameterType": False,
+    "reportUnknownVariableType": False,
+}
+
+
+def programs_on(page: str) -> list[str]:
+    """Its programs; those with prompts are left to `make doctest`, which also compares their output."""
     programs = [block for block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")) if ">>>" not in block]
     assert programs, f"{page} shows no ```python program"
-    for number, program in enumerate(programs):
+    return programs
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A folder with the programs of all pages."""
+    for page in PAGES:
+        for number, program in enumerate(programs_on(page)):
+            (tmp_path / f"{Path(page).stem.lower()}_{number}.py").write_text(program, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_programs_pass_mypy_strictly(programs: Path) -> None:
+    options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
+    checked = [str(path) for path in sorted(programs.glob("*.py"))]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, *checked],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=CHECK_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_programs_pass_pyright_strictly(programs: Path) -> None:
+    config = programs / "pyrightconfig.json"
+    config.write_text(json.dumps({**PYRIGHT, "include": [str(programs)], "extraPaths": [str(ROOT)]}), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "basedpyright", "-p", str(config), "--pythonpath", sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=CHECK_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 errors" in done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_programs_on_the_page_run(page: str, tmp_path: Path) -> None:
+    for number, program in enumerate(programs_on(page)):
         if "import torch" in program and find_spec("torch") is None:
             continue  # too large for `make test` to install it
         path = tmp_path / f"program_{number}.py"
