@@ -153,6 +153,7 @@ async def check_second(runner: Runner, at: Mapping[str, Any], rng: np.random.Gen
         assert_near(slope, (above - below) / (2 * STEP), f"second derivative of {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # a failure takes hypothesis up to five minutes to simplify
 @pytest.mark.parametrize(
     "options",

@@ -98,6 +98,7 @@ def test_every_workload_has_a_tiny_size() -> None:
     assert TINY.keys() == WORKLOADS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 async def test_workload(name: str) -> None:
     measuring: Coroutine[None, None, list[Result]] = TINY[name]()

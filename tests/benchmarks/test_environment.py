@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from asyncflow.devices.hardware import blas_library
 from benchmarks.environment import HINDRANCES, kernels, set_variables
 from benchmarks.peers import NO_PEERS
@@ -18,6 +20,7 @@ def test_variables_that_hold_a_library_back_are_found_among_others() -> None:
     assert set_variables(environment) == {"OPENBLAS_CORETYPE": "Haswell", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+@pytest.mark.slow
 def test_the_command_measures_without_them() -> None:
     clean = {name: value for name, value in os.environ.items() if name not in HINDRANCES}
     done = subprocess.run(

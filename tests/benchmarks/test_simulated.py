@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+@pytest.mark.slow
 def test_more_iterations_at_once_are_faster_until_the_pipeline_is_full() -> None:
     windows = 1, 2, 4, 8, 16, 32
     rates = parallel_iterations.curve(windows, iterations=100)
@@ -79,6 +80,7 @@ def test_patterns_compute_what_they_say(pattern: str) -> None:
     assert found == {"independent": [1, 10, 100], "ring": [101, 11, 110], "barrier": [111] * 3}[pattern]
 
 
+@pytest.mark.slow
 def test_replicas_and_devices_add_speed() -> None:
     for pipeline in (white_paper_pipelines.SYNCHRONOUS, white_paper_pipelines.ASYNCHRONOUS):
         rates = white_paper_pipelines.curve(pipeline, (1, 2, 4), steps=4)
@@ -87,6 +89,7 @@ def test_replicas_and_devices_add_speed() -> None:
     assert rates[4] > 1.5 * rates[1]
 
 
+@pytest.mark.slow
 def test_replicas_that_wait_for_nobody_are_faster_where_times_vary() -> None:
     synchronous = white_paper_pipelines.synchronous(8, steps=6)
     assert white_paper_pipelines.asynchronous(8, steps=6).seconds < synchronous.seconds
@@ -124,6 +127,7 @@ def test_training_follows_the_gradient(replicas: int) -> None:
     np.testing.assert_allclose(apart, rate * x.T @ y, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_layers_over_more_devices_are_faster() -> None:
     curves = stacked_lstm.curves((1, 2, 8), steps=12, **stacked_lstm.SIZES)
     for rates in curves.values():

@@ -24,6 +24,7 @@ def test_a_loop_costs_little_over_its_steps_written_out_and_less_with_larger_bat
     assert 1.25 > slowdown[64] > slowdown[512] > 1
 
 
+@pytest.mark.slow
 def test_layers_over_more_devices_train_faster() -> None:
     (speed_up,) = stacked_lstm_training.curves((2, 8), (64,), steps=10, hidden=512).values()
     # Forward and backward fill and empty the pipeline, which counts in short sequences.
@@ -32,6 +33,7 @@ def test_layers_over_more_devices_train_faster() -> None:
     assert 4 < speed_up[8] <= 8
 
 
+@pytest.mark.slow
 def test_devices_work_on_different_steps_of_the_gradient_at_once() -> None:
     trace = stacked_lstm_training.simulated(4, steps=8, batch=64, hidden=512, traced=True).trace
     middle = sum(span.ended_ns + span.started_ns for span in trace.runs) / (2 * len(trace.runs))
@@ -43,6 +45,7 @@ def test_devices_work_on_different_steps_of_the_gradient_at_once() -> None:
     assert at_once == 4
 
 
+@pytest.mark.slow
 def test_the_slowdown_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"steps": 3, "hidden": 4}
     for name, value in {"BATCHES": (2, 4), "CPU_BATCHES": (2,), "SIZES": sizes, "CPU_SIZES": sizes}.items():
@@ -64,6 +67,7 @@ def test_the_slowdown_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.mark.slow
 def test_the_speed_up_is_drawn_beside_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "BATCHES": (2,),

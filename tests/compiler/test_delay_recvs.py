@@ -393,6 +393,7 @@ class _QuickTransfers(NodeCosts):
         return 1.0
 
 
+@pytest.mark.slow
 def test_random_programs_give_the_same_and_never_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value counts as large, and every Recv is delayed that can be, in branches and loops and around them."""
     found: Counter[str] = Counter()

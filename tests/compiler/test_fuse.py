@@ -296,6 +296,7 @@ def test_scalars_alone_have_no_size_to_launch_for(graph: Graph) -> None:
 # -- regions ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_branches_and_loops_of_a_region_are_fused(graph: Graph) -> None:
     x = af.placeholder("float64", (3,), name="x")
     n = af.placeholder("int64", (), name="n")
@@ -414,6 +415,7 @@ def feeds_for(fed: Sequence[Any], extents: Sequence[tuple[int, ...]]) -> dict[An
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(program=programs(), known=st.booleans(), ones=st.booleans())
 def test_a_fused_line_gives_what_its_ops_give(program: Any, known: bool, ones: bool) -> None:

@@ -27,12 +27,14 @@ def random_tree(leaves: int, seed: int) -> tuple[af.Tensor, int]:
     return pool[0], sum(numbers)
 
 
+@pytest.mark.slow
 async def test_69_a_random_tree_of_4096_leaves(run: Run, graph: af.Graph) -> None:
     """CONFORMANCE 69: right, whatever its shape."""
     total, expected = random_tree(4096, seed=7)
     assert await run(total) == expected
 
 
+@pytest.mark.slow
 async def test_69_8192_deep(run: Run, graph: af.Graph) -> None:
     """CONFORMANCE 69: a chain of nodes without kernels, and one with; no recursion anywhere."""
     x = af.placeholder("int64", ())
@@ -43,6 +45,7 @@ async def test_69_8192_deep(run: Run, graph: af.Graph) -> None:
     assert await run(passed + added, {x: 1}) == 4098
 
 
+@pytest.mark.slow
 async def test_69_8192_wide(run: Run, graph: af.Graph) -> None:
     """CONFORMANCE 69: one value with so many users, all of which another node waits for."""
     x = af.placeholder("int64", ())
@@ -51,6 +54,7 @@ async def test_69_8192_wide(run: Run, graph: af.Graph) -> None:
     assert await run([users[0], users[-1]], {x: 3}) == [3, 3]
 
 
+@pytest.mark.slow
 async def test_69_8192_control_edges_deep(run: Run, graph: af.Graph) -> None:
     """CONFORMANCE 69: order alone, as long."""
     node = af.group()

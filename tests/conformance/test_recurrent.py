@@ -43,6 +43,7 @@ async def test_a_training_step_of_an_lstm(run: Run) -> None:
         np.testing.assert_allclose(await run(variable.read()), old - 0.5 * want[name], atol=1e-7)
 
 
+@pytest.mark.slow
 async def test_a_loop_of_training_steps(run: Run) -> None:
     """Every iteration sees the variables, and what Adam remembers, as the one before left them."""
     w = af.Variable([3.0, -2.0], name="w")

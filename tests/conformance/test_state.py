@@ -15,6 +15,7 @@ from tests.conftest import OpenSession
 Run = Callable[..., Awaitable[Any]]
 
 
+@pytest.mark.slow
 async def test_70_concurrent_assign_add_is_exact(session: af.Session, graph: af.Graph) -> None:
     """CONFORMANCE 70: 1024 concurrent runs, none lost."""
     count = af.Variable(1, name="count")
@@ -24,6 +25,7 @@ async def test_70_concurrent_assign_add_is_exact(session: af.Session, graph: af.
     assert await session.run(count.read()) == 1025
 
 
+@pytest.mark.slow
 async def test_70_concurrent_read_add_write_may_lose_updates(session: af.Session, graph: af.Graph) -> None:
     """CONFORMANCE 70: a read and a write are two steps, so at most 1025, and here fewer: all read before any writes."""
     count = af.Variable(1, name="count")
@@ -48,6 +50,7 @@ async def test_70_read_add_write_one_after_another(session: af.Session, graph: a
     assert await session.run(count.read()) == 21
 
 
+@pytest.mark.slow
 async def test_70_two_assign_concats(open_session: OpenSession) -> None:
     """CONFORMANCE 70: two atomic appends in either order, and nothing else; both orders occur over the seeds."""
     results = set()

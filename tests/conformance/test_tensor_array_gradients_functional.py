@@ -216,6 +216,7 @@ async def test_52_elements_of_unknown_number(run: Run) -> None:
 # -- 65: nested maps -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @WINDOWS
 async def test_65_nested_maps(run: Run, window: int) -> None:
     """CONFORMANCE 65: what inner iterations save comes back by outer iteration, with 10 of each in flight.

@@ -60,6 +60,7 @@ async def test_25_zero_iterations_keep_strings(run: Run) -> None:
 # -- 26: long and bounded loops --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_26_ten_thousand_steps(run: Run) -> None:
     """CONFORMANCE 26: a counter of 10,000 steps."""
     assert await run(count_to(10_000)) == 10_000

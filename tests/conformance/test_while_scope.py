@@ -147,6 +147,7 @@ async def test_43_device_scopes(run: Run) -> None:
 # -- 44: buffers -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_44_a_thousand_iterations_hold_few_buffers(session: af.Session) -> None:
     """CONFORMANCE 44: what an iteration made is freed when the next has used it.
 

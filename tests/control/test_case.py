@@ -43,6 +43,7 @@ async def test_switch_case_takes_the_branch_of_the_index(
         assert await run(result, {index: np.int32(value)}) == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64", "int64"])
 async def test_switch_case_takes_every_integer_dtype(graph: af.Graph, run: Run, dtype: str) -> None:
     index = af.placeholder(dtype, ())

@@ -506,6 +506,7 @@ def test_graphs_with_arrays_have_a_text_form(graph: af.Graph) -> None:
     assert af.print_graph(af.parse_graph(text)) == text
 
 
+@pytest.mark.slow
 async def test_ten_thousand_writes(graph: af.Graph, run: Run) -> None:
     _, array = af.while_loop(
         lambda i, array: i < 10_000,

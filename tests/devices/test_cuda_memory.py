@@ -297,6 +297,7 @@ def test_memory_outlives_its_pool(fake: FakeCupy) -> None:
 # -- threads and the garbage collector ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_freed_by_the_collector_on_any_thread_is_off_the_account(fake: FakeCupy) -> None:
     device = Logical(fake, limit=64 * UNIT)
     refused = []
@@ -494,6 +495,7 @@ def test_the_allocator_is_installed_once(fake: FakeCupy) -> None:
 # -- against a model ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     limit=st.integers(1, 40),
     steps=st.lists(st.tuples(st.booleans(), st.integers(1, 12 * UNIT)), max_size=60),

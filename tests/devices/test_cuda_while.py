@@ -333,6 +333,7 @@ def newton(xp: Any, x: Any, a: Any) -> tuple[Any, ...]:
     return (x + a / x) / 2, a
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 300), min_size=3, max_size=3), min_size=1, max_size=4), st.integers(0, 2**16))
 def test_collatz(starts: list[list[int]], seed: int) -> None:
@@ -373,6 +374,7 @@ UPDATES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(UPDATES)), st.sampled_from(sorted(UPDATES)), st.integers(0, 12), st.integers(0, 2**16))
 def test_any_body_gives_what_numpy_gives(first: str, second: str, n: int, seed: int) -> None:

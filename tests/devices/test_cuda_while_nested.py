@@ -320,7 +320,7 @@ class Program:
         return Loop(condition, body, (*values, np.int64(0)), (np.int64(most),))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40))])
 def test_random_programs_give_what_numpy_gives(seed: int) -> None:
     program, generator = Program(seed), np.random.default_rng(seed)
     with FakeCupy(nbytes=8 * MIB, seed=seed) as fake:

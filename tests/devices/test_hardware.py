@@ -37,6 +37,7 @@ def test_without_a_variable_nothing_holds_the_blas_back(monkeypatch: pytest.Monk
     assert blas_hindrance() is None
 
 
+@pytest.mark.slow
 def test_what_the_blas_would_use_by_itself_is_asked_of_a_process_without_the_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -52,6 +53,7 @@ def test_what_the_blas_would_use_by_itself_is_asked_of_a_process_without_the_var
     )
 
 
+@pytest.mark.slow
 def test_devices_says_what_holds_the_blas_back() -> None:
     assert "holds" not in devices_with()
     smaller = devices_with(OPENBLAS_L2_SIZE="64")

@@ -48,6 +48,7 @@ def test_f18_a_cancel_at_every_virtual_tick(count: int) -> None:
     assert cluster.run(main) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("count", COUNTS)
 async def test_f18_a_cancel_at_every_pass_of_a_real_loop(count: int, kind: Any) -> None:

@@ -55,6 +55,7 @@ def fragile_loop(cluster: Cluster, fragile: Fragile) -> tuple[af.Tensor, af.Tens
     return result, x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sim", "cpu", "cuda"])
 @pytest.mark.parametrize("count", COUNTS)
 def test_f01_an_error_on_each_device_in_turn(count: int, kind: Any) -> None:
@@ -82,6 +83,7 @@ def test_f01_an_error_on_each_device_in_turn(count: int, kind: Any) -> None:
     cluster.run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("count", COUNTS)
 def test_f02_errors_on_all_devices(count: int, seed: int) -> None:

@@ -215,6 +215,7 @@ async def test_closing_gives_back_what_others_have_copied(cards: FakeCupy, kept:
         assert await p.value(b) == ([1, 1, 1] if kept else [2, 2, 2])
 
 
+@pytest.mark.slow
 async def test_a_container_per_request_leaves_nothing(cards: FakeCupy) -> None:
     """Once it is reset, and the graph has lost the plans that used it."""
     with af.Graph() as graph:

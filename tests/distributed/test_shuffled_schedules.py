@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import OpenSession
 
-PLACEMENTS = 5 * int(os.environ.get("ASYNCFLOW_SEEDS", "1"))
+PLACEMENTS = 2 * int(os.environ.get("ASYNCFLOW_SEEDS", "1"))
 RUNS = 4
 """Of each placement; each picks ready nodes in an order of its own."""
 

@@ -62,6 +62,7 @@ async def test_t09_a_session_stops_launching_while_the_card_is_behind(card: Card
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
+@pytest.mark.slow
 @on_loop
 async def test_t09_without_a_throttle_launching_blocks(card: Card, figures: Figures) -> None:
     """On another thread here; it is what the throttle is there for."""

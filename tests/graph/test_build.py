@@ -160,6 +160,7 @@ def test_numbers_are_not_asked_whether_they_are_tensors(value: Any, monkeypatch:
     assert len(asked) <= 1
 
 
+@pytest.mark.slow
 def test_messages_stay_short() -> None:
     with pytest.raises(DTypeError) as caught:
         constant(list(range(100_000)), "int8")

@@ -239,6 +239,7 @@ async def test_a_nest_stays_on_its_device(one_fake: FakeCupy, x: af.Tensor) -> N
     assert total == LENGTH
 
 
+@pytest.mark.slow
 async def test_lent_memory_is_not_used_while_others_read_it(fake: FakeCupy, library: Library, x: af.Tensor) -> None:
     y = x + 1
     array = ones(fake)

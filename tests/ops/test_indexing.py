@@ -28,6 +28,7 @@ def _numbered(shape: Any) -> Any:
 # -- x[key] against NumPy --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), shape=SHAPES)
 def test_basic_keys_mean_what_they_mean_in_numpy(data: Any, shape: Any) -> None:
@@ -71,6 +72,7 @@ def _mixed_keys(draw: Any) -> Any:
     return shape, tuple(key)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(case=_mixed_keys())
 def test_advanced_keys_mean_what_they_mean_in_numpy(case: Any) -> None:
@@ -79,6 +81,7 @@ def test_advanced_keys_mean_what_they_mean_in_numpy(case: Any) -> None:
     compare(_evaluate, lambda t: t[key], x[key], x)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(case=_mixed_keys())
 def test_arrays_in_a_key_may_be_tensors_of_unknown_shape(case: Any) -> None:
@@ -93,6 +96,7 @@ def test_arrays_in_a_key_may_be_tensors_of_unknown_shape(case: Any) -> None:
     compare(_evaluate, build, x[key], x, *arrays)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(case=_mixed_keys(), data=st.data())
 def test_changed_copies_are_numpys(case: Any, data: Any) -> None:

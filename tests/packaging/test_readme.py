@@ -77,6 +77,7 @@ def test_programs_pass_pyright_strictly(programs: Path) -> None:
     assert "0 errors" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_on_the_page_run(page: str, tmp_path: Path) -> None:
     for number, program in enumerate(programs_on(page)):

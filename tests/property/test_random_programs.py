@@ -55,6 +55,7 @@ async def check(
                 assert_same_bits(name, actual[name], value)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # a failure takes hypothesis up to five minutes to simplify
 @pytest.mark.parametrize(
     ("parallel_iterations", "seed", "debug", "regions", "optimize"),

@@ -106,6 +106,7 @@ async def settled(quantity: Callable[[], int]) -> int:
 # -- launching ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regions", [False, True])
 async def test_thousands_of_launches_never_block_the_event_loop(cupy: FakeCupy, regions: bool) -> None:
     """The card has stopped, and the loop goes on: launching pauses long before the driver would make it wait."""
@@ -123,6 +124,7 @@ async def test_thousands_of_launches_never_block_the_event_loop(cupy: FakeCupy, 
         assert cupy.blocking()[warm:] == []
 
 
+@pytest.mark.slow
 async def test_the_throttle_holds_for_all_runs_together_and_one_is_cancelled(cupy: FakeCupy) -> None:
     graph, x, y = counting(1_000)
     async with opened(graph, ["cuda:0"], regions=False, memory_limit=8 << 20) as session:
@@ -367,6 +369,7 @@ async def test_a_session_closes_while_a_feed_is_in_pieces(cupy: FakeCupy) -> Non
 # -- loss --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 async def test_every_run_in_flight_hears_of_a_lost_card(
     cupy: FakeCupy, traced: bool, caplog: pytest.LogCaptureFixture

@@ -101,6 +101,7 @@ def test_reset_starts_a_container_afresh() -> None:
     assert store.lookup(shared(1.5)).value == 1.5
 
 
+@pytest.mark.slow
 def test_a_state_dies_with_its_container() -> None:
     store = StateStore()
     state = weakref.ref(store.lookup(shared(1)))

@@ -492,6 +492,7 @@ async def test_conformance_35_assigns_in_a_body(graph: af.Graph, run: Runner) ->
     assert (await run((turns, n)))[1] == 10
 
 
+@pytest.mark.slow
 async def test_conformance_70_concurrent_writes(graph: af.Graph, run: Runner) -> None:
     exact, lossy = af.Variable(1), af.Variable(1)
     add = exact.assign_add(1)
