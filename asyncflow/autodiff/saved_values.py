@@ -26,6 +26,21 @@ if TYPE_CHECKING:
     from asyncflow.graph.spec import Spec
 
 
+class Items(list[Any]):
+    """What versions of a store share."""
+
+    __slots__ = ("__weakref__",)
+    entry_nbytes = 8
+
+    def since(self, count: int) -> list[Any]:
+        """The values behind the first `count`."""
+        return self[count:]
+
+    def buffers(self) -> tuple[()]:
+        """None: values are kept as they come."""
+        return ()
+
+
 class SavedValues:
     """The first `length` items of a list that several versions of a store share.
 
@@ -38,10 +53,15 @@ class SavedValues:
 
     __slots__ = ("items", "length", "nbytes")
 
-    def __init__(self, items: list[Any], length: int, nbytes: int) -> None:
+    def __init__(self, items: Items, length: int, nbytes: int) -> None:
         self.items = items
         self.length = length
         self.nbytes = nbytes
+
+    @property
+    def held(self) -> Items:
+        """What the account of a device with a limit counts."""
+        return self.items
 
     def saved(self, index: Any, value: Any) -> SavedValues:
         """The store with one value more, number `index`."""
@@ -49,7 +69,7 @@ class SavedValues:
             raise IndexError(f"value number {index} is saved into a store of {self.length}")
         items = self.items
         if self.length < len(items):
-            items = items[: self.length]
+            items = Items(items[: self.length])
         items.append(value)
         return SavedValues(items, self.length + 1, self.nbytes + getattr(value, "nbytes", 0))
 
@@ -62,7 +82,7 @@ class SavedValues:
 
 
 def _new_kernel(xp: ModuleType) -> Kernel:
-    return lambda: SavedValues([], 0, 0)
+    return lambda: SavedValues(Items(), 0, 0)
 
 
 def _save_kernel(xp: ModuleType) -> Kernel:

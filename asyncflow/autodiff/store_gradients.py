@@ -51,6 +51,11 @@ class StoreGradient:
         self.length = length
         self.nbytes = nbytes
 
+    @property
+    def held(self) -> _Log:
+        """What the account of a device with a limit counts."""
+        return self.log
+
     @classmethod
     def of(cls, entries: Sequence[tuple[int, Any]]) -> StoreGradient:
         """One with these entries alone."""
@@ -100,13 +105,20 @@ class StoreGradient:
 
 
 class _Log:
-    __slots__ = ("entries", "lock", "positions")
+    __slots__ = ("__weakref__", "entries", "lock", "positions")
+    entry_nbytes = 200  # a pair, its index, and the list of an element's positions
 
     def __init__(self, entries: Sequence[tuple[int, Any]]) -> None:
         self.entries: list[tuple[int, Any]] = []
         self.lock = Lock()
         self.positions: dict[int, list[int]] = {}
         self.extend(entries)
+
+    def since(self, count: int) -> list[Any]:
+        return [grad for _, grad in self.entries[count:]]
+
+    def buffers(self) -> tuple[()]:
+        return ()
 
     def extend(self, entries: Sequence[tuple[int, Any]]) -> None:
         for entry in entries:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.spec import Spec
 
-_VIEWS = frozenset(
+VIEWS = frozenset(
     {
         "broadcast_to",
         "expand_dims",
@@ -103,7 +103,7 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor], kernel_of: Call
     last: dict[Tensor, int] = {}
     kept: set[Tensor] = set()
     for index, node in enumerate(nodes):
-        is_view = node.op.name in _VIEWS
+        is_view = node.op.name in VIEWS
         for tensor in node.inputs:
             buffer = owner.get(tensor, tensor)
             last[buffer] = index

@@ -32,6 +32,7 @@ from asyncflow.compiler.saved import find_saved
 from asyncflow.compiler.straight import find_straight
 from asyncflow.devices.names import DeviceSpec
 from asyncflow.errors import PlacementError
+from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.resource import resources_of
 from asyncflow.graph.verify import verify
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Partition
     from asyncflow.compiler.regions import Region
     from asyncflow.compiler.request import PlanOptions, PlanRequest
+    from asyncflow.devices.memory import MemoryAccount
     from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
@@ -132,6 +134,21 @@ def compile_plan(
         read_on_host=read_on_host,
         states=states,
     )
+
+
+def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
+    """`kernel`, of whose outputs the stores are counted wherever it is called: their values may be small and many."""
+    stores = [tensor.index for tensor in node.outputs if tensor.dtype == VARIANT]
+    if not stores:
+        return kernel
+
+    def call(*inputs: Any) -> Any:
+        result = kernel(*inputs)
+        for index in stores:
+            memory.track(result if node.single else result[index], node.name)
+        return result
+
+    return call
 
 
 def _do_not_verify(_: Graph) -> None:
@@ -247,7 +264,8 @@ class _Binding:
     def kernel(self, device: Device, node: Node) -> Kernel:
         """What a firing of `node` calls."""
         if not device.is_asynchronous:
-            return self.bare(device.xp, node)
+            kernel = self.bare(device.xp, node)
+            return kernel if device.memory.limit is None else _counted(kernel, node, device.memory)
         launching = cast("AsynchronousDevice", device)
         if node.op is DEVICE_WHILE:
             return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.options.max_iterations)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
+from asyncflow.compiler.buffers import VIEWS
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.captures import body_offset
 from asyncflow.graph.dtypes import VARIANT
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from asyncflow.graph.spec import Spec
 
 
+_WHOLE_VIEWS = VIEWS - {"broadcast_to", "getitem"}
+"""Ops that give all of their input's buffer another name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A value that a loop saves in each iteration.
@@ -33,6 +38,7 @@ class Saved:
         spec: its dtype and shape.
         readers: the forward nodes whose gradients read it.
         is_shared: it is one value in all iterations, which share its memory.
+        same_as: a value saved before that lies in the same buffer, in this iteration or the one before; None for none.
     """
 
     loop: str
@@ -41,14 +47,15 @@ class Saved:
     spec: Spec
     readers: tuple[str, ...]
     is_shared: bool
+    same_as: str | None = None
 
     @property
     def nbytes(self) -> int | None:
         """Bytes an iteration; None where the shape is known only in a run.
 
-        0 for what is shared, and for what an inner loop has saved.
+        0 for what is shared, for what an inner loop has saved, and for what counts under another name.
         """
-        if self.spec.dtype == VARIANT or self.is_shared:
+        if self.spec.dtype == VARIANT or self.is_shared or self.same_as is not None:
             return 0
         size = size_of(self.spec.shape)
         return None if size is None else size * self.spec.dtype.itemsize
@@ -66,6 +73,7 @@ def find_saved(graph: Graph) -> tuple[Saved, ...]:
     if not found:
         return ()
     readers = _Readers(graph)
+    names: dict[tuple[Node, Tensor], str] = {}
     return tuple(
         Saved(
             loop=loop.name,
@@ -74,6 +82,7 @@ def find_saved(graph: Graph) -> tuple[Saved, ...]:
             spec=value.spec,
             readers=readers.of(loop.outputs[place]),
             is_shared=_is_shared(value, loop),
+            same_as=_name_before(names, loop, value),
         )
         for loop, place, value in found
     )
@@ -101,12 +110,36 @@ def _line(value: Saved) -> str:
         size = "the saved values or the array of an inner loop"
     elif value.is_shared:
         size = f"{value.spec}, the same in all iterations and kept once"
+    elif value.same_as is not None:
+        size = f"{value.spec}, which is in the buffer of {value.same_as}"
     elif value.nbytes is None:
         size = f"{value.spec}, of a size known only in a run"
     else:
         size = f"{value.spec}, {value.nbytes:,} bytes"
     readers = ", ".join(value.readers)
     return f"{value.value}: {size}; " + (f"for the gradient of {readers}" if readers else "not read in this run")
+
+
+def _name_before(names: dict[tuple[Node, Tensor], str], loop: Node, value: Tensor) -> str | None:
+    """The name under which the buffer of a value was saved before; else the value gives its own."""
+    if value.spec.dtype == VARIANT:
+        return None
+    found = names.setdefault((loop, _source(value, loop)), value.node.name)
+    return None if found == value.node.name else found
+
+
+def _source(value: Tensor, loop: Node) -> Tensor:
+    """What made the buffer of a value of the body: a loop variable has what the iteration before gave it."""
+    body, n_vars = loop.attrs["body"], loop.attrs["n_vars"]
+    variables = dict(zip(body.inputs[:n_vars], body.results, strict=False))
+    seen: set[Tensor] = set()
+    while value not in seen:
+        seen.add(value)
+        if value in variables:
+            value = variables[value]
+        elif value.node.op.name in _WHOLE_VIEWS:
+            value = value.node.inputs[0]
+    return value
 
 
 def _is_shared(value: Tensor, loop: Node) -> bool:

@@ -17,6 +17,7 @@ state: which of two reads comes too late depends on the schedule, that one of th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,6 +27,8 @@ from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.shapes import format_shape, merge, relax
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from asyncflow.graph.dtypes import DType
     from asyncflow.graph.shapes import Shape
 
@@ -180,7 +183,8 @@ class Family:
 class Store:
     """The table behind the states of one lineage. Invariant: no version in it is above `latest`."""
 
-    __slots__ = ("block", "elements", "family", "kind", "latest", "rows", "xp")
+    __slots__ = ("__weakref__", "block", "elements", "family", "kind", "latest", "rows", "xp")
+    entry_nbytes = 150  # an entry of the table, its index and its `Element`
 
     def __init__(self, xp: Any, kind: ArrayKind, family: Family) -> None:
         self.xp = xp
@@ -190,6 +194,17 @@ class Store:
         self.rows: Rows | None = None
         self.block: Block | None = None
         self.latest = 0
+
+    def since(self, count: int) -> list[Any]:
+        """The elements written behind the first `count`; None for those read for the last time, or in the block."""
+        elements = self.elements
+        fresh = list(islice(reversed(elements.values()), max(len(elements) - count, 0)))
+        return [None if type(element.value) is Block else element.value for element in reversed(fresh)]
+
+    def buffers(self) -> Sequence[Array]:
+        """The block's memory."""
+        array = None if self.block is None else self.block.array
+        return () if array is None else (array,)
 
     def newest_at(self, version: int) -> Store:
         """The store to write through a state of that version into: this one, or a copy that ends with it."""

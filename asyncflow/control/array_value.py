@@ -46,6 +46,11 @@ class ArrayValue:
         return f"<{self.kind}, size {self.size}>"
 
     @property
+    def held(self) -> Store:
+        """What the account of a device with a limit counts."""
+        return self._store
+
+    @property
     def kind(self) -> ArrayKind:
         """What all states of the array have in common."""
         return self._store.kind

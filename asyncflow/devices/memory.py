@@ -4,6 +4,11 @@ An account only watches: it holds weak references to the buffers that kernels re
 when Python frees it. Buffers may be freed on any thread, at any bytecode, even inside this module; so the weak
 reference's callback is a bare ``deque.append``, which takes no lock, and whoever reads the account first settles what
 has been freed.
+
+Many small values together are large: what a loop saves for its gradient, or writes to a TensorArray. Where there is a
+limit, a *store* of values counts as one buffer, by what Python takes for each small value that is put into it. That is
+too much once a value is taken out again, or if it is there twice; so before the limit counts as passed, all stores are
+looked through.
 """
 
 from __future__ import annotations
@@ -12,9 +17,10 @@ import heapq
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from sys import getsizeof
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +28,32 @@ import numpy.typing as npt
 from asyncflow.devices.options import positive_count
 
 TRACKED_BYTES = 4096
-"""Arrays smaller than this are not counted: watching one costs more than it holds."""
+"""Arrays smaller than this are not counted by themselves: watching one costs more than it holds."""
+
+_SLACK_BYTES = 512 << 10
+"""How much is put into stores between two looks through them; by so much the limit may be passed."""
 
 _TOP = 5
 
 Buffer = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+
+
+class Held(Protocol):
+    """What the states of one store share; a state has it as its attribute ``held``.
+
+    Attributes:
+        entry_nbytes: what an entry takes beside its value.
+    """
+
+    entry_nbytes: int
+
+    def since(self, count: int) -> Sequence[object]:
+        """What was put in behind the first `count` values; None for one that is not there, or in one of `buffers`."""
+        ...
+
+    def buffers(self) -> Sequence[Buffer]:
+        """Arrays that it has made for values to come."""
+        ...
 
 
 class LiveBuffer(NamedTuple):
@@ -84,7 +111,7 @@ class MemoryAccount:
     after its callback ran, hence never while `_settle` has not seen it.
     """
 
-    __slots__ = ("_device", "_freed", "_limit", "_live", "_lock", "_peak", "_used")
+    __slots__ = ("_device", "_exact", "_freed", "_limit", "_live", "_lock", "_peak", "_stores", "_used")
 
     def __init__(self, device_name: str, limit: int | None = None) -> None:
         """Open an account.
@@ -99,6 +126,8 @@ class MemoryAccount:
         self._lock = threading.RLock()  # reentrant: settling may run the finalizers of others
         self._used = 0
         self._peak = 0
+        self._stores = 0
+        self._exact = 0
 
     @property
     def limit(self) -> int | None:
@@ -120,8 +149,8 @@ class MemoryAccount:
     def track(self, value: object, label: str = "") -> None:
         """Count the buffer behind ``value`` until it is freed; ``label`` is the name of the node that made it.
 
-        Anything but an array of at least `TRACKED_BYTES` is ignored. A view counts as the buffer it looks into, and a
-        buffer counts once however many views of it are tracked.
+        Anything but an array of at least `TRACKED_BYTES` is ignored, and, where there is a limit, but a state of a
+        store. A view counts as the buffer it looks into, and a buffer counts once however many views of it are tracked.
 
         Raises:
             MemoryLimitExceeded: the device now holds more than its limit; the buffer stays counted while it lives.
@@ -135,9 +164,14 @@ class MemoryAccount:
                 used = self._watch(owner, nbytes, label)
                 if self._limit is not None and used > self._limit:
                     del value, owner  # the traceback keeps this frame, and must not keep the buffer
-                    raise MemoryLimitExceeded(
-                        device=self._device, requested=nbytes, used=used, limit=self._limit, top=self.top()
-                    )
+                    self._check(nbytes)
+        elif self._limit is not None:
+            held: Held | None = getattr(value, "held", None)
+            if held is not None:
+                nbytes = self._put(held, label)
+                if self._used > self._limit:
+                    del value, held
+                    self._check(nbytes, min(_SLACK_BYTES, self._limit // 8))
 
     def top(self, n: int = _TOP) -> tuple[LiveBuffer, ...]:
         """The ``n`` largest tracked buffers that are alive, largest first."""
@@ -153,6 +187,59 @@ class MemoryAccount:
             return MemoryStatistics(
                 device=self._device, used=self._used, peak=self._peak, limit=self._limit, buffers=len(self._live)
             )
+
+    def _check(self, requested: int, slack: int = 0) -> None:
+        """Raise if the limit is passed, after a look through the stores if `slack` has come since the last."""
+        limit = self._limit
+        assert limit is not None
+        with self._lock:
+            self._settle()
+            if self._stores and self._used > self._exact + slack:
+                self._look_through()
+            used = self._used
+            if used <= limit or (self._exact <= limit and used <= self._exact + slack):
+                return
+        raise MemoryLimitExceeded(device=self._device, requested=requested, used=used, limit=limit, top=self.top())
+
+    def _put(self, held: Held, label: str) -> int:
+        """Count what was put into a store since the last time; gives how much that is."""
+        key = id(held)
+        with self._lock:
+            self._settle()
+            watch = self._live.get(key)
+            if watch is None:
+                watch = self._live[key] = _Watch(held, self._freed.append, key, 0, label)
+                watch.count = 0
+                self._stores += 1
+            fresh = held.since(watch.count)
+            watch.count += len(fresh)
+            nbytes = len(fresh) * held.entry_nbytes + sum(map(_small_nbytes, fresh))
+            watch.nbytes += nbytes
+            self._used += nbytes
+            self._peak = max(self._peak, self._used)
+        for buffer in held.buffers():
+            if self._watch(buffer, buffer.nbytes, label):
+                nbytes += buffer.nbytes
+        return nbytes
+
+    def _look_through(self) -> None:
+        """Count what is in the stores now, each array once."""
+        seen: set[int] = set()
+        for watch in list(self._live.values()):
+            held: Any = watch() if watch.count >= 0 else None
+            if held is None:
+                continue
+            nbytes = 0
+            for value in held.since(0):
+                if isinstance(value, np.ndarray):
+                    if id(value) in seen:
+                        continue
+                    seen.add(id(value))
+                nbytes += _small_nbytes(value)
+            nbytes += watch.count * held.entry_nbytes
+            self._used += nbytes - watch.nbytes
+            watch.nbytes = nbytes
+        self._exact = self._used
 
     def _watch(self, owner: Buffer, nbytes: int, label: str) -> int:
         """Count a buffer unless it is counted; the bytes now in use, or 0 if that has not changed."""
@@ -172,27 +259,42 @@ class MemoryAccount:
             watch = freed.popleft()
             del self._live[watch.key]
             self._used -= watch.nbytes
+            self._stores -= watch.count >= 0
 
 
-class _Watch(weakref.ref[Buffer]):
-    """A weak reference that knows what it counted."""
+class _Watch(weakref.ref[Any]):
+    """A weak reference to a buffer, or to a store, that knows what it counted; `count` is of a store's values."""
 
-    __slots__ = ("key", "label", "nbytes")
+    __slots__ = ("count", "key", "label", "nbytes")
 
+    count: int
     key: int
     nbytes: int
     label: str
 
-    def __new__(cls, owner: Buffer, freed: Callable[[_Watch], None], key: int, nbytes: int, label: str) -> _Watch:
+    def __new__(cls, owner: Any, freed: Callable[[_Watch], None], key: int, nbytes: int, label: str) -> _Watch:
         self = super().__new__(cls, owner, freed)
+        self.count = -1
         self.key = key
         self.nbytes = nbytes
         self.label = label
         return self
 
-    def __init__(self, owner: Buffer, freed: Callable[[_Watch], None], *_: object) -> None:
+    def __init__(self, owner: Any, freed: Callable[[_Watch], None], *_: object) -> None:
         # `weakref.ref` counts its arguments here as well.
         super().__init__(owner, freed)  # type: ignore[call-arg]
+
+
+def _small_nbytes(value: object) -> int:
+    """What a value in a store takes, but for buffers that count by themselves."""
+    if isinstance(value, np.generic):
+        return getsizeof(value)
+    if not isinstance(value, np.ndarray):
+        return 0  # another store, which counts by itself
+    owner = owner_of(value)
+    if owner.nbytes >= TRACKED_BYTES:
+        return 0
+    return getsizeof(owner) if owner is value else getsizeof(value) + getsizeof(owner)
 
 
 def owner_of(value: npt.NDArray[np.generic]) -> Buffer:

@@ -88,3 +88,20 @@ def test_a_variable_is_kept_once_unless_the_loop_changes_it(is_changed: bool) ->
     heading, line = _explained(slope, x)
     assert f"saves {24 if is_changed else 0} bytes an iteration" in heading
     assert ("float64[3], 24 bytes" if is_changed else "float64[3], the same in all iterations and kept once") in line
+
+
+def test_a_buffer_with_two_names_counts_once() -> None:
+    """What an iteration gives is what the next begins with, and a view of it is no other buffer."""
+    with af.Graph():
+        x = af.placeholder("float64", (4, 3), name="x")
+
+        def body(i: af.Tensor, v: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            # The slope of tanh reads its result, which the next iteration's sin and cos read as v and as a vector.
+            return i + 1, af.tanh(af.sin(v) + af.sum(af.cos(af.reshape(v, (12,)))))
+
+        _, y = af.while_loop(lambda i, v: i < 5, body, (0, x), name="loop")
+        slope = af.gradients(y, x)
+    heading, *lines = _explained(slope, x)
+    assert "saves 96 bytes an iteration" in heading
+    assert sum("float64[4,3], 96 bytes" in line or "float64[12], 96 bytes" in line for line in lines) == 1
+    assert all("in the buffer of" in line for line in lines[1:]) and len(lines) > 1

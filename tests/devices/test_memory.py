@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,3 +147,56 @@ def test_what_is_just_over_the_limit_is_told_in_bytes() -> None:
     value = np.zeros(8196, np.uint8)
     with pytest.raises(MemoryLimitExceeded, match="cpu:0 holds 8196 bytes, over its limit of 8192 bytes, after"):
         account.track(value)
+
+
+class Kept(list[Any]):
+    """A store of values as they come."""
+
+    __slots__ = ("__weakref__",)
+    entry_nbytes = 8
+
+    def since(self, count: int) -> list[Any]:
+        return self[count:]
+
+    def buffers(self) -> tuple[()]:
+        return ()
+
+
+class State:
+    def __init__(self, held: Kept) -> None:
+        self.held = held
+
+
+def test_a_store_counts_small_values_once_and_while_it_lives() -> None:
+    account = MemoryAccount("cpu:0", 1 << 20)
+    held, value = Kept(), np.ones(100)
+    held.append(value)
+    for _ in range(3):
+        account.track(State(held), "saved")
+    assert account.used == sys.getsizeof(value) + 8
+    assert [buffer.label for buffer in account.top()] == ["saved"]
+    number, view, large = np.float32(1.0), value[2:].copy()[1:], np.ones(1000)
+    held += [number, view, large]  # a large array counts by itself
+    account.track(State(held), "saved")
+    assert account.used == sum(map(sys.getsizeof, (value, number, view, view.base))) + 4 * 8
+    del held
+    assert account.used == 0
+
+
+def test_without_a_limit_stores_are_left_alone() -> None:
+    account, held = MemoryAccount("cpu:0"), Kept([np.ones(100)])
+    account.track(State(held))
+    assert account.used == 0
+
+
+def test_a_store_is_looked_through_before_the_limit_counts_as_passed() -> None:
+    account, held, same = MemoryAccount("cpu:0", 100_000), Kept(), np.ones(400)
+    for _ in range(1000):
+        held.append(same)
+        account.track(State(held), "same")
+    assert account.used < 100_000
+    with pytest.raises(MemoryLimitExceeded) as caught:
+        for _ in range(1000):
+            held.append(np.ones(400))
+            account.track(State(held), "others")
+    assert 100_000 < caught.value.used < 120_000

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from tests.conftest import assert_baseline
+from tests.conftest import OpenSession, assert_baseline
 from tests.faults.kernels import LARGE, VECTOR, CoroutineGate, double_vector, in_flight
 
 FEW = np.ones(100, np.float32)
@@ -171,3 +171,74 @@ class TestBuffersAreFreedAtOnce:
         await stream.aclose()
         del item, stream
         assert await held_bytes(session) == 0
+
+
+MIB = 1 << 20
+
+
+def saves_small(count: int) -> tuple[af.Tensor, af.Tensor]:
+    """A loop that saves two arrays of 4,000 bytes an iteration."""
+    x = af.placeholder("float64", (500,))
+    _, y = af.while_loop(lambda i, _: i < count, lambda i, v: (i + 1, af.sin(v) * v), (0, x))
+    return x, af.gradients(af.sum(y), x)
+
+
+def writes_small(count: int) -> tuple[af.Tensor, af.Tensor]:
+    """A loop that writes an array of 4,000 bytes an iteration."""
+    x = af.placeholder("float64", (500,))
+    rows = af.TensorArray("float64", dynamic_size=True, element_shape=(500,))
+    _, rows = af.while_loop(
+        lambda i, _: i < count, lambda i, r: (i + 1, r.write(i, x * af.astype(i, x.dtype))), (0, rows)
+    )
+    return x, rows.read(count - 1)
+
+
+def fills_a_block(count: int) -> tuple[af.Tensor, af.Tensor]:
+    """One that writes to an array of known size, which makes room for all at once."""
+    x = af.placeholder("float64", (500,))
+    rows = af.TensorArray("float64", size=count)
+    _, rows = af.while_loop(lambda i, _: i < count, lambda i, r: (i + 1, r.write(i, x * 2.0)), (0, rows))
+    return x, rows.read(count - 1)
+
+
+def writes_scalars(count: int) -> tuple[af.Tensor, af.Tensor]:
+    """One that writes numbers, of which a small part of the memory is their values."""
+    x = af.placeholder("float64", (500,))
+    rows = af.TensorArray("float64", dynamic_size=True, element_shape=())
+    _, rows = af.while_loop(lambda i, _: i < 16 * count, lambda i, r: (i + 1, r.write(i, x[0])), (0, rows))
+    return x, rows.read(0)
+
+
+@pytest.mark.parametrize("program", [saves_small, writes_small, fills_a_block, writes_scalars])
+async def test_small_values_of_stores_count(open_session: OpenSession, program: Any) -> None:
+    """The limit holds within 1 MiB, and what fits runs; without one nothing is watched."""
+    with af.Graph() as graph:
+        many = program(6000)
+    with af.Graph() as fewer:
+        few = program(400)
+    x = np.full(500, 0.5)
+    async with open_session(graph, memory_limit=2 * MIB, debug=False) as session:
+        with pytest.raises(af.OutOfMemoryError, match=r"largest now: (saved_values|tensor_array|while)") as caught:
+            await session.run(many[1], {many[0]: x})
+        assert caught.value.limit < caught.value.used < 3 * MIB or program is fills_a_block
+        del caught
+        gc.collect()
+        assert session.statistics().used_bytes["cpu:0"] == 0
+    async with open_session(fewer, memory_limit=4 * MIB, debug=False) as session:
+        result = await session.run(few[1], {few[0]: x})
+        assert np.all(np.isfinite(result))
+
+
+async def test_what_is_read_for_the_last_time_or_saved_twice_counts_no_more(open_session: OpenSession) -> None:
+    """A store is looked through before its limit counts as passed."""
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (500,))
+        rows = af.TensorArray("float64", dynamic_size=True, element_shape=(500,))
+
+        def body(i: af.Tensor, total: af.Tensor, rows: Any) -> Any:
+            rows = rows.write(i, x * 2.0)
+            return i + 1, total + rows.read(i), rows
+
+        _, total, _ = af.while_loop(lambda i, *_: i < 1500, body, (0, x, rows))
+    async with open_session(graph, memory_limit=2 * MIB, debug=False) as session:
+        np.testing.assert_array_equal(await session.run(total, {x: np.ones(500)}), np.full(500, 3001.0))
