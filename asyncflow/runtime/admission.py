@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from asyncflow.errors import DeadlineExceeded, OverloadedError, SessionClosedError
 
@@ -86,6 +86,23 @@ class Admission:
         """How many runs wait."""
         return len(self._queue)
 
+    def apply(self, plan: Plan | None, deadline_s: float | None) -> Ticket:
+        """A ticket for a run that may start, or wait, as things are now; it is not counted yet.
+
+        Raises:
+            OverloadedError: it may not.
+        """
+        now = asyncio.get_running_loop().time()
+        ticket = Ticket(plan, deadline_s)
+        if len(self._in_flight) < self._max_runs:
+            if self._in_flight and ticket.is_late(now):
+                self._refuse(now, "would take too long to end in time")
+        elif self._max_queued is not None and len(self._queue) >= self._max_queued:
+            self._refuse(now, f"would have to wait, as {len(self._queue)} do (max_queued={self._max_queued})")
+        elif ticket.is_late(now + self._wait_s(now)):
+            self._refuse(now, "would have to wait too long to end in time")
+        return ticket
+
     async def enter(self, plan: Plan | None, deadline_s: float | None) -> Ticket:
         """Waits until the run may start; `leave` has to be called when it has ended.
 
@@ -96,24 +113,17 @@ class Admission:
 
         Cancellation: the run is forgotten.
         """
+        ticket = self.apply(plan, deadline_s)
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        ticket = Ticket(plan, deadline_s)
         if len(self._in_flight) < self._max_runs:
-            if self._in_flight and ticket.is_late(now):
-                self._refuse(ticket, now, "would take too long to end in time")
-            self._start(ticket, now)
+            self._start(ticket, loop.time())
             return ticket
-        if self._max_queued is not None and len(self._queue) >= self._max_queued:
-            self._refuse(ticket, now, f"would have to wait, as {len(self._queue)} do (max_queued={self._max_queued})")
-        if ticket.is_late(now + self._wait_s(now)):
-            self._refuse(ticket, now, "would have to wait too long to end in time")
         ticket.turn = loop.create_future()
         self._queue.append(ticket)
         try:
             async with asyncio.timeout_at(deadline_s):
                 await ticket.turn
-        except TimeoutError:
+        except TimeoutError:  # here, or when its turn came
             self._drop(ticket)
             self.refused += 1
             raise _too_late() from None
@@ -161,7 +171,6 @@ class Admission:
             if ticket.turn.done():  # cancelled, in this pass of the event loop
                 continue
             if ticket.is_late(now):
-                self.refused += 1
                 ticket.turn.set_exception(_too_late())
             else:
                 self._start(ticket, now)
@@ -172,7 +181,7 @@ class Admission:
         left_s = sum(max(0.0, ticket.started_s + ticket.expected_s - now) for ticket in self._in_flight)
         return (left_s + sum(ticket.expected_s for ticket in self._queue)) / self._max_runs
 
-    def _refuse(self, ticket: Ticket, now: float, why: str) -> None:
+    def _refuse(self, now: float, why: str) -> NoReturn:
         self.refused += 1
         runs, queued = len(self._in_flight), len(self._queue)
         retry_after_s = max(self._wait_s(now), _LEAST_RETRY_S)

@@ -440,16 +440,18 @@ class Session(NotPickled):
             timeout = as_timeout(timeout)
         if trace is not None:
             check_trace(trace, may_be_path=True)
-        checked, waits = call.check(values)
         asked_s = loop.time()
         recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
         plan = call.plan
         is_planned = plan is not None and call.version == call.request.graph.version and recorder is None
-        # What needs no scheduler is over before anybody could wait for it.
-        is_quick = is_planned and plan is not None and plan.straight is not None and not atomic
         ticket = claim = None
         is_whole = False
-        if self._admission is not None and not is_quick:
+        # What needs no scheduler is over before anybody could wait for it.
+        if self._admission is None or (is_planned and plan is not None and plan.straight is not None and not atomic):
+            checked, waits = call.check(values)
+        else:
+            self._may_wait(plan, timeout, asked_s)  # before anything is copied
+            checked, waits = call.check(values)
             checked = as_of_now(checked) if waits else checked
             ticket = await self._admitted(plan, timeout, asked_s)
         try:
@@ -490,6 +492,11 @@ class Session(NotPickled):
             if recorder is not None and isinstance(trace, str | Path):
                 await call_beside(write_trace, recorder, Path(trace))
         return call.result(plan, results, self._device_of, allow_dead=allow_dead)
+
+    def _may_wait(self, plan: Plan | None, timeout: float | None, asked_s: float) -> None:
+        """Raises OverloadedError if a run will not be admitted."""
+        if self._admission is not None and not is_within(self._turn):
+            self._admission.apply(plan, None if timeout is None else asked_s + timeout)
 
     async def _admitted(self, plan: Plan | None, timeout: float | None, asked_s: float) -> Ticket | None:
         """The leave to start a run; None for one that is part of another."""
