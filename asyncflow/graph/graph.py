@@ -104,6 +104,7 @@ class Graph(NotPickled):
         self._base = Scope(self)
         self.frames: dict[Node, FramePath] = {}
         self.shapes: dict[Tensor, Tensor] = {}
+        self.extents: dict[Tensor, tuple[int, ...] | None] = {}
         self.kept_for_gradients: dict[Node, Any] = {}
         self.compiled: dict[Any, Any] = {}  # what sessions keep for it, which goes when it does
         self._by_name: dict[str, Node] = {}

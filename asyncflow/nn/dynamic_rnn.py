@@ -16,7 +16,7 @@ from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
-from asyncflow.nn.packing import Packing, extent_of, packing, place_rows, reshaped, take_rows
+from asyncflow.nn.packing import Packing, extent_of, first_rows, packing, place_rows, reshaped, take_rows
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.logic import less
@@ -170,7 +170,7 @@ class _Loop:
             going = states
             if self.packed is not None:
                 rows = extent_of(xs[0], 0)
-                going = [getitem(x, slice(None, rows)) for x in states]
+                going = [first_rows(x, xs[0]) for x in states]
                 gone = [getitem(x, slice(rows, None)) for x in states]
                 ended_after = self._written(step, ended, self.ended, gone)
             else:

@@ -17,7 +17,8 @@ from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.nn.masks import as_lengths, sequence_mask
 from asyncflow.ops.checks import assert_that
-from asyncflow.ops.cost import elements
+from asyncflow.ops.cost import elements, free
+from asyncflow.ops.derivatives.shapes import ensure_shape
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import gather, getitem
 from asyncflow.ops.logic import equal, greater_equal, less_equal, logical_and
@@ -49,8 +50,7 @@ def _take_kernel(xp: Any) -> Kernel:
 
 
 def _place_spec(values: Spec, rows: Spec, *size: Spec, extent: Shape) -> Spec:
-    whole = template_shape(extent, size)
-    return Spec(values.dtype, None if values.shape is None or whole is None else (*whole, *values.shape[1:]))
+    return _pad_spec(values, *size, extent=extent)
 
 
 def _place_kernel(xp: Any, *, extent: Shape) -> Kernel:
@@ -64,6 +64,19 @@ def _place_kernel(xp: Any, *, extent: Shape) -> Kernel:
     return place
 
 
+def _first_spec(x: Spec, like: Spec) -> Spec:
+    return Spec(x.dtype, None if x.shape is None or like.shape is None else (like.shape[0], *x.shape[1:]))
+
+
+def _pad_spec(values: Spec, *size: Spec, extent: Shape) -> Spec:
+    whole = template_shape(extent, size)
+    return Spec(values.dtype, None if values.shape is None or whole is None else (*whole, *values.shape[1:]))
+
+
+def _first_kernel(xp: Any) -> Kernel:
+    return lambda x, like: x[: len(like)]
+
+
 def _flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
     return float(elements(outputs[0]))
 
@@ -72,6 +85,43 @@ TAKE_ROWS = register(Op(name="take_rows", infer=_take_spec, kernel=_take_kernel,
 PLACE_ROWS = register(
     Op(name="place_rows", infer=_place_spec, kernel=_place_kernel, flops=_flops, host_inputs=inputs_from(2))
 )
+
+
+def _pad_kernel(xp: Any, *, extent: Shape) -> Kernel:
+    read = shape_reader(extent)
+
+    def pad(values: Any, *size: Any) -> Any:
+        (rows,) = read(size)
+        if len(values) == rows:  # as in most steps, in which no sequence ends
+            return values
+        result = xp.zeros((rows, *values.shape[1:]), dtype=values.dtype)
+        result[: len(values)] = values
+        return result
+
+    return pad
+
+
+FIRST_ROWS = register(Op(name="first_rows", infer=_first_spec, kernel=_first_kernel, flops=free))
+
+PAD_ROWS = register(Op(name="pad_rows", infer=_pad_spec, kernel=_pad_kernel, flops=_flops, host_inputs=inputs_from(1)))
+
+
+def first_rows(x: Tensor, like: Tensor) -> Tensor:
+    """The first rows of `x`, as many as `like` has, which are no more: so both are known to have one extent."""
+    return apply(FIRST_ROWS, x, like)[0]
+
+
+@derivative(FIRST_ROWS)
+def _first_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, _ = node.inputs
+    template, size = split_extents((extent_of(x, 0),))
+    return [ensure_shape(apply(PAD_ROWS, grad, *size, extent=template)[0], x.shape), None]
+
+
+@derivative(PAD_ROWS)
+def _pad_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    values, *size = node.inputs
+    return [first_rows(grad, values), *[None] * len(size)]
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -188,4 +238,4 @@ def reshaped(x: Tensor, first: tuple[Extent, ...], joined: int) -> Tensor:
     return reshape(x, (*first, *rest))
 
 
-__all__ = ["Packing", "extent_of", "packing", "place_rows", "reshaped", "take_rows"]
+__all__ = ["Packing", "extent_of", "first_rows", "packing", "place_rows", "reshaped", "take_rows"]

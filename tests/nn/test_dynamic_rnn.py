@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -289,3 +290,17 @@ def test_options_of_the_loop() -> None:
     assert (loop.name, loop.attrs["parallel_iterations"], loop.attrs["swap_memory"]) == ("layer", 3, True)
     with pytest.raises(af.GraphError, match="parallel_iterations"):
         af.nn.dynamic_rnn(gru, INPUTS, H, parallel_iterations=0)
+
+
+async def test_a_step_of_training_does_what_it_has_to(graph: af.Graph) -> None:
+    """Steps may be tiny: the gradient of one neither keeps the shapes of its rows nor sums for them."""
+    xs, h = af.placeholder("float64", (6, 5, 4)), af.placeholder("float64", (5, 3))
+    weights = af.nn.lstm_weights(4, 3, dtype="float64").read()
+    outputs, _ = af.nn.dynamic_rnn(lambda x, s: af.nn.lstm_cell(x, s, weights), xs, (h, h), [2, 6, 1, 4, 5])
+    slope = af.gradients(af.sum(outputs * outputs), h)
+    trace = af.Trace()
+    async with af.Session(graph, regions=False) as session:
+        await session.run(slope, {xs: np.ones((6, 5, 4)), h: np.ones((5, 3))}, trace=trace)
+    inside = Counter(firing.op for firing in trace.firings if firing.tag)
+    assert inside["sum_to"] == inside["scatter_to"] == 0
+    assert inside["shape"] <= 6 * 4

@@ -18,6 +18,7 @@ from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops import elementwise as ew
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.datatypes import conjugated, in_dtype_of
+from asyncflow.ops.derivatives.extents import extents
 from asyncflow.ops.derivatives.shapes import carries_gradient, sum_to_like, zeros_of
 from asyncflow.ops.elementwise import log, negative, sign, sqrt, square
 from asyncflow.ops.extents import static_value
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Op
-    from asyncflow.graph.shapes import Shape
 
 
 def reaching(x: Tensor, grad: Callable[[], Tensor]) -> Tensor | None:
@@ -49,16 +49,25 @@ def _shared(x: Tensor, others: Sequence[Tensor], grad: Callable[[], Tensor]) -> 
 
 def _may_stretch(x: Tensor, others: Sequence[Tensor]) -> bool:
     """Whether broadcasting with `others` may give `x` another shape; where not, not even its shape need be kept."""
-    return any(other is not x and not _fits_in(other.shape, x.shape) for other in others)
+    return any(other is not x and not _fits_in(other, x) for other in others)
 
 
-def _fits_in(other: Shape, shape: Shape) -> bool:
-    """Whether a value of shape `other` broadcasts to any value of `shape` that it broadcasts with."""
-    if other == ():
+def _fits_in(other: Tensor, x: Tensor) -> bool:
+    """Whether `other` broadcasts to the shape of `x`, given that they broadcast."""
+    if other.shape == ():
         return True
-    if shape is None or other is None or len(other) > len(shape):
+    if x.shape is None or other.shape is None or len(other.shape) > len(x.shape):
         return False
-    return all(theirs == 1 or ours not in (None, 1) for theirs, ours in zip(other[::-1], shape[::-1], strict=False))
+    pairs = list(zip(other.shape[::-1], x.shape[::-1], strict=False))
+    if all(theirs == 1 or ours not in (None, 1) for theirs, ours in pairs):
+        return True
+    if not (other.node.graph is x.node.graph and x.node.graph.is_subgraph):
+        return False
+    their_own, own = extents(other), extents(x)
+    assert their_own is not None
+    assert own is not None
+    same = zip(their_own[::-1], own[::-1], pairs, strict=False)
+    return all(theirs == ours or pair[0] == 1 or pair[1] not in (None, 1) for theirs, ours, pair in same)
 
 
 def _is_complex(x: Tensor) -> bool:
