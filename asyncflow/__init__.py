@@ -193,6 +193,7 @@ from asyncflow.ops.shape import rank, shape, size
 from asyncflow.ops.sorting import argsort, sort
 from asyncflow.ops.statistical import cumulative_prod, cumulative_sum, max, mean, min, prod, std, sum, var
 from asyncflow.ops.utility import all, any, diff
+from asyncflow.ops.windows import dynamic_slice
 from asyncflow.runtime.fetches import on_device
 from asyncflow.runtime.function import Function, function
 from asyncflow.runtime.loop import run
@@ -289,6 +290,7 @@ __all__ = [
     "device",
     "diff",
     "divide",
+    "dynamic_slice",
     "e",
     "einsum",
     "embedding",

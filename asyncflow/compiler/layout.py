@@ -8,7 +8,7 @@ import numpy as np
 
 from asyncflow.compiler.plan import Crossing, Dead, Kind, Partition, PlanFrame, PlanNode
 from asyncflow.compiler.regions import REGION
-from asyncflow.control.primitives.enter import ENTER
+from asyncflow.control.primitives.enter import ENTER, require_one_window
 from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.merge import MERGE
@@ -129,6 +129,7 @@ class _Layout:
             path = output_frame(node, self.frame_of[node])
             if path not in self.frames:
                 self.frames[path] = PlanFrame(path, node.attrs["parallel_iterations"])
+            require_one_window(node, path, self.frames[path].parallel_iterations)
             planned.child = self.frames[path]
             planned.child.n_enters += 1
         elif node.op is EXIT:

@@ -13,8 +13,10 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import SupportsTensor, as_tensor
-from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import bound_kernel
+from asyncflow.graph.shapes import is_static, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,9 +57,51 @@ def split_extents(shape: ExtentsLike | None) -> tuple[Shape, tuple[Tensor, ...]]
 
 
 def static_value(x: Tensor) -> np.ndarray[Any, Any] | None:
-    """The value of a constant; None for any other tensor."""
-    value: np.ndarray[Any, Any] | None = x.node.attrs["value"] if x.node.op is CONSTANT else None
-    return value
+    """What is known of a value while the graph is built: a constant, one that a body captures, or what small ones give.
+
+    That is: by operations that depend on nothing else, such as those that make a shape of others. None for all others.
+    """
+    return _static_value(x, {})
+
+
+_LARGEST_FOUND = 64
+"""Elements of a value that is computed while the graph is built: shapes and the like."""
+
+_DEEPEST = 32
+"""How long a chain of operations may be."""
+
+
+def _static_value(x: Tensor, found: dict[Tensor, np.ndarray[Any, Any] | None]) -> np.ndarray[Any, Any] | None:
+    node = x.node
+    if node.op is CONSTANT:
+        value: np.ndarray[Any, Any] = node.attrs["value"]
+        return value
+    if node.op is PARAMETER:
+        outer = next((outer for outer, inner in getattr(node.graph, "captures", {}).items() if inner is x), None)
+        return None if outer is None else _static_value(outer, found)
+    if x not in found:
+        found[x] = None  # also while it is looked for
+        found[x] = _computed(x, found)
+    return found[x]
+
+
+def _computed(x: Tensor, found: dict[Tensor, np.ndarray[Any, Any] | None]) -> np.ndarray[Any, Any] | None:
+    node, size = x.node, size_of(x.shape)
+    if not node.op.is_pure or not node.single or not node.inputs or size is None or size > _LARGEST_FOUND:
+        return None
+    if x.dtype.kind not in "biu" or len(found) > _DEEPEST:
+        return None
+    if node.op.name == "shape" and is_static(node.inputs[0].shape):
+        return np.array(node.inputs[0].shape, x.dtype)
+    values = [_static_value(source, found) for source in node.inputs]
+    known = [value[()] for value in values if value is not None and value.size <= _LARGEST_FOUND]
+    if len(known) < len(values):
+        return None
+    try:
+        with np.errstate(all="ignore"):
+            return np.asarray(bound_kernel(node.op, np, node.attrs, of_scalars=False)(*known))
+    except Exception:
+        return None  # it fails again in the run, and is reported there
 
 
 def template_shape(template: Shape, sizes: Sequence[Spec]) -> Shape:

@@ -19,6 +19,7 @@ from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, flat_extent, normalize_axes, replaced, static_int
 from asyncflow.ops.cost import free
+from asyncflow.ops.extents import static_value
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
 
 if TYPE_CHECKING:
@@ -455,6 +456,12 @@ RESHAPE_TO = register(
 )
 
 
+def _known(dim: TensorLike) -> TensorLike:
+    """An extent that is known while the graph is built, as an int; any other as it is."""
+    known = static_value(dim) if isinstance(dim, Tensor) and dim.dtype.kind in "iu" else None
+    return dim if known is None or known.ndim else int(known)
+
+
 def reshape(x: TensorLike, /, shape: TensorLike, *, copy: bool | None = None) -> Tensor:
     """`x` in another shape with as many elements, in row-major order.
 
@@ -468,8 +475,13 @@ def reshape(x: TensorLike, /, shape: TensorLike, *, copy: bool | None = None) ->
         ShapeError: the number of elements does not fit.
     """
     if _is_symbolic(shape):
-        return apply(RESHAPE_TO, x, shape, dims=None)[0]
-    listed = list(shape) if isinstance(shape, Iterable) else [shape]
+        with graph_for(x, shape):
+            vector = as_tensor(shape)
+        known = static_value(vector) if vector.dtype.kind in "iu" else None
+        if known is None or known.ndim != 1:
+            return apply(RESHAPE_TO, x, vector, dims=None)[0]
+        shape = known.tolist()
+    listed = [_known(dim) for dim in (shape if isinstance(shape, Iterable) else [shape])]
     if not any(_is_symbolic(dim) for dim in listed):
         return apply(RESHAPE, x, shape=tuple(static_int(dim, "an extent") for dim in listed))[0]
     dims = tuple(None if _is_symbolic(dim) else static_int(dim, "an extent") for dim in listed)

@@ -124,6 +124,46 @@ def test_mixing_two_frames_is_refused(graph: af.Graph, build: Callable[[af.Tenso
         build(af.placeholder("int64", ()))
 
 
+def doubling(start: af.Tensor, times: int, **entered: Any) -> af.Tensor:
+    """A loop by hand that doubles the length of a vector so often; `entered` goes to its enter."""
+    i, _ = af.raw.merge(af.raw.enter(af.constant(0), "f"))
+    x, _ = af.raw.merge(af.raw.enter(start, "f", **entered))
+    go_on = af.raw.loop_cond(i < af.raw.enter(af.constant(times), "f", constant=True))
+    left, stays = af.raw.switch(x, go_on)
+    one = af.raw.enter(af.constant(1), "f", constant=True)
+    af.raw.add_back_edge(i, af.raw.next_iteration(af.raw.switch(i, go_on)[1] + one))
+    af.raw.add_back_edge(x, af.raw.next_iteration(af.concat([stays, stays])))
+    return af.raw.exit(left)
+
+
+@pytest.mark.parametrize("shape", [(None,), None])
+async def test_93_a_shape_that_changes_by_hand_is_said(graph: af.Graph, run: Run, shape: Any) -> None:
+    """93. What stands behind a merge may rely on its shape: the whole of it is there in every iteration."""
+    grown = doubling(af.constant([1.0, 2.0]), 2, shape=shape)
+    assert grown.shape == shape
+    assert (await run(af.ones_like(grown))).tolist() == [1.0] * 8
+
+
+def test_93_a_back_edge_of_another_shape_is_refused(graph: af.Graph) -> None:
+    """93. And so is a shape for what enters that does not allow it, and a dtype that changes."""
+    with pytest.raises(af.ShapeError, match=r"merge_1 has shape \[2\], .* brings shape \[4\]; .* enter\(..., shape=\)"):
+        doubling(af.constant([1.0, 2.0]), 2)
+    with pytest.raises(af.ShapeError, match=r"a value of shape \[2\] cannot enter as one of shape \[3\]"):
+        af.raw.enter(af.constant([1.0, 2.0]), "g", shape=3)
+    merged, _ = af.raw.merge(af.raw.enter(af.constant(1.0), "h"))
+    with pytest.raises(af.DTypeError, match=r"one dtype; got float64\[\], int64\[\]"):
+        af.raw.add_back_edge(merged, af.raw.next_iteration(af.astype(merged, "int64")))
+
+
+def test_a_frame_has_one_number_of_parallel_iterations(graph: af.Graph) -> None:
+    """CONFORMANCE 10: the same for all its Enters; frames of one name inside others are others."""
+    first = af.raw.enter(af.constant(1), "f", parallel_iterations=4)
+    assert af.raw.enter(af.constant(2), "f", constant=True).node.attrs["parallel_iterations"] == 4
+    af.raw.enter(first, "f", parallel_iterations=8)
+    with pytest.raises(af.GraphError, match=r"frame 'f' is entered with parallel_iterations=4 by enter and with 8"):
+        af.raw.enter(af.constant(3), "f", parallel_iterations=8)
+
+
 def test_a_value_inside_a_frame_can_be_neither_fetched_nor_fed(graph: af.Graph) -> None:
     """CONFORMANCE 2: it may have many values in a run."""
     x = af.placeholder("int64", ())

@@ -6,18 +6,30 @@ other Enter's value goes to iteration 0. Deadness: a dead Enter delivers a dead 
 
 from __future__ import annotations
 
-from typing import Any
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import GraphError
-from asyncflow.graph.build import TensorLike, apply
-from asyncflow.graph.ir import Tensor
+from asyncflow.errors import GraphError, ShapeError
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
+from asyncflow.graph.frames import FramePath, format_frame, output_frame
 from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_subshape
 from asyncflow.graph.spec import Spec
 
+if TYPE_CHECKING:
+    from asyncflow.graph.ir import Node, Tensor
 
-def _infer(data: Spec, *, frame: str, constant: bool, parallel_iterations: int) -> Spec:
+
+def _infer(data: Spec, *, frame: str, constant: bool, parallel_iterations: int, shape: Any = ...) -> Spec:
     check_parallel_iterations(parallel_iterations)
-    return data
+    if shape is ...:
+        return data
+    if not is_subshape(data.shape, shape):
+        raise ShapeError(
+            f"a value of shape {format_shape(data.shape)} cannot enter as one of shape {format_shape(shape)}, which "
+            f"has to allow it"
+        )
+    return Spec(data.dtype, shape)
 
 
 def check_parallel_iterations(value: Any) -> None:
@@ -34,7 +46,8 @@ def enter(
     frame: str,
     *,
     constant: bool = False,
-    parallel_iterations: int = 32,
+    parallel_iterations: int | None = None,
+    shape: ShapeLike | EllipsisType = ...,
     name: str | None = None,
 ) -> Tensor:
     """`data` inside the loop frame named `frame`.
@@ -43,7 +56,36 @@ def enter(
         data: any value.
         frame: name of the frame; all Enters of one loop share it.
         constant: whether every iteration sees the value.
-        parallel_iterations: how many iterations of the frame may be live at once.
+        parallel_iterations: how many iterations of the frame may be live at once, one number for all its Enters. None:
+            what an earlier one says, or 32.
+        shape: what holds of the value in every iteration, if the back edge brings other shapes; ``...`` for that of
+            `data`.
+        name: of the node.
+
+    Raises:
+        GraphError: another Enter of the frame has other `parallel_iterations`.
+        ShapeError: `shape` does not allow `data`.
     """
-    attrs = {"frame": frame, "constant": constant, "parallel_iterations": parallel_iterations}
-    return apply(ENTER, data, name=name, **attrs)[0]
+    attrs: dict[str, Any] = {} if isinstance(shape, EllipsisType) else {"shape": as_shape(shape)}
+    with graph_for(data) as graph:
+        tensor = as_tensor(data)
+        path = (*output_frame(tensor.node, graph.frames.get(tensor.node, ())), frame)
+        for node in graph.nodes:
+            if node.op is ENTER and output_frame(node, graph.frames.get(node, ())) == path:
+                if parallel_iterations is None:
+                    parallel_iterations = node.attrs["parallel_iterations"]
+                require_one_window(node, path, parallel_iterations)
+        parallel_iterations = 32 if parallel_iterations is None else parallel_iterations
+        attrs |= {"frame": frame, "constant": constant, "parallel_iterations": parallel_iterations}
+        return apply(ENTER, tensor, name=name, **attrs)[0]
+
+
+def require_one_window(enter: Node, frame: FramePath, parallel_iterations: int) -> None:
+    """Raises GraphError unless `enter`, of `frame`, lets as many iterations live at once as another Enter of it."""
+    found = enter.attrs["parallel_iterations"]
+    if found != parallel_iterations:
+        raise GraphError(
+            f"{format_frame(frame)} is entered with parallel_iterations={found} by {enter.name} and with "
+            f"{parallel_iterations} elsewhere; all Enters of a frame have one number\n  {enter.name} built at "
+            f"{enter.location}"
+        )

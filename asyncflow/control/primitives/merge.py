@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from functools import reduce
 
-from asyncflow.errors import DTypeError, GraphError
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import int32
 from asyncflow.graph.frames import format_frame
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, register
-from asyncflow.graph.shapes import relax
+from asyncflow.graph.shapes import format_shape, is_subshape, relax
 from asyncflow.graph.spec import Spec
 
 
@@ -45,10 +45,18 @@ def add_back_edge(merged: Tensor, next_iteration: Tensor) -> None:
     Raises:
         GraphError: `merged` is not a Merge's value, or `next_iteration` not the output of a NextIteration, or they are
             in two frames.
+        DTypeError, ShapeError: the next value has another dtype than the Merge's, or a shape that is no case of its.
     """
     if merged.node.op is not MERGE or next_iteration.node.op.name != "next_iteration":
         raise GraphError(f"a back edge runs from a next_iteration to a merge; got {next_iteration!r} to {merged!r}")
     _infer(merged.spec, next_iteration.spec)
+    if not is_subshape(next_iteration.shape, merged.shape):
+        was, now = format_shape(merged.shape), format_shape(next_iteration.shape)
+        raise ShapeError(
+            f"{merged.node.name} has shape {was}, as what enters has, which all behind it relies on, but the back edge "
+            f"{next_iteration.node.name} brings shape {now}; if the shape changes, say so with enter(..., shape=), "
+            f"such as shape=None"
+        )
     inner = merged.graph.import_tensor(next_iteration)
     frames = [merged.graph.frames.get(node, ()) for node in (inner.node, merged.node)]
     if frames[0] != frames[1]:

@@ -15,6 +15,7 @@ from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.searching import where
 from asyncflow.ops.shape import shape, size
+from asyncflow.ops.windows import DYNAMIC_SLICE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +51,14 @@ def _getitem(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, *indices = node.inputs
     scattered = scatter_to(grad, node.attrs["key"], indices, shape_of(x), known=x.shape)
     return [scattered, *[None] * len(indices)]
+
+
+@derivative(DYNAMIC_SLICE)
+def _dynamic_slice(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, *starts = node.inputs
+    bounds = [bound for start, size in zip(starts, node.attrs["sizes"], strict=True) for bound in (start, start + size)]
+    key = tuple(("slice", ("input", 2 * axis), ("input", 2 * axis + 1), None) for axis in range(len(starts)))
+    return [scatter_to(grad, key, bounds, shape_of(x), known=x.shape), *[None] * len(starts)]
 
 
 @derivative(TAKE)

@@ -1,0 +1,63 @@
+"""What is known of shapes that are computed: from constants, wherever they are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.ops.extents import static_value
+
+
+@pytest.fixture(autouse=True)
+def _graph(graph: af.Graph) -> None:
+    """Every test builds."""
+
+
+def test_shapes_made_of_constants_are_known() -> None:
+    x, pair = af.placeholder("float64", (None,)), af.constant([2, 3])
+    assert af.reshape(x, pair).shape == (2, 3)
+    assert af.reshape(x, [pair[0], -1]).shape == (2, None)
+    assert af.full(af.concat([[5], pair], axis=0), 1.0).shape == (5, 2, 3)
+    assert af.zeros((pair[0], pair[1] * 2)).shape == (2, 6)
+    assert af.broadcast_to(1.0, af.shape(af.ones((2, 3)))[::-1]).shape == (3, 2)
+    n = af.placeholder("int64", ())
+    assert af.zeros((n, pair[0])).shape == (None, 2)
+
+
+@pytest.mark.parametrize("where", ["body", "branch", "inner"])
+async def test_constants_that_a_body_captures_are_known(run: Any, where: str) -> None:
+    """So that loops whose body computes its shape keep it."""
+    pair, n = af.constant([2, 3]), af.placeholder("int64", ())
+
+    def make(value: Any) -> Any:
+        return af.reshape(af.concat([value, value], axis=None)[: af.prod(pair)] + 1, pair)
+
+    def body(i: Any, value: Any) -> Any:
+        if where == "body":
+            return i + 1, make(value)
+        if where == "branch":
+            return i + 1, af.cond(i > 0, lambda: make(value), lambda: make(value * 0))
+        return i + 1, af.while_loop(lambda j, _: j < 1, lambda j, v: (j + 1, make(v)), (0, value))[1]
+
+    _, result = af.while_loop(lambda i, _: i < n, body, (0, af.zeros((2, 3))))
+    assert result.shape == (2, 3)
+    assert (await run(result, {n: 3})).tolist() == [[3.0] * 3] * 2
+
+
+def test_what_depends_on_a_run_or_is_large_is_not_known() -> None:
+    n = af.placeholder("int64", ())
+    assert static_value(af.stack([n, 3])) is None
+    assert static_value(af.arange(100)) is None or af.arange(100).node.op.name == "constant"
+    assert static_value(af.random.integers((2,), high=9)) is None
+    assert static_value(af.constant(7) // af.constant(2)) == 3
+    with af.Graph():
+        _, i = af.while_loop(lambda i, j: i < 3, lambda i, j: (i + 1, j), (0, 5))
+        assert static_value(i) is None
+    deep = af.constant(1)
+    for _ in range(200):
+        deep = deep + 1
+    assert static_value(deep) is None
+    assert static_value(af.constant(np.int64(3)) - 1) == 2
