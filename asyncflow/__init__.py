@@ -198,7 +198,8 @@ from asyncflow.runtime.fetches import on_device
 from asyncflow.runtime.function import Function, function
 from asyncflow.runtime.loop import run
 from asyncflow.runtime.prepared import Prepared
-from asyncflow.runtime.session import Session, SessionStatistics
+from asyncflow.runtime.session import Session
+from asyncflow.runtime.session_statistics import SessionStatistics
 from asyncflow.runtime.trace import Trace
 from asyncflow.runtime.value_and_grad import value_and_grad
 from asyncflow.state.containers import reset_container

@@ -8,10 +8,12 @@ comes to that is given a copy first, made by the library itself.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cuda_backend import cuda_backend
 from asyncflow.devices.foreign import ForeignArray, read, view
+from asyncflow.errors import DeviceLostError
 from asyncflow.runtime.feeds import locked, refusal
 from asyncflow.streams.beside import call_beside
 
@@ -39,6 +41,25 @@ def snapshots(values: Sequence[Any]) -> list[Any]:
 def as_of_now(values: list[Any]) -> list[Any]:
     """The values, which whoever has them may go on to change: `snapshots`, if there is anything to take."""
     return snapshots(values) if has_foreign(values) else values
+
+
+async def at_hand(
+    values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]
+) -> list[Any]:
+    """The values where a plan takes them, once they are there, and so is the state that kernels read.
+
+    No kernel has to hold up the event loop for that state then, unless a device writes it again before.
+
+    Raises:
+        FeedError: as `settled`.
+    """
+    if has_foreign(values):
+        values = await settled(values, feeds, plan, devices)
+    for state in plan.read_on_host:
+        if (read := state.read_on_host()) is not None:
+            with suppress(DeviceLostError):  # whoever reads it is told
+                await call_beside(read)
+    return list(values)
 
 
 async def settled(values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]) -> Any:
@@ -79,4 +100,4 @@ async def _read(tensor: Tensor, foreign: ForeignArray) -> Any:
     return locked(values)
 
 
-__all__ = ["as_of_now", "has_foreign", "settled", "snapshots"]
+__all__ = ["as_of_now", "at_hand", "has_foreign", "settled", "snapshots"]

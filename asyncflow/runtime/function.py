@@ -59,7 +59,9 @@ class Function(Generic[P]):
     __name__: str
     __qualname__: str
 
-    def __init__(self, fn: Callable[P, Any], effects: Literal["ordered", "unordered"], seed: int | None) -> None:
+    def __init__(
+        self, fn: Callable[P, Any], effects: Literal["ordered", "unordered"], seed: int | None, atomic: bool
+    ) -> None:
         if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn) or inspect.isgeneratorfunction(fn):
             raise GraphError(
                 f"@af.function takes a plain function, which builds a graph; {fn.__qualname__} is a coroutine or a "
@@ -69,6 +71,7 @@ class Function(Generic[P]):
         self.fn = fn
         self._effects: Literal["ordered", "unordered"] = effects
         self._seed = seed
+        self._atomic = atomic
         self._parameters = Parameters(_signature(fn), fn.__qualname__)
         self._traces: dict[Hashable, Traced] = {}
         self._of_instances: dict[int, tuple[ref[object], dict[Hashable, Traced]]] = {}
@@ -138,7 +141,7 @@ class Function(Generic[P]):
         if session is None or not session.is_bound_here():
             session = await _loop_session()
         feeds = dict(zip(traced.inputs, arguments.arrays(), strict=True))
-        return await session.run_function(traced.graph, traced.outputs, feeds)
+        return await session.run_function(traced.graph, traced.outputs, feeds, atomic=self._atomic)
 
     def _traced(self, arguments: Arguments) -> Traced:
         traces, key = self._traces, arguments.key
@@ -238,7 +241,7 @@ def function(fn: Callable[P, Any], /) -> Function[P]: ...
 
 @overload
 def function(
-    *, effects: Literal["ordered", "unordered"] = "ordered", seed: int | None = None
+    *, effects: Literal["ordered", "unordered"] = "ordered", seed: int | None = None, atomic: bool = False
 ) -> Callable[[Callable[P, Any]], Function[P]]: ...
 
 
@@ -248,6 +251,7 @@ def function(
     *,
     effects: Literal["ordered", "unordered"] = "ordered",
     seed: int | None = None,
+    atomic: bool = False,
 ) -> Function[...] | Callable[[Callable[..., Any]], Function[...]]:
     """Makes a Python function run as a graph: ``await f(x)``.
 
@@ -267,6 +271,7 @@ def function(
         fn: takes any nest of arrays and static objects, and returns any nest of tensors.
         effects: as in `Graph`.
         seed: as in `Graph`.
+        atomic: as in `Session.run`.
 
     Raises:
         GraphError: an argument is neither an array nor hashable (when called), or `fn` is a coroutine function.
@@ -282,5 +287,5 @@ def function(
     np.float64(5.0)
     """
     if fn is None:
-        return lambda wrapped: Function(wrapped, effects, seed)
-    return Function(fn, effects, seed)
+        return lambda wrapped: Function(wrapped, effects, seed, atomic)
+    return Function(fn, effects, seed, atomic)

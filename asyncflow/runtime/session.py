@@ -8,23 +8,23 @@ import secrets
 import threading
 import warnings
 import weakref
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.compiler.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import check_event_loop, has_one_memory, open_devices
 from asyncflow.entered import Entered
-from asyncflow.errors import DeviceLostError, GraphError, SessionClosedError
+from asyncflow.errors import GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
 from asyncflow.runtime.admission import Admission, AtomicRuns, in_time
 from asyncflow.runtime.channel import Channel
 from asyncflow.runtime.copies import Copies
-from asyncflow.runtime.device_feeds import as_of_now, has_foreign, settled
+from asyncflow.runtime.device_feeds import as_of_now, at_hand
 from asyncflow.runtime.feeds import as_feeds
 from asyncflow.runtime.fetches import user_value
 from asyncflow.runtime.loop import burst_clock, thread_waits
@@ -41,6 +41,7 @@ from asyncflow.runtime.options import (
 from asyncflow.runtime.plans import PlanCache
 from asyncflow.runtime.prepared import Call, CallCache, Prepared
 from asyncflow.runtime.run import Run
+from asyncflow.runtime.session_statistics import SessionStatistics
 from asyncflow.runtime.straight import quiet_context, run_straight
 from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
 from asyncflow.runtime.turn import Turn
@@ -69,30 +70,6 @@ def current_session() -> Session | None:
     """The session whose ``async with`` block this code runs in, or None."""
     # One that another task has left may still stand here.
     return next((session for session in reversed(_current.all()) if session._closed is None), None)
-
-
-class SessionStatistics(NamedTuple):
-    """What a session holds at one moment.
-
-    Attributes:
-        runs: runs in flight, streams that are iterated over among them.
-        plans: compiled plans that are kept, one for each set of fetches and fed tensors.
-        completed: runs that have ended, in whatever way.
-        used_bytes: bytes held in the memory of each device, by its name, as ``memory_limit`` counts them. On a CUDA
-            device that is all of this session there, in pieces of 512 bytes: values of runs, constants, variables,
-            captured CUDA graphs, and values fetched by `on_device`, until the first run after their last reference is
-            gone. On a CPU it is arrays of 4 KiB or more that runs have made; and, with a limit, all that TensorArrays
-            and loops with gradients keep, with what Python takes for each value.
-        queued: with `max_runs`, runs that wait for their turn.
-        refused: with `max_runs`, runs that were not started, because there were too many or it was too late.
-    """
-
-    runs: int
-    plans: int
-    completed: int
-    used_bytes: dict[str, int]
-    queued: int = 0
-    refused: int = 0
 
 
 class Session(NotPickled):
@@ -519,10 +496,13 @@ class Session(NotPickled):
             await self._atomic.wait(plan.states)
         return None
 
-    async def run_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Any:
+    async def run_function(
+        self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any], *, atomic: bool = False
+    ) -> Any:
         """Runs a traced `@af.function`: its outputs and all its effects."""
         self._bind()
-        return await self.run_call(self._calls.of_function(graph, outputs, feeds), tuple(feeds.values()))
+        call = self._calls.of_function(graph, outputs, feeds)
+        return await self.run_call(call, tuple(feeds.values()), atomic=atomic)
 
     async def _planned(
         self, call: Call, values: list[Any], trace: Trace | None, timeout: float | None
@@ -543,18 +523,9 @@ class Session(NotPickled):
     async def _at_hand(
         self, plan: Plan, call: Call, values: list[Any], timeout: float | None, asked_s: float
     ) -> list[Any]:
-        """The values where the plan takes them, once they are there, and so is the state that kernels read.
-
-        No kernel has to hold up the event loop for that state then, unless a device writes it again before.
-        """
+        """The values where the plan takes them; see `at_hand`."""
         async with in_time(timeout, asked_s, "what the run needs of other libraries and devices was not there"):
-            if has_foreign(values):
-                values = await settled(values, call.request.feeds, plan, self._device_of)
-            for state in plan.read_on_host:
-                if (read := state.read_on_host()) is not None:
-                    with suppress(DeviceLostError):  # whoever reads it is told
-                        await call_beside(read)
-        return values
+            return await at_hand(values, call.request.feeds, plan, self._device_of)
 
     async def _copied(self, values: list[Any], timeout: float | None, asked_s: float) -> list[Any]:
         """The values, with those copied that are too large for it on the event loop."""

@@ -137,6 +137,28 @@ async def test_runs_inside_it_are_part_of_it() -> None:
             await session.run(wrong)
 
 
+async def test_a_function_may_be_one_step() -> None:
+    a, b, gate = af.Variable(0), af.Variable(0), CoroutineGate()
+
+    @af.function(atomic=True)
+    def write(x: Any) -> Any:
+        first = a.assign(x)
+        with af.control_dependencies([first]):
+            return b.assign(gate.op(x))
+
+    @af.function
+    def read() -> Any:
+        return a.read(), b.read()
+
+    async with af.Session():
+        async with in_flight(write(np.int64(3)), lambda: gate.started) as writing:
+            reading = asyncio.ensure_future(read())
+            await turns()
+            gate.opened.set()
+            assert await writing == 3
+            assert await reading == (3, 3)
+
+
 async def test_many_at_once_lose_nothing(program: Program) -> None:
     """Moving amounts from one to the other never shows a wrong sum."""
     with af.Graph():
