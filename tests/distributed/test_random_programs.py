@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
@@ -17,8 +17,12 @@ from hypothesis import strategies as st
 import asyncflow as af
 from tests.distributed.clusters import Cluster
 from tests.property.graphs import build
+from tests.property.large import build as build_large
+from tests.property.large import interpret as interpret_large
+from tests.property.large import write_program as write_large_program
 from tests.property.programs import Program, Type, interpret
 from tests.property.strategies import TYPES, VECTORS, programs, write_program
+from tests.property.test_large_programs import assert_same
 from tests.property.test_random_programs import assert_same_bits
 
 if TYPE_CHECKING:
@@ -112,6 +116,25 @@ def test_random_programs_on_a_cpu_and_cards(seed: int, types: Sequence[Type]) ->
     cluster = Cluster(2 + seed % 2, "mixed", seed=seed)
     options: dict[str, Any] = {"placement_seed": seed if seed % 3 == 0 else None, "device_while": seed % 4 > 1}
     check(cluster, program, 2, lambda: random.choice(cluster.devices), fusion=False, **options)
+
+
+@pytest.mark.parametrize("kind", ["sim", "cpu", "cuda", "mixed"])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 10 * SEEDS))])
+def test_large_programs(seed: int, kind: Literal["sim", "cpu", "cuda", "mixed"]) -> None:
+    """CONFORMANCE 92: arrays of 48 KiB to 1 MiB on three devices; what they are is said in `tests.property.large`."""
+    program = write_large_program(seed, (240, 250) if seed % 2 else (64, 100))
+    graph, fetches, feeds = build_large(program, 2, is_open=seed % 3 == 0)
+    state = dict(program.variables)
+
+    async def main(open_session: OpenSession) -> None:
+        async with open_session(graph, placement_seed=seed, fusion=False) as session:
+            for _ in range(RUNS):
+                expected = interpret_large(program, state)
+                actual = await session.run(fetches, feeds)
+                for name, value in expected.items():
+                    assert_same(name, actual[name], value)
+
+    Cluster(3, kind, seed=seed).run(main)
 
 
 def test_the_nodes_are_spread() -> None:
