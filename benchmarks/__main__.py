@@ -77,7 +77,9 @@ WORKLOADS: dict[str, Workload] = {
 
 GPU_WORKLOADS: dict[str, Workload] = {
     "gpu_launches": gpu.measure_launches,
+    "gpu_chain": gpu.measure_chain,
     "gpu_loop": gpu.measure_loop,
+    "gpu_decisions": gpu.measure_decisions,
     "gpu_pipeline": gpu.measure_pipeline,
     "gpu_lstm_training": gpu.measure_lstm,
 }

@@ -1,4 +1,4 @@
-"""On a card: launches, trivial loops, a pipeline over logical devices, and the training step of an LSTM layer.
+"""On a card: launches, chains, trivial loops, a pipeline over logical devices, and the training step of an LSTM layer.
 
 Beside CuPy by hand, PyTorch and JAX on the same card, all of which give their results to the host. Products are of
 float32 in every system, not of TF32.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from contextlib import AsyncExitStack
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +17,7 @@ import numpy as np
 
 import asyncflow as af
 from asyncflow.devices.cuda_backend import cuda_backend
+from asyncflow.devices.cuda_graph import WARM_UPS
 from asyncflow.profiler import save
 from benchmarks import loop_overhead, parallel_iterations
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare, timed, timed_await
@@ -33,7 +36,8 @@ INTERPRETED: Final = f"{ASYNCFLOW}, interpreted"
 OPERATION_TIME: Final = Figure("time an operation", "µs")
 ITERATION_RATE: Final = Figure("rate", "iterations/s", higher_is_better=True)
 
-LAUNCHES, LOOP = "gpu_launches", "gpu_loop"
+LAUNCHES, CHAIN = "gpu_launches", "gpu_chain"
+LOOP, DECISIONS = "gpu_loop", "gpu_decisions"
 PIPELINE, LSTM = "gpu_pipeline", "gpu_lstm_training"
 PIPELINE_SIZES: Final = {"layers": 4, "size": 512, "iterations": 100}
 LSTM_SIZES: Final = {"steps": 100, "batch": 64, "hidden": 512}
@@ -80,6 +84,109 @@ def _by_hand(fed: np.ndarray[Any, Any], weight: np.ndarray[Any, Any], operations
     cupy = cuda_backend().cupy
     on_card = cupy.asarray(weight)
     return lambda: _products(cupy.asarray(fed), on_card, operations).get()
+
+
+# -- chains: fused, and captured ----------------------------------------------------------------------------------
+
+
+def _chain(xp: Any, x: Any, scale: Any, rounds: int) -> Any:
+    """Three elementwise operations and a mean, so often."""
+    for _ in range(rounds):
+        x = xp.tanh(x * scale + 0.5)
+        x = x - xp.mean(x)
+    return xp.mean(x * x)
+
+
+async def measure_chain(
+    peers: Peers = NO_PEERS, *, repeats: int = 7, rounds: int = 25, sizes: Sequence[int] = (1_000, 1_000_000)
+) -> list[Result]:
+    """µs an operation of elementwise ones and reductions: fused or not, captured as a CUDA graph or not."""
+    ways: dict[str, dict[str, bool]] = {
+        ASYNCFLOW: {},
+        f"{ASYNCFLOW}, not fused": {"fusion": False},
+        f"{ASYNCFLOW}, CUDA graph": {"cuda_graphs": True},
+        f"{ASYNCFLOW}, CUDA graph, not fused": {"cuda_graphs": True, "fusion": False},
+        INTERPRETED: {"regions": False},
+    }
+    results = []
+    for size in sizes:
+        numbers, fed = np.linspace(-1, 1, size, dtype=np.float32), np.full(1, 1.5, np.float32)
+        with af.Graph() as graph:
+            scale = af.placeholder("float32", (1,))
+            y = _chain(af, af.constant(numbers), scale, rounds)
+        unit = 1e6 / (5 * rounds + 2)
+        trials = {}
+        async with AsyncExitStack() as stack:
+            for name, options in ways.items():
+                session = await stack.enter_async_context(af.Session(graph, devices=[CARD], **options))
+                trials[name] = timed_await(OPERATION_TIME, unit, partial(session.run, y, {scale: fed}))
+            for name, run in _chains_by_hand(peers, numbers, fed, rounds).items():
+                trials[name] = timed(OPERATION_TIME, unit, run)
+            case = f"{rounds} times four operations and a mean of {size:,} numbers"
+            # A graph is captured once a region has run a few times.
+            first = WARM_UPS + 2
+            results += await compare(
+                CHAIN, case, trials, repeats=repeats, warm_ups=first, lead_ins=1, tolerance=1e-4
+            )
+    return results
+
+
+def _chains_by_hand(peers: Peers, numbers: Any, fed: Any, rounds: int) -> dict[str, Callable[[], Any]]:
+    cupy = cuda_backend().cupy
+    on_card = cupy.asarray(numbers)
+    ways: dict[str, Callable[[], Any]] = {CUPY: lambda: _chain(cupy, on_card, cupy.asarray(fed), rounds).get()}
+    if peers.torch is not None:
+        torch = peers.torch
+        tensor = torch.from_numpy(numbers).to(CARD)
+        ways[TORCH] = lambda: _chain(torch, tensor, torch.from_numpy(fed).to(CARD), rounds).cpu().numpy()
+    return ways
+
+
+# -- loops ---------------------------------------------------------------------------------------------------------
+
+
+async def measure_decisions(
+    peers: Peers = NO_PEERS, *, repeats: int = 7, iterations: int = 1000, size: int = 1000
+) -> list[Result]:
+    """µs an iteration of a loop that goes on while an array says so: by the host, and by the card."""
+    numbers, shrink = np.linspace(1, 2, size, dtype=np.float32), np.full(1, 2.0 ** (-1 / iterations), np.float32)
+    with af.Graph() as graph:
+        x, factor = af.placeholder("float32", (size,)), af.placeholder("float32", (1,))
+        y = af.while_loop(lambda y: af.max(y) > 1.0, lambda y: y * factor, x)
+        last = af.max(y)
+    fed, scale = {x: numbers, factor: shrink}, 1e6 / iterations
+    trials: dict[str, Trial] = {}
+    async with AsyncExitStack() as stack:
+        for name, on_card in ((ASYNCFLOW, False), (f"{ASYNCFLOW}, decided on the card", True)):
+            session = await stack.enter_async_context(af.Session(graph, devices=[CARD], device_while=on_card))
+            trials[name] = timed_await(OPERATION_TIME, scale, partial(session.run, last, fed))
+        for name, run in _decisions_by_hand(peers, numbers, shrink).items():
+            trials[name] = timed(OPERATION_TIME, scale, run)
+        case = f"about {iterations:,} iterations over {size:,} numbers"
+        return await compare(DECISIONS, case, trials, repeats=repeats, lead_ins=2, tolerance=1e-4)
+
+
+def _decisions_by_hand(peers: Peers, numbers: Any, shrink: Any) -> dict[str, Callable[[], Any]]:
+    cupy = cuda_backend().cupy
+
+    def loop(y: Any, factor: Any) -> Any:
+        while y.max() > 1.0:
+            y = y * factor
+        return y.max()
+
+    ways: dict[str, Callable[[], Any]] = {CUPY: lambda: loop(cupy.asarray(numbers), cupy.asarray(shrink)).get()}
+    if peers.torch is not None:
+        torch = peers.torch
+        ways[TORCH] = lambda: loop(*(torch.from_numpy(a).to(CARD) for a in (numbers, shrink))).cpu().numpy()
+    if peers.jax is not None and (cards := _cards_of(peers.jax)):
+        jax = peers.jax
+
+        @jax.jit
+        def compiled(y: Any, factor: Any) -> Any:
+            return jax.lax.while_loop(lambda y: y.max() > 1.0, lambda y: y * factor, y).max()
+
+        ways[JAX] = lambda: np.asarray(compiled(*(jax.device_put(a, cards[0]) for a in (numbers, shrink))))
+    return ways
 
 
 async def measure_loop(peers: Peers = NO_PEERS, *, repeats: int = 7, iterations: int = 10_000) -> list[Result]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from zlib import crc32
 
@@ -19,7 +20,9 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices import cuda_graph
+from asyncflow.devices.cuda_backend import cuda_backend
 from asyncflow.devices.memory import LiveBuffer
+from asyncflow.devices.pinned import shared_slab
 from asyncflow.devices.presets import parse_machine
 from asyncflow.devices.sim import SimDevice
 from asyncflow.devices.sim_machine import SimMachine, use_machine
@@ -145,26 +148,31 @@ def small_cards(seed: int) -> AbstractContextManager[FakeCupy]:
     return stand_in(devices=2, nbytes=CARD_BYTES, seed=seed, pinned_nbytes=PINNED_BYTES)
 
 
+def any_cards(seed: int) -> AbstractContextManager[object]:
+    """`small_cards`; with ``ASYNCFLOW_REQUIRE_GPU=1`` those of the machine, whose order is what it is."""
+    if os.environ.get("ASYNCFLOW_REQUIRE_GPU", "") in ("", "0"):
+        return small_cards(seed)
+    backend = cuda_backend()
+    assert backend.cupy is not None, f"ASYNCFLOW_REQUIRE_GPU is set, and there is no usable card: {backend.reason}"
+    shared_slab(backend.cupy, PINNED_BYTES)
+    return nullcontext()
+
+
 @pytest.fixture
-def cards(
-    arrangement: Arrangement, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FakeCupy | None]:
-    """The stand-in for CuPy that sessions find where the arrangement has CUDA devices."""
-    if not arrangement.cuda:
-        yield None
-        return
-    with small_cards(_seed(request)) as fake:
+def cards(arrangement: Arrangement, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whether the arrangement has CUDA devices; sessions find cards for them."""
+    with any_cards(_seed(request)) if arrangement.cuda else nullcontext():
         if arrangement.graphs:
             monkeypatch.setattr(cuda_graph, "WARM_UPS", 0)  # most tests run a region once
-        yield fake
+        yield bool(arrangement.cuda)
 
 
 @pytest.fixture
 def open_session(
-    arrangement: Arrangement, machine: SimMachine | None, cards: FakeCupy | None, request: pytest.FixtureRequest
+    arrangement: Arrangement, machine: SimMachine | None, cards: bool, request: pytest.FixtureRequest
 ) -> OpenSession:
     """Opens sessions as `af.Session` does, as the arrangement says; afterwards nothing of their runs may be left."""
-    kind = "cuda" if cards is not None else "cpu" if machine is None else "sim"
+    kind = "cuda" if cards else "cpu" if machine is None else "sim"
     count = 1 if arrangement.draw is None else 3
     chosen: dict[str, Any] = {
         "debug": True,

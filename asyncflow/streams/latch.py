@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from asyncflow.streams.futures import resolve
+from asyncflow.streams.handover import awaiting_a_thread
 
 
 class Latch:
@@ -62,7 +63,8 @@ class Latch:
 
         self._when_set(wake)
         try:
-            await woken
+            with awaiting_a_thread():
+                await woken
         finally:
             self._forget(wake)
 

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from asyncflow.streams.handover import handover_of
+
 Item = TypeVar("Item")
 
 
@@ -18,7 +20,7 @@ class Mailbox(Generic[Item]):
     completion that came too late to be seen therefore finds the flag clear, and sends its own wake-up.
     """
 
-    __slots__ = ("_deliver", "_discard", "_items", "_waking", "loop")
+    __slots__ = ("_deliver", "_discard", "_handover", "_items", "_waking", "loop")
 
     def __init__(
         self,
@@ -32,6 +34,11 @@ class Mailbox(Generic[Item]):
         self._discard = discard
         self._items: deque[Item] = deque()
         self._waking = False
+        self._handover = handover_of(loop)
+
+    def expect(self) -> None:
+        """One more item is to come; on the loop's thread."""
+        self._handover.expect(self.loop)
 
     def post(self, *items: Item) -> None:
         """Have the items delivered on the loop, in order; from the stream's thread.
@@ -53,7 +60,9 @@ class Mailbox(Generic[Item]):
         try:
             # Only what is here now: a fast stream must not hold the loop for ever. The rest has its own wake-up.
             for _ in range(len(items)):
-                self._deliver(items.popleft())
+                item = items.popleft()
+                self._handover.arrived()
+                self._deliver(item)
         finally:
             if items:
                 self._wake()

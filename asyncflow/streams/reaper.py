@@ -281,6 +281,7 @@ class Reaper(Lifecycle):
                 self._held.clear()
             ticket.event = self._marked()
         ticket.mailbox = mailbox
+        mailbox.expect()
         self._in_flight.append(ticket)
         self._queue.put(ticket)
 

@@ -94,6 +94,7 @@ class ThreadStream:
         if mailbox is None or mailbox.loop is not loop:
             self._mailbox = mailbox = Mailbox(loop, _Submission.finish, _Submission.drop)
         self._give(_Submission(work, args, deliver, mailbox))
+        mailbox.expect()
 
     def record(self) -> ThreadEvent:
         """An event that completes when all work given so far is done; on an idle stream it is done already."""

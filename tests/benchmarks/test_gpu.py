@@ -24,6 +24,8 @@ TINY_PIPELINE = {"layers": 2, "size": 8, "iterations": 4}
 TINY_LSTM = {"steps": 3, "batch": 2, "hidden": 4}
 TINY = {
     "gpu_launches": lambda: gpu.measure_launches(repeats=2, operations=10),
+    "gpu_chain": lambda: gpu.measure_chain(repeats=1, rounds=2, sizes=(10,)),
+    "gpu_decisions": lambda: gpu.measure_decisions(repeats=1, iterations=4, size=10),
     "gpu_loop": lambda: gpu.measure_loop(repeats=1, iterations=10),
     "gpu_pipeline": lambda: gpu.measure_pipeline(repeats=1, counts=(1, 2), windows=(1, 2), sizes=TINY_PIPELINE),
     "gpu_lstm_training": lambda: gpu.measure_lstm(repeats=1, sizes=TINY_LSTM),

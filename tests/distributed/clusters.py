@@ -12,7 +12,7 @@ import numpy as np
 
 import asyncflow as af
 from asyncflow.testing import virtual_clock
-from tests.conftest import OpenSession, assert_baseline, held_buffers, small_cards
+from tests.conftest import OpenSession, any_cards, assert_baseline, held_buffers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -58,7 +58,7 @@ class Cluster:
         if self.kind == "cpu":
             return asyncio.run(main(self._open))
         if self.kind in ("cuda", "mixed"):
-            with small_cards(self.seed):
+            with any_cards(self.seed):
                 return asyncio.run(main(self._open))
         machine = ", ".join(filter(None, (f"{self.count} x v100", self.link)))
         with virtual_clock(machine, seed=self.seed, jitter=self.jitter) as clock:

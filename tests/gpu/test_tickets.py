@@ -46,6 +46,8 @@ async def test_t01_many_tickets_behind_a_long_kernel(card: Card, figures: Figure
     async with card.device() as device:
         with device.activate():
             x = card.cupy.zeros(16, np.float32)
+            x += 1  # its kernel may have to be compiled, which takes longer than what is launched next
+        await ticket(device.compute)
         heartbeat = Heartbeat()
         with card.never_blocks(), card.stall(device.compute, ms=100), heartbeat.beating():
             for index in range(TICKETS):
@@ -101,6 +103,8 @@ async def test_t01_latency_of_a_ticket(card: Card, figures: Figures) -> None:
         with suppress(asyncio.CancelledError):
             await task
         figures["ticket_us_busy_loop"] = {share: percentile(busy, share) for share in (50, 90, 99)}
+        # The reaper waits for the GIL, which a busy loop hands over every 5 ms; see `asyncflow.streams.handover`.
+        figures.below("ticket_us_busy_loop_p90", percentile(busy, 90), 40_000)
     assert len(idle) == count
 
 

@@ -5,6 +5,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import Context
 from functools import partial
 from typing import Any, cast
 
@@ -107,6 +108,9 @@ class CountingLoop:
     def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
         self.wakes += 1
         self.loop.call_soon_threadsafe(callback)
+
+    def call_later(self, delay_s: float, callback: Callable[..., object], *args: object, context: Context) -> object:
+        return self.loop.call_later(delay_s, callback, *args, context=context)
 
     def as_loop(self) -> asyncio.AbstractEventLoop:
         return cast(asyncio.AbstractEventLoop, self)
@@ -466,6 +470,9 @@ def test_tickets_that_were_posted_to_a_loop_which_then_closed_are_dropped(bench:
 
         def is_closed(self) -> bool:
             return self.closed.is_set()
+
+        def call_later(self, *_timer: object, **_options: object) -> None:
+            """Nobody turns this loop."""
 
         def call_soon_threadsafe(self, callback: object) -> None:
             woken.set()

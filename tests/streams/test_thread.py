@@ -143,6 +143,9 @@ def test_arguments_are_freed_before_the_loop_is_told() -> None:
         def is_closed(self) -> bool:
             return False
 
+        def call_later(self, *_timer: object, **_options: object) -> None:
+            """Nobody turns this loop."""
+
         def call_soon_threadsafe(self, callback: object) -> None:
             self.alive_when_woken = watch()
 
