@@ -89,7 +89,7 @@ class Exchange:
         cupy, card = device.cupy, device.physical
         with cupy.cuda.Device(card):
             for current in current_streams(cupy, card):
-                event = cupy.cuda.Event(block=True, disable_timing=True)
+                event = cupy.cuda.Event(disable_timing=True)
                 cupy.cuda.runtime.eventRecord(event.ptr, current)
                 for stream in device.compute_streams:
                     stream.raw.wait_event(event)

@@ -56,7 +56,8 @@ class Clock:
 
     def new_event(self) -> Any:
         """An event on the stream that is current, from which times are counted."""
-        return self._cupy.cuda.Event(block=True, disable_timing=False)
+        # No thread sleeps on it, and of such that one can sleep on a stream takes few: see `EventPool`.
+        return self._cupy.cuda.Event(block=False, disable_timing=False)
 
     def time_ns(self, event: Any, anchor: tuple[Any, int]) -> int:
         """The host time of an event that has completed."""

@@ -80,7 +80,7 @@ class ForeignArray:
 def _event_after(cupy: Any, value: Any, card: int) -> Any:
     """An event after all that the current stream of the value's library has been given."""
     with cupy.cuda.Device(card):
-        event = cupy.cuda.Event(block=True, disable_timing=True)
+        event = cupy.cuda.Event(disable_timing=True)
         torch: Any = sys.modules["torch"] if _is_torch(value) else None
         current = (
             cupy.cuda.get_current_stream(card).ptr if torch is None else torch.cuda.current_stream(card).cuda_stream
@@ -119,7 +119,7 @@ def view(cupy: Any, foreign: ForeignArray) -> tuple[Any, Any]:
             cupy.cuda.runtime.streamWaitEvent(cupy.cuda.get_current_stream(foreign.card).ptr, foreign.written.ptr)
         if not array.flags.c_contiguous:
             array = cupy.ascontiguousarray(array)
-        written = cupy.cuda.Event(block=True, disable_timing=True)
+        written = cupy.cuda.Event(disable_timing=True)  # of those that a thread can sleep on a stream takes few
         written.record()
     return array, written
 
@@ -142,10 +142,14 @@ def current_streams(cupy: Any, card: int) -> list[int]:
 def read(cupy: Any, array: Any, written: Any, card: int) -> Array:
     """The values of a CuPy array, when the event has completed. Blocks: call it on a thread that may wait."""
     with cupy.cuda.Device(card):
-        written.synchronize()
         # Not the default stream, which would also wait for other work of the card. Nothing is allocated on this one,
         # so that its end leaves nothing behind in any pool.
-        values: Array = array.get(stream=cupy.cuda.Stream(non_blocking=True))
+        copying = cupy.cuda.Stream(non_blocking=True)
+        copying.wait_event(written)
+        ready = cupy.cuda.Event(block=True, disable_timing=True)
+        ready.record(copying)
+        ready.synchronize()
+        values: Array = array.get(stream=copying)
     return values
 
 

@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
+from time import sleep
 from typing import Any
 
 DONE = 0
 NOT_READY = 600
 """What `cudaEventQuery` returns; CuPy exports no constants for them."""
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3
+"""Between two looks at an event that no thread can sleep on."""
+
 
 class EventPool:
     """CUDA events of one physical device, used again and again: making one costs microseconds.
 
-    They sleep in the operating system when waited for (`block`), and take no time stamps, which is cheaper.
+    They take no time stamps, which is cheaper. A thread can sleep in the operating system on those that are made for it
+    (``cudaEventBlockingSync``), and only on those; but the 57th of them on one stream that is behind, as was seen on an
+    H100, keeps the caller waiting until the first is done. Of others there may be any number.
     """
 
     __slots__ = ("_cuda", "_free", "_made", "runtime")
 
     def __init__(self, cupy: Any) -> None:
         self._cuda = cupy.cuda
-        self._free: list[Any] = []
+        self._free: tuple[list[Any], list[Any]] = ([], [])  # by whether threads sleep on them
         # Without this, the garbage collector, which finalizes all of a dead cycle, would destroy an event of one and
         # give it back as well.
         self._made: list[Any] = []
         self.runtime = cupy.cuda.runtime
 
-    def take(self) -> Any:
+    def take(self, *, sleeps: bool = False) -> Any:
         """A ``cupy.cuda.Event`` that nobody uses; the device must be current.
+
+        Args:
+            sleeps: whether a thread can sleep on it.
 
         Raises:
             CUDARuntimeError: the device makes no more of them.
         """
         try:
-            return self._free.pop()
+            return self._free[sleeps].pop()
         except IndexError:
-            event = self._cuda.Event(block=True, disable_timing=True)
+            event = self._cuda.Event(block=sleeps, disable_timing=True)
             self._made.append(event)
             return event
 
-    def give_back(self, raw: Any) -> None:
+    def give_back(self, raw: Any, *, sleeps: bool = False) -> None:
         """Nobody uses the event any more; from any thread."""
-        self._free.append(raw)
+        self._free[sleeps].append(raw)
 
     def __len__(self) -> int:
         """How many are free."""
-        return len(self._free)
+        return sum(map(len, self._free))
 
 
 class PooledEvent:
@@ -54,18 +63,20 @@ class PooledEvent:
 
     Attributes:
         raw: the ``cupy.cuda.Event``.
+        sleeps: whether a thread can sleep on it; else it looks now and then.
         seen_done: someone has found the work before this point done.
     """
 
-    __slots__ = ("_pool", "raw", "seen_done")
+    __slots__ = ("_pool", "raw", "seen_done", "sleeps")
 
-    def __init__(self, pool: EventPool, raw: Any) -> None:
+    def __init__(self, pool: EventPool, raw: Any, *, sleeps: bool = False) -> None:
         self.raw = raw
+        self.sleeps = sleeps
         self._pool = pool
         self.seen_done = False
 
     def __del__(self) -> None:
-        self._pool.give_back(self.raw)
+        self._pool.give_back(self.raw, sleeps=self.sleeps)
 
     def done(self) -> bool:
         """Whether all work before this point is done; never blocks.
@@ -87,5 +98,11 @@ class PooledEvent:
         Raises:
             CUDARuntimeError: the device failed.
         """
-        self._pool.runtime.eventSynchronize(self.raw.ptr)
-        self.seen_done = True
+        if self.sleeps:
+            self._pool.runtime.eventSynchronize(self.raw.ptr)
+            self.seen_done = True
+            return
+        pause_s = FIRST_PAUSE_S
+        while not self.done():  # `eventSynchronize` would spin
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

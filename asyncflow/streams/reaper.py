@@ -25,6 +25,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from queue import Empty, SimpleQueue
@@ -37,6 +38,10 @@ from asyncflow.streams.pooled_event import DONE, NOT_READY, EventPool, PooledEve
 
 Notice: TypeAlias = Callable[[BaseException | None], object]
 """Takes None, or what the stream failed with."""
+
+MOST_ASLEEP = 32
+"""Tickets of a stream, not delivered yet, with events that the thread can sleep on; CUDA has room for 56. Where there
+are more, work waits for the card anyway, and the thread looks every millisecond."""
 
 MAX_BATCH = 256
 """So many tickets at most before the loop is told of them: a stream of tiny work must not hold up the first."""
@@ -51,11 +56,12 @@ class Ticket:
     Attributes:
         event: the point; None until the ticket is given, and where a lost stream could record none.
         error: what the stream failed with, if the work before the point did not end well.
+        counts: whether its event is one of those a thread can sleep on, which are few.
         started_ns: when the work since the ticket before may have begun: the host saw nothing earlier.
         ended_ns: when the reaper saw it done, on `time.perf_counter_ns` as are all times.
     """
 
-    __slots__ = ("_deliver", "ended_ns", "error", "event", "holds", "mailbox", "started_ns")
+    __slots__ = ("_deliver", "counts", "ended_ns", "error", "event", "holds", "mailbox", "started_ns")
 
     def __init__(
         self, deliver: Notice | None, holds: tuple[object, ...] = (), event: PooledEvent | None = None
@@ -64,6 +70,7 @@ class Ticket:
         self.holds = holds
         self.event = event
         self.error: BaseException | None = None
+        self.counts = False
         self.mailbox: Mailbox[Ticket] | None = None
         self.started_ns = perf_counter_ns()
         self.ended_ns = 0
@@ -96,6 +103,7 @@ class Reaper(Lifecycle):
     """
 
     __slots__ = (
+        "_asleep",
         "_device",
         "_end",
         "_events",
@@ -141,6 +149,7 @@ class Reaper(Lifecycle):
         self._events = events
         self._on_lost = on_lost
         self._told = False
+        self._asleep = 0
         self._in_flight: deque[Ticket] = deque()
         self._held: list[object] = []
         self._mailbox: Mailbox[Ticket] | None = None
@@ -203,8 +212,12 @@ class Reaper(Lifecycle):
             assert self._mailbox is not None
             self._enter(Ticket(None), self._mailbox)
 
-    def record(self, wrap: Callable[[EventPool, Any], _E]) -> _E:
+    def record(self, wrap: Callable[[EventPool, Any], _E], *, sleeps: bool = False) -> _E:
         """A new event, made by `wrap`, after all work that the stream has by now.
+
+        Args:
+            wrap: takes the pool and the ``cupy.cuda.Event``.
+            sleeps: whether a thread can sleep on it.
 
         Raises:
             CUDARuntimeError: the device failed, as every caller is told from then on.
@@ -212,7 +225,7 @@ class Reaper(Lifecycle):
         self._refuse_if_lost()
         try:
             with self._device:
-                event = wrap(self._events, self._events.take())
+                event = wrap(self._events, self._events.take(sleeps=sleeps))
                 self._events.runtime.eventRecord(event.raw.ptr, self._raw.ptr)
         except Exception as exc:
             self.lose(exc)
@@ -261,6 +274,7 @@ class Reaper(Lifecycle):
     def _deliver(self, ticket: Ticket) -> None:
         """Finish the oldest ticket."""
         self._in_flight.popleft()
+        self._asleep -= ticket.counts
         try:
             if ticket.error is not None:
                 self._tell()
@@ -270,6 +284,7 @@ class Reaper(Lifecycle):
     def _discard(self, ticket: Ticket) -> None:
         """Forget the oldest ticket, of a loop that is closed; also on the reaper's thread."""
         self._in_flight.popleft()
+        self._asleep -= ticket.counts
         ticket.drop()
 
     def _enter(self, ticket: Ticket, mailbox: Mailbox[Ticket]) -> None:
@@ -280,6 +295,8 @@ class Reaper(Lifecycle):
                 ticket.holds = (*self._held, *ticket.holds)
                 self._held.clear()
             ticket.event = self._marked()
+            ticket.counts = ticket.event is not None and ticket.event.sleeps
+            self._asleep += ticket.counts
         ticket.mailbox = mailbox
         mailbox.expect()
         self._in_flight.append(ticket)
@@ -290,7 +307,8 @@ class Reaper(Lifecycle):
         if self.lost is not None:
             return None
         try:
-            return self.record(PooledEvent)
+            sleeps = self._asleep < MOST_ASLEEP
+            return self.record(partial(PooledEvent, sleeps=sleeps), sleeps=sleeps)
         except Exception as exc:  # `lose` has it, and the tickets get it
             exc.with_traceback(None)
             return None

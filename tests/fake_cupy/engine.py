@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
 from typing import TYPE_CHECKING, TypeVar
 
 from tests.fake_cupy.errors import STICKY, CUDADriverError, CUDARuntimeError, DeviceFault, WouldBlockForEverError
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from tests.fake_cupy.graphs import Capture
 
 T = TypeVar("T")
+
+MOST_SLEEPERS = 56
+"""So many records of events that a thread can sleep on an H100 has room for in a stream that is behind; the next one
+blocks, whatever else was given in between."""
 
 LAUNCH_FAILURE = 719
 """What a kernel that raises a Python exception loses its device with."""
@@ -33,13 +38,34 @@ def _error(call: str, code: int) -> RuntimeError:
     return CUDADriverError(code) if call == "launchKernel" else CUDARuntimeError(code)
 
 
+class Kind(Enum):
+    """What room an item takes in its stream."""
+
+    WORK = auto()
+    """Kernels, copies and events with a time: one place in the launch queue."""
+    SLEEPER = auto()
+    """An event that a thread can sleep on: one of `MOST_SLEEPERS`."""
+    MARK = auto()
+    """Any other event, or a wait for one: none."""
+    INTERNAL = auto()
+    """Not given by the host: none."""
+
+
 class Item:
     """A piece of queued work; also the point that a recorded event stands for."""
 
-    __slots__ = ("after", "done", "done_ns", "internal", "name", "work")
+    __slots__ = ("after", "done", "done_ns", "internal", "kind", "name", "work")
 
-    def __init__(self, name: str, work: Callable[[], None] | None, after: Iterable[Item], internal: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[], None] | None,
+        after: Iterable[Item],
+        internal: bool,
+        kind: Kind = Kind.WORK,
+    ) -> None:
         self.name = name
+        self.kind = Kind.INTERNAL if internal else kind
         self.work = work
         self.done: bool = False
         self.after: tuple[Item, ...] = tuple(item for item in after if not item.done)
@@ -66,16 +92,16 @@ class Queue:
         self.last: Item | None = None
         self.capture: Capture | None = None
         # Counted, because a destructor may append while a loop over `items` allocates.
-        self._waiting = 0
+        self._waiting = dict.fromkeys(Kind, 0)
 
     def push(self, item: Item) -> None:
         self.items.append(item)
         self.last = item
-        self._waiting += not item.internal
+        self._waiting[item.kind] += 1
 
     def pop(self) -> Item:
         item = self.items.popleft()
-        self._waiting -= not item.internal
+        self._waiting[item.kind] -= 1
         return item
 
     def drop(self) -> None:
@@ -87,11 +113,10 @@ class Queue:
     def idle(self) -> bool:
         return not self.items and self.running is None
 
-    @property
-    def pending(self) -> int:
-        """How many items the host gave that are not done."""
+    def pending(self, *kinds: Kind) -> int:
+        """How many items of these kinds are not done."""
         running = self.running
-        return self._waiting + (running is not None and not running.internal)
+        return sum(self._waiting[kind] for kind in kinds) + (running is not None and running.kind in kinds)
 
 
 class Engine:
@@ -163,6 +188,7 @@ class Engine:
         after: Iterable[Item] = (),
         *,
         internal: bool = False,
+        kind: Kind = Kind.WORK,
     ) -> Item:
         """Append work to `queue`; blocks like a card when too much is pending there, except for `internal` work.
 
@@ -172,9 +198,10 @@ class Engine:
             queue.capture.record(name, work)
             return Item(name, None, (), internal)
         with self.condition:
-            if not internal and queue.pending >= self.launch_limit:
-                self.block(f"{name}: launch queue full", lambda: queue.pending < self.launch_limit, queue.device)
-            item = Item(name, work, (*after, *self._legacy_order(queue)), internal)
+            item = Item(name, work, (*after, *self._legacy_order(queue)), internal, kind)
+            limit = {Kind.WORK: self.launch_limit, Kind.SLEEPER: MOST_SLEEPERS}.get(item.kind)
+            if limit is not None and queue.pending(item.kind) >= limit:
+                self.block(f"{name}: launch queue full", lambda: queue.pending(item.kind) < limit, queue.device)
             if self.closed or queue.device in self.lost:
                 item.finish()
                 return item

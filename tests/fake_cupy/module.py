@@ -11,7 +11,7 @@ import numpy as np
 from tests.fake_cupy.arrays import Array, Capsule
 from tests.fake_cupy.bindings import Bindings
 from tests.fake_cupy.elementwise import ElementwiseKernel
-from tests.fake_cupy.engine import Engine
+from tests.fake_cupy.engine import Engine, Kind
 from tests.fake_cupy.errors import CompileException, CUDADriverError, PerformanceWarning
 from tests.fake_cupy.functions import BoundSignature, Functions, Namespace, Ufunc, parts_of, tables
 from tests.fake_cupy.graphs import Graph, RawModule
@@ -248,7 +248,7 @@ class FakeCupy:
 
     def pending(self, stream: Stream) -> int:
         """How many items given to `stream` are not done."""
-        return self.engine.queue(stream.ptr, max(stream.device_id, 0)).pending
+        return self.engine.queue(stream.ptr, max(stream.device_id, 0)).pending(Kind.WORK, Kind.SLEEPER, Kind.MARK)
 
     def fail_next(self, code: int, call: str | None = None) -> None:
         """Make the next call of the runtime (or of its function `call`) give the error `code`.

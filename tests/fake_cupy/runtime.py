@@ -8,7 +8,7 @@ import ctypes
 import threading
 from typing import Any, NamedTuple
 
-from tests.fake_cupy.engine import Engine, Item, Queue
+from tests.fake_cupy.engine import Engine, Item, Kind, Queue
 from tests.fake_cupy.errors import CUDARuntimeError
 from tests.fake_cupy.memory_map import MemoryMap
 
@@ -189,7 +189,7 @@ class Runtime:
             raise queue.capture.break_with(905)
         mark = state.mark
         if mark is not None:
-            self._engine.give(queue, "streamWaitEvent", None, (mark,))
+            self._engine.give(queue, "streamWaitEvent", None, (mark,), kind=Kind.MARK)
 
     def streamIsCapturing(self, stream: int) -> bool:
         capture = self._queue(stream).capture
@@ -217,7 +217,12 @@ class Runtime:
         if state.device != queue.device:
             raise CUDARuntimeError(400)
         state.is_captured = queue.capture is not None
-        state.mark = self._engine.give(queue, "eventRecord", None)
+        state.mark = self._engine.give(queue, "eventRecord", None, kind=self._room_of(state))
+
+    def _room_of(self, state: EventState) -> Kind:
+        if state.flags & self.eventBlockingSync:
+            return Kind.SLEEPER
+        return Kind.MARK if state.flags & self.eventDisableTiming else Kind.WORK
 
     def eventQuery(self, event: int) -> int:
         """The code, not an exception: 0 done, 600 not ready, or an error."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fake_cupy import FakeCupy
+from tests.fake_cupy.engine import MOST_SLEEPERS
 from tests.fake_cupy.errors import CUDARuntimeError, WouldBlockForEverError
 
 
@@ -126,6 +127,20 @@ def test_a_full_launch_queue_blocks() -> None:
         with pytest.raises(WouldBlockForEverError, match="launch queue full"):
             stream.record(cupy.cuda.Event())
         assert cupy.blocking() == ["eventRecord: launch queue full"]
+
+
+def test_events_that_a_thread_can_sleep_on_are_few() -> None:
+    """As on an H100, where a stream that is behind has room for 56 of them, and for any number of others."""
+    with FakeCupy(launch_limit=3) as cupy:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.pause()
+        for _ in range(1000):
+            stream.record(cupy.cuda.Event(disable_timing=True))
+        for _ in range(MOST_SLEEPERS):
+            stream.record(cupy.cuda.Event(block=True, disable_timing=True))
+        with pytest.raises(WouldBlockForEverError, match="launch queue full"):
+            stream.record(cupy.cuda.Event(block=True, disable_timing=True))
+        cupy.resume()
 
 
 def test_streams_and_devices_are_current_per_thread(cupy: FakeCupy) -> None:

@@ -166,7 +166,8 @@ class Card:
         """Raises if a call of this thread inside has blocked; seen on the stand-in only."""
         before = 0 if self.fake is None else len(self.fake.blocking())
         yield
-        assert self.fake is None or self.fake.blocking()[before:] == []
+        blocked = [] if self.fake is None else self.fake.blocking()[before:]
+        assert blocked == [], blocked
 
     def compiled(self) -> Collection[tuple[str, float]]:
         """Every kernel compiled so far: on a card the files of CuPy's cache, and when they were written."""

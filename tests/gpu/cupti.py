@@ -83,10 +83,13 @@ def _unix_to_perf_counter_ns() -> float:
     return min(tries)[1]
 
 
-def thread_names() -> frozenset[int]:
-    """The numbers under which CUPTI may know the calling thread: the system's, and the low half of pthread's."""
-    ident = threading.get_ident()
-    return frozenset({threading.get_native_id(), ident & 0xFFFFFFFF, ctypes.c_int32(ident & 0xFFFFFFFF).value})
+def thread_names(native: int | None = None, ident: int | None = None) -> frozenset[int]:
+    """The numbers under which CUPTI may know a thread, the calling one by default.
+
+    It is the system's, or the low half of pthread's, as a number with a sign; which torch's traces leave out.
+    """
+    low = ctypes.c_int32(threading.get_ident() if ident is None else ident).value
+    return frozenset({threading.get_native_id() if native is None else native, low, abs(low), low & 0xFFFFFFFF})
 
 
 FORBIDDEN = ("Synchronize", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaHostRegister", "cuMemAlloc", "cuMemFree")

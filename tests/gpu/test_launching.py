@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from asyncflow.devices.cuda_values import CudaArray
 from asyncflow.streams.cuda import CudaStream, active_stream
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures
-from tests.gpu.on_loop import Heartbeat, on_loop
+from tests.gpu.on_loop import Heartbeat, on_loop, ticket
 
 TINY_OPS = 5000
 QUIET_TICKS = 30
@@ -86,6 +88,43 @@ async def test_t09_without_a_throttle_launching_blocks(card: Card, figures: Figu
                 assert MOST_AHEAD < len(launched) < 2 * TINY_OPS
             await task
         assert float((await device.fetched(_value(device, array)))[0]) == 2 * TINY_OPS
+
+
+@on_loop
+async def test_t09_what_is_given_to_streams_that_are_behind(card: Card, figures: Figures) -> None:
+    """Tickets, events, spans and feeds: there is more room than for the few events that a thread can sleep on."""
+    async with card.device(memory_limit=1 << 20) as device:
+        with device.activate():
+            array = card.cupy.zeros(4, np.float32)
+            array += 1
+        fed = np.ones(4, np.float32)
+        await device.fed(fed, "x")  # whatever has to be compiled or pinned is, by now
+        await ticket(device.compute)
+        spans: list[Any] = []
+
+        def timed() -> None:
+            with device.timed(device.compute, "add"):
+                array.__iadd__(1)
+
+        kinds: dict[str, Callable[[], object]] = {
+            "ticket": lambda: device.compute.notify(lambda error: None),
+            "order": lambda: device.d2h.wait(device.compute.record()),
+            "span": timed,
+            "feed": lambda: device.fed(fed, "x"),
+        }
+        before = device.record_into(spans)
+        for name, give in kinds.items():
+            worst_ms, kept = 0.0, []
+            with card.never_blocks(), card.stall(device.compute, ms=200):
+                for _ in range(100):
+                    started = perf_counter()
+                    with device.activate():
+                        kept.append(give())
+                    worst_ms = max(worst_ms, 1e3 * (perf_counter() - started))
+            await asyncio.gather(*(ticket(stream) for stream in (device.compute, device.d2h, device.h2d)))
+            figures.below(f"worst_{name}_ms", worst_ms, 50.0)
+        device.record_into(before)
+        assert len(device.settle(spans)) == 200  # of the spans and the feeds
 
 
 def _value(device: CudaDevice, array: Any) -> Any:

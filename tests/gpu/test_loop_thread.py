@@ -92,3 +92,9 @@ def test_t14_what_counts_as_waiting() -> None:
     assert len(found) == len(events)
     assert (found[0].started_ns, found[0].ended_ns) == (3505.0, 4505.0)
     assert cupti.blocking_calls(found, frozenset({7})) == ["cudaStreamSynchronize", "cudaMalloc"]
+
+
+def test_t14_the_names_of_a_thread() -> None:
+    """The second pair was seen on a card."""
+    assert cupti.thread_names(native=739, ident=0x7F65_5BD3_7AC0) >= {739, 0x5BD3_7AC0}
+    assert cupti.thread_names(native=739, ident=(0x7F65 << 32) + 2754380096) >= {739, 1540587200}
