@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -149,24 +149,43 @@ async def test_t07_copies_run_beside_kernels(card: Card, figures: Figures) -> No
             card.spin(device.compute, longest)
 
         kernel_ms = await _elapsed_ms(card, device.compute, compute)
-        first, last = (card.cupy.cuda.Event(block=True) for _ in range(2))
-        with device.activate():
-            first.record(device.compute.raw)
-        for stream in (device.h2d, device.d2h):
-            stream.wait(device.compute.record())
-        compute()
-        copy_in()
-        copy_out()
-        for stream in (device.h2d, device.d2h):
-            device.compute.wait(stream.record())
-        with device.activate():
-            last.record(device.compute.raw)
-        await ticket(device.compute)
-        together = card.cupy.cuda.get_elapsed_time(first, last)
+
+        def wait_for(stream: CudaStream, other: CudaStream, *, sleeps: bool) -> None:
+            """With events of ours, or, to tell whether those are at fault, with events that threads can sleep on."""
+            if not sleeps:
+                stream.wait(other.record())
+                return
+            event = card.cupy.cuda.Event(block=True, disable_timing=True)
+            with other.activate():
+                event.record(other.raw)
+            stream.raw.wait_event(event)
+
+        async def together_ms(works: Collection[Callable[[], None]], *, sleeps: bool = False) -> float:
+            first, last = (card.cupy.cuda.Event(block=True) for _ in range(2))
+            with device.activate():
+                first.record(device.compute.raw)
+            for stream in (device.h2d, device.d2h):
+                wait_for(stream, device.compute, sleeps=sleeps)
+            for work in works:
+                work()
+            for stream in (device.h2d, device.d2h):
+                wait_for(device.compute, stream, sleeps=sleeps)
+            with device.activate():
+                last.record(device.compute.raw)
+            await ticket(device.compute)
+            elapsed: float = card.cupy.cuda.get_elapsed_time(first, last)
+            return elapsed
+
         figures["alone_ms"] = {"kernel": kernel_ms, "h2d": copy_in_ms, "d2h": copy_out_ms}
-        figures["together_ms"] = together
-        figures.below("together_over_longest", together / max(kernel_ms, longest, 1e-6), 1.3)
-        assert together > 0
+        everything = (compute, copy_in, copy_out)
+        tries = figures["together_ms"] = [await together_ms(everything) for _ in range(3)]
+        # What to look at if they do not.
+        figures["together_by_other_events_ms"] = [await together_ms(everything, sleeps=True) for _ in range(3)]
+        figures["copies_together_ms"] = await together_ms((copy_in, copy_out))
+        figures["kernel_and_h2d_ms"] = await together_ms((compute, copy_in))
+        # Whose machine this is may copy as well, so the best of some tries counts.
+        figures.below("together_over_longest", min(tries) / max(kernel_ms, longest, 1e-6), 1.3)
+        assert min(tries) > 0
         for buffer in buffers:
             buffer.free()
 
