@@ -101,7 +101,7 @@ async def measure_chain(
     peers: Peers = NO_PEERS, *, repeats: int = 7, rounds: int = 25, sizes: Sequence[int] = (1_000, 1_000_000)
 ) -> list[Result]:
     """µs an operation of elementwise ones and reductions: fused or not, captured as a CUDA graph or not."""
-    ways: dict[str, dict[str, bool]] = {
+    ways: dict[str, dict[str, Any]] = {
         ASYNCFLOW: {},
         f"{ASYNCFLOW}, not fused": {"fusion": False},
         f"{ASYNCFLOW}, CUDA graph": {"cuda_graphs": True},
@@ -125,9 +125,7 @@ async def measure_chain(
             case = f"{rounds} times four operations and a mean of {size:,} numbers"
             # A graph is captured once a region has run a few times.
             first = WARM_UPS + 2
-            results += await compare(
-                CHAIN, case, trials, repeats=repeats, warm_ups=first, lead_ins=1, tolerance=1e-4
-            )
+            results += await compare(CHAIN, case, trials, repeats=repeats, warm_ups=first, lead_ins=1, tolerance=1e-4)
     return results
 
 
@@ -181,10 +179,10 @@ def _decisions_by_hand(peers: Peers, numbers: Any, shrink: Any) -> dict[str, Cal
     if peers.jax is not None and (cards := _cards_of(peers.jax)):
         jax = peers.jax
 
-        @jax.jit
-        def compiled(y: Any, factor: Any) -> Any:
+        def last(y: Any, factor: Any) -> Any:
             return jax.lax.while_loop(lambda y: y.max() > 1.0, lambda y: y * factor, y).max()
 
+        compiled = jax.jit(last)
         ways[JAX] = lambda: np.asarray(compiled(*(jax.device_put(a, cards[0]) for a in (numbers, shrink))))
     return ways
 

@@ -61,7 +61,7 @@ class Emitter:
     def __init__(self, source: Graph, asynchronous: Collection[str], truncate: bool) -> None:
         self.flat = Graph(effects=source.effects, seed=source.seed)
         for node in source.walk():
-            self.flat.unique_name(node.name)  # nodes keep their names; new ones must not take them
+            self.flat.reserve(node.name)  # nodes keep their names; new ones must not take them
         self.asynchronous = frozenset(asynchronous)
         self.truncate = truncate
         self.outside = Place()

@@ -202,7 +202,10 @@ class Graph(NotPickled):
         """
         if not is_name(name):
             raise GraphError(f"name={name!r}: a name is a string that is not empty and has no ':' in it")
-        full = self.scope.name_scope + name
+        return self.reserve(self.scope.name_scope + name)
+
+    def reserve(self, full: str) -> str:
+        """`full`, numbered if taken, and taken from here on; the compiler's own names may have a colon."""
         taken = self.root._taken
         with self.root.lock:
             candidate = full

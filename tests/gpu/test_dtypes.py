@@ -35,7 +35,7 @@ def _built(build: Callable[..., Any], arrays: Any, *, gradients: bool) -> Progra
         ys = [y for y in outputs if y.dtype.kind in "fc"]
         xs = [x for x in inputs if x.dtype.kind in "fc"]
         if gradients and ys and xs:
-            outputs += af.gradients(ys, xs, unconnected="zero")
+            outputs += af.gradients(ys, xs, [af.ones_like(y) for y in ys], unconnected="zero")
     return graph, inputs, outputs
 
 
