@@ -113,6 +113,21 @@ class _Whole:
         return result
 
 
+class _Log(list[_Part]):
+    """What versions of a sum share; see `asyncflow.devices.memory.Held`."""
+
+    __slots__ = ("__weakref__",)
+    entry_nbytes = 120  # a triple, and the tuple in it
+
+    def since(self, count: int) -> list[Any]:
+        """The values behind the first `count`; None for what has been added up."""
+        return [None if place is None else values for place, values, _ in self[count:]]
+
+    def buffers(self) -> list[Any]:
+        """What has been added up here; a view, or what it looks into, counts by itself."""
+        return [values for place, values, _ in self[:1] if place is None and values.base is None]
+
+
 class PartSum:
     """What has reached parts of a value: the first `length` entries of a log that versions share.
 
@@ -127,7 +142,7 @@ class PartSum:
 
     __slots__ = ("_lock", "_log", "_total", "length", "nbytes", "size", "whole")
 
-    def __init__(self, whole: _Whole, log: list[_Part], lock: Lock, nbytes: int, size: int) -> None:
+    def __init__(self, whole: _Whole, log: _Log, lock: Lock, nbytes: int, size: int) -> None:
         self._log = log
         self._lock = lock
         self._total: Any | None = None
@@ -136,13 +151,18 @@ class PartSum:
         self.nbytes = nbytes
         self.size = size
 
+    @property
+    def held(self) -> _Log:
+        """What the account of a device with a limit counts."""
+        return self._log
+
     @classmethod
     def of(cls, whole: _Whole, parts: Sequence[_Part]) -> PartSum:
         """One with these parts alone, added up if they are as large as the whole."""
         size = sum(values.size + _ENTRY for _, values, _ in parts)
         if size >= whole.size:
             parts, size = [(None, whole.added_up(parts), ())], 0
-        return cls(whole, list(parts), Lock(), sum(values.nbytes for _, values, _ in parts), size)
+        return cls(whole, _Log(parts), Lock(), sum(values.nbytes for _, values, _ in parts), size)
 
     def parts(self) -> Sequence[_Part]:
         """All of them, or what they add up to if that is known."""
@@ -159,7 +179,7 @@ class PartSum:
         with self._lock:
             log, lock = self._log, self._lock
             if self.length < len(log):
-                log, lock = log[: self.length], Lock()
+                log, lock = _Log(log[: self.length]), Lock()
             log.extend(parts)
             return PartSum(self.whole, log, lock, nbytes, size)
 

@@ -15,6 +15,7 @@ import asyncflow as af
 from asyncflow.autodiff import part_sums
 from asyncflow.autodiff.part_sums import PartSum
 from asyncflow.autodiff.store_gradients import StoreGradient
+from asyncflow.devices.memory import MemoryAccount
 
 Run = Callable[..., Awaitable[Any]]
 Read = Callable[[Any, Any, Any], Any]
@@ -202,6 +203,16 @@ def test_wholes_are_added_up_as_they_come() -> None:
         total = total.merged(sum_of(np, 64, 64))
     assert total.length == 1
     np.testing.assert_array_equal(total.total()[:, 0], 6 * np.arange(64))
+
+
+def test_what_is_kept_counts_where_memory_is_limited() -> None:
+    """Parts one by one, and what they have been added up to."""
+    account = MemoryAccount("cpu:0", limit=1 << 20)
+    parts, whole = sum_of(np, 1000, 50), sum_of(np, 1000, 1000)
+    for total, least, most in ((parts, 50 * 64, 50 * 500), (whole, 64_000, 2 * 64_000)):
+        before = account.statistics().used
+        account.track(total)
+        assert least <= account.statistics().used - before <= most
 
 
 async def test_rows_by_masks(run: Run) -> None:
