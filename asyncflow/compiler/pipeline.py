@@ -33,6 +33,7 @@ from asyncflow.compiler.straight import find_straight
 from asyncflow.devices.names import DeviceSpec
 from asyncflow.errors import PlacementError
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import has_side_effect
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.resource import resources_of
 from asyncflow.graph.verify import verify
@@ -104,6 +105,7 @@ def compile_plan(
     if homes is not None:
         homes.update((key, node.device) for node, key in _state_of(working) if node.device is not None)
     states = frozenset(key for _, key in _state_of(working))
+    is_repeatable = not any(map(_is_noticed, working.walk()))
     read_on_host = _states_for_host(working, devices, resolve)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
     enqueuing = {device.name for device in devices if runs_regions(device)}
@@ -132,8 +134,15 @@ def compile_plan(
         saved=saved,
         loops=loops,
         read_on_host=read_on_host,
+        is_repeatable=is_repeatable,
         states=states,
     )
+
+
+def _is_noticed(node: Node) -> bool:
+    """Whether somebody might notice that a node runs twice: it changes something, or is the user's own code."""
+    op = node.op
+    return op.is_user or op.is_async or (op.effects is not None and has_side_effect(node))
 
 
 def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:

@@ -304,6 +304,7 @@ class Plan:
         straight: the plan as one call, if it is that simple.
         saved: what its loops save for their gradients.
         loops: what drives those on cards.
+        is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         states: what tells the variables that it touches from others.
         expected_s: how long a run of it takes, as far as that has been measured; 0 if not.
         used: the number of the last run of it, among those of its session.
@@ -315,6 +316,7 @@ class Plan:
     fetches: list[int | None]
     placement: Placement
     straight: Straight | None = None
+    is_repeatable: bool = False
     states: frozenset[Hashable] = frozenset()
     expected_s: float = 0.0
     used: int = 0

@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
@@ -17,7 +18,7 @@ from asyncflow.compiler.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import check_event_loop, has_one_memory, open_devices
 from asyncflow.entered import Entered
-from asyncflow.errors import GraphError, SessionClosedError
+from asyncflow.errors import GraphError, OutOfMemoryError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
@@ -28,6 +29,7 @@ from asyncflow.runtime.device_feeds import as_of_now, at_hand
 from asyncflow.runtime.feeds import as_feeds
 from asyncflow.runtime.fetches import user_value
 from asyncflow.runtime.loop import burst_clock, thread_waits
+from asyncflow.runtime.memory_turns import MemoryTurns
 from asyncflow.runtime.options import (
     as_timeout,
     check_device_while,
@@ -52,7 +54,7 @@ from asyncflow.streams.holding import is_within
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import AsyncGenerator, Collection, Hashable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Collection, Hashable, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.blas import BlasLease
@@ -95,7 +97,8 @@ class Session(NotPickled):
             whether the card runs it. New; right on the one card it ran on.
         debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
-        memory_limit: bytes per device; None for no limit.
+        memory_limit: bytes per device; None for no limit. Runs that only compute, and pass it together, are done one
+            after the other; what passes it alone fails with `OutOfMemoryError`.
         threads: BLAS threads a stream. One is best when several runs are in flight.
         compute_streams: streams for kernels on each device; with more than one, the compiler divides a run's
             independent branches, and the iterations of its loops, over them. Kernels of different runs on a CPU overlap
@@ -201,6 +204,7 @@ class Session(NotPickled):
         self._quiet = quiet_context()
         self._admission = None if max_runs is None else Admission(max_runs, max_queued)
         self._atomic = AtomicRuns()
+        self._memory_turns = None if memory_limit is None else MemoryTurns()
         self._runs: set[Run] = set()
         self._run_count = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -446,7 +450,12 @@ class Session(NotPickled):
                 and self._may_run_straight(plan, timeout, asked_s)
             ):
                 device = self._device_of[plan.partitions[0].device]
-                straight = run_straight(plan.straight, device, self._quiet, checked)
+                try:
+                    straight = run_straight(plan.straight, device, self._quiet, checked)
+                except OutOfMemoryError:
+                    if self._memory_turns is None or not plan.is_repeatable:
+                        raise
+                    straight = None  # others may end
                 if straight is not None:
                     self._run_count += 1
                     plan.used = self._run_count
@@ -459,8 +468,12 @@ class Session(NotPickled):
             if ticket is not None and self._admission is not None:
                 self._admission.begin(ticket, plan)
             staying = frozenset(plan.fetches[index] for index in call.staying)
-            run = self._start(loop, plan, checked, timeout, asked_s, recorder, None, staying)
-            results = await self._copies.of_results(await run.wait())
+            start = partial(self._start, loop, plan, checked, timeout, asked_s, recorder, None, staying)
+            if self._memory_turns is None or atomic or not plan.is_repeatable or is_within(self._turn):
+                values = await start().wait()
+            else:
+                values = await self._in_turn(start, plan, timeout, asked_s)
+            results = await self._copies.of_results(values)
             is_whole = True
         finally:
             if claim is not None:
@@ -475,6 +488,18 @@ class Session(NotPickled):
         """Raises OverloadedError if a run will not be admitted."""
         if self._admission is not None and not is_within(self._turn):
             self._admission.apply(plan, None if timeout is None else asked_s + timeout)
+
+    async def _in_turn(self, start: Callable[[], Run], plan: Plan, timeout: float | None, asked_s: float) -> list[Any]:
+        """The values of a run that is done again, alone, if it passes the memory limit beside others."""
+
+        async def attempt() -> list[Any]:
+            if self._atomic.claims:
+                await self._claimed(plan, False, timeout, asked_s)
+            return await start().wait()
+
+        assert self._memory_turns is not None
+        waits = partial(in_time, timeout, asked_s, "runs that it does not fit into memory with did not end")
+        return await self._memory_turns.values(attempt, waits)
 
     async def _admitted(self, plan: Plan | None, timeout: float | None, asked_s: float) -> Ticket | None:
         """The leave to start a run; None for one that is part of another."""

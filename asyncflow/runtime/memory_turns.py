@@ -1,0 +1,91 @@
+"""Runs that pass the memory limit together, and are done one after the other in place of failing.
+
+A run that only computes (no effects, no functions or coroutines of the user's) can be done again. If such a run passes
+the limit beside others of its kind, it is stopped, and done again alone: when the others have ended, in the order in
+which runs were stopped. While one waits, new ones of the kind queue behind it, so none starves. What passes the limit
+alone fails. Those that are waited for compute and end, and wait for nobody; so nobody waits for ever. Runs of other
+kinds never wait here, and what they hold is not waited for: they may be waiting for the very run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from asyncflow.errors import OutOfMemoryError
+
+
+class MemoryTurns:
+    """Whose turn it is. Invariant: if anybody waits, no run is active, or one that will wake the next when it ends."""
+
+    __slots__ = ("_active", "_begun", "_waiting")
+
+    def __init__(self) -> None:
+        self._active = 0
+        self._begun = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def values(
+        self, attempt: Callable[[], Awaitable[list[Any]]], in_time: Callable[[], AbstractAsyncContextManager[None]]
+    ) -> list[Any]:
+        """What ``await attempt()`` gives, the first time or the second.
+
+        Args:
+            attempt: runs.
+            in_time: what is waited inside for a turn.
+
+        Cancellation: leaves the queue.
+
+        Raises:
+            OutOfMemoryError: it passes the limit alone.
+        """
+        if not self._waiting:
+            is_beside = self._active > 0
+            self._active += 1
+            self._begun += 1
+            begun = self._begun
+            try:
+                return await attempt()
+            except OutOfMemoryError:
+                if not is_beside and begun == self._begun:
+                    raise
+            finally:
+                self._leave()
+        async with in_time():
+            await self._wait()
+        try:
+            return await attempt()
+        finally:
+            self._leave()
+
+    async def _wait(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._wake()
+        try:
+            await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self._leave()  # it came together with the cancellation
+            else:
+                self._waiting.remove(turn)
+                self._wake()
+            raise
+
+    def _leave(self) -> None:
+        self._active -= 1
+        self._wake()
+
+    def _wake(self) -> None:
+        # One that is cancelled is still here until its task has run.
+        turn = None if self._active else next((turn for turn in self._waiting if not turn.done()), None)
+        if turn is not None:
+            self._waiting.remove(turn)
+            self._active = 1
+            turn.set_result(None)
+
+
+__all__ = ["MemoryTurns"]

@@ -1,0 +1,113 @@
+"""Runs that pass the memory limit together wait for one another."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from tests.conftest import OpenSession
+from tests.faults.kernels import CoroutineGate, until
+
+LARGE = np.ones(100_000, np.float32)
+LIMIT = 1_000_000
+"""Room for two arrays of that size, and not for three."""
+
+
+def holds(x: af.Tensor, turns: int = 300) -> af.Tensor:
+    """Holds twice `x` for many turns of the event loop."""
+    held = x * 2.0
+    count, _ = af.while_loop(lambda i, v: i < turns, lambda i, v: (i + 1, af.tanh(v)), (0, x[0]))
+    with af.control_dependencies([count]):
+        return held + 0.0 * af.astype(count, "float32")
+
+
+async def test_runs_that_fit_one_by_one_all_end(graph: af.Graph) -> None:
+    """And those that begin meanwhile queue behind the ones that wait."""
+    x = af.placeholder("float32", (None,))
+    y = holds(x)
+    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
+        sums = await asyncio.gather(*(_sum_of(session, y, {x: LARGE * k}) for k in range(1, 9)))
+        assert sums == [200_000.0 * k for k in range(1, 9)]
+        assert session.statistics().used_bytes["cpu:0"] == 0
+        assert not session._memory_turns._waiting  # type: ignore[union-attr]
+
+
+async def _sum_of(session: af.Session, y: af.Tensor, feeds: Any) -> float:
+    return float((await session.run(y, feeds)).sum())
+
+
+async def test_what_does_not_fit_alone_fails(graph: af.Graph) -> None:
+    """Beside others too, which are right."""
+    x = af.placeholder("float32", (None,))
+    y, much = holds(x), [holds(x * float(k)) for k in range(4)]
+    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
+        with pytest.raises(af.OutOfMemoryError):
+            await session.run(much, {x: LARGE})
+        results = await asyncio.gather(
+            *(_sum_of(session, y, {x: LARGE}) for _ in range(3)), session.run(much, {x: LARGE}), return_exceptions=True
+        )
+        assert results[:3] == [200_000.0] * 3
+        assert isinstance(results[3], af.OutOfMemoryError)
+
+
+async def test_a_run_that_somebody_might_notice_twice_fails_as_ever(graph: af.Graph) -> None:
+    """It is not done again."""
+    x = af.placeholder("float32", (None,))
+    calls = []
+
+    @af.op(outputs=lambda spec: spec)
+    def noted(v: Any) -> Any:
+        calls.append(1)
+        return v + 1.0
+
+    y, z = holds(x, turns=3000), [holds(noted(x)), holds(x * 3.0)]
+    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
+        other = asyncio.ensure_future(_sum_of(session, y, {x: LARGE}))
+        await until(lambda: session.statistics().used_bytes["cpu:0"])
+        with pytest.raises(af.OutOfMemoryError):
+            await session.run(z, {x: LARGE})
+        assert await other == 200_000.0
+    assert len(calls) == 1
+
+
+async def test_nobody_waits_for_a_run_that_may_wait_for_him(graph: af.Graph) -> None:
+    """A coroutine in one holds memory until the other has ended."""
+    x, ticket, gate = af.placeholder("float32", (None,)), af.placeholder("int64", ()), CoroutineGate()
+    held = x * 2.0
+    with af.control_dependencies([gate.op(ticket).node]):
+        waits = [held + 1.0]
+    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
+        task = asyncio.ensure_future(session.run(waits, {x: LARGE, ticket: 1}))
+        await until(lambda: gate.started)
+        with pytest.raises(af.OutOfMemoryError):
+            await session.run([x * 3.0, x * 4.0], {x: LARGE})
+        gate.opened.set()
+        await task
+
+
+async def test_one_that_waits_may_be_cancelled_or_late(graph: af.Graph) -> None:
+    x = af.placeholder("float32", (None,))
+    y = holds(x, turns=2000)
+    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
+        assert session._memory_turns is not None
+        tasks = [asyncio.ensure_future(_sum_of(session, y, {x: LARGE})) for _ in range(5)]
+        await until(lambda: len(session._memory_turns._waiting) >= 2)  # type: ignore[union-attr]
+        late = session.run(y, {x: LARGE}, timeout=1e-9)
+        with pytest.raises(af.DeadlineExceeded):
+            await late
+        tasks[-1].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert results[:-1] == [200_000.0] * 4
+        assert isinstance(results[-1], asyncio.CancelledError)
+
+
+async def test_on_cards_too(open_session: OpenSession) -> None:
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (None,))
+        y = holds(x, turns=20)
+    async with open_session(graph, memory_limit=4 * LIMIT) as session:
+        assert await asyncio.gather(*(_sum_of(session, y, {x: LARGE}) for _ in range(12))) == [200_000.0] * 12
