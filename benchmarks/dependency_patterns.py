@@ -15,7 +15,17 @@ import asyncflow as af
 from benchmarks.harness import Result
 from benchmarks.peers import NO_PEERS, Peers
 from benchmarks.plots import Chart, Timeline, draw_charts, draw_timelines
-from benchmarks.simulation import ITERATION_RATE, Curve, Outcome, as_results, devices, in_thread, simulate
+from benchmarks.simulation import (
+    ITERATION_RATE,
+    Curve,
+    Outcome,
+    as_results,
+    by_host,
+    devices,
+    host_note,
+    in_thread,
+    simulate,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +120,7 @@ async def measure(
     iterations: int = ITERATIONS,
 ) -> list[Result]:
     """Iterations/s of virtual time, which no repeat would change."""
-    found = await in_thread(lambda: curves(counts, rows=rows, size=size, iterations=iterations))
+    found = await in_thread(lambda: by_host(lambda: curves(counts, rows=rows, size=size, iterations=iterations)))
     return as_results(NAME, found, ITERATION_RATE, f"{rows}x{size} matmul, {{curve}}, v100: {{x}}")
 
 
@@ -120,7 +130,7 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         title=f"One {ROWS}x{SIZE} matmul a device and iteration, simulated v100, {LINK}",
         x="devices",
         y="iterations/s of virtual time",
-        curves=curves(),
+        curves=by_host(curves),
     )
     timelines = [
         Timeline(
@@ -131,6 +141,6 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         for pattern in PATTERNS
     ]
     return [
-        draw_charts(folder / "dependency_patterns.png", [chart]),
+        draw_charts(folder / "dependency_patterns.png", [chart], note=host_note()),
         draw_timelines(folder / "dependency_patterns_timeline.png", timelines),
     ]

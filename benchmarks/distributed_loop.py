@@ -16,7 +16,17 @@ import asyncflow as af
 from benchmarks.harness import Result
 from benchmarks.peers import NO_PEERS, Peers
 from benchmarks.plots import Chart, draw_charts
-from benchmarks.simulation import ITERATION_RATE, PAPER, Curve, as_results, devices, in_thread, simulate
+from benchmarks.simulation import (
+    ITERATION_RATE,
+    PAPER,
+    Curve,
+    as_results,
+    by_host,
+    devices,
+    host_note,
+    in_thread,
+    simulate,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +81,7 @@ async def measure(
     peers: Peers = NO_PEERS, *, repeats: int = 1, counts: Sequence[int] = COUNTS, iterations: int = ITERATIONS
 ) -> list[Result]:
     """Iterations/s of virtual time, which no repeat would change, and what the paper has."""
-    found = await in_thread(lambda: curves(counts, iterations=iterations))
+    found = await in_thread(lambda: by_host(lambda: curves(counts, iterations=iterations)))
     case = "{curve}, machines: {x}"
     return [
         *as_results(NAME, found, ITERATION_RATE, case),
@@ -85,8 +95,8 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         title=f"Loop with a trivial body, one simulated k40 a machine, {LINK}",
         x="machines",
         y="iterations/s of virtual time",
-        curves=curves(),
+        curves=by_host(curves),
         paper=PAPERS,
         is_log=True,
     )
-    return [draw_charts(folder / "distributed_loop.png", [chart])]
+    return [draw_charts(folder / "distributed_loop.png", [chart], note=host_note())]

@@ -27,7 +27,7 @@ from benchmarks.lstm import (
 from benchmarks.peers import NO_PEERS, TENSORFLOW_1, Peers
 from benchmarks.plots import Chart, draw_charts
 from benchmarks.results import curves_of, quotient
-from benchmarks.simulation import Curve, as_results, in_thread, simulate
+from benchmarks.simulation import DRIVERS, Curve, as_results, by_host, host_note, in_thread, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,8 +92,8 @@ async def measure(
     for batch in batches:
         found = await _compare(batch, steps, hidden, peers, repeats)
         results += [*found, *_slowdowns(found)]
-    found = await in_thread(lambda: curve(simulated_batches, **simulated_sizes))
-    return [*results, *as_results(NAME, {"": found}, SIMULATED_SLOWDOWN, _case("{x}", **simulated_sizes))]
+    found = await in_thread(lambda: by_host(lambda: {"": curve(simulated_batches, **simulated_sizes)}))
+    return [*results, *as_results(NAME, found, SIMULATED_SLOWDOWN, _case("{x}", **simulated_sizes) + ", {curve}")]
 
 
 async def _compare(batch: int, steps: int, hidden: int, peers: Peers, repeats: int) -> list[Result]:
@@ -137,13 +137,20 @@ def _slowdowns(results: Sequence[Result]) -> list[Result]:
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     """The slowdown by batch size, simulated and measured."""
+    simulated_curves = {}
+    for label in DRIVERS.values():
+        cases = {batch: f"{_case(batch, **SIZES)}, {label}" for batch in BATCHES}
+        if found := curves_of(results, SIMULATED_SLOWDOWN, cases):
+            simulated_curves[label] = found[ASYNCFLOW]
+    measured = curves_of(results, SLOWDOWN, {batch: _case(batch, **CPU_SIZES) for batch in CPU_BATCHES})
     charts = [
         Chart(title=f"{machine}: {_size(**sizes)}", x="batch", y="loop ÷ unrolled", curves=curves)
-        for machine, figure, batches, sizes in (
-            ("simulated v100", SIMULATED_SLOWDOWN, BATCHES, SIZES),
-            ("this CPU, one thread", SLOWDOWN, CPU_BATCHES, CPU_SIZES),
+        for machine, curves, sizes in (
+            ("simulated v100", simulated_curves, SIZES),
+            ("this CPU, one thread", measured, CPU_SIZES),
         )
-        if (curves := curves_of(results, figure, {batch: _case(batch, **sizes) for batch in batches}))
+        if curves
     ]
     note = "training step of an LSTM layer: time of the loop over time of the same steps written out"
+    note += f"\n{host_note()}"
     return [draw_charts(folder / "dynamic_unrolling.png", charts, note=note)] if charts else []

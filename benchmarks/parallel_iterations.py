@@ -14,7 +14,17 @@ import asyncflow as af
 from benchmarks.harness import Result
 from benchmarks.peers import NO_PEERS, Peers
 from benchmarks.plots import Chart, Timeline, draw_charts, draw_timelines
-from benchmarks.simulation import ITERATION_RATE, Curve, Outcome, as_results, devices, in_thread, simulate
+from benchmarks.simulation import (
+    ITERATION_RATE,
+    Curve,
+    Outcome,
+    as_results,
+    by_host,
+    devices,
+    host_note,
+    in_thread,
+    simulate,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,20 +84,21 @@ async def measure(
     iterations: int = ITERATIONS,
 ) -> list[Result]:
     """Iterations/s of virtual time, which no repeat would change."""
-    found = await in_thread(lambda: curve(windows, layers=layers, size=size, iterations=iterations))
-    case = f"{layers} layers of {size}x{size} on {layers} x v100, parallel_iterations {{x}}"
-    return as_results(NAME, {"": found}, ITERATION_RATE, case)
+    found = await in_thread(
+        lambda: by_host(lambda: {"": curve(windows, layers=layers, size=size, iterations=iterations)})
+    )
+    case = f"{layers} layers of {size}x{size} on {layers} x v100, parallel_iterations {{x}}, {{curve}}"
+    return as_results(NAME, found, ITERATION_RATE, case)
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     """The rates, and two timelines that show why."""
-    rates = curve()
-    best = max(rates.values())
+    curves = by_host(lambda: {"": curve()})
     chart = Chart(
         title=f"{LAYERS} layers of one {SIZE}x{SIZE} matmul, simulated {LAYERS} x v100",
         x="parallel_iterations",
         y="iterations/s of virtual time",
-        curves={"asyncflow": rates},
+        curves=curves,
     )
     timelines = [
         Timeline(
@@ -101,7 +112,8 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
             (8, "all do, and a copy or kernel is always next"),
         )
     ]
-    note = f"8 at once: {rates[8] / rates[1]:.1f} times the rate of 1, and {rates[8] / best:.0%} of the best"
+    gains = (f"{name} {rates[8] / rates[1]:.1f}" for name, rates in curves.items())
+    note = f"times the rate of 1 with 8 at once: {', '.join(gains)}\n{host_note()}"
     return [
         draw_charts(folder / "parallel_iterations.png", [chart], note=note),
         draw_timelines(folder / "parallel_iterations_timeline.png", timelines),

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import asyncflow as af
+from asyncflow.devices.presets import HOSTS
 from asyncflow.testing import virtual_clock
 from benchmarks.harness import ASYNCFLOW, Figure, Result
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 STEPS_RATE: Final = Figure("rate, virtual time", "steps/s", higher_is_better=True)
 ITERATION_RATE: Final = Figure("rate, virtual time", "iterations/s", higher_is_better=True)
 PAPER: Final = "the paper"
 """EuroSys '18, on its own machines: something to look at, and nothing to divide by."""
+
+DRIVERS: Final = {"asyncflow": "this runtime", "c++": "a thread a device"}
+"""The hosts that drive the simulated cards, and what their curves are called; see `asyncflow.devices.presets.HOSTS`."""
+
+_driver: ContextVar[str] = ContextVar("driver", default="asyncflow")
 
 Curve = dict[int, float]
 """By the number of devices, or whatever is varied."""
@@ -51,7 +59,7 @@ def simulate(
     async def main() -> Outcome:
         async with af.Session() as session:
             await (warm_up or work)(session)
-            loop, trace = asyncio.get_running_loop(), af.Trace()
+            loop, trace = asyncio.get_running_loop(), af.Trace(detail="region")
             started = loop.time()
             if traced:
                 with trace:
@@ -60,8 +68,37 @@ def simulate(
                 await work(session)
             return Outcome(loop.time() - started, trace)
 
-    with virtual_clock(machine, jitter=jitter, shapes_only=True) as clock:
+    with virtual_clock(machine, jitter=jitter, shapes_only=True, host=_driver.get()) as clock:
         return clock.run(main())
+
+
+@contextmanager
+def driven_by(host: str) -> Iterator[None]:
+    """Inside, that host drives the simulated cards."""
+    token = _driver.set(host)
+    try:
+        yield
+    finally:
+        _driver.reset(token)
+
+
+def by_host(make: Callable[[], Mapping[str, Curve]]) -> dict[str, Curve]:
+    """The curves with each of the hosts."""
+    found: dict[str, Curve] = {}
+    for host in DRIVERS:
+        with driven_by(host):
+            found.update((with_host(name, host), curve) for name, curve in make().items())
+    return found
+
+
+def with_host(name: str, host: str) -> str:
+    """What the curve `name` is called where `host` drives the cards."""
+    return ", ".join(part for part in (name, DRIVERS[host]) if part)
+
+
+def host_note() -> str:
+    """What the hosts are, for the foot of a picture."""
+    return "; ".join(f"{label}: {HOSTS[host].summary}, by {HOSTS[host].launches}" for host, label in DRIVERS.items())
 
 
 async def in_thread(simulation: Callable[..., Any], *args: Any) -> Any:

@@ -19,7 +19,18 @@ from benchmarks.harness import ASYNCFLOW, Figure, Result, Trial, compare, timed,
 from benchmarks.peers import NO_PEERS, NUMPY, TENSORFLOW_1, Peers
 from benchmarks.plots import Chart, draw_bars, draw_charts
 from benchmarks.results import quotient
-from benchmarks.simulation import STEPS_RATE, Curve, Outcome, as_results, devices, in_thread, simulate, spread
+from benchmarks.simulation import (
+    STEPS_RATE,
+    Curve,
+    Outcome,
+    as_results,
+    by_host,
+    devices,
+    host_note,
+    in_thread,
+    simulate,
+    spread,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -241,7 +252,7 @@ async def measure(
     finally:
         for model in ours.values():
             await model.session.aclose()
-    found = await in_thread(lambda: curves(counts, steps=steps, batch=batch, hidden=hidden))
+    found = await in_thread(lambda: by_host(lambda: curves(counts, steps=steps, batch=batch, hidden=hidden)))
     return [*results, *speed_ups(results), *as_results(NAME, found, STEPS_RATE, f"{case}, v100: {{x}}, {{curve}}")]
 
 
@@ -267,11 +278,11 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
             title=f"hidden {size['hidden']}, batch {size['batch']}",
             x="devices",
             y="time steps/s of virtual time",
-            curves=curves(steps=STEPS, batch=size["batch"], hidden=size["hidden"]),
+            curves=by_host(lambda size=size: curves(steps=STEPS, batch=size["batch"], hidden=size["hidden"])),  # type: ignore[misc]
         )
         for size in (SIZES, LARGE)
     ]
-    note = f"{LAYERS}-layer LSTM, forward, {STEPS} time steps, simulated v100, {LINK}"
+    note = f"{LAYERS}-layer LSTM, forward, {STEPS} time steps, simulated v100, {LINK}\n{host_note()}"
     paths = [draw_charts(folder / "stacked_lstm_simulated.png", charts, note=note)]
     if bars:
         title = f"{LAYERS}-layer LSTM, forward, hidden {SIZES['hidden']}, batch {SIZES['batch']}, two cores"

@@ -35,7 +35,21 @@ from benchmarks.lstm_by_hand import ByHand
 from benchmarks.peers import NO_PEERS, NUMPY, TENSORFLOW_1, Peers
 from benchmarks.plots import Chart, Timeline, draw_bars, draw_charts, draw_timelines
 from benchmarks.results import curves_of
-from benchmarks.simulation import PAPER, Curve, Outcome, as_results, devices, in_thread, simulate, spread
+from benchmarks.simulation import (
+    DRIVERS,
+    PAPER,
+    Curve,
+    Outcome,
+    as_results,
+    by_host,
+    devices,
+    driven_by,
+    host_note,
+    in_thread,
+    simulate,
+    spread,
+    with_host,
+)
 from benchmarks.stacked_lstm import COUNTS, LAYERS, LINK, SPEED_UP, TWO_DEVICES, TWO_THREADS, speed_ups
 
 if TYPE_CHECKING:
@@ -269,7 +283,9 @@ async def measure(
     finally:
         for model in ours.values():
             await model.session.aclose()
-    found = await in_thread(lambda: curves(counts, batches, steps=simulated_steps, hidden=simulated_hidden))
+    found = await in_thread(
+        lambda: by_host(lambda: curves(counts, batches, steps=simulated_steps, hidden=simulated_hidden))
+    )
     case = _simulated_case("{curve}", "{x}", simulated_steps, simulated_hidden)
     return [
         *results,
@@ -286,7 +302,7 @@ def _simulated_case(batch: str, count: int | str, steps: int, hidden: int) -> st
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     """The simulated speed-ups beside the paper's, how forward turns into backward, and the measured speed-ups."""
     curves = {}
-    for batch in (f"batch {size}" for size in BATCHES):
+    for batch in (with_host(f"batch {size}", host) for host in DRIVERS for size in BATCHES):
         cases = {count: _simulated_case(batch, count, STEPS, HIDDEN) for count in COUNTS}
         if found := curves_of(results, SIMULATED_SPEED_UP, cases):
             curves[batch] = found[ASYNCFLOW]
@@ -299,13 +315,19 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
             curves=curves,
             paper=PAPERS,
         )
+        note = f"simulated v100, {LINK}\n{host_note()}"
         paths.append(
-            draw_charts(folder / "stacked_lstm_training_simulated.png", [chart], note=f"simulated v100, {LINK}")
+            draw_charts(
+                folder / "stacked_lstm_training_simulated.png", [chart], note=f"simulated v100, {LINK}\n{host_note()}"
+            )
         )
-        trace = simulated(COUNTS[-1], steps=TIMELINE_STEPS, batch=BATCHES[-1], hidden=HIDDEN, traced=True).trace
-        title = f"{TIMELINE_STEPS} time steps, forward and backward (colour: iteration; thin: copies)"
-        timeline = Timeline(title=title, trace=trace)
-        paths.append(draw_timelines(folder / "stacked_lstm_training_timeline.png", [timeline]))
+        timelines = []
+        for host, label in DRIVERS.items():
+            with driven_by(host):
+                trace = simulated(COUNTS[-1], steps=TIMELINE_STEPS, batch=BATCHES[-1], hidden=HIDDEN, traced=True).trace
+            title = f"{label}: {TIMELINE_STEPS} time steps, forward and backward (colour: iteration; thin: copies)"
+            timelines.append(Timeline(title=title, trace=trace))
+        paths.append(draw_timelines(folder / "stacked_lstm_training_timeline.png", timelines))
     bars = {
         result.system: (result.median, result.worst, result.best)
         for result in results

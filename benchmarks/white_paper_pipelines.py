@@ -21,7 +21,18 @@ from benchmarks import stacked_lstm
 from benchmarks.harness import Result
 from benchmarks.peers import NO_PEERS, Peers
 from benchmarks.plots import Chart, Timeline, draw_charts, draw_timelines
-from benchmarks.simulation import STEPS_RATE, Curve, Outcome, as_results, devices, in_thread, simulate, spread
+from benchmarks.simulation import (
+    STEPS_RATE,
+    Curve,
+    Outcome,
+    as_results,
+    by_host,
+    devices,
+    host_note,
+    in_thread,
+    simulate,
+    spread,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -184,14 +195,16 @@ async def measure(
     results = []
     for pipeline, varied in _VARIED.items():
         chosen = (sizes or {}).get(pipeline, {})
-        found = await in_thread(lambda name=pipeline, chosen=chosen: curve(name, counts, steps=steps, **chosen))
-        results += as_results(NAME, {pipeline: found}, STEPS_RATE, f"{{curve}}, {varied}: {{x}}")
+        found = await in_thread(
+            lambda name=pipeline, chosen=chosen: by_host(lambda: {name: curve(name, counts, steps=steps, **chosen)})
+        )
+        results += as_results(NAME, found, STEPS_RATE, f"{{curve}}, {varied}: {{x}}")
     return results
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     """The rates of all, and timelines."""
-    parallel = {"synchronous": curve(SYNCHRONOUS), "asynchronous": curve(ASYNCHRONOUS)}
+    parallel = by_host(lambda: {"synchronous": curve(SYNCHRONOUS), "asynchronous": curve(ASYNCHRONOUS)})
     charts = [
         Chart(
             title=f"Data parallel: linear model, batch {BATCH:,}",
@@ -203,13 +216,13 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
             title="Model parallel: 8-layer LSTM",
             x="devices",
             y="time steps/s of virtual time",
-            curves={MODEL: curve(MODEL)},
+            curves=by_host(lambda: {"": curve(MODEL)}),
         ),
         Chart(
             title=f"Concurrent steps: {LAYERS} layers on {LAYER_DEVICES} devices",
             x="runs in flight",
             y="runs/s of virtual time",
-            curves={CONCURRENT: curve(CONCURRENT)},
+            curves=by_host(lambda: {"": curve(CONCURRENT)}),
         ),
     ]
     legend = "colour and number: {}; thin: copies"
@@ -230,7 +243,7 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         for count in (2, 8)
     ]
     return [
-        draw_charts(folder / "white_paper_pipelines.png", charts, note=f"simulated v100, {LINK}"),
+        draw_charts(folder / "white_paper_pipelines.png", charts, note=f"simulated v100, {LINK}\n{host_note()}"),
         draw_timelines(folder / "data_parallel_timeline.png", training),
         draw_timelines(folder / "concurrent_steps_timeline.png", pipelines),
         draw_timelines(folder / "model_parallel_timeline.png", layers),

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import asyncflow as af
+from asyncflow.cli.calibrate import calibrate
 from asyncflow.cli.devices import list_devices
 from asyncflow.cli.profile import profile
 from asyncflow.cli.simulate import SimulationOptions, simulate
 from asyncflow.cli.target import TargetError
-from asyncflow.devices.presets import CARDS, LINKS, MachineSpec, parse_machine
+from asyncflow.devices.host import LAUNCHES
+from asyncflow.devices.presets import CARDS, DEFAULT_HOST, HOSTS, LINKS, MachineSpec, parse_machine
 from asyncflow.profiler.save import TraceFormatError
 
 if TYPE_CHECKING:
@@ -24,9 +26,9 @@ USAGE_ERROR = 2
 # `argparse` would go on looking for our options among the program's.
 _WITH_VALUE = {
     "profile": ("-o", "--output", "--top", "--color-by"),
-    "simulate": ("-o", "--output", "--devices", "--seed", "--jitter"),
+    "simulate": ("-o", "--output", "--devices", "--seed", "--jitter", "--host", "--launches"),
 }
-_FLAGS = {"profile": ("-h", "--help"), "simulate": ("-h", "--help", "--shapes-only")}
+_FLAGS = {"profile": ("-h", "--help"), "simulate": ("-h", "--help", "--shapes-only", "--calibrate")}
 
 _PROFILE_EXAMPLES = """\
 examples:
@@ -45,8 +47,12 @@ examples:
   asyncflow simulate package.module:step --devices "4 x a100, nvlink3, pcie3" --jitter 0.1 --seed 7
   asyncflow simulate train.py:main --devices "64 x k40, ethernet10" --shapes-only --epochs 3
 
+  asyncflow simulate train.py:main --devices "8 x v100, nvlink2" --host c++ --launches nodes
+  asyncflow simulate --calibrate        on a machine with a card: what launching and the rest costs its host
+
 cards: {", ".join(CARDS)}
 links: {", ".join(LINKS)}
+hosts: {", ".join(f"{host.name} ({host.summary})" for host in HOSTS.values())}
 
 Sessions that name no devices open all of them. Time is virtual: what the program computes besides takes none.
 """
@@ -62,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: for ``--help``, ``--version`` and arguments that make no sense.
     """
     own, program_arguments = _split(sys.argv[1:] if argv is None else list(argv))
+    if list(own) == ["simulate", "--calibrate"]:
+        return calibrate()
     options = _parser().parse_args(own)
     if options.command == "devices":
         print(list_devices())
@@ -154,7 +162,7 @@ def _add_simulate(commands: _Commands) -> None:
         help="run a program on a machine that is not there and predict its times",
         description="Runs a program on simulated devices and virtual time, and prints what it would take on them.",
         usage="asyncflow simulate [-h] target --devices MACHINE [-o FILE]... [--seed N] [--jitter X] [--shapes-only] "
-        "[arguments of the program ...]",
+        "[--host HOST] [--launches HOW] [arguments of the program ...], or asyncflow simulate --calibrate",
         epilog=_SIMULATE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -182,6 +190,15 @@ def _add_simulate(commands: _Commands) -> None:
         action="store_true",
         help="large arrays carry no data: fast, but what depends on them cannot be computed",
     )
+    simulated.add_argument(
+        "--host",
+        choices=tuple(HOSTS),
+        default=DEFAULT_HOST.name,
+        help="what drives the devices, and how long it takes to (default: %(default)s, as measured)",
+    )
+    simulated.add_argument(
+        "--launches", choices=LAUNCHES, help="how kernels come to a card (default: as the host does it)"
+    )
 
 
 def _add_target_and_output(parser: argparse.ArgumentParser) -> None:
@@ -207,6 +224,8 @@ def _simulation(options: argparse.Namespace) -> SimulationOptions:
         seed=options.seed,
         jitter=options.jitter,
         shapes_only=options.shapes_only,
+        host=HOSTS[options.host],
+        launches=options.launches,
         outputs=options.output,
     )
 

@@ -13,11 +13,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from asyncflow.cli.host_share import format_host, host_share
 from asyncflow.cli.profile import how_to_open
 from asyncflow.cli.program import run_program
 from asyncflow.cli.target import Target
+from asyncflow.devices.host import Host, Launches
 from asyncflow.devices.memory import format_bytes
-from asyncflow.devices.presets import Card, MachineSpec, format_machine
+from asyncflow.devices.presets import DEFAULT_HOST, Card, MachineSpec, format_machine
 from asyncflow.devices.sim_machine import SimMachine, use_machine
 from asyncflow.profiler import Summary, save, summarize
 from asyncflow.profiler.save import check_destination
@@ -36,6 +38,8 @@ class SimulationOptions:
         seed: of the jitter.
         jitter: how much the times of kernels and copies vary.
         shapes_only: large arrays carry no data.
+        host: what drives the devices.
+        launches: how kernels come to a card; None for what the host does.
         outputs: files for the timeline, ending in .json, .json.gz, .html, .png or .svg; checked before anything runs.
     """
 
@@ -43,6 +47,8 @@ class SimulationOptions:
     seed: int = 0
     jitter: float = 0.0
     shapes_only: bool = False
+    host: Host = DEFAULT_HOST
+    launches: Launches | None = None
     outputs: Sequence[Path] = ()
 
 
@@ -67,12 +73,12 @@ def simulate(target: str, options: SimulationOptions, arguments: Sequence[str]) 
     """
     for path in options.outputs:
         check_destination(path)
-    trace = Trace()
+    trace = Trace(detail="region")  # and yet every kernel: what a region launches is recorded one by one
     called = Target.parse(target)
-    with simulated_loops(options):
+    with simulated_loops(options) as machines:
         code = run_program(called, arguments, trace)
     sys.stdout.flush()
-    print(f"\n{format_report(trace, options.machine)}")
+    print(f"\n{format_report(trace, options.machine, machines)}")
     for path in options.outputs:
         save(trace, path)
         print(f"\nwrote {path}{how_to_open(path)}")
@@ -83,8 +89,11 @@ def simulate(target: str, options: SimulationOptions, arguments: Sequence[str]) 
 
 
 @contextmanager
-def simulated_loops(options: SimulationOptions) -> Iterator[None]:
-    """Inside, whoever makes an event loop on this thread gets one on virtual time, with a machine of its own."""
+def simulated_loops(options: SimulationOptions) -> Iterator[Sequence[SimMachine]]:
+    """Inside, whoever makes an event loop on this thread gets one on virtual time, with a machine of its own.
+
+    Gives those machines; there will be more while loops are made.
+    """
     with ExitStack() as cleanup:
         loops = _Loops(options, cleanup)
         # Where `asyncio.Runner` looks, where programs look, and where `asyncflow.run` does.
@@ -99,7 +108,7 @@ def simulated_loops(options: SimulationOptions) -> Iterator[None]:
             real = place.new_event_loop
             cleanup.callback(setattr, place, "new_event_loop", real)
             place.new_event_loop = loops.maker(real)
-        yield
+        yield loops.machines
 
 
 class _Loops:
@@ -114,6 +123,7 @@ class _Loops:
         self._cleanup = cleanup
         self._thread = threading.get_ident()
         self._now_ns = 0
+        self.machines: list[SimMachine] = []
         self._next = self._prepare()
         cleanup.callback(self._end)
 
@@ -145,8 +155,15 @@ class _Loops:
         options = self._options
         loop = _ProgramLoop(self._closed, start_ns=self._now_ns)
         machine = SimMachine(
-            options.machine, loop, seed=options.seed, jitter=options.jitter, shapes_only=options.shapes_only
+            options.machine,
+            loop,
+            seed=options.seed,
+            jitter=options.jitter,
+            shapes_only=options.shapes_only,
+            host=options.host,
+            launches=options.launches,
         )
+        self.machines.append(machine)
         self._cleanup.enter_context(use_machine(machine))
         return loop
 
@@ -179,14 +196,24 @@ class _ProgramLoop(VirtualClockLoop):
 # -- the report --------------------------------------------------------------------------------------------------
 
 
-def format_report(trace: Trace, machine: MachineSpec) -> str:
-    """Step time, how busy each stream was, and the most memory each device held; ends without a newline."""
+def format_report(trace: Trace, machine: MachineSpec, machines: Sequence[SimMachine] = ()) -> str:
+    """Step time, how busy host and streams were, and the most memory each device held; ends without a newline.
+
+    Args:
+        trace: of all runs.
+        machine: what was simulated.
+        machines: it, once for each event loop of the program.
+    """
     head = f"machine    {format_machine(machine)}"
+    if machines:
+        head += f"\nhost       {machines[0].driver.summary}; launches by {machines[0].launches}"
     if not trace.runs and not trace.firings:
         return f"{head}\nnothing ran on it: the program made no graph run"
     summary = summarize(trace)
     lines = [head, *_unused_cards(summary), f"runs       {summary.runs}", *_step_time(trace)]
     lines.append(f"makespan   {format_duration(summary.wall_ns)}")
+    if machines:
+        lines += format_host(host_share(machines, summary.wall_ns), summary, machines[0].launches)
     streams = [
         (lane.device, lane.stream, f"{lane.busy_fraction:.1%}", format_duration(lane.busy_ns), str(lane.firings))
         for lane in summary.lanes

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from asyncflow.autodiff.saved_values import SAVE
 from asyncflow.compiler.extract import EMIT, FETCH
 from asyncflow.compiler.frames import has_primitives
 from asyncflow.devices.names import DeviceName, DeviceSpec
+from asyncflow.devices.protocol import has_own_memory
 from asyncflow.errors import PlacementError
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import STRUCTURED
@@ -29,9 +31,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
 
 _RUNS_EVERYTHING = frozenset({"cpu", "sim"})
-
-_ONE_MEMORY = frozenset({"cpu", "sim"})
-"""Kinds of device whose kernels can follow a reference into the memory of another."""
 
 
 def runs_on(node: Node, kind: str) -> bool:
@@ -100,7 +99,10 @@ class _Groups:
         self.pruned: dict[str, Node] = {}
         self.hubs: dict[Tensor, object] = {}
         """What stands for a variant, at each place that holds it."""
-        self.follows_variants = any(device.kind not in _ONE_MEMORY for device in devices)
+        self.keepers: list[Node] = []
+        """Those that save values for a gradient, and ask for a device."""
+        # Kernels cannot follow a reference into the memory of another card.
+        self.follows_variants = any(has_own_memory(device) for device in devices)
         for node in nodes:
             self._add(node)
         for part in _graphs(graph):
@@ -121,6 +123,8 @@ class _Groups:
             self._join_variants(node)
         if node.device is not None and not follows:
             self.askers[node.name] = node
+        elif node.device is not None and node.op is SAVE:
+            self.keepers.append(node)
         if node.colocated_with is not None:
             target = node.colocated_with
             self._join(node.name, target, f"{node.name} is colocated with {target}, as written at {node.location}")
@@ -167,6 +171,12 @@ class _Groups:
         for node in self.nodes:
             members.setdefault(self._root(node.name) if node.name in self.parent else node.name, []).append(node)
         merged = {group: self._merged(asking, devices) for group, asking in askers.items()}
+        for node in self.keepers:
+            # A value is kept where it is made, unless somebody asks for another place: else all are on one card, and
+            # cross to it in every iteration.
+            assert node.device is not None
+            if _matching(node.device, devices):
+                merged.setdefault(self._root(node.name), node.device)
         for group, listed in members.items():
             request = merged.get(group)
             if not soft and request is not None:

@@ -33,6 +33,11 @@ _METADATA = frozenset({"shape", "size", "rank", "shape_by_rule", "tensor_array_e
 """Ops that look at what is known of an array without its data."""
 
 
+def is_metadata(node: Node) -> bool:
+    """Whether the node looks at what is known of its input without its data."""
+    return node.op.name in _METADATA
+
+
 def is_scalar_spec(spec: Spec) -> bool:
     """Whether values of this spec are numbers of rank 0."""
     return spec.shape == () and spec.dtype.kind in NUMBERS
@@ -108,7 +113,7 @@ def is_on_host(node: Node, found: Collection[Tensor]) -> bool:
         return node.inputs[0] in found
     if node.op is LOOP_COND:
         return True  # the scheduler has looked at it
-    if node.op.name in _METADATA:
+    if is_metadata(node):
         return True
     return computes_on_host(node, found)
 
@@ -148,4 +153,11 @@ def _enter(body: Subgraph, outer: Sequence[Tensor], found: set[Tensor], first: i
     found.update(inner for inner, tensor in zip(body.inputs[first:], outer, strict=True) if tensor in found)
 
 
-__all__ = ["find_host_values", "is_scalar_spec", "may_be_host_vector", "may_stay_on_host", "mixes_vectors"]
+__all__ = [
+    "find_host_values",
+    "is_metadata",
+    "is_scalar_spec",
+    "may_be_host_vector",
+    "may_stay_on_host",
+    "mixes_vectors",
+]

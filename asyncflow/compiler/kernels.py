@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncflow.compiler.estimate import flops_of
 from asyncflow.compiler.fused import alone
-from asyncflow.compiler.host_values import computes_on_host, may_be_host_vector, may_stay_on_host
+from asyncflow.compiler.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
 from asyncflow.devices.cuda_values import as_scalar
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo
@@ -73,7 +73,14 @@ def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: 
     return kernel
 
 
-def bind_launch(node: Node, bare: Callable[[ModuleType], Kernel], device: AsynchronousDevice, stream: int) -> Kernel:
+def bind_launch(
+    node: Node,
+    bare: Callable[[ModuleType], Kernel],
+    device: AsynchronousDevice,
+    stream: int,
+    *,
+    in_region: bool = False,
+) -> Kernel:
     """What launches `node` on one of the device's compute streams.
 
     Args:
@@ -81,14 +88,14 @@ def bind_launch(node: Node, bare: Callable[[ModuleType], Kernel], device: Asynch
         bare: gives the node's kernel for an array namespace.
         device: where it runs.
         stream: number of the compute stream.
+        in_region: the code of a region calls it.
     """
     if node.op is CONSTANT and not node.control_inputs:
         value = bare(np)()
         if not is_host_spec(node.outputs[0].spec):
             value = _constant_on(device, node, value)
         return lambda: value
-    has_own_memory = device.xp is not np
-    on_host = has_own_memory and runs_on_host(node)
+    on_host = device.has_own_memory and runs_on_host(node)
     info = KernelInfo(
         name=node.name,
         stream=stream,
@@ -99,7 +106,9 @@ def bind_launch(node: Node, bare: Callable[[ModuleType], Kernel], device: Asynch
         keeps_arrays=_keeps_arrays(node),
         uses_state=any(True for _ in resources_of(node)),
         host_inputs=host_inputs(node),
-        on_host=giving_scalars(bare(np), node) if has_own_memory and may_stay_on_host(node) else None,
+        on_host=giving_scalars(bare(np), node) if device.has_own_memory and may_stay_on_host(node) else None,
+        is_metadata=is_metadata(node),
+        in_region=in_region,
         flops=partial(_flops, node),
         infer=partial(_infer, node),
     )
@@ -113,7 +122,13 @@ def bind_member(
     stream: int,
     on_host: Collection[Tensor],
 ) -> Kernel:
-    """What the code of a region calls for one of its nodes: a kernel on the device's arrays and host values."""
+    """What the code of a region calls for one of its nodes: a kernel on the device's arrays and host values.
+
+    Where the arrays of a device are NumPy's, as those of a simulated one, they have to be told from the host's: such a
+    region is made of device values, and its kernels launch themselves.
+    """
+    if device.xp is np:
+        return bind_launch(node, bare, device, stream, in_region=True)
     if node.op is CONSTANT and not node.control_inputs:
         constant = _constant_on(device, node, bare(np)())
         value = device.resident(constant, stream)

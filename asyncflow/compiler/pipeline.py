@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 from asyncflow.compiler.assign_streams import assign_streams
 from asyncflow.compiler.batch_loops import block_bytes
 from asyncflow.compiler.capturable import can_capture
@@ -31,6 +29,7 @@ from asyncflow.compiler.regions import REGION, make_regions
 from asyncflow.compiler.saved import find_saved
 from asyncflow.compiler.straight import find_straight
 from asyncflow.devices.names import DeviceSpec
+from asyncflow.devices.protocol import has_own_memory
 from asyncflow.errors import PlacementError
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import has_side_effect
@@ -93,7 +92,7 @@ def compile_plan(
         run_optimizations(
             working,
             keep=extracted.kept,
-            on_host=all(device.xp is np for device in devices),
+            on_host=not any(has_own_memory(device) for device in devices),
             check_numerics=options.check_numerics,
             debug=options.debug,
             block_bytes=block_bytes(devices) if options.loop_batching else None,
@@ -109,7 +108,7 @@ def compile_plan(
     read_on_host = _states_for_host(working, devices, resolve)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
     enqueuing = {device.name for device in devices if runs_regions(device)}
-    on_host, loops = _decide_loops(working, enqueuing, options, check)
+    on_host, loops = _decide_loops(working, enqueuing, devices, options, check)
     streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
     if request.regions:
         streams = make_regions(working, streams, asynchronous - enqueuing, enqueuing, on_host)
@@ -165,17 +164,23 @@ def _do_not_verify(_: Graph) -> None:
 
 
 def _decide_loops(
-    graph: Graph, enqueuing: Collection[str], options: PlanOptions, check: Callable[[Graph], None]
+    graph: Graph,
+    enqueuing: Collection[str],
+    devices: Sequence[Device],
+    options: PlanOptions,
+    check: Callable[[Graph], None],
 ) -> tuple[set[Tensor], tuple[LoopDriver, ...]]:
     """Gives cards the loops that they are to run; and the values that stay on the host, and who drives which loop."""
     if not enqueuing:
         return set(), ()
-    if options.device_while:
+    cards = [device for device in devices if device.name in enqueuing]
+    may_run = options.device_while and all(cast("AsynchronousDevice", card).runs_loops for card in cards)
+    if may_run:
         on_host = make_device_loops(graph, enqueuing, fusion=options.fusion)
         check(graph)
     else:
         on_host = find_host_values(graph)
-    return on_host, find_loop_drivers(graph, enqueuing, on_host, device_while=options.device_while)
+    return on_host, find_loop_drivers(graph, enqueuing, on_host, device_while=may_run)
 
 
 def _fuse(graph: Graph, enqueuing: Collection[str]) -> None:
@@ -301,6 +306,6 @@ class _Binding:
 
         code = generate_region(bind, track=None, enqueues=True)
         # A graph that is replayed raises nothing.
-        may_capture = self.options.cuda_graphs and not self.options.check_numerics and device.kind == "cuda"
+        may_capture = launching.captures(self.options.cuda_graphs) and not self.options.check_numerics
         captures = may_capture and can_capture(region, self.on_host)
         return code, bind_region(node, code, launching, stream, self.on_host, captures=captures)

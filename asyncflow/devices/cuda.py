@@ -48,10 +48,11 @@ from asyncflow.streams.futures import resolve
 from asyncflow.streams.holding import holding, refuse_to_queue
 from asyncflow.streams.thread import ThreadStream
 
-_NS_PER_LAUNCH = 8_000.0
+_NS_PER_KERNEL = 3_000.0
 _NS_PER_FLOP = 1e9 / 10e12
 _NS_PER_BYTE = 1e9 / 1.5e12
-_NS_PER_COPY = 12_000.0
+_NS_PER_COPY = 60_000.0
+"""With what the host does for it: one thread launches for all devices, so spreading small kernels gains nothing."""
 _NS_PER_HOST_BYTE = 1e9 / 20e9
 
 
@@ -211,13 +212,36 @@ class CudaDevice(Progress):
         return True
 
     @property
+    def has_own_memory(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def runs_regions(self) -> bool:
         """True: one call enqueues all kernels of a region."""
         return True
 
+    @property
+    def runs_loops(self) -> bool:
+        """True."""
+        return True
+
+    def captures(self, asked: bool) -> bool:
+        """Whether regions become CUDA graphs: where the session asks for it."""
+        return asked
+
+    @property
+    def charge(self) -> None:
+        """None: its host is real."""
+        return
+
+    def now_ns(self) -> int:
+        """The time of the host."""
+        return perf_counter_ns()
+
     def kernel_ns(self, flops: float, nbytes: float) -> float:
         """The expected time of a kernel, for placement before anything is measured."""
-        return max(_NS_PER_LAUNCH, _NS_PER_FLOP * flops, _NS_PER_BYTE * nbytes)
+        return max(_NS_PER_KERNEL, _NS_PER_FLOP * flops, _NS_PER_BYTE * nbytes)
 
     def transfer_ns(self, nbytes: float, target: Device) -> float:
         """The expected time until a value of so many bytes made here is there on `target`."""

@@ -11,12 +11,11 @@ cannot be right for every shape: that is what measured costs are for.
 - Links: PCIe 0.80 (headers, and payloads of 256 bytes); NVLink 0.90 (`p2pBandwidthLatencyTest` of the CUDA samples
   shows 18.3 of 20 GB/s on P100 and 47.9 of 50 GB/s on V100 in Dell's comparison of the two); networks 0.90.
 
-Times that no datasheet has, the same for every NVIDIA card:
+A time that no datasheet has, the same for every NVIDIA card: ``kernel_s`` 2 µs. NVIDIA's "Getting Started with CUDA
+Graphs" measures 2.9 µs for a kernel of half a million elements on V100; the smallest are a little shorter.
 
-- ``kernel_s`` 2 µs: NVIDIA's "Getting Started with CUDA Graphs" measures 2.9 µs for a kernel of half a million elements
-  on V100; the smallest are a little shorter.
-- ``dispatch_s`` 5 µs: about 3 µs in the driver, and the array library around it.
-- ``host_op_s`` 1 µs: a node that the executor interprets and does not launch; a trivial loop of five takes about 5 µs.
+Hosts are no cards: what the thread that launches takes for each thing it does was measured on this runtime, by
+``asyncflow simulate --calibrate``, and stands here as it came out, with the date.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+
+from asyncflow.devices.host import Host
 
 _TERA = 1e12
 _GIGA = 1e9
@@ -42,8 +43,6 @@ class Card:
         bytes_per_s: of its memory, read and written, as achieved.
         memory_bytes: what it can hold.
         kernel_s: the shortest time a kernel occupies a stream.
-        dispatch_s: host time to launch a kernel.
-        host_op_s: host time for a node that is not launched.
         copy_engines: how many copies run at once; with 1, copies in and out take turns.
         source: where the figures come from.
     """
@@ -53,8 +52,6 @@ class Card:
     bytes_per_s: float
     memory_bytes: int
     kernel_s: float
-    dispatch_s: float
-    host_op_s: float
     copy_engines: int
     source: str = ""
 
@@ -103,8 +100,6 @@ def _nvidia(
         bytes_per_s=gigabytes_per_s * _GIGA * memory,
         memory_bytes=memory_gib * _GIB,
         kernel_s=2e-6,
-        dispatch_s=5e-6,
-        host_op_s=1e-6,
         copy_engines=2,
         source=f"{source}: {tflops} TFLOPS float32 × {matmul:.2f}, {gigabytes_per_s} GB/s × {memory:.2f}",
     )
@@ -138,8 +133,6 @@ CARDS: Mapping[str, Card] = {
             bytes_per_s=204.8 * _GIGA * 0.85,
             memory_bytes=512 * _GIB,
             kernel_s=1e-6,
-            dispatch_s=1e-6,
-            host_op_s=1e-6,
             copy_engines=2,
             source="one socket, AMD EPYC 7742 datasheet: 64 cores at 2.25 GHz = 4.61 TFLOPS float32 × 0.85, "
             "204.8 GB/s × 0.85; half the 1 TB of a DGX A100",
@@ -168,6 +161,55 @@ LINKS: Mapping[str, Link] = {
     )
 }
 """Every link that can be simulated, by name."""
+
+HOSTS: Mapping[str, Host] = {
+    host.name: host
+    for host in (
+        Host(
+            name="asyncflow",
+            summary="this runtime, one Python thread for all devices",
+            run_s=160e-6,
+            node_s=7.8e-6,
+            primitive_s=1e-6,
+            step_s=0.25e-6,
+            view_s=12e-6,
+            region_s=94e-6,
+            launch_s=28e-6,
+            graph_s=12e-6,
+            buffer_s=23e-6,
+            copy_s=64e-6,
+            event_s=3.2e-6,
+            delivery_s=14e-6,
+            source="asyncflow simulate --calibrate, 2026-11-22: Python 3.12, CuPy 14.2, NVIDIA H100 in a virtual machine "
+            "on an Intel Xeon; a second such machine gave 1.5 times as much for a launch, and 0.7 of it for a region",
+        ),
+        # No such runtime exists: it is what the experiments of EuroSys '18 ran on, as far as they say, with TensorFlow
+        # 1's costs as measured in docs/performance.md where there are any.
+        Host(
+            name="c++",
+            summary="a C++ runtime with a thread a device",
+            thread_a_device=True,
+            launches="nodes",
+            run_s=100e-6,
+            node_s=1e-6,
+            primitive_s=0.2e-6,
+            step_s=0.1e-6,
+            view_s=0.2e-6,
+            region_s=1e-6,
+            launch_s=4e-6,
+            graph_s=5e-6,
+            buffer_s=1e-6,
+            copy_s=5e-6,
+            event_s=0.5e-6,
+            delivery_s=2e-6,
+            source="TensorFlow 1 on a CPU: a run of one node 0.1 ms, a trivial loop of nine nodes 1.3 µs, a node "
+            "that is interpreted 1 µs; CUDA's driver: about 3 µs a launch, 0.5 µs an event",
+        ),
+    )
+}
+"""Every host that can be simulated, by name; the first is this runtime."""
+
+DEFAULT_HOST = HOSTS["asyncflow"]
 
 _HOST_LINKS = {
     "k40": "pcie3",
@@ -238,6 +280,17 @@ def format_machine(machine: MachineSpec) -> str:
     if machine.host_link != default_host_link(machine.cards):
         parts.append(machine.host_link.name)
     return ", ".join(parts)
+
+
+def host_named(name: str) -> Host:
+    """The host of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in HOSTS:
+        raise ValueError(f"unknown host {name!r}; hosts are {', '.join(HOSTS)}")
+    return HOSTS[name]
 
 
 def default_host_link(cards: Iterable[Card]) -> Link:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -33,8 +33,10 @@ class KernelInfo:
         keeps_arrays: it may hold on to its inputs, or hand out what others hold on to (state, tensor arrays).
         uses_state: it touches a variable; on the host it may have to wait for what a device has written.
         host_inputs: positions of inputs that the kernel reads on the host, such as shapes.
-        on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; on a device whose
-            arrays are NumPy's, None.
+        on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; None on a device
+            with the host's memory.
+        is_metadata: it looks at what is known of its inputs without their data, and what it gives is on the host.
+        in_region: it is called by the code of a region, and not by itself.
         vectors: positions of arguments that a region or loop takes for the device's, and that may be vectors of the
             host; they are copied in.
         launches: how many kernels a region launches at a time.
@@ -54,6 +56,8 @@ class KernelInfo:
     uses_state: bool = False
     host_inputs: frozenset[int] = frozenset()
     on_host: Callable[..., Any] | None = None
+    is_metadata: bool = False
+    in_region: bool = False
     vectors: tuple[int, ...] = ()
     launches: int = 1
     captures: bool = False
@@ -177,8 +181,34 @@ class AsynchronousDevice(Device, Protocol):
     """
 
     @property
+    def has_own_memory(self) -> bool:
+        """Whether arrays are in a memory that the host cannot look into: what it computes has to be copied in."""
+        ...
+
+    @property
     def runs_regions(self) -> bool:
         """Whether one call enqueues all kernels of a region; else kernels are launched one by one."""
+        ...
+
+    @property
+    def runs_loops(self) -> bool:
+        """Whether loops that decide by its arrays may run on it, without the host."""
+        ...
+
+    def captures(self, asked: bool) -> bool:
+        """Whether regions that can become graphs do; `asked`: the session wants it."""
+        ...
+
+    @property
+    def charge(self) -> Callable[[Any, int], None] | None:
+        """Takes what the host does that no other call tells of, and how often, where that is simulated; else None.
+
+        It is ``"run"``, for a run that begins on the device, or ``"primitive"``.
+        """
+        ...
+
+    def now_ns(self) -> int:
+        """The time of the thread that launches, in nanoseconds: how long launching takes is measured by it."""
         ...
 
     async def open(self) -> None:
@@ -284,6 +314,11 @@ class AsynchronousDevice(Device, Protocol):
     def settle(self, spans: Sequence[Any]) -> Sequence[Span]:
         """The spans that were recorded, once the work has ended."""
         ...
+
+
+def has_own_memory(device: Device) -> bool:
+    """Whether the device's arrays are in a memory that neither the host nor another device looks into."""
+    return device.is_asynchronous and cast("AsynchronousDevice", device).has_own_memory
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from asyncflow.devices.cuda import CudaDevice
 from asyncflow.devices.cuda_backend import cuda_backend
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.names import DeviceName, DeviceSpec
-from asyncflow.devices.protocol import Device
+from asyncflow.devices.protocol import Device, has_own_memory
 from asyncflow.devices.sim import SimDevice
 from asyncflow.devices.sim_machine import SimMachine, current_machine
 from asyncflow.errors import PlacementError
@@ -96,7 +96,7 @@ def _open_cuda(index: int, memory_limit: int | None, compute_streams: int) -> Cu
 
 def has_one_memory(devices: Sequence[Device]) -> bool:
     """Whether all of the devices can follow a reference into the memory of any other."""
-    return not any(isinstance(device, CudaDevice) for device in devices)
+    return not any(has_own_memory(device) for device in devices)
 
 
 def check_event_loop(devices: Sequence[Device], loop: asyncio.AbstractEventLoop) -> None:

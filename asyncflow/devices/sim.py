@@ -1,45 +1,52 @@
 """A simulated device: NumPy's results on virtual time.
 
 A kernel is computed at once, when it is launched; *when it would have run* follows from a cost model: what the card
-and its links can do (`asyncflow.devices.presets`), the order of its streams, the events between them, and the
-dispatcher, which takes a while for each launch. Nobody sees a result before its time: only events tell the host of it.
+and its links can do (`asyncflow.devices.presets`), the order of its streams, the events between them, and the thread of
+the host (`asyncflow.devices.host`), which takes a while for each launch and drives all devices, one after another.
+Nobody sees a result before its time: only events tell the host of it.
+
+It is given what a CUDA device is given: regions, with fused chains in them, one node at a time, or regions that become
+CUDA graphs, as the machine's ``launches`` says. What a call of the host does there is one call here.
 
 It has the hazards of a CUDA device and finds them (`HazardError`): values are ordered by events alone, and freed memory
 goes back to its stream's pool with no event. So whatever works here without a hazard waits for the right things there.
 
 ===================  ===========================================================================================
-kernel               dispatcher, then its compute stream: ``max(kernel_s, flops / rate, bytes / bandwidth)``
-kernel on the host   dispatcher, ``host_op_s``: counters and predicates, views, references that state hands out
-feed                 dispatcher, then ``h2d`` over the card's host link, after all that compute has been given
-fetch                dispatcher, then ``d2h`` over the card's host link, after what wrote the value
-receive              dispatcher, then ``peer`` over the peer link; or ``d2h`` there and ``h2d`` here, with no peer link
+kernel               host, then its compute stream: ``max(kernel_s, flops / rate, bytes / bandwidth)``
+kernel on the host   host: numbers whose inputs are there, views, references that state hands out
+feed                 host, then ``h2d`` over the card's host link, after all that compute has been given
+fetch                host, then ``d2h`` over the card's host link, after what wrote the value; then the host again
+receive              host, then ``peer`` over the peer link; or ``d2h`` there and ``h2d`` here, with no peer link
 ===================  ===========================================================================================
 
-A CPU on virtual time is the same thing with the host's memory: its copies in and out take no time.
+A CPU on virtual time is the same thing with the host's memory: its copies in and out take no time, and its kernels are
+called one by one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 
+from asyncflow.devices.cuda_values import as_scalar
 from asyncflow.devices.memory import format_bytes
-from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
-from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
+from asyncflow.devices.presets import kernel_ns
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Span
-from asyncflow.devices.sim_launch import Launcher
+from asyncflow.devices.sim_launch import HostLauncher, Launcher
 from asyncflow.devices.sim_links import Lane, first_common_gap
 from asyncflow.devices.sim_machine import SimMachine, current_machine, use_machine
+from asyncflow.devices.sim_regions import RegionLauncher
+from asyncflow.devices.sim_timeline import Timeline
 from asyncflow.devices.sim_values import SMALL_BYTES, SimArray, SimMemoryAccount, SimOpaque, Storage
 from asyncflow.devices.values import stays_on_host
-from asyncflow.errors import FetchError, InternalError
+from asyncflow.errors import FetchError
 from asyncflow.streams.sim import SimEvent, SimStream
 
 _NS_PER_S = 1e9
@@ -47,17 +54,15 @@ _NS_PER_S = 1e9
 _NOTHING = nullcontext()
 
 _FARTHEST_AHEAD_NS = 1_000_000
-"""How far the dispatcher may be ahead of the clock before launching has to pause."""
+"""How far the host may be ahead of the clock before launching has to pause."""
 
 
-class SimDevice:
+class SimDevice(Timeline):
     """One simulated device of a session: ``sim:<index>``, card `index` of the machine, or ``cpu:<index>``.
 
-    Its streams, dispatcher and memory are its own, as if no other session used the card; links are shared by all.
+    Its streams and memory are its own, as if no other session used the card; links and the host are shared by all.
 
-    Attributes:
-        machine: what it is part of.
-        card: how fast it is.
+    Attributes (more in `Timeline`):
         account: its memory.
         state_events: the last work of each compute stream that wrote state.
     """
@@ -76,22 +81,11 @@ class SimDevice:
         Raises:
             ValueError: `memory_limit` or `compute_streams` is no positive int.
         """
-        self.machine = machine
-        self.card: Card = machine.spec.cards[index] if kind == "sim" else CARDS["cpu"]
-        self._kind = kind
-        self._name = str(DeviceName(kind, index))
         count = positive_count(compute_streams, "the number of compute streams")
-        roles = ["compute", *(f"compute:{i}" for i in range(1, count)), "h2d", "d2h", "peer"]
-        streams = {role: SimStream(f"{self._name}/{role}", machine.host) for role in roles}
-        self._streams = streams
-        self._roles = {stream: role for role, stream in streams.items()}
-        self._compute = tuple(streams[role] for role in roles[:count])
+        super().__init__(machine, index, kind, count)
         limit = self.card.memory_bytes if memory_limit is None and kind == "sim" else memory_limit
         self.account = SimMemoryAccount(self._name, limit)
         self.state_events: dict[SimStream, SimEvent] = {}
-        self._dispatched_ns = 0
-        self._card_free_ns = 0
-        self._spans: list[Span] | None = None
         into, out = Lane(f"{self._name} in"), Lane(f"{self._name} out")
         self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
 
@@ -155,11 +149,6 @@ class SimDevice:
         """True."""
         return True
 
-    @property
-    def dispatched_ns(self) -> int:
-        """When the host will have launched all that was given so far."""
-        return max(self._dispatched_ns, self.machine.now_ns())
-
     def kernel_ns(self, flops: float, nbytes: float) -> float:
         """The time of a kernel of float32 operations on its stream, without jitter."""
         return kernel_ns(self.card, flops, nbytes)
@@ -196,8 +185,17 @@ class SimDevice:
 
     @property
     def runs_regions(self) -> bool:
-        """False: every kernel has a duration of its own."""
+        """Whether it is a card of a machine that launches regions."""
+        return self._is_card and self.machine.launches != "nodes"
+
+    @property
+    def runs_loops(self) -> bool:
+        """False: the host drives all loops."""
         return False
+
+    def captures(self, asked: bool) -> bool:
+        """Whether regions are to become graphs: if the session or the machine says so."""
+        return self.runs_regions and (asked or self.machine.launches == "graphs")
 
     async def open(self) -> None:
         """Does nothing: a machine that is not there is always ready."""
@@ -210,12 +208,12 @@ class SimDevice:
         return _NOTHING
 
     def resident(self, constant: Any, stream: int) -> Any:
-        """Never called: see `runs_regions`."""
-        raise InternalError(f"{self._name} has no regions, and none of them has a constant on stream {stream}")
+        """The constant: what uses it orders itself."""
+        return constant
 
     def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
-        """Never called: see `runs_regions`."""
-        raise InternalError(f"{info.name!r} is a region on {self._name}, which launches its kernels one by one")
+        """A function that runs a region's on device values; see `RegionLauncher`."""
+        return RegionLauncher(self, function, info, is_generator=is_generator)
 
     def bind(self, kernel: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
         """A function that launches `kernel` on device values and host values; see `Launcher`.
@@ -224,23 +222,23 @@ class SimDevice:
         once they are freed, unless ``info.keeps_arrays``.
         """
         launcher = Launcher(self, kernel, info)
-        return launcher.call_async if info.is_async else launcher
+        return HostLauncher(launcher) if info.is_async else launcher
 
     def constant(self, value: Any) -> Any:
-        """A device value that has been there from the start; counters, predicates and non-arrays stay host values.
+        """A device value that has been there from the start; numbers and what is no array stay host values.
 
         Raises:
             MemoryLimitExceeded: it does not fit.
         """
-        if stays_on_host(value):
-            return value
+        if self.leaves_on_host(value):
+            return as_scalar(value)
         origin = self.compute.origin("constant")
         storage = self.allocate(self.compute, origin, value.nbytes, None)
         data = None if self.machine.shapes_only and value.nbytes > SMALL_BYTES else value
         return SimArray(data, value.dtype, value.shape, storage, origin, "constant")
 
     def feed(self, value: Any, deliver: Deliver) -> None:
-        """Copy a host value in and deliver the copy at once; counters, predicates and non-arrays stay host values."""
+        """Copy a host value in and deliver the copy at once; numbers and what is no array stay host values."""
         try:
             copied = self.copy_in(value)
         except Exception as error:  # out of memory, or a hazard
@@ -249,15 +247,15 @@ class SimDevice:
             deliver(copied, None)
 
     def copy_in(self, value: Any, name: str = "feed") -> Any:
-        """A copy of a host value on the device; counters, predicates and non-arrays stay host values.
+        """A copy of a host value on the device; numbers and what is no array stay host values.
 
         Raises:
             MemoryLimitExceeded: it does not fit.
             HazardError: memory was freed too early, since the last call.
         """
         self.machine.check()
-        if stays_on_host(value):
-            return value
+        if self.leaves_on_host(value):
+            return as_scalar(value)
         data = value.copy()
         self.account.check(data.nbytes, name)
         return self._copied_in(data, data.dtype, data.shape, name, after=None)
@@ -277,16 +275,16 @@ class SimDevice:
         self.machine.check()
         if isinstance(value, SimOpaque):
             self.order(self.d2h, value.events)
-            self._at(self.d2h.launch(0, self._dispatch(self.card.host_op_s)), deliver, value.value, None)
+            self._at(self.d2h.launch(0, self.thread.spend("node")), self._told, deliver, value.value, None)
             return True
         if not isinstance(value, SimArray):
             return False
-        self._at(self._copy_out(value), _deliver_copy, value, deliver)
+        self._at(self._copy_out(value), self._told, _deliver_copy, value, deliver)
         return True
 
     def send(self) -> int:
         """When what is said now to another device is on its way: once the host has come to it."""
-        return self._dispatch(self.card.host_op_s)
+        return self.thread.spend("node")
 
     def receive(self, value: Any, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
         """Take over a value of `source`: ``deliver(value_here, error)`` is called once.
@@ -322,7 +320,7 @@ class SimDevice:
             )
 
     def throttle(self, resume: Callable[[], None]) -> bool:
-        """Whether the dispatcher is so far ahead of the clock that launching has to pause; then calls ``resume()``."""
+        """Whether the host is so far ahead of the clock that launching has to pause; then calls ``resume()``."""
         ahead_ns = self.dispatched_ns - self.machine.now_ns()
         if ahead_ns < _FARTHEST_AHEAD_NS:
             return False
@@ -352,46 +350,13 @@ class SimDevice:
         def observe() -> None:
             for end in ends:
                 self.machine.host.observe(end)
-            done(None)
+            self._told(done, None)
 
         self.machine.loop.call_at_ns(max(last_ns, self.machine.now_ns()), observe)
-
-    def record_into(self, spans: list[Span] | None) -> list[Span] | None:
-        """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""
-        before, self._spans = self._spans, spans
-        return before
 
     def settle(self, spans: Sequence[Span]) -> Sequence[Span]:
         """`spans`: their times were known when they were recorded."""
         return spans
-
-    # -- for launchers -------------------------------------------------------------------------------------------
-
-    def order(self, stream: SimStream, events: Iterable[SimEvent]) -> None:
-        """Let `stream` wait for the events of other streams."""
-        for event in events:
-            if event.stream is not stream:
-                stream.wait(event)
-
-    def launch_kernel(self, stream: SimStream, flops: float, nbytes: int, is_wide: bool, name: str) -> SimEvent:
-        """Launch a kernel of such cost on a compute stream.
-
-        Kernels of several streams share the card: each begins when the work of those before it is done. What lasts
-        longer than its work, because no kernel takes less than the shortest time, overlaps.
-        """
-        card, itemsize = self.card, 8 if is_wide else 4
-        duration_ns = self.machine.duration_ns(kernel_ns(card, flops, nbytes, itemsize) / _NS_PER_S)
-        event = stream.launch(duration_ns, max(self._dispatch(card.dispatch_s), self._card_free_ns), name)
-        self._card_free_ns = event.started_ns + min(work_ns(card, flops, nbytes, itemsize), duration_ns)
-        self._record(event, 0)
-        return event
-
-    def run_on_host(self, name: str) -> None:
-        """Let the host spend its time on something that is not launched."""
-        started_ns = self.dispatched_ns
-        self._dispatch(self.card.host_op_s)
-        if self._spans is not None:
-            self._spans.append(Span(name, "host", started_ns, self._dispatched_ns, 0))
 
     def allocate(self, pool: SimStream, written: SimEvent, nbytes: int, array: np.ndarray[Any, Any] | None) -> Storage:
         """Memory of the device, from the pool of a compute stream.
@@ -401,22 +366,23 @@ class SimDevice:
         """
         return Storage(self.machine, self.account, pool, written, nbytes, device=self._name, array=array)
 
-    def hold(self, event: SimEvent, references: Sequence[object]) -> None:
-        """Keep something referenced until the host has seen the event: the ledger of what is in flight."""
-        self._at(event, _drop, references)
-
     # -- copies --------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_card(self) -> bool:
-        return self._kind == "sim"
 
     def _host_copy_s(self, nbytes: float) -> float:
         link = self.machine.spec.host_link
         return link.latency_s + nbytes / link.bytes_per_s if self._is_card else 0.0
 
+    def leaves_on_host(self, value: Any) -> bool:
+        """Whether a host value is no matter for the device: what is no array, and numbers of rank 0.
+
+        A CPU on virtual time takes numbers with a fraction all the same.
+        """
+        return stays_on_host(value) or (self._is_card and np.ndim(value) == 0)
+
     def _copy_out(self, value: SimArray) -> SimEvent:
         """Copy an array to the host, on ``d2h``."""
+        self._pack(value)
+        self.settle_on(self.d2h, value)
         self.order(self.d2h, (value.written,))
         lanes = (self._engine_out, self.machine.lane(f"{self._name} to host"))
         event = self._copy(self.d2h, lanes, self._host_copy_s(value.nbytes), value.nbytes, value.name)
@@ -444,7 +410,9 @@ class SimDevice:
         if link is None or not (self._is_card and source._is_card):
             out = source._copy_out(value)
             return self._copied_in(data, value.dtype, value.shape, value.name, after=out)
+        source._pack(value)
         self._own_memory(self.peer)
+        self.settle_on(self.peer, value)
         self.order(self.peer, (value.written,))
         lanes = (self._engine_in, machine.lane(f"{source.name} to {self._name}"))
         seconds = link.latency_s + value.nbytes / link.bytes_per_s
@@ -452,13 +420,24 @@ class SimDevice:
         source._read(value, event)
         return self._filled(data, value.dtype, value.shape, event, value.name)
 
+    def _pack(self, value: SimArray) -> None:
+        """Launch what puts an array with gaps in C order, as copies between memories need it."""
+        data = value.data
+        if self._is_card and isinstance(data, np.ndarray) and not data.flags.c_contiguous:
+            self.settle_on(self.compute, value)
+            self.order(self.compute, (value.written,))
+            event = self.launch_kernel(self.compute, 0.0, 2 * value.nbytes, False, value.name, fired=False)
+            value.storage.readers[self.compute] = value.written = event
+            value.followers = ()
+
     def _own_memory(self, stream: SimStream) -> None:
         """Let `stream` write to memory allocated now: compute, for which it is allocated, may still be using it."""
+        self.thread.spend("event")
         stream.wait(self.compute.end())
 
     def _copy(self, stream: SimStream, lanes: Sequence[Lane], seconds: float, nbytes: int, name: str) -> SimEvent:
         duration_ns = self.machine.duration_ns(seconds)
-        ready_ns = stream.ready_ns(self._dispatch(self.card.dispatch_s))
+        ready_ns = stream.ready_ns(self.thread.spend("copy"))
         event = stream.launch(duration_ns, first_common_gap(lanes, ready_ns, duration_ns), name)
         for lane in lanes:
             lane.occupy(event.started_ns, event.time_ns, self.machine.now_ns())
@@ -482,46 +461,23 @@ class SimDevice:
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, seconds: float) -> int:
-        """Let the host launch something; when it has."""
-        self._dispatched_ns = self.dispatched_ns + round(seconds * _NS_PER_S)
-        return self._dispatched_ns
-
     @property
     def _message_ns(self) -> int:
         return round(self.machine.spec.message_s * _NS_PER_S)
 
     def _deliver_message(self, value: Any, sent_ns: int, deliver: Deliver) -> None:
-        now_ns, due_ns = self.machine.now_ns(), sent_ns
+        due_ns = sent_ns
         if isinstance(value, SimOpaque):
             due_ns = max(due_ns, *(event.time_ns for event in value.events))
             value = value.value
-        due_ns += self._message_ns
-        if due_ns <= now_ns:
-            deliver(value, None)
-        else:
-            self.machine.loop.call_at_ns(due_ns, deliver, value, None)
+        self._call_at(due_ns + self._message_ns, self._take_message, value, deliver)
 
-    def _at(self, event: SimEvent, call: Callable[..., object], *args: Any) -> None:
-        """Let the host see the event when it is done, and call a function then."""
-        self.machine.loop.call_at_ns(event.time_ns, _observe, event, call, args)
-
-    def _record(self, event: SimEvent, nbytes: int) -> None:
-        if self._spans is not None:
-            self._spans.append(Span(event.label, self._roles[event.stream], event.started_ns, event.time_ns, nbytes))
-
-
-def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Any, ...]) -> None:
-    event.stream.host.observe(event)
-    call(*args)
+    def _take_message(self, value: Any, deliver: Deliver) -> None:
+        self._call_at(self.thread.spend("node"), deliver, value, None)
 
 
 def _deliver_copy(value: SimArray, deliver: Deliver) -> None:
     deliver(value.stand_in() if value.data is None else value.data.copy(), None)
-
-
-def _drop(_references: object) -> None:
-    """Called with what was held; afterwards nobody holds it."""
 
 
 __all__ = ["SimArray", "SimDevice", "SimMachine", "SimOpaque", "current_machine", "use_machine"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.devices.memory import owner_of
-from asyncflow.devices.protocol import recording
+from asyncflow.devices.protocol import CoroutineKernel, recording
 from asyncflow.devices.sim_values import SMALL_BYTES, SimArray, SimOpaque, Storage
 from asyncflow.devices.values import is_array
 from asyncflow.errors import InternalError, ShapeError
@@ -35,8 +36,10 @@ class Launcher:
     What a call costs:
 
     - A kernel that may run on the host, and has no device array among its inputs, takes the host's time only.
-    - So does one that computes nothing: it gives views of its inputs, or what state keeps.
-    - Any other occupies its stream, not before the dispatcher has launched it.
+    - So does one that computes nothing: it gives views of its inputs, or what state keeps, or looks at shapes.
+    - Any other occupies its stream, not before the host has launched it.
+
+    Where nobody but a region calls it, no node is interpreted for it.
     """
 
     __slots__ = ("_device", "_inferred", "_info", "_kernel", "_stream")
@@ -59,14 +62,19 @@ class Launcher:
         """
         device, info = self._device, self._info
         device.machine.check()
+        if device.has_own_memory:
+            if (info.is_metadata or info.on_host is not None) and self._stays_on_host(args):
+                return self._on_host(args)
+            args = tuple(self._brought(args))
         values = args[1:] if info.needs_context else args
         arrays = [value for value in values if isinstance(value, SimArray)]
-        if not arrays and info.may_run_on_host:
+        if not (arrays or device.has_own_memory) and info.may_run_on_host:
             result = self._compute(args)
             device.run_on_host(info.name)
             return result
         for array in arrays:
             _check_home(array, device, info.name)
+            device.settle_on(self._stream, array)
         specs = self._infer(values)
         shapes = [getattr(value, "shape", ()) for value in values]
         if specs is not None:
@@ -88,11 +96,37 @@ class Launcher:
     async def _call_async(self, args: Sequence[Any], spans: list[Span] | None) -> Any:
         device, info = self._device, self._info
         values = [await self._fetched(value, spans) for value in args]
-        result = await self._kernel(*values)
+        result = self._kernel(*values)
+        if inspect.isawaitable(result):
+            result = await result
         device.machine.check()
         with recording(device, spans):
             outputs = [device.copy_in(output, info.name) for output in ([result] if info.single else result)]
         return outputs[0] if info.single else tuple(outputs)
+
+    # -- on the host ---------------------------------------------------------------------------------------------
+
+    def _stays_on_host(self, args: Sequence[Any]) -> bool:
+        return self._info.is_metadata or not any(isinstance(value, SimArray) for value in args)
+
+    def _on_host(self, args: Sequence[Any]) -> Any:
+        """What the host computes, or finds out without looking at data."""
+        info = self._info
+        raw = [value.stand_in() if isinstance(value, SimArray) else value for value in args]
+        with np.errstate(all="ignore"):
+            result = (info.on_host or self._kernel)(*raw)
+        self._device.run_on_host(info.name, "step" if info.in_region else "node")
+        return result
+
+    def _brought(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments, with copies on the device for vectors of the host that are data there."""
+        info, first = self._info, 1 if self._info.needs_context else 0
+        return [
+            self._device.copy_in(value, info.name)
+            if type(value) is np.ndarray and is_array(value) and index - first not in info.host_inputs
+            else value
+            for index, value in enumerate(args)
+        ]
 
     # -- computing -----------------------------------------------------------------------------------------------
 
@@ -157,9 +191,9 @@ class Launcher:
         if flops == 0 and arrays:
             # Ops that compute nothing give views: of the input of the same place, or of the only one.
             sources = arrays if len(arrays) == len(specs) else [arrays[0]] * len(specs)
-            self._device.run_on_host(info.name)
+            self._view()
             return [
-                SimArray(None, dtype, shape, source.storage, source.written, info.name)
+                self._followed(SimArray(None, dtype, shape, source.storage, source.written, info.name))
                 for (dtype, shape), source in zip(specs, sources, strict=True)
             ]
         fresh = sum(map(_nbytes, specs))
@@ -192,7 +226,7 @@ class Launcher:
             if info.keeps_arrays:
                 device.state_events[self._stream] = event
         else:
-            device.run_on_host(info.name)
+            self._view()
             event = None
         events = [*opaque, *(array.written for array in arrays)]
         return [self._wrap_one(output, home, event, events, homes) for output, home in zip(outputs, found, strict=True)]
@@ -224,7 +258,16 @@ class Launcher:
         data = output
         if self._device.machine.shapes_only and output.nbytes > SMALL_BYTES:
             data = storage.array = None
-        return SimArray(data, output.dtype, output.shape, storage, written, self._info.name)
+        return self._followed(SimArray(data, output.dtype, output.shape, storage, written, self._info.name))
+
+    def _view(self) -> None:
+        self._device.run_on_host(self._info.name, "view" if self._info.in_region else "node")
+
+    def _followed(self, array: SimArray) -> SimArray:
+        """An array made on this stream, which has waited for whatever wrote the memory it looks into."""
+        if array.written.stream is not self._stream:
+            array.followers = (self._stream,)
+        return array
 
     def _new_home(self, output: Any, written: SimEvent, homes: _Homes) -> tuple[Storage, SimEvent]:
         if not isinstance(output, np.ndarray):
@@ -264,7 +307,7 @@ class Launcher:
             device.machine.check_read(stream, array, info.name)
         is_wide = any(dtype in _WIDE for dtype in (*dtypes, *(array.dtype for array in arrays)))
         nbytes = fresh_nbytes + sum(array.nbytes for array in arrays)
-        event = device.launch_kernel(stream, flops, nbytes, is_wide, info.name)
+        event = device.launch_kernel(stream, flops, nbytes, is_wide, info.name, fired=not info.in_region)
         for array in arrays:
             array.storage.readers[stream] = event
         elsewhere = [array.storage for array in arrays if array.storage.pool is not stream]
@@ -274,6 +317,19 @@ class Launcher:
 
     def _allocate(self, written: SimEvent, nbytes: int, array: np.ndarray[Any, Any] | None) -> Storage:
         return self._device.allocate(self._stream, written, nbytes, array)
+
+
+class HostLauncher(CoroutineKernel):
+    """A kernel that a simulated device leaves to the host: calling it gives a coroutine."""
+
+    __slots__ = ("_launcher",)
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def __call__(self, *args: Any) -> Coroutine[Any, Any, Any]:
+        """See `Launcher.call_async`."""
+        return self._launcher.call_async(*args)
 
 
 class _Homes:
@@ -341,4 +397,4 @@ def _nbytes(spec: ArraySpec) -> int:
     return size
 
 
-__all__ = ["Launcher"]
+__all__ = ["HostLauncher", "Launcher"]

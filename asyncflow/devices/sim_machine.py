@@ -1,4 +1,4 @@
-"""The machine that simulated devices are part of: its clock, its links, its dice, and the hazards found on it."""
+"""The machine that simulated devices are part of: its clock, host, links and dice, and the hazards found on it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.devices.host import LAUNCHES, Host, HostThread, Launches
+from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.sim_links import Lane
 from asyncflow.entered import Entered
 from asyncflow.errors import HazardError
@@ -26,13 +28,17 @@ if TYPE_CHECKING:
 class SimMachine:
     """A host with simulated cards, on virtual time.
 
-    Every session opens its own devices on it, with streams and a dispatcher of their own; only the links are shared.
-    One seed and one program give one history.
+    Every session opens its own devices on it, with streams and memory of their own; the links are shared by all, and so
+    is the thread of the host that drives them. Where a network joins the cards, each is in a host of its own. One seed
+    and one program give one history.
 
     Attributes:
         spec: the cards and what connects them.
         loop: whose time it is.
         host: what the host has seen of every stream.
+        driver: what its threads take for what they do.
+        launches: how kernels come to a card.
+        threads: those of the host that have done something, by what they drive.
         jitter: kernels and copies take up to this fraction more or less, at random.
         shapes_only: arrays over 4 KiB have no data.
         hazards: all that were found, as messages.
@@ -46,16 +52,22 @@ class SimMachine:
         seed: int = 0,
         jitter: float = 0.0,
         shapes_only: bool = False,
+        host: Host = DEFAULT_HOST,
+        launches: Launches | None = None,
     ) -> None:
-        """Build the machine.
+        """Build the machine; `launches` is how kernels come to a card, None as `host` does by default.
 
         Raises:
-            TypeError, ValueError: see `check_chance`.
+            TypeError, ValueError: see `check_chance` and `check_launches`.
         """
         check_chance(seed, jitter)
+        check_launches(launches)
         self.spec = spec
         self.loop = loop
         self.host = HostClock(loop)
+        self.driver = host
+        self.launches: Launches = launches or host.launches
+        self.threads: dict[str, HostThread] = {}
         self.jitter = jitter
         self.shapes_only = shapes_only
         self.hazards: list[str] = []
@@ -72,6 +84,13 @@ class SimMachine:
         """A duration as it comes out this time."""
         ns = seconds * 1e9
         return round(ns * self._random.uniform(1 - self.jitter, 1 + self.jitter) if self.jitter else ns)
+
+    def thread_of(self, name: str, index: int) -> HostThread:
+        """The thread of the host that drives the device `name`, which is in the host of card `index`."""
+        driven = name if self.driver.thread_a_device else f"host {index}" if self.spec.message_s else "all devices"
+        if driven not in self.threads:
+            self.threads[driven] = HostThread(self.driver, self.host)
+        return self.threads[driven]
 
     def lane(self, name: str) -> Lane:
         """The link of this name, shared by all that name it."""
@@ -148,6 +167,16 @@ def check_chance(seed: object, jitter: object) -> None:
         raise ValueError(f"jitter is a fraction of a kernel's time, 0 <= jitter < 1, not {jitter!r}")
 
 
+def check_launches(launches: object) -> None:
+    """Raise unless this can be how a machine launches.
+
+    Raises:
+        ValueError: it is none of ``"regions"``, ``"nodes"`` and ``"graphs"``, and not None.
+    """
+    if launches is not None and launches not in LAUNCHES:
+        raise ValueError(f"launches is one of {', '.join(map(repr, LAUNCHES))}; got {launches!r}")
+
+
 def _early_free(storage: Storage, event: SimEvent, verb: str) -> str:
     pool, other = storage.pool.name, event.stream.name
     return (
@@ -175,4 +204,4 @@ def use_machine(machine: SimMachine) -> Iterator[SimMachine]:
         _current.leave(machine)
 
 
-__all__ = ["SimMachine", "check_chance", "current_machine", "use_machine"]
+__all__ = ["SimMachine", "check_chance", "check_launches", "current_machine", "use_machine"]

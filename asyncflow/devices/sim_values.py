@@ -172,9 +172,10 @@ class SimArray(DeviceArray):
         storage: its memory.
         written: the work that wrote it, whose event a reader has to wait for.
         name: of the node that made it.
+        followers: streams that wait for `written` already.
     """
 
-    __slots__ = ("__weakref__", "data", "dtype", "name", "shape", "storage", "written")
+    __slots__ = ("__weakref__", "data", "dtype", "followers", "name", "shape", "storage", "written")
 
     dtype: DType
     shape: Shape
@@ -186,6 +187,7 @@ class SimArray(DeviceArray):
         self.storage = storage
         self.written = written
         self.name = name
+        self.followers: tuple[SimStream, ...] = ()
 
     @property
     def device(self) -> str:

@@ -63,6 +63,7 @@ class Executor:
 
     __slots__ = (
         "_asynchronous",
+        "_charge",
         "_device",
         "_is_driven",
         "_ports",
@@ -94,6 +95,7 @@ class Executor:
         self._run = run
         self._device = device = run.devices[partition.device]
         self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
+        self._charge = None if self._asynchronous is None else self._asynchronous.charge
         self._throttled = False
         self._suspended: deque[RegionFiring] = deque()
         self._tasks: dict[asyncio.Task[Any], None] = {}  # not a set: they are cancelled in the order they started
@@ -110,6 +112,8 @@ class Executor:
             if self._asynchronous is None:
                 self._begin(feeds)
             else:
+                if self._charge is not None:
+                    self._charge("run", 1)
                 self._ports.copy_in(self._asynchronous, list(feeds), self._begin)
         except BaseException as error:
             self.broken(error)
@@ -152,12 +156,16 @@ class Executor:
         quick = self.recorder is None
         # Where nothing is waited for, an iteration has ended when it is launched, and others wait to hear of it.
         is_eager = self._asynchronous is not None
+        charge = self._charge
         budget = _CHECK_EVERY
         node = iteration = None
         inputs: Sequence[Any] = ()
         try:
             while True:
                 firing = next_firing()
+                if charge is not None and scheduler.routed:
+                    charge("primitive", scheduler.routed)
+                    scheduler.routed = 0
                 if is_eager and scheduler.ended:
                     self._ports.acknowledge_ended()
                     if self.stopped:
@@ -415,7 +423,8 @@ class Executor:
         assert node.kernel is not None and node.estimate is not None
         spans = self.new_spans()
         with self._recording(spans):
-            firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), spans)
+            clock = None if self._asynchronous is None else self._asynchronous.now_ns
+            firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), spans, clock)
         # A thread would gain nothing where steps only launch.
         if self._asynchronous is None and self._goes_to_a_thread(firing.expected_hold_ns()):
             self._region_on_stream(firing)

@@ -68,7 +68,20 @@ class Recorder:
         outputs = ", ".join(map(describe, values))
         op, device = node.source.op.name, self._device.name
         self._add(
-            node, iteration.tag(), op, stream, scheduled, started, ended, outputs, status, device, None, queued_ns, part
+            node,
+            node.name,
+            iteration.tag(),
+            op,
+            stream,
+            scheduled,
+            started,
+            ended,
+            outputs,
+            status,
+            device,
+            None,
+            queued_ns,
+            part,
         )
 
     def spans(
@@ -96,9 +109,12 @@ class Recorder:
             for span in device.settle(launched.spans):
                 began, ended, name = span.started_ns, span.ended_ns, span.stream
                 op = node.source.op.name if not span.nbytes else "copy"
+                # Some devices tell of every kernel that a region launches.
+                inside = node.region is not None and not span.nbytes
                 ready = began if scheduled is None else scheduled
                 self._add(
                     node,
+                    span.label if inside else node.name,
                     launched.tag,
                     op,
                     name,
@@ -130,6 +146,7 @@ class Recorder:
     def _add(
         self,
         node: PlanNode,
+        name: str,
         tag: str,
         op: str,
         stream: str,
@@ -150,7 +167,7 @@ class Recorder:
         trace.firings.append(
             Firing(
                 run=self._run_id,
-                node=node.name,
+                node=name,
                 op=op,
                 tag=tag,
                 device=device,

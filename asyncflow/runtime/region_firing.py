@@ -49,10 +49,12 @@ class RegionFiring:
         parts: how often it has begun to, and stopped.
         paused_ns: when it stopped last; None before it began.
         spans: what an asynchronous device records of it; None if the run is not traced.
+        clock: nanoseconds of the thread that launches it, where that is simulated.
     """
 
     __slots__ = (
         "budget",
+        "clock",
         "generator",
         "has_learned",
         "hold_ns",
@@ -77,6 +79,7 @@ class RegionFiring:
         inputs: Sequence[Any],
         generator: Generator[bool | None, int | None, tuple[Any, ...]],
         spans: list[Any] | None = None,
+        clock: Callable[[], int] | None = None,
     ) -> None:
         self.node = node
         self.iteration = iteration
@@ -94,6 +97,7 @@ class RegionFiring:
         self.has_learned = False
         self.parts = 0
         self.paused_ns: int | None = None
+        self.clock = clock
 
     def expected_hold_ns(self) -> float:
         """How long it is expected to hold its thread without giving way; infinite if nobody can say."""
@@ -111,13 +115,14 @@ class RegionFiring:
         """
         # The processor's time leaves out the moments when others ran, but is dear to ask for.
         busy_ns = thread_time_ns() if self.is_watched else 0
-        before = perf_counter_ns()
+        clock = self.clock or perf_counter_ns
+        before = clock()
         try:
             begins_loop = self.generator.send(self.budget)
         except StopIteration:
-            self._take_time(before, perf_counter_ns(), busy_ns)
+            self._take_time(before, clock(), busy_ns)
             raise
-        now = perf_counter_ns()
+        now = clock()
         taken, spent = self._take_time(before, now, busy_ns)
         self.is_watched = (self.is_suspect and not self.is_proved) or bool(begins_loop)
         # What iterations took so far says nothing about those of another loop.

@@ -103,6 +103,8 @@ class Scheduler:
         self.ended: list[tuple[int, tuple[int, ...]]] = []
         """Iterations that have ended and of which another partition wants to hear, as (transfer, counters)."""
         self.max_iterations = max_iterations
+        self.routed = 0
+        """Primitives that were routed, since somebody set it to 0."""
         self._random = None if seed is None else Random(seed)
         self._frames = 1
         self._iterations = 0
@@ -132,8 +134,9 @@ class Scheduler:
         again: a loop without kernels would hold it for ever.
         """
         ready = self.ready
-        for _ in _ROUTES:
+        for routed in _ROUTES:
             if not ready:
+                self.routed += routed
                 break
             node, iteration = ready.popleft() if self._random is None else self._pick()
             kind = node.kind
@@ -157,6 +160,7 @@ class Scheduler:
                     values[slot : slot + count] = node.blanks
                 else:
                     inputs = ()
+                self.routed += routed
                 return node, iteration, inputs
             if kind == _MERGE:
                 self._fire_merge(node, iteration)
@@ -190,6 +194,8 @@ class Scheduler:
             else:
                 self._deliver_controls(node, iteration)
             self._finish(iteration)
+        else:
+            self.routed += len(_ROUTES)
         return None
 
     def complete(self, node: PlanNode, iteration: Iteration, result: Any) -> None:

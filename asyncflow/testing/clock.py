@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
-from asyncflow.devices.presets import MachineSpec, parse_machine
-from asyncflow.devices.sim_machine import SimMachine, check_chance, current_machine, use_machine
+from asyncflow.devices.host import Host, Launches
+from asyncflow.devices.presets import DEFAULT_HOST, MachineSpec, host_named, parse_machine
+from asyncflow.devices.sim_machine import SimMachine, check_chance, check_launches, current_machine, use_machine
 from asyncflow.streams.virtual import VirtualClockLoop
 
 if TYPE_CHECKING:
@@ -18,7 +19,13 @@ _Result = TypeVar("_Result")
 
 
 def virtual_clock(
-    machine: str | MachineSpec = "v100", *, seed: int = 0, jitter: float = 0.0, shapes_only: bool = False
+    machine: str | MachineSpec = "v100",
+    *,
+    seed: int = 0,
+    jitter: float = 0.0,
+    shapes_only: bool = False,
+    host: str | Host = DEFAULT_HOST,
+    launches: Launches | None = None,
 ) -> VirtualClock:
     """A simulated machine and an event loop on its time, to be used in a ``with`` statement.
 
@@ -31,10 +38,13 @@ def virtual_clock(
         seed: of the jitter.
         jitter: how much the times of kernels and copies vary; 0.1 for about a tenth.
         shapes_only: large arrays carry no data, so that a paper-sized experiment takes seconds and little memory.
+        host: what drives the cards, and how long it takes to: ``"asyncflow"`` is this runtime, whose one thread drives
+            them all; ``"c++"`` a C++ runtime with a thread a device; or a `asyncflow.devices.host.Host`.
+        launches: how kernels come to a card: ``"regions"``, ``"nodes"`` or ``"graphs"``; None for what the host does.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a card or link that is unknown, or a jitter that is not in 0 <= jitter < 1.
+        ValueError: a card, link or host that is unknown, a jitter that is not in 0 <= jitter < 1, or other launches.
 
     >>> import asyncio
     >>> with virtual_clock() as clock:
@@ -48,8 +58,12 @@ def virtual_clock(
             "a machine is a str such as '8 x v100, nvlink2', or a MachineSpec; "
             f"got {type(machine).__name__} {machine!r}"
         )
+    driver = host_named(host) if isinstance(host, str) else host
+    if not isinstance(driver, Host):
+        raise TypeError(f"a host is the name of one, or a Host; got {type(host).__name__} {host!r}")
     check_chance(seed, jitter)
-    return VirtualClock(spec, seed=seed, jitter=jitter, shapes_only=shapes_only)
+    check_launches(launches)
+    return VirtualClock(spec, seed=seed, jitter=jitter, shapes_only=shapes_only, host=driver, launches=launches)
 
 
 class VirtualClock:
@@ -58,11 +72,10 @@ class VirtualClock:
     Use it once, in a plain function: it starts an event loop, so it cannot be inside a coroutine.
     """
 
-    def __init__(self, spec: MachineSpec, *, seed: int = 0, jitter: float = 0.0, shapes_only: bool = False) -> None:
+    def __init__(self, spec: MachineSpec, **options: Any) -> None:
+        """`options` are those of `SimMachine`."""
         self._spec = spec
-        self._seed = seed
-        self._jitter = jitter
-        self._shapes_only = shapes_only
+        self._options = options
         self._resources = ExitStack()
         self._runner: asyncio.Runner | None = None
         self._loop: VirtualClockLoop | None = None
@@ -83,7 +96,7 @@ class VirtualClock:
             runner = resources.enter_context(asyncio.Runner(loop_factory=VirtualClockLoop))
             loop = runner.get_loop()
             assert isinstance(loop, VirtualClockLoop)
-            machine = SimMachine(self._spec, loop, seed=self._seed, jitter=self._jitter, shapes_only=self._shapes_only)
+            machine = SimMachine(self._spec, loop, **self._options)
             resources.enter_context(use_machine(machine))
             self._resources = resources.pop_all()
         self._runner, self._loop, self._machine = runner, loop, machine

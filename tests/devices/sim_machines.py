@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow.devices.host import Host
 from asyncflow.devices.presets import Card, Link, MachineSpec
 from asyncflow.devices.protocol import ArraySpec, KernelInfo
 from asyncflow.devices.sim import SimDevice, SimMachine
@@ -22,9 +23,25 @@ CARD = Card(
     bytes_per_s=1e11,
     memory_bytes=1 << 30,
     kernel_s=2e-6,
-    dispatch_s=1e-6,
-    host_op_s=5e-7,
     copy_engines=2,
+)
+# What launches a kernel takes DISPATCH_NS, half of it to interpret its node; so does what copies.
+HOST = Host(
+    name="round",
+    summary="one thread, at round figures",
+    launches="nodes",
+    run_s=0.0,
+    node_s=5e-7,
+    primitive_s=0.0,
+    step_s=1e-7,
+    view_s=2e-7,
+    region_s=3e-6,
+    launch_s=5e-7,
+    graph_s=4e-6,
+    buffer_s=3e-7,
+    copy_s=1e-6,
+    event_s=0.0,
+    delivery_s=0.0,
 )
 HOST_LINK = Link(name="host", bytes_per_s=1e10, latency_s=3e-6)
 PEER_LINK = Link(name="peer", bytes_per_s=4e10, latency_s=1e-6)
@@ -37,9 +54,10 @@ def machine_of(
     card: Card = CARD,
     peer: Link | None = PEER_LINK,
     message_s: float = 0.0,
+    host: Host = HOST,
     **options: Any,
 ) -> SimMachine:
-    return SimMachine(MachineSpec((card,) * cards, HOST_LINK, peer, message_s), loop, **options)
+    return SimMachine(MachineSpec((card,) * cards, HOST_LINK, peer, message_s), loop, host=host, **options)
 
 
 def size_of(shape: Sequence[int]) -> int:

@@ -135,7 +135,7 @@ def test_later_generations_are_faster() -> None:
         assert rates == sorted(rates)
 
 
-CARD = Card("mine", 1e12, 1e11, 2**30, 2e-6, 5e-6, 1e-6, 2)
+CARD = Card("mine", 1e12, 1e11, 2**30, 2e-6, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,341 @@
+"""``asyncflow simulate --calibrate``: what the host takes for each thing that it does, measured on a card.
+
+Small programs, each of which makes the host do much of one thing, run on a real card, and once more on a simulated one,
+which counts what the host was asked to do. The costs are those that explain the processor's time of all programs best,
+by least squares of relative errors. Time of the processor, not of the clock: while the host waits it is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from time import process_time
+from typing import Any, TypeAlias
+
+import numpy as np
+
+import asyncflow as af
+from asyncflow.devices import hardware
+from asyncflow.devices.cuda_backend import cuda_backend
+from asyncflow.devices.host import COSTS, Call
+from asyncflow.testing import virtual_clock
+
+Work: TypeAlias = "Callable[[af.Session], Awaitable[object]]"
+
+_SIZE = 8
+"""Rows and columns: on any card such a kernel ends before the next one is launched."""
+
+_BATCH_S = 0.02
+_WARM_UPS = 4
+_MACHINE = "2 x h100, nvlink4"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Something that keeps the host busy.
+
+    Attributes:
+        name: what it is made of.
+        graph: what is run.
+        work: what is timed, given a session.
+        options: of the session.
+        calls: what the host does in it, where a simulation cannot tell.
+    """
+
+    name: str
+    graph: af.Graph
+    work: Work
+    options: Mapping[str, Any] = field(default_factory=dict)
+    calls: Mapping[Call, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One program: what the host did in it, and how long that took."""
+
+    name: str
+    calls: Mapping[Call, int]
+    seconds: float
+
+    def explained_s(self, costs: Mapping[str, float]) -> float:
+        """How long it would take at these costs."""
+        return sum(costs[f"{call}_s"] * count for call, count in self.calls.items())
+
+
+def calibrate() -> int:
+    """Measures, prints the costs as `asyncflow.devices.presets` has them, and gives the exit code."""
+    backend = cuda_backend()
+    if backend.cupy is None:
+        print(
+            f"asyncflow simulate --calibrate: error: {backend.reason}; what launching costs is measured on a card, and "
+            "any will do"
+        )
+        return 2
+    print(format_costs(measure(), backend.cards[0]))
+    return 0
+
+
+def measure(*, batch_s: float = _BATCH_S, batches: int = 7, sizes: tuple[int, int] = (4, 40)) -> list[Measured]:
+    """Every program at two sizes, on the card ``cuda:0``; on it are both devices of programs with two."""
+    programs = [program for make in _PROGRAMS for size in sizes for program in (make("cuda", size), make("sim", size))]
+    pairs = list(zip(programs[::2], programs[1::2], strict=True))
+    counted = [_counts(simulated) for _, simulated in pairs]
+    seconds = af.run(_timed([real for real, _ in pairs], batch_s, batches))
+    return [Measured(real.name, calls, taken) for (real, _), calls, taken in zip(pairs, counted, seconds, strict=True)]
+
+
+def fitted(measured: list[Measured]) -> dict[str, float]:
+    """The costs that explain all of it best; none is negative."""
+    weights = np.array([[each.calls.get(name[:-2], 0) / each.seconds for name in COSTS] for each in measured])  # type: ignore[call-overload]
+    free = [index for index in range(len(COSTS)) if weights[:, index].any()]
+    while True:
+        found = np.linalg.lstsq(weights[:, free], np.ones(len(measured)), rcond=None)[0]
+        if (found >= 0).all():
+            break
+        free.pop(int(np.argmin(found)))
+    return dict.fromkeys(COSTS, 0.0) | {COSTS[index]: float(cost) for index, cost in zip(free, found, strict=True)}
+
+
+def format_costs(measured: list[Measured], card: str) -> str:
+    """The costs, ready for `asyncflow.devices.presets`, and how well they explain each program."""
+    costs = fitted(measured)
+    lines = [f"{name}={costs[name] * 1e6:.2g}e-6," for name in COSTS]
+    lines.append(f'source="asyncflow simulate --calibrate, {date.today()}: {hardware.processor()}, {card}",')
+    lines.append("")
+    for each in measured:
+        share = each.explained_s(costs) / each.seconds
+        lines.append(f"{each.name:<28} {each.seconds * 1e6:>9.1f} µs, of which the costs explain {share:.0%}")
+    return "\n".join(lines)
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------
+
+
+def _counts(program: Program) -> Mapping[Call, int]:
+    """What the host does in one go of a program, once warm."""
+    if program.calls is not None:
+        return program.calls
+
+    async def main() -> Counter[Call]:
+        async with af.Session(program.graph, **program.options) as session:
+            for _ in range(_WARM_UPS):
+                await program.work(session)
+            (thread,) = clock.machine.threads.values()
+            before = thread.calls.copy()
+            await program.work(session)
+            return thread.calls - before
+
+    with virtual_clock(_MACHINE) as clock:
+        return clock.run(main())
+
+
+async def _timed(programs: list[Program], batch_s: float, batches: int) -> list[float]:
+    return [await _seconds(program, batch_s, batches) for program in programs]
+
+
+async def _seconds(program: Program, batch_s: float, batches: int) -> float:
+    """The processor's time of one go, undisturbed."""
+    best = float("inf")
+    async with af.Session(program.graph, **program.options) as session:
+        for _ in range(_WARM_UPS):
+            await program.work(session)
+        for _ in range(batches):
+            goes, started = 0, process_time()
+            while goes < 3 or process_time() - started < batch_s:
+                await program.work(session)
+                goes += 1
+            best = min(best, (process_time() - started) / goes)
+            await asyncio.sleep(0)
+    return best
+
+
+# -- the programs ------------------------------------------------------------------------------------------------
+
+
+def _fed() -> tuple[af.Tensor, dict[af.Tensor, Any]]:
+    x = af.placeholder("float32", (_SIZE, _SIZE))
+    return x, {x: np.eye(_SIZE, dtype=np.float32)}
+
+
+def _matrix() -> af.Tensor:
+    return af.constant(np.eye(_SIZE, dtype=np.float32))
+
+
+def _chain(x: af.Tensor, w: af.Tensor, length: int) -> af.Tensor:
+    """Products, chains of elementwise operations, which are fused, and sums."""
+    for _ in range(length):
+        x = af.tanh(x @ w) * np.float32(0.5)
+        x = x @ (w + af.sum(x, axis=0))
+    return x
+
+
+def _run(kind: str, name: str, fetches: Any, feeds: dict[af.Tensor, Any], devices: int = 1, **options: Any) -> Program:
+    names = [f"{kind}:{index}" for index in range(devices)]
+    graph = next(iter(feeds)).graph
+    return Program(name, graph, lambda session: session.run(fetches, feeds), {"devices": names, **options})
+
+
+def _launches(kind: str, size: int) -> Program:
+    with af.Graph():
+        x, feeds = _fed()
+        return _run(kind, f"{5 * size} launches", _chain(x, _matrix(), size), feeds)
+
+
+def _nodes(kind: str, size: int) -> Program:
+    with af.Graph():
+        x, feeds = _fed()
+        return _run(kind, f"{5 * size} launches, interpreted", _chain(x, _matrix(), size), feeds, regions=False)
+
+
+def _views(kind: str, size: int) -> Program:
+    with af.Graph():
+        x, feeds = _fed()
+        w = _matrix()
+        for _ in range(size):
+            product = x @ w
+            x = product[: _SIZE // 2, :] @ product[:, : _SIZE // 2]
+            x = af.concat([x, x], axis=0)
+            x = af.concat([x, x], axis=1)
+        return _run(kind, f"{2 * size} views", x, feeds)
+
+
+def _steps(kind: str, size: int) -> Program:
+    with af.Graph():
+        x, feeds = _fed()
+        _, y = af.while_loop(
+            lambda i, y: i < 10 * size, lambda i, y: (i * 3 // 2 + 1 - i // 2, y), (np.int32(0), x @ x)
+        )
+        return _run(kind, f"{10 * size} iterations, nothing launched", y @ x, feeds)
+
+
+def _primitives(kind: str, size: int) -> Program:
+    with af.Graph():
+        x, feeds = _fed()
+        start = (np.int32(0), *[x] * size)
+        out = af.while_loop(lambda i, *_: i < 20, lambda i, *ys: (i + 1, *ys[1:], ys[0]), start)
+        return _run(kind, f"20 iterations, {size} variables", out[1], feeds, regions=False)
+
+
+def _events(kind: str, size: int) -> Program:
+    with af.Graph() as graph:
+        _fed()
+
+        async def work(session: af.Session) -> None:
+            device = session.devices[0]
+            for _ in range(10 * size):
+                device.d2h.wait(device.compute.record())
+
+    return Program(f"{10 * size} events", graph, work, {"devices": [f"{kind}:0"]}, {"event": 10 * size})
+
+
+def _feeds(kind: str, size: int) -> Program:
+    with af.Graph():
+        fed = [_fed() for _ in range(size)]
+        total = fed[0][0]
+        for x, _ in fed[1:]:
+            total = total @ x
+        return _run(kind, f"{size} feeds", total, {x: value for _, feeds in fed for x, value in feeds.items()})
+
+
+def _fetches(kind: str, size: int) -> Program:
+    with af.Graph():
+        x, feeds = _fed()
+        w, found = _matrix(), []
+        for _ in range(size):
+            x = x @ w
+            found.append(x)
+        return _run(kind, f"{size} fetches", found, feeds)
+
+
+def _hops(kind: str, size: int) -> Program:
+    with af.Graph():
+        x, feeds = _fed()
+        w = _matrix()
+        for index in range(size):
+            with af.device(f"{kind}:{index % 2}"):
+                x = _chain(x, w, 1)
+        return _run(kind, f"{size} copies between devices", x, feeds, devices=2)
+
+
+def _cut_loop(kind: str, size: int) -> Program:
+    with af.Graph():
+        x, feeds = _fed()
+        w = _matrix()
+
+        def body(i: Any, *states: Any) -> Any:
+            after, below = [], states[0]
+            for index, state in enumerate(states):
+                with af.device(f"{kind}:{index}"):
+                    below = _chain(below + state, w, 1)
+                after.append(below)
+            return i + 1, *after
+
+        out = af.while_loop(lambda i, *_: i < size, body, (np.int32(0), x, x))
+        return _run(kind, f"{size} iterations over 2 devices", out[-1], feeds, devices=2)
+
+
+def _training(kind: str, size: int) -> Program:
+    with af.Graph():
+        x, feeds = _fed()
+        w = af.Variable(np.eye(_SIZE, dtype=np.float32))
+        read = w.read()
+        _, y = af.while_loop(
+            lambda i, y: i < size, lambda i, y: (i + 1, af.sigmoid(y @ read) * af.tanh(y @ read)), (np.int32(0), x)
+        )
+        (slope,) = af.gradients(af.sum(y), [w])
+        return _run(kind, f"{size} iterations, forward and backward", af.group(w.assign_sub(slope)), feeds)
+
+
+def _runs(kind: str, size: int) -> Program:
+    with af.Graph() as graph:
+        x, feeds = _fed()
+        y = x @ x @ x
+
+        async def work(session: af.Session) -> None:
+            for _ in range(size):
+                await session.run(y, feeds)
+
+    return Program(f"{size} runs", graph, work, {"devices": [f"{kind}:0"]})
+
+
+def _graphs(kind: str, size: int) -> Program:
+    with af.Graph():
+        x, feeds = _fed()
+        for index in range(size):
+            with af.device(f"{kind}:{index % 2}"):
+                for _ in range(6):
+                    x = af.tanh(x) + af.sum(x, axis=0)
+        return _run(kind, f"{size} CUDA graphs", x, feeds, devices=2, cuda_graphs=True)
+
+
+def _buffers(kind: str, size: int) -> Program:
+    with af.Graph():
+        x, feeds = _fed()
+        y = x
+        for _ in range(8):
+            y = af.tanh(y) + af.sum(y, axis=0)
+        found = [y + af.sum(y + index, axis=0) for index in range(size // 2)]
+        return _run(kind, f"a graph with {size // 2} outputs", found, feeds, cuda_graphs=True)
+
+
+_PROGRAMS = (
+    _launches,
+    _nodes,
+    _views,
+    _steps,
+    _primitives,
+    _events,
+    _feeds,
+    _fetches,
+    _hops,
+    _cut_loop,
+    _training,
+    _runs,
+    _graphs,
+    _buffers,
+)
+
+__all__ = ["Measured", "calibrate", "fitted", "format_costs", "measure"]

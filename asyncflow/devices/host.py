@@ -1,0 +1,120 @@
+"""What does the thread that drives simulated devices spend its time on?
+
+On this runtime one thread, that of the event loop, does all that is not computed on a card: it starts runs, interprets
+nodes, launches kernels, gives copies to streams, and hears of their ends. However many cards there are, this thread is
+one, and a program whose launches keep it busy does not get faster with more of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+
+if TYPE_CHECKING:
+    from asyncflow.streams.sim import HostClock
+
+Launches: TypeAlias = Literal["regions", "nodes", "graphs"]
+"""How kernels come to a card: by regions with fused chains, one node at a time, or by regions made CUDA graphs."""
+
+LAUNCHES: Final[tuple[Launches, ...]] = get_args(Launches)
+
+Call: TypeAlias = Literal[
+    "run", "node", "primitive", "step", "view", "region", "launch", "graph", "buffer", "copy", "event", "delivery"
+]
+"""What a host does, by the name of its cost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The times, in seconds, that a thread of the host takes for what it does.
+
+    Attributes:
+        name: as `host_named` reads it.
+        summary: what it is, for people.
+        thread_a_device: every device has a thread of its own; else one thread drives all devices of a process.
+        launches: how kernels come to a card, unless somebody chooses.
+        run_s: starting a run on one device, and ending it.
+        node_s: interpreting a node, without what it launches.
+        primitive_s: passing a value on in a loop or branch that is interpreted: Enter, Merge, Switch and the like.
+        step_s: a number that a region computes on the host.
+        view_s: an array that looks into another, made by a region.
+        region_s: calling a region.
+        launch_s: launching a kernel.
+        graph_s: calling a region that is a CUDA graph.
+        buffer_s: copying a value to or from a buffer of a CUDA graph.
+        copy_s: giving a copy to a stream, with all that keeps its memory until it is done.
+        event_s: letting a stream wait for another.
+        delivery_s: hearing that something is done, and telling whoever waits.
+        source: where the figures come from.
+    """
+
+    name: str
+    summary: str
+    thread_a_device: bool = False
+    launches: Launches = "regions"
+    run_s: float
+    node_s: float
+    primitive_s: float
+    step_s: float
+    view_s: float
+    region_s: float
+    launch_s: float
+    graph_s: float
+    buffer_s: float
+    copy_s: float
+    event_s: float
+    delivery_s: float
+    source: str = ""
+
+    def cost_s(self, call: Call) -> float:
+        """The time of one call."""
+        seconds: float = getattr(self, f"{call}_s")
+        return seconds
+
+
+COSTS: Final = tuple(field.name for field in fields(Host) if field.name.endswith("_s"))
+"""The names of the costs of a `Host`."""
+
+
+class HostThread:
+    """One thread of the host on virtual time: it does one thing after another, in the order in which it is asked to.
+
+    Attributes:
+        host: how long it takes for what.
+        free_at_ns: when it has done all that it was asked to.
+        calls: how often it did what.
+        busy_ns: how long each took in all.
+    """
+
+    __slots__ = ("_clock", "_ns", "busy_ns", "calls", "free_at_ns", "host")
+
+    def __init__(self, host: Host, clock: HostClock) -> None:
+        self.host = host
+        self.free_at_ns = 0
+        self.calls: Counter[Call] = Counter()
+        self.busy_ns: Counter[Call] = Counter()
+        self._clock = clock
+        self._ns: dict[Call, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<HostThread of {self.host.name}, free at {self.free_at_ns} ns>"
+
+    @property
+    def ready_ns(self) -> int:
+        """When it could begin with something else."""
+        return max(self.free_at_ns, self._clock.now_ns())
+
+    def spend(self, call: Call, times: int = 1) -> int:
+        """Do something, so often; when it is done."""
+        cost_ns = self._ns.get(call)
+        if cost_ns is None:
+            cost_ns = self._ns[call] = self.host.cost_s(call) * 1e9
+        taken_ns = round(cost_ns * times)
+        self.calls[call] += times
+        self.busy_ns[call] += taken_ns
+        self.free_at_ns = self.ready_ns + taken_ns
+        return self.free_at_ns
+
+
+__all__ = ["COSTS", "LAUNCHES", "Call", "Host", "HostThread", "Launches"]
