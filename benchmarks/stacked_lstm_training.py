@@ -316,11 +316,7 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
             paper=PAPERS,
         )
         note = f"simulated v100, {LINK}\n{host_note()}"
-        paths.append(
-            draw_charts(
-                folder / "stacked_lstm_training_simulated.png", [chart], note=f"simulated v100, {LINK}\n{host_note()}"
-            )
-        )
+        paths.append(draw_charts(folder / "stacked_lstm_training_simulated.png", [chart], note=note))
         timelines = []
         for host, label in DRIVERS.items():
             with driven_by(host):
