@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import asyncflow as af
+from asyncflow.devices.presets import HOSTS
 from benchmarks.harness import Result
 from benchmarks.peers import NO_PEERS, Peers
 from benchmarks.plots import Chart, Timeline, draw_charts, draw_timelines
@@ -22,6 +23,7 @@ from benchmarks.simulation import (
     as_results,
     by_host,
     devices,
+    driven_by,
     host_note,
     in_thread,
     simulate,
@@ -132,15 +134,17 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         y="iterations/s of virtual time",
         curves=by_host(curves),
     )
-    timelines = [
-        Timeline(
-            title=f"{pattern} (colour and number: iteration; thin: copies)",
-            trace=run(pattern, 4, iterations=20, traced=True).trace,
-            window_ms=(0.0, 2.5),
-        )
-        for pattern in PATTERNS
-    ]
+    with driven_by("c++"):
+        timelines = [
+            Timeline(
+                title=f"{pattern} (colour and number: iteration; thin: copies)",
+                trace=run(pattern, 4, iterations=20, traced=True).trace,
+                window_ms=(0.0, 2.5),
+            )
+            for pattern in PATTERNS
+        ]
+    legend = f"driven by {HOSTS['c++'].summary}, by {HOSTS['c++'].launches}"
     return [
         draw_charts(folder / "dependency_patterns.png", [chart], note=host_note()),
-        draw_timelines(folder / "dependency_patterns_timeline.png", timelines),
+        draw_timelines(folder / "dependency_patterns_timeline.png", timelines, note=legend),
     ]

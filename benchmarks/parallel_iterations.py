@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import asyncflow as af
+from asyncflow.devices.presets import HOSTS
 from benchmarks.harness import Result
 from benchmarks.peers import NO_PEERS, Peers
 from benchmarks.plots import Chart, Timeline, draw_charts, draw_timelines
@@ -21,6 +22,7 @@ from benchmarks.simulation import (
     as_results,
     by_host,
     devices,
+    driven_by,
     host_note,
     in_thread,
     simulate,
@@ -100,21 +102,23 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         y="iterations/s of virtual time",
         curves=curves,
     )
-    timelines = [
-        Timeline(
-            title=f"parallel_iterations={window}: {meaning} (colour and number: iteration; thin: copies)",
-            trace=run(window, iterations=20, traced=True).trace,
-            window_ms=(0.0, 6.0),
-        )
-        for window, meaning in (
-            (1, "one device works at a time"),
-            (4, "at most four do"),
-            (8, "all do, and a copy or kernel is always next"),
-        )
-    ]
+    with driven_by("c++"):
+        timelines = [
+            Timeline(
+                title=f"parallel_iterations={window}: {meaning} (colour and number: iteration; thin: copies)",
+                trace=run(window, iterations=20, traced=True).trace,
+                window_ms=(0.0, 6.0),
+            )
+            for window, meaning in (
+                (1, "one device works at a time"),
+                (4, "at most four do"),
+                (8, "all do, and a copy or kernel is always next"),
+            )
+        ]
+    legend = f"driven by {HOSTS['c++'].summary}, by {HOSTS['c++'].launches}"
     gains = (f"{name} {rates[8] / rates[1]:.1f}" for name, rates in curves.items())
     note = f"times the rate of 1 with 8 at once: {', '.join(gains)}\n{host_note()}"
     return [
         draw_charts(folder / "parallel_iterations.png", [chart], note=note),
-        draw_timelines(folder / "parallel_iterations_timeline.png", timelines),
+        draw_timelines(folder / "parallel_iterations_timeline.png", timelines, note=legend),
     ]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 import asyncflow as af
+from asyncflow.devices.presets import HOSTS
 from benchmarks import stacked_lstm
 from benchmarks.harness import Result
 from benchmarks.peers import NO_PEERS, Peers
@@ -28,6 +29,7 @@ from benchmarks.simulation import (
     as_results,
     by_host,
     devices,
+    driven_by,
     host_note,
     in_thread,
     simulate,
@@ -226,6 +228,7 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         ),
     ]
     legend = "colour and number: {}; thin: copies"
+    driver = f"driven by {HOSTS['c++'].summary}, by {HOSTS['c++'].launches}"
     training = [
         _timeline(SYNCHRONOUS, 4, 4, legend.format("run"), 10.0),
         _timeline(ASYNCHRONOUS, 4, 4, legend.format("run, two a step"), 10.0),
@@ -237,20 +240,26 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     layers = [
         Timeline(
             title=f"{count} devices ({legend.format('time step')})",
-            trace=model_parallel(count, steps=12, traced=True).trace,
+            trace=_trace(count),
             window_ms=(0.0, 8.0),
         )
         for count in (2, 8)
     ]
     return [
         draw_charts(folder / "white_paper_pipelines.png", charts, note=f"simulated v100, {LINK}\n{host_note()}"),
-        draw_timelines(folder / "data_parallel_timeline.png", training),
-        draw_timelines(folder / "concurrent_steps_timeline.png", pipelines),
-        draw_timelines(folder / "model_parallel_timeline.png", layers),
+        draw_timelines(folder / "data_parallel_timeline.png", training, note=driver),
+        draw_timelines(folder / "concurrent_steps_timeline.png", pipelines, note=driver),
+        draw_timelines(folder / "model_parallel_timeline.png", layers, note=driver),
     ]
 
 
+def _trace(count: int) -> af.Trace:
+    with driven_by("c++"):
+        return model_parallel(count, steps=12, traced=True).trace
+
+
 def _timeline(pipeline: str, count: int, steps: int, legend: str, until_ms: float) -> Timeline:
-    trace = PIPELINES[pipeline](count, steps=steps, traced=True).trace
+    with driven_by("c++"):
+        trace = PIPELINES[pipeline](count, steps=steps, traced=True).trace
     title = legend if pipeline == CONCURRENT else f"{pipeline}, {count} replicas ({legend})"
     return Timeline(title=title, trace=trace, window_ms=(0.0, until_ms), colours="run")

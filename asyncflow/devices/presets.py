@@ -181,7 +181,7 @@ HOSTS: Mapping[str, Host] = {
             event_s=3.2e-6,
             delivery_s=14e-6,
             source="asyncflow simulate --calibrate, 2026-11-22: Python 3.12, CuPy 14.2, NVIDIA H100 in a virtual "
-            "machine on an Intel Xeon; a second such machine gave 1.5 times as much for a launch, and 0.7 of it for a region",
+            "machine on an Intel Xeon; a second one gave 1.5 times as much for a launch, and 0.7 of it for a region",
         ),
         # No such runtime exists: it is what the experiments of EuroSys '18 ran on, as far as they say, with TensorFlow
         # 1's costs as measured in docs/performance.md where there are any.
