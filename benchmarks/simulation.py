@@ -98,7 +98,7 @@ def with_host(name: str, host: str) -> str:
 
 def host_note() -> str:
     """What the hosts are, for the foot of a picture."""
-    return "; ".join(f"{label}: {HOSTS[host].summary}, by {HOSTS[host].launches}" for host, label in DRIVERS.items())
+    return "\n".join(f"{label}: {HOSTS[host].summary}, by {HOSTS[host].launches}" for host, label in DRIVERS.items())
 
 
 async def in_thread(simulation: Callable[..., Any], *args: Any) -> Any:
