@@ -352,7 +352,7 @@ class _Copy:
 
     def _shape_by_rule(self, tensor: Tensor, target: Graph) -> Tensor:
         node = tensor.node
-        name = f"{node.name}:{tensor.index}:shape"  # no node of the user's is called so
+        name = self._name_for_shape(tensor)
         rule = None if node.op is READ else rule_of(tensor)
         if rule is None:
             op, inputs, attrs = ELEMENT_SHAPE, [self.tensors[source] for source in node.inputs], node.attrs
@@ -365,10 +365,17 @@ class _Copy:
         made.device, made.colocated_with = node.device, node.colocated_with
         return made.outputs[0]
 
+    def _name_for_shape(self, tensor: Tensor) -> str:
+        """A name that no node of the source has, which keep theirs."""
+        name = f"{tensor.node.name}/shape"
+        while self.source.has_name(name) or self.target.has_name(name):
+            name += "_"
+        return name
+
     def _shape_of(self, tensor: Tensor, target: Graph) -> Tensor:
         if tensor not in self.shapes:
             value = self.tensors[tensor]
-            name = f"{tensor.node.name}:{tensor.index}:shape"
+            name = self._name_for_shape(tensor)
             made = target.add_node(SHAPE, [value], {}, Spec(int64, (tensor.ndim,)), reserved_name=name)
             made.device, made.location = value.node.device, tensor.node.location
             self.shapes[tensor] = made.outputs[0]

@@ -215,6 +215,10 @@ class Graph(NotPickled):
             taken[candidate] = 0
         return candidate
 
+    def has_name(self, name: str) -> bool:
+        """Whether `unique_name` would number `name`, outside all scopes."""
+        return name in self.root._taken
+
     def import_tensor(self, tensor: Tensor) -> Tensor:
         """`tensor` as seen from this graph: itself, or a capture of an enclosing graph's tensor.
 
