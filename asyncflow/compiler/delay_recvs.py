@@ -5,6 +5,10 @@ even if its users run much later. A Recv whose users all come after some node *p
 enough after it for the transfer, gets a control edge from *p*. The best *p* is the one that ends last in the schedule
 in which every node runs as soon as it can.
 
+What that gains so far is the order of copies, and not memory: on an asynchronous device *p* counts as done once it is
+launched, and the host launches far ahead, so the Recv's memory is taken early all the same. Measured on two simulated
+v100, 12 values of 5 MiB of which 11 were delayed: a peak of 92.5 MiB with and without, 25.92 ms and 25.96 ms.
+
 The edge can neither deadlock nor change what is live. All users of the Recv already come after *p*, so nothing but the
 Recv itself has to wait for more than before; in particular *p* does not wait for the Recv, whatever edges are added to
 others. And *p* is in the same *place* (the same branch, the same part of the same loop), so it is live when the Recv
