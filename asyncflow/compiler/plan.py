@@ -122,7 +122,9 @@ class PlanNode:
         transfer: the number that Send and Recv of one transfer share.
         peer: the device at the other end.
         cost: how long a firing takes; None before the first.
-        hold: for a region that gives way in between, how long it holds a thread at a time; None before it was measured.
+        hold: for a region that gives way in between, how long it holds a thread at a time; None before that was found
+            to be long.
+        is_suspect: it may have been long without anybody having looked whether that was its own doing.
         is_small: shapes are known and small, so the kernel runs on the event loop without being timed.
     """
 
@@ -144,6 +146,7 @@ class PlanNode:
         "is_async",
         "is_constant",
         "is_small",
+        "is_suspect",
         "is_user",
         "kernel",
         "kind",
@@ -192,6 +195,7 @@ class PlanNode:
         self.region: RegionCode | None = None
         self.estimate: RegionEstimate | None = None
         self.hold: Any = None
+        self.is_suspect = False
         self.is_small = _is_small(source)
         self.fetch_index = -1
         self.uses_index = False

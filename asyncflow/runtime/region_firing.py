@@ -40,7 +40,8 @@ class RegionFiring:
     Attributes:
         budget: the number of back edges and long kernels until it yields again; None before it has begun.
         is_heavy: the last slice held the event loop for too long, so that the rest belongs on a thread.
-        is_suspect: an earlier slice may have.
+        is_suspect: an earlier slice may have, in this firing or the one before.
+        is_unsettled: nobody has looked whether the last one that took so long did so by itself.
         is_proved: one has.
         is_watched: the next slice's time of the processor will be taken.
         size: of its inputs.
@@ -63,6 +64,7 @@ class RegionFiring:
         "is_heavy",
         "is_proved",
         "is_suspect",
+        "is_unsettled",
         "is_watched",
         "iteration",
         "node",
@@ -88,7 +90,8 @@ class RegionFiring:
         self.spans = spans
         self.budget: int | None = None
         self.is_heavy = False
-        self.is_suspect = False
+        self.is_suspect: bool = getattr(node, "is_suspect", False)
+        self.is_unsettled = False
         self.is_proved = False
         self.is_watched = True
         self.size = size_of(inputs)
@@ -137,7 +140,8 @@ class RegionFiring:
         self.is_heavy = False
         if taken > limit_ns:
             self.is_suspect = True
-            held_ns = taken
+            self.is_unsettled = not self.is_watched
+            held_ns = INLINE_LIMIT_NS
             if self.is_watched:
                 computed_ns = thread_time_ns() - busy_ns
                 self.is_heavy = computed_ns > limit_ns
@@ -154,8 +158,10 @@ class RegionFiring:
         self.has_learned = True
 
     def learn(self, computed_ns: int = 0) -> None:
-        """At its end: `learn_hold`, unless it has, and how long it computed, on a thread and before."""
-        if not self.has_learned:
+        """At its end: `learn_hold`, if that says anything new, and how long it computed, on a thread and before."""
+        self.node.is_suspect = self.is_unsettled
+        is_known = self.inline_ns and self.node.hold is None and self.hold_ns <= INLINE_LIMIT_NS
+        if not (self.has_learned or is_known):
             self.learn_hold()
         if self.node.cost is None:
             self.node.cost = MeasuredCost()

@@ -274,7 +274,7 @@ async def test_a_long_kernel_behind_short_ones_is_noticed(session: af.Session, g
         await session.run(fetch, {x: 1})
     assert LOOP_THREAD in long.threads
     long.busy_ns = HEAVY_NS
-    for _ in range(2):
+    for _ in range(6):
         await session.run(fetch, {x: 1})
     assert LOOP_THREAD not in long.threads[-1:]
 
