@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from hashlib import blake2b
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,6 +72,7 @@ def _random_op(name: str, infer: Callable[..., Spec], draw: Callable[..., Callab
 
 
 def _apply(op: Op, *inputs: TensorLike, seed: int | None, name: str | None, **attrs: Any) -> Tensor:
+    import_module("numpy.random")  # else NumPy does at the first draw, and that is on the event loop
     if seed is not None:
         return apply(op, *inputs, name=name, seed=static_int(seed, "seed"), **attrs)[0]
     (result,) = apply(op, *inputs, name=name, seed=0, **attrs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncflow.graph.build import TensorLike, apply
@@ -112,24 +113,29 @@ UNIQUE_VALUES = register(
 )
 
 
+def _distinct(op: Op, x: TensorLike) -> tuple[Tensor, ...]:
+    import_module("numpy.ma")  # which NumPy's function does at its first call, and that is on the event loop
+    return apply(op, x)
+
+
 def unique_all(x: TensorLike, /) -> UniqueAll:
     """Distinct elements of `x`, sorted, with first positions, inverse and counts. Each NaN is distinct."""
-    return UniqueAll(*apply(UNIQUE_ALL, x))
+    return UniqueAll(*_distinct(UNIQUE_ALL, x))
 
 
 def unique_counts(x: TensorLike, /) -> UniqueCounts:
     """Distinct elements of `x`, sorted, and how often each occurs. Each NaN is distinct."""
-    return UniqueCounts(*apply(UNIQUE_COUNTS, x))
+    return UniqueCounts(*_distinct(UNIQUE_COUNTS, x))
 
 
 def unique_inverse(x: TensorLike, /) -> UniqueInverse:
     """Distinct elements of `x`, sorted, and which of them each element of `x` is. Each NaN is distinct."""
-    return UniqueInverse(*apply(UNIQUE_INVERSE, x))
+    return UniqueInverse(*_distinct(UNIQUE_INVERSE, x))
 
 
 def unique_values(x: TensorLike, /) -> Tensor:
     """Distinct elements of `x`, sorted; a vector of a length only the run knows. Each NaN is distinct."""
-    return apply(UNIQUE_VALUES, x)[0]
+    return _distinct(UNIQUE_VALUES, x)[0]
 
 
 __all__ = [

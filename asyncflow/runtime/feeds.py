@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -124,13 +125,19 @@ def feed_value(tensor: Tensor, value: Any) -> Any:
         return value
     if isinstance(value, Tensor):
         raise refusal(tensor, value, "that is a tensor, which has no value yet; fetch it first")
-    if isinstance(value, np.ma.MaskedArray):
+    if _is_masked(value):
         raise refusal(tensor, value, "a masked array would lose its mask; fill it first")
     array = _as_typed_array(tensor, value)
     shape = array.array.shape if isinstance(array, LargeFeed) else array.shape
     if not is_compatible(shape, spec.shape):
         raise _wrong_shape(tensor, value, shape)
     return locked(array) if isinstance(array, np.ndarray) else array
+
+
+def _is_masked(value: object) -> bool:
+    # There is none before somebody has imported the module, which takes 10 ms.
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(value, masked.MaskedArray)
 
 
 def locked(array: np.ndarray[Any, Any]) -> Any:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan, PlanNode
     from asyncflow.graph.graph import Graph
 
-_COMPILED_INLINE = 200
-"""A graph of at most so many nodes compiles on the event loop, in a few ms."""
+_COMPILED_INLINE = 50
+"""A graph of at most so many nodes compiles on the event loop, in less than 5 ms."""
 
 _CONSTANTS_INLINE = 1 << 20
 """So do constants of at most so many bytes: they are folded, and copied to devices."""
