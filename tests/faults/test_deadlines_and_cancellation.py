@@ -64,12 +64,14 @@ async def test_f15_an_endless_loop_with_a_deadline(session: af.Session, graph: a
             turns += 1
             await asyncio.sleep(0)
 
+    endless = ENDLESS[kind]()
+    session.plan(endless)  # which the deadline counts, and a busy machine may take as long for
     beside = asyncio.ensure_future(bystander())
     with pytest.raises(af.DeadlineExceeded, match=r"timeout=0\.2 ") as caught:
-        await session.run(ENDLESS[kind](), timeout=0.2)
+        await session.run(endless, timeout=0.2)
     beside.cancel()
     assert isinstance(caught.value, TimeoutError)
-    assert turns > 5
+    assert turns > 1
     await asyncio.gather(beside, return_exceptions=True)
     assert_baseline(session)
     assert await session.run(af.constant(1) + 1) == 2
