@@ -125,7 +125,7 @@ class Emitter:
             local,
             attrs,
             inputs[0].spec if specs is None else specs,
-            name=f"{like.name}/{suffix}",
+            reserved_name=self.flat.reserve(f"{like.name}/{suffix}"),
             location=like.location,
         )
         node.device, node.control_inputs = device, control_inputs
