@@ -40,6 +40,7 @@ FAMILIES: Final = {
     "linalg": "Products of matrices",
     "manipulation": "Changing shapes",
     "indexing": "Reading and writing elements",
+    "windows": "Windows of fixed length",
     "searching": "Searching",
     "sorting": "Sorting",
     "sets": "Sets",

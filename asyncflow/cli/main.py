@@ -25,7 +25,7 @@ USAGE_ERROR = 2
 
 # `argparse` would go on looking for our options among the program's.
 _WITH_VALUE = {
-    "profile": ("-o", "--output", "--top", "--color-by"),
+    "profile": ("-o", "--output", "--top", "--color-by", "--detail"),
     "simulate": ("-o", "--output", "--devices", "--seed", "--jitter", "--host", "--launches"),
 }
 _FLAGS = {"profile": ("-h", "--help"), "simulate": ("-h", "--help", "--shapes-only", "--calibrate")}
@@ -37,7 +37,8 @@ examples:
   asyncflow profile train.py:main -o trace.json.gz --epochs 3        arguments for the program come last
   asyncflow profile train.py:main -o trace.json -- -o model.bin      or after two dashes
 
-To show every node, runs are interpreted while they are recorded, and take longer than the compiled ones otherwise do.
+Runs are recorded as they are: loops, and what is between them, as a whole. With --detail node every node shows; runs
+are then interpreted, which takes some microseconds a node more, so that its times are not those of other runs.
 Open .json and .json.gz at https://ui.perfetto.dev, .html in any browser, offline; .png and .svg need matplotlib.
 """
 
@@ -79,7 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "simulate":
             return simulate(options.target, _simulation(options), program_arguments)
-        return profile(options.target, options.output, program_arguments, top=options.top, color_by=options.color_by)
+        return profile(
+            options.target,
+            options.output,
+            program_arguments,
+            top=options.top,
+            color_by=options.color_by,
+            detail=options.detail,
+        )
     except (TargetError, TraceFormatError, OSError) as error:
         print(f"asyncflow {options.command}: error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -139,12 +147,19 @@ def _add_profile(commands: _Commands) -> None:
         "profile",
         help="run a program and show where its time went",
         description="Runs a program, records every graph run in it, and shows where the time went.",
-        usage="asyncflow profile [-h] target [-o FILE]... [--top N] [--color-by X] [arguments of the program ...]",
+        usage="asyncflow profile [-h] target [-o FILE]... [--detail region|node] [--top N] [--color-by X] "
+        "[arguments of the program ...]",
         epilog=_PROFILE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     _add_target_and_output(profiled)
+    profiled.add_argument(
+        "--detail",
+        choices=("region", "node"),
+        default="region",
+        help="what really runs, or every node, interpreted (default: %(default)s)",
+    )
     profiled.add_argument(
         "--top", metavar="N", type=_count, default=20, help="how many nodes to list (default: %(default)s)"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final, Literal
 
 from asyncflow.cli.program import run_program
 from asyncflow.cli.target import Target
@@ -13,13 +14,22 @@ from asyncflow.profiler.picture import ColorBy
 from asyncflow.profiler.save import check_destination
 from asyncflow.runtime.trace import Trace
 
+_ABOUT: Final = {
+    "region": "loops, and what is between them, as they really run; --detail node shows every node, interpreted",
+    "node": "every node, interpreted: some microseconds a node more; --detail region shows what really runs",
+}
+
 
 def profile(
-    target: str, outputs: Sequence[Path], arguments: Sequence[str], *, top: int, color_by: ColorBy = "auto"
+    target: str,
+    outputs: Sequence[Path],
+    arguments: Sequence[str],
+    *,
+    top: int,
+    color_by: ColorBy = "auto",
+    detail: Literal["region", "node"] = "region",
 ) -> int:
     """Runs `target`, prints a summary, writes the timeline to every one of `outputs`, and gives the exit code.
-
-    Traced runs are interpreted, so that every node shows, and take longer than they would.
 
     Args:
         target: ``file.py:name`` or ``package.module:name``.
@@ -27,6 +37,7 @@ def profile(
         arguments: the program's ``sys.argv[1:]``.
         top: how many nodes the summary lists.
         color_by: what the colours of a .png or .svg stand for.
+        detail: ``"region"`` records what really runs; ``"node"`` every node, for which runs are interpreted.
 
     Returns:
         0; 1 if the program raised, after printing its traceback; its own code if it raised `SystemExit`; 130 if it was
@@ -38,10 +49,10 @@ def profile(
     """
     for path in outputs:
         check_destination(path)
-    trace = Trace()
+    trace = Trace(detail=detail)
     code = run_program(Target.parse(target), arguments, trace)
     sys.stdout.flush()
-    print(f"\n{format_table(summarize(trace), top=top)}")
+    print(f"\n{format_table(summarize(trace), top=top)}\n\n{_ABOUT[detail]}")
     for path in outputs:
         save(trace, path, color_by=color_by)
         print(f"\nwrote {path}{how_to_open(path)}")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.compiler.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
 from asyncflow.compiler.estimate import may_be_long
 from asyncflow.compiler.kernels import is_small_spec
+from asyncflow.compiler.region_code import Phase, Place, RegionCode
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.op import KernelContext
@@ -59,55 +60,13 @@ _INFIX: dict[Callable[..., Any], str] = {
     operator.invert: "~{}",
 }
 
+_SILENT = (CONSTANT, PARAMETER, NO_OP)
+"""Ops that leave no line in the source."""
+
 _serial = itertools.count(1)
 
 _LAUNCHES = 32
 """A straight line that launches kernels may be stopped after so many: each takes some microseconds to launch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where in the program a line of generated source belongs."""
-
-    node: Node
-    loops: tuple[tuple[str, str], ...]
-    """Label and counter of each loop around it, outermost first."""
-    arguments: tuple[str, ...]
-    """Variables that hold the node's inputs."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegionCode:
-    """A generated function.
-
-    Attributes:
-        function: takes the region's inputs (after a `KernelContext`, if `needs_context`) and gives the tuple of its
-            outputs; or, if `is_generator`, a generator that does, and is sent its budget of iterations and of kernels
-            that may be long.
-        source: its text.
-        filename: under which tracebacks show it.
-        places: line number to place.
-    """
-
-    function: Callable[..., Any]
-    source: str
-    filename: str
-    places: dict[int, Place]
-    is_generator: bool
-    needs_context: bool
-
-    def place_of(self, error: BaseException) -> tuple[Place, tuple[int, ...], tuple[Any, ...]] | None:
-        """Where `error` was raised: the place, the iteration numbers of the loops around it, and the node's inputs."""
-        found = None
-        traceback = error.__traceback__
-        while traceback is not None:
-            if traceback.tb_frame.f_code.co_filename == self.filename and traceback.tb_lineno in self.places:
-                place = self.places[traceback.tb_lineno]
-                held = traceback.tb_frame.f_locals
-                counters = tuple(held.get(counter, 0) for _, counter in place.loops)
-                found = place, counters, tuple(held[name] for name in place.arguments if name in held)
-            traceback = traceback.tb_next
-        return found
 
 
 def generate(
@@ -169,6 +128,7 @@ class _Generator:
     needs_context: bool = False
     is_generator: bool = False
     launches: int = 0
+    phases: list[Phase] = field(default_factory=list)
 
     def generate(self, name: str) -> RegionCode:
         self.taken.update(dict.fromkeys(("budget", "context", "track", "in_iteration", "TooManyIterations"), 0))
@@ -176,6 +136,9 @@ class _Generator:
         parameters = [self.name(tensor) for tensor in self.region.inputs]
         block = _Block()
         self.put_line(self.region.nodes, self.region.outputs, block)
+        if self.phases and self.phases[-1].is_loop and _takes_time(self.phases[-1].nodes):
+            self.phases.append(Phase(len(self.lines) + 1, []))
+            self.part(block)  # the loop's counter is gone with the function
         outputs = "".join(f"{self.value(tensor)}, " for tensor in self.region.outputs)
         self.line(block, f"return ({outputs})")
         if self.needs_context:
@@ -194,7 +157,10 @@ class _Generator:
         made = namespace.pop(function)  # out of its own globals: a cycle would keep its constants until it is collected
         weakref.finalize(made, linecache.cache.pop, filename, None).atexit = False
         places = {number + len(head): place for number, place in self.places.items()}
-        return RegionCode(made, source, filename, places, self.is_generator, self.needs_context)
+        for phase in self.phases:
+            phase.line += len(head)
+        phases = tuple(self.phases)
+        return RegionCode(made, source, filename, places, self.is_generator, self.needs_context, phases)
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -274,14 +240,35 @@ class _Generator:
                 self.line(block, f"del {', '.join(names)}")
 
     def put(self, node: Node, index: int, block: _Block) -> None:
+        if block.depth == 1 and node.op not in _SILENT:
+            self.note_phase(node, block)
         if node.op.name == "cond":
             self.put_cond(node, block)
         elif node.op.name == "while":
             self.put_while(node, block)
         elif node.op is IDENTITY:
             self.names[node.outputs[0]] = self.value(node.inputs[0])
-        elif node.op not in (CONSTANT, PARAMETER, NO_OP):
+        elif node.op not in _SILENT:
             self.put_kernel(node, index, block)
+
+    def note_phase(self, node: Node, block: _Block) -> None:
+        """Begins a phase where a loop outside all others begins or has ended."""
+        last = self.phases[-1] if self.phases else None
+        if last is not None and not (last.is_loop or node.op.name == "while"):
+            last.nodes.append(node)
+            return
+        self.phases.append(Phase(len(self.lines) + 1, [node]))
+        if last is None:
+            return
+        # A budget was found by iterations of another loop, and may be far too high for this one.
+        is_misleading = self.is_generator and node.op.name == "while"
+        if is_misleading or _takes_time(last.nodes) or _takes_time([node]):
+            self.part(block)
+
+    def part(self, block: _Block) -> None:
+        """A place where the function stops in any case, between two phases."""
+        self.is_generator = True
+        self.line(block, "budget = yield True")
 
     def put_kernel(self, node: Node, index: int, block: _Block) -> None:
         kernel, slot = self.kernel(node), None
@@ -382,9 +369,10 @@ class _Generator:
             for captured, outer in zip(part.inputs[n_vars:], node.inputs[n_vars:], strict=True):
                 self.alias(captured, outer)
         self.line(block, f"{counter} = 0")
-        if follows_loop and not (block.loops and _is_light(condition) and _is_light(body)):
-            # The budget was found by iterations of another loop, and may be far too high for this one.
-            self.line(block, "budget = yield True")
+        if block.depth == 1:
+            self.phases[-1].counter = counter
+        elif follows_loop and not (block.loops and _is_light(condition) and _is_light(body)):
+            self.part(block)  # as between phases
         inner = _Block((*block.loops, (label, counter)), block.depth + 1)
         self.put_predicate(condition, block, inner)
         carried = self.carried(condition, body, n_vars)
@@ -442,6 +430,15 @@ class _Generator:
             rebound.add(variable)
         for variable, value in moves:
             self.line(block, f"{variable} = {value}")
+
+
+def _takes_time(nodes: Iterable[Node]) -> bool:
+    """Whether anything in these nodes may be large."""
+    return not all(
+        all(is_small_spec(tensor.spec) for tensor in (*node.inputs, *node.outputs))
+        and all(map(_is_light, node.subgraphs))
+        for node in nodes
+    )
 
 
 def _is_light(body: Subgraph) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from types import ModuleType
 
-    from asyncflow.compiler.codegen import RegionCode
+    from asyncflow.compiler.region_code import RegionCode
     from asyncflow.compiler.regions import Region
     from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, Shape
     from asyncflow.graph.ir import Node, Tensor

@@ -21,7 +21,7 @@ from asyncflow.graph.frames import output_frame
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from asyncflow.compiler.codegen import RegionCode
+    from asyncflow.compiler.region_code import RegionCode
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
     from types import ModuleType
 
-    from asyncflow.compiler.codegen import RegionCode
     from asyncflow.compiler.extract import Extract
     from asyncflow.compiler.kernels import Resolve
     from asyncflow.compiler.loop_drivers import LoopDriver
     from asyncflow.compiler.plan import Partition
+    from asyncflow.compiler.region_code import RegionCode
     from asyncflow.compiler.regions import Region
     from asyncflow.compiler.request import PlanOptions, PlanRequest
     from asyncflow.devices.memory import MemoryAccount

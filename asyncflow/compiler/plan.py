@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.compiler.codegen import RegionCode
 from asyncflow.compiler.estimate import estimate_region
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.fused import FUSED, kernel_source
 from asyncflow.compiler.kernels import is_small_spec
 from asyncflow.compiler.pending_sums import ADD_PRODUCTS
+from asyncflow.compiler.region_code import RegionCode
 from asyncflow.compiler.regions import REGION
 from asyncflow.compiler.rows_ahead import ROW_AHEAD
 from asyncflow.compiler.saved import explain_saved
@@ -212,6 +212,11 @@ class PlanNode:
             and len(region.nodes) <= _SMALL_REGION
             and all(_is_small(node) for node in region.walk())
         )
+
+    @property
+    def label(self) -> str:
+        """What timelines call it: its name, or what its region holds."""
+        return self.name if self.region is None else self.region.label
 
     def region_nodes(self) -> Iterator[Node]:
         """The nodes of its region, those in branches and loops included; none if it has none."""

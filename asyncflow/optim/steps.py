@@ -16,6 +16,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for, group
 from asyncflow.graph.dtypes import dtype_name, float32, float64, int64
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.scopes import name_scope
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import sqrt, square
@@ -59,7 +60,7 @@ def sgd(pairs: Pairs, learning_rate: TensorLike) -> Node:
     1.5
     """
     graph, checked = _checked("sgd", pairs)
-    with graph:
+    with graph, name_scope("sgd"):
         return group(
             *(
                 variable.assign_sub(as_scalar("sgd: learning_rate", learning_rate, grad.dtype) * grad)
@@ -90,7 +91,7 @@ def momentum(pairs: Pairs, learning_rate: TensorLike, momentum: TensorLike = 0.9
     if is_number(momentum):
         share("momentum: momentum", momentum)
     graph, checked = _checked("momentum", pairs, remembers=True)
-    with graph:
+    with graph, name_scope("momentum"):
         steps = []
         for grad, variable in checked:
             rate = as_scalar("momentum: learning_rate", learning_rate, grad.dtype)
@@ -133,7 +134,7 @@ def adam(
     if not is_number(epsilon) or not epsilon >= 0:
         raise GraphError(f"adam: epsilon is a number, at least 0; got {brief(epsilon)}\n  written at {user_location()}")
     graph, checked = _checked("adam", pairs, remembers=True)
-    with graph:
+    with graph, name_scope("adam"):
         return group(
             *(_adam_step(grad, variable, learning_rate, beta1, beta2, float(epsilon)) for grad, variable in checked)
         )

@@ -92,7 +92,7 @@ def _lane_events(lane: Lane, pid: int, tid: int, origin: int) -> Iterator[Event]
     for firing in lane.firings:
         yield {
             "ph": "X",
-            "name": firing.node,
+            "name": firing.label,
             "cat": firing.op,
             "pid": pid,
             "tid": tid,
@@ -110,7 +110,8 @@ def _firing_args(firing: Firing) -> Event:
         "run": firing.run,
         "outputs": firing.outputs,
         "location": firing.location,
-        "queued_us": _microseconds(firing.started_ns - firing.scheduled_ns),
+        "pending_us": _microseconds(firing.pending_ns),
+        "queued_us": _microseconds(firing.queueing_ns),
         "status": firing.status,
     }
 

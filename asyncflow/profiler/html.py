@@ -101,6 +101,8 @@ def _lane_columns(lane: Lane, tables: _Tables, origin: int) -> Json:
         "start": [f.started_ns - origin for f in firings],
         "duration": [f.ended_ns - f.started_ns for f in firings],
         "queued": [f.started_ns - f.scheduled_ns for f in firings],
+        "behind": [f.queueing_ns for f in firings],
+        "iterations": [f.iterations for f in firings],
         "site": [tables.sites.number((f.node, f.op, f.location)) for f in firings],
         "tag": [tables.tags.number(f.tag) for f in firings],
         "output": [tables.outputs.number(f.outputs) for f in firings],

@@ -17,7 +17,7 @@ from io import BytesIO
 from typing import Any, Literal, TypeAlias
 
 from asyncflow.profiler.lanes import Lane, firing_lanes, time_bounds
-from asyncflow.runtime.trace import Firing, Trace
+from asyncflow.runtime.trace import WHOLE, Firing, Trace
 
 ColorBy: TypeAlias = Literal["auto", "op", "node", "iteration"]
 
@@ -164,14 +164,15 @@ class _Keys:
 
     def label(self, firing: Firing) -> str:
         """What is written into the firing's bar: what its colour does not say."""
-        if not self.by_iteration:
-            return firing.op
-        number = outermost_iteration(firing.tag)
-        return firing.op if number is None else str(number)
+        number = outermost_iteration(firing.tag) if self.by_iteration else None
+        if number is not None:
+            return str(number)
+        return firing.label if firing.op in WHOLE else firing.op
 
 
 def _op(firing: Firing) -> str:
-    return firing.op
+    """Of what ran as a whole, its name."""
+    return firing.node if firing.op in WHOLE else firing.op
 
 
 def _node(firing: Firing) -> str:

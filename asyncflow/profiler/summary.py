@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 from asyncflow.profiler.lanes import Lane, device_order, devices, firing_lanes, time_bounds
-from asyncflow.runtime.trace import Firing, Trace
+from asyncflow.runtime.trace import LOOP, Firing, Trace
 
 COPY_STREAMS = ("h2d", "d2h", "peer")
 
@@ -34,14 +34,27 @@ class LaneSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSummary:
-    """All firings of one node."""
+    """All firings of one node, or of a loop or a stretch of nodes that ran as a whole."""
 
     node: str
     op: str
     count: int
     total_ns: int
+    """Time in which it computed; of a coroutine, in which it was awaited."""
     mean_ns: float
     max_ns: int
+    queued_ns: int
+    """Time behind others in the queue of a stream's thread."""
+    iterations: int
+    """Of a loop that ran as a whole, over all its firings; 0 for anything else."""
+
+    @property
+    def label(self) -> str:
+        """The node, and of a loop how often it went around."""
+        if self.op != LOOP:
+            return self.node
+        around = self.iterations / self.count
+        return f"{self.node} (loop, {around:,.0f} iterations)" if around else f"{self.node} (loop)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +94,14 @@ class Summary:
 
     wall_ns: int
     """From the first to the last recorded moment."""
+    computing_ns: int
+    """Time with at least one kernel or copy under way, wherever."""
+    awaiting_ns: int
+    """Time in which coroutine ops were awaited and nothing computed."""
+    queueing_ns: int
+    """Time in which work waited for a thread, and nothing computed or was awaited."""
+    runtime_ns: int
+    """What is left of the time of runs: scheduling, and whatever else the event loop did meanwhile."""
     runs: int
     firings: int
     inline: int
@@ -115,6 +136,7 @@ def summarize(trace: Trace) -> Summary:
     copies = sum(streams[stream] for stream in COPY_STREAMS)
     return Summary(
         wall_ns=last - first,
+        **_divide_time(trace, firings),
         runs=len(trace.runs),
         firings=len(firings),
         inline=inline,
@@ -243,22 +265,55 @@ def _union_ns(spans: Iterable[Span]) -> int:
     return total
 
 
+def _divide_time(trace: Trace, firings: Sequence[Firing]) -> dict[str, int]:
+    """What the time of runs went into; of things at once, the first that is named counts."""
+    computing = [(f.started_ns, f.ended_ns) for f in firings if f.stream != "async"]
+    awaiting = [(f.started_ns, f.ended_ns) for f in firings if f.stream == "async"]
+    queueing = [(f.queued_ns, f.started_ns) for f in firings if f.queued_ns is not None]
+    runs = [(run.started_ns, run.ended_ns) for run in trace.runs]
+    spans: list[Span] = []
+    reached = [0]
+    for more in (computing, awaiting, queueing, runs):
+        spans += more
+        reached.append(_union_ns(spans))
+    names = ("computing_ns", "awaiting_ns", "queueing_ns", "runtime_ns")
+    return {name: after - before for name, before, after in zip(names, reached, reached[1:], strict=False)}
+
+
+class _Tally:
+    """What is added up of one node."""
+
+    def __init__(self) -> None:
+        self.times: list[int] = []
+        self.queued_ns = 0
+        self.iterations = 0
+
+
 def _summarize_nodes(firings: Iterable[Firing]) -> tuple[NodeSummary, ...]:
-    durations: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    tallies: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
     running: dict[tuple[int, str, str, str], int] = {}
     for firing in sorted(firings, key=lambda firing: firing.part):
-        each = durations[firing.node, firing.op]
+        tally = tallies[firing.node, firing.op]
+        tally.queued_ns += firing.queueing_ns
+        tally.iterations += firing.iterations or 0
         one = firing.run, firing.node, firing.op, firing.tag
         if firing.part and one in running:  # it goes on with a firing that has been counted
-            each[running[one]] += firing.ended_ns - firing.started_ns
+            tally.times[running[one]] += firing.ended_ns - firing.started_ns
         else:
-            running[one] = len(each)
-            each.append(firing.ended_ns - firing.started_ns)
+            running[one] = len(tally.times)
+            tally.times.append(firing.ended_ns - firing.started_ns)
     nodes = [
         NodeSummary(
-            node=node, op=op, count=len(each), total_ns=sum(each), mean_ns=sum(each) / len(each), max_ns=max(each)
+            node=node,
+            op=op,
+            count=len(tally.times),
+            total_ns=sum(tally.times),
+            mean_ns=sum(tally.times) / len(tally.times),
+            max_ns=max(tally.times),
+            queued_ns=tally.queued_ns,
+            iterations=tally.iterations,
         )
-        for (node, op), each in durations.items()
+        for (node, op), tally in tallies.items()
     ]
     return tuple(sorted(nodes, key=lambda node: (-node.total_ns, node.node, node.op)))
 
@@ -269,7 +324,7 @@ def _totals(summary: Summary) -> str:
         how += f", {summary.copies} copies"
     lines = [
         f"wall time  {format_duration(summary.wall_ns)}",
-        f"runs       {summary.runs}",
+        f"runs       {summary.runs} ({_times(summary)})",
         f"firings    {summary.firings} ({how})",
     ]
     if summary.errors or summary.cancelled:
@@ -277,6 +332,16 @@ def _totals(summary: Summary) -> str:
     if summary.dropped:
         lines.append(f"dropped    {summary.dropped} firings past the trace's capacity; raise Trace(capacity=...)")
     return "\n".join(lines)
+
+
+def _times(summary: Summary) -> str:
+    parts = {
+        "computing": summary.computing_ns,
+        "awaiting": summary.awaiting_ns,
+        "queueing": summary.queueing_ns,
+        "the runtime": summary.runtime_ns,
+    }
+    return ", ".join(f"{name} {format_duration(ns)}" for name, ns in parts.items() if ns or name == "the runtime")
 
 
 def _lane_table(summary: Summary) -> str:
@@ -318,17 +383,20 @@ def _transfer_table(summary: Summary) -> str:
 
 def _node_table(summary: Summary, top: int) -> str:
     shown = summary.nodes[:top]
+    has_queued = any(node.queued_ns for node in shown)
     rows = [
         (
-            node.node,
+            node.label,
             node.op,
             str(node.count),
             format_duration(node.total_ns),
             format_duration(node.mean_ns),
             format_duration(node.max_ns),
+            *([format_duration(node.queued_ns)] if has_queued else []),
         )
         for node in shown
     ]
-    table = align(("node", "op", "count", "total", "mean", "max"), rows, left=2)
+    header = ("node", "op", "count", "total", "mean", "max", *(["queued"] if has_queued else []))
+    table = align(header, rows, left=2)
     hidden = len(summary.nodes) - len(shown)
     return f"{table}\n... and {hidden} more nodes" if hidden else table

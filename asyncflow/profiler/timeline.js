@@ -68,6 +68,7 @@
     const rows = group.lanes.map((raw) => laneRow(raw, {
       device: group.device, queued: times(raw.queued), site: Int32Array.from(raw.site), tag: Int32Array.from(raw.tag),
       output: Int32Array.from(raw.output), run: raw.run, state: Int32Array.from(raw.status),
+      behind: times(raw.behind), iterations: raw.iterations,
     }));
     firingLanes.push(...rows);
     const nbytes = times(group.memory.nbytes);
@@ -145,7 +146,9 @@
 
   // ---- Colours: an op's family hashes to a palette slot; the heaviest families get theirs first ---------------------
 
-  const family = (op) => (CONTROL_FLOW.has(op.toLowerCase()) ? "control flow" : op);
+  // What ran as a whole is told apart by its name: a loop, or what is between two.
+  const WHOLE = new Set(["loop", "region"]);
+  const family = (op, node) => (CONTROL_FLOW.has(op.toLowerCase()) ? "control flow" : WHOLE.has(op) ? node : op);
 
   function hash(text) {
     let h = 2166136261;
@@ -156,8 +159,8 @@
   const families = new Map();
   {
     const taken = new Set();
-    for (const { op } of nodeStats.list) {
-      const name = family(op);
+    for (const { op, node } of nodeStats.list) {
+      const name = family(op, node);
       if (families.has(name)) continue;
       let slot = hash(name) % PALETTE.length;
       while (taken.has(slot) && taken.size < PALETTE.length) slot = (slot + 1) % PALETTE.length;
@@ -166,7 +169,7 @@
       if (name === "control flow") taken.delete(slot);
     }
   }
-  const siteColour = data.sites.map(([, op]) => families.get(family(op)));
+  const siteColour = data.sites.map(([node, op]) => families.get(family(op, node)));
 
   /** The iteration of the outermost loop: 3 of "outer/3/inner/7". */
   function iterationOf(tag) {
@@ -187,7 +190,11 @@
   }
 
   const statusOf = (row, i) => (row.kind === "transfer" ? "ok" : row.kind === "runs" ? row.state[i] : data.statuses[row.state[i]]);
-  const nameOf = (row, i) => (row.kind === "transfer" ? data.tensors[row.tensor[i]] : row.kind === "runs" ? row.name[i] : nodeOf(row.site[i]));
+  function around(row, i) {
+    if (opOf(row.site[i]) !== "loop") return "";
+    return row.iterations[i] === null ? " (loop)" : ` (loop, ${row.iterations[i]} iterations)`;
+  }
+  const nameOf = (row, i) => (row.kind === "transfer" ? data.tensors[row.tensor[i]] : row.kind === "runs" ? row.name[i] : nodeOf(row.site[i]) + around(row, i));
 
   function fillOf(row, i) {
     const status = statusOf(row, i);
@@ -791,7 +798,8 @@
     }
     list.push(["Op", opOf(row.site[i])]);
     if (data.tags[row.tag[i]]) list.push(["Tag", data.tags[row.tag[i]], "mono"]);
-    list.push(["Duration", duration(row.span[i])], ["Queued", duration(row.queued[i])]);
+    list.push(["Duration", duration(row.span[i])], ["Ready before", duration(row.queued[i])]);
+    if (row.behind[i]) list.push(["Queued", duration(row.behind[i])]);
     if (data.outputs[row.output[i]]) list.push(["Outputs", data.outputs[row.output[i]], "mono"]);
     for (const [which, side, verb] of [["received", "source", "Received from"], ["sent", "target", "Sent to"]]) {
       for (const k of row[which]?.get(i) || []) {
@@ -918,7 +926,8 @@
     for (const [name, colour] of families) {
       const swatch = make("span", "", "swatch");
       swatch.style.background = colour;
-      const ops = [...new Set(data.sites.map(([, op]) => op).filter((op) => family(op) === name))];
+      const members = data.sites.filter(([node, op]) => family(op, node) === name);
+      const ops = [...new Set(members.map(([node, op]) => (WHOLE.has(op) ? node : op)))];
       const pattern = ops.length === 1 ? exactly(ops[0]) : `^(${ops.map((op) => exactly(op).slice(1, -1)).join("|")})$`;
       const entry = button("", () => highlight($("search").value === pattern ? "" : pattern));
       entry.append(swatch, name);
@@ -934,7 +943,7 @@
     const rows = [...nodeStats.list].sort(compare).slice(0, 200).map((stats) => {
       const tr = make("tr"), node = make("td", "", "text"), op = make("td", stats.op, "text"), share = make("td");
       const swatch = make("span", "", "swatch"), bar = make("span", "", "share"), part = make("i");
-      swatch.style.background = families.get(family(stats.op));
+      swatch.style.background = families.get(family(stats.op, stats.node));
       const name = make("span", "", "path");
       name.append(make("bdi", stats.node));
       node.append(swatch, name);

@@ -424,7 +424,8 @@ class Executor:
         spans = self.new_spans()
         with self._recording(spans):
             clock = None if self._asynchronous is None else self._asynchronous.now_ns
-            firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), spans, clock)
+            is_traced = self.recorder is not None and self._asynchronous is None
+            firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), spans, clock, is_traced=is_traced)
         # A thread would gain nothing where steps only launch.
         if self._asynchronous is None and self._goes_to_a_thread(firing.expected_hold_ns()):
             self._region_on_stream(firing)
@@ -560,7 +561,7 @@ class Executor:
         queued_ns: int | None = None,
     ) -> None:
         if self.recorder is not None:
-            self.recorder.firing(node, iteration, stream, started, ended, result, status, queued_ns=queued_ns)
+            self.recorder.firing(node, iteration, stream, started, ended, result, status, queued_ns)
 
     def _record_part(
         self,
@@ -574,18 +575,7 @@ class Executor:
     ) -> None:
         """Records a time in which a region computed without a pause."""
         if self.recorder is not None:
-            self.recorder.firing(
-                firing.node,
-                firing.iteration,
-                stream,
-                started,
-                ended,
-                result,
-                status,
-                queued_ns=queued_ns,
-                part=firing.parts,
-                ready_ns=firing.paused_ns,
-            )
+            self.recorder.region(firing, stream, started, ended, result, status, queued_ns)
         firing.parts += 1
         firing.paused_ns = ended
         if queued_ns is None:

@@ -14,8 +14,8 @@ from asyncflow.graph.shapes import format_shape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.compiler.codegen import RegionCode
     from asyncflow.compiler.plan import PlanNode
+    from asyncflow.compiler.region_code import RegionCode
 
 
 def describe(value: object) -> str:

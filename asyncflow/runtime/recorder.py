@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from asyncflow.runtime.provenance import describe
-from asyncflow.runtime.trace import Firing, MemorySample, Transfer
+from asyncflow.runtime.trace import LOOP, Firing, MemorySample, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.runtime.frame import Iteration
+    from asyncflow.runtime.region_firing import RegionFiring
     from asyncflow.runtime.trace import Trace
 
 
@@ -53,36 +54,82 @@ class Recorder:
         ended: int,
         result: Any,
         status: str,
-        *,
-        queued_ns: int | None = None,
-        part: int = 0,
-        ready_ns: int | None = None,
+        queued_ns: int | None,
     ) -> None:
-        """One firing that ran on the event loop, on a stream's thread or as a coroutine; or a part of one.
-
-        `ready_ns` is when it could have gone on; None for since its inputs were there.
-        """
-        since = self.ready.since(node, iteration) if ready_ns is None else ready_ns
-        scheduled = started if since is None else since
-        values = () if status != "ok" else (result,) if node.single else result
-        outputs = ", ".join(map(describe, values))
-        op, device = node.source.op.name, self._device.name
+        """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
         self._add(
-            node,
-            node.name,
-            iteration.tag(),
-            op,
-            stream,
-            scheduled,
-            started,
-            ended,
-            outputs,
-            status,
-            device,
-            None,
-            queued_ns,
-            part,
+            Firing(
+                run=self._run_id,
+                node=node.label,
+                op=node.source.op.name,
+                tag=iteration.tag(),
+                device=self._device.name,
+                stream=stream,
+                scheduled_ns=self._since(node, iteration, started),
+                started_ns=started,
+                ended_ns=ended,
+                outputs=_outputs(node, result, status),
+                status=status,
+                location=str(node.source.location),
+                queued_ns=queued_ns,
+            )
         )
+
+    def region(
+        self,
+        firing: RegionFiring,
+        stream: str,
+        started: int,
+        ended: int,
+        result: Any,
+        status: str,
+        queued_ns: int | None,
+    ) -> None:
+        """A time in which a region computed without a pause: as its loops, and what is between them."""
+        node, iteration = firing.node, firing.iteration
+        ready = self._since(node, iteration, started) if firing.paused_ns is None else firing.paused_ns
+        whole = Firing(
+            run=self._run_id,
+            node=node.label,
+            op=node.source.op.name,
+            tag=iteration.tag(),
+            device=self._device.name,
+            stream=stream,
+            scheduled_ns=min(ready, started),
+            started_ns=started,
+            ended_ns=ended,
+            outputs=_outputs(node, result, status),
+            status=status,
+            location=str(node.source.location),
+            queued_ns=queued_ns,
+            part=firing.parts,
+        )
+        spans = [span for span in firing.take_phases() if span.phase.nodes]
+        for place, (phase, began, until) in enumerate(spans):
+            is_first, is_last = place == 0, place == len(spans) - 1
+            part = firing.seen_phases.get(phase, 0)
+            firing.seen_phases[phase] = part + 1
+            self._add(
+                whole._replace(
+                    node=phase.label,
+                    op=LOOP if phase.is_loop else whole.op,
+                    location=str(phase.nodes[0].location),
+                    scheduled_ns=whole.scheduled_ns if is_first else began,
+                    started_ns=began,
+                    ended_ns=until,
+                    outputs=whole.outputs if is_last else "",
+                    status=status if is_last else "ok",
+                    queued_ns=queued_ns if is_first else None,
+                    part=part,
+                    iterations=firing.iterations.get(phase),
+                )
+            )
+        if not spans:
+            self._add(whole)
+
+    def _since(self, node: PlanNode, iteration: Iteration, started: int) -> int:
+        since = self.ready.since(node, iteration)
+        return started if since is None else min(since, started)
 
     def spans(
         self,
@@ -108,24 +155,24 @@ class Recorder:
             device, node, scheduled = launched.device, launched.node, launched.scheduled_ns
             for span in device.settle(launched.spans):
                 began, ended, name = span.started_ns, span.ended_ns, span.stream
-                op = node.source.op.name if not span.nbytes else "copy"
                 # Some devices tell of every kernel that a region launches.
                 inside = node.region is not None and not span.nbytes
                 ready = began if scheduled is None else scheduled
-                self._add(
-                    node,
-                    span.label if inside else node.name,
-                    launched.tag,
-                    op,
-                    name,
-                    ready,
-                    began,
-                    ended,
-                    launched.outputs,
-                    "ok",
-                    device.name,
-                    launched.used,
+                fired = Firing(
+                    run=self._run_id,
+                    node=span.label if inside else node.label,
+                    op=node.source.op.name if not span.nbytes else "copy",
+                    tag=launched.tag,
+                    device=device.name,
+                    stream=name,
+                    scheduled_ns=min(ready, began),
+                    started_ns=began,
+                    ended_ns=ended,
+                    outputs=launched.outputs,
+                    status="ok",
+                    location=str(node.source.location),
                 )
+                self._add(fired, launched.used)
         self._launched.clear()
 
     def transfer(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
@@ -143,49 +190,19 @@ class Recorder:
             )
         )
 
-    def _add(
-        self,
-        node: PlanNode,
-        name: str,
-        tag: str,
-        op: str,
-        stream: str,
-        scheduled: int,
-        started: int,
-        ended: int,
-        outputs: str,
-        status: str,
-        device: str,
-        used: int | None = None,
-        queued_ns: int | None = None,
-        part: int = 0,
-    ) -> None:
+    def _add(self, firing: Firing, used: int | None = None) -> None:
         trace = self._trace
         if len(trace.firings) >= trace.capacity:
             trace.dropped += 1
             return
-        trace.firings.append(
-            Firing(
-                run=self._run_id,
-                node=name,
-                op=op,
-                tag=tag,
-                device=device,
-                stream=stream,
-                scheduled_ns=min(scheduled, started),
-                started_ns=started,
-                ended_ns=ended,
-                outputs=outputs,
-                status=status,
-                location=str(node.source.location),
-                queued_ns=queued_ns,
-                part=part,
-            )
-        )
-        trace.memory.append(MemorySample(self._device.name, ended, self._device.memory.used if used is None else used))
+        trace.firings.append(firing)
+        held = self._device.memory.used if used is None else used
+        trace.memory.append(MemorySample(self._device.name, firing.ended_ns, held))
 
 
-def _outputs(node: PlanNode, result: Any) -> str:
+def _outputs(node: PlanNode, result: Any, status: str = "ok") -> str:
+    if status != "ok":
+        return ""
     values = (result,) if node.single else result if isinstance(result, tuple) else ()
     return ", ".join(map(describe, values))
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from math import inf
 from time import perf_counter_ns, thread_time_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from types import GeneratorType
 
     from asyncflow.compiler.plan import PlanNode
+    from asyncflow.compiler.region_code import Phase
     from asyncflow.runtime.frame import Iteration
 
 _SLICE_NS = 200_000
@@ -28,6 +30,14 @@ _OVERRUN_NS = 1_000_000
 """A slice that takes longer holds heavy work among light, though its mean iteration be short."""
 
 _GROWTH = 16
+
+
+class PhaseSpan(NamedTuple):
+    """A time in which a traced region computed in one of its phases."""
+
+    phase: Phase
+    started_ns: int
+    ended_ns: int
 
 
 class Stopped(Exception):
@@ -51,9 +61,13 @@ class RegionFiring:
         paused_ns: when it stopped last; None before it began.
         spans: what an asynchronous device records of it; None if the run is not traced.
         clock: nanoseconds of the thread that launches it, where that is simulated.
+        phases: where a traced one computed since that was asked for last; None if the run is not traced.
+        iterations: of its loops that have ended, by phase.
+        seen_phases: how often each was recorded.
     """
 
     __slots__ = (
+        "_standing",
         "budget",
         "clock",
         "generator",
@@ -67,9 +81,12 @@ class RegionFiring:
         "is_unsettled",
         "is_watched",
         "iteration",
+        "iterations",
         "node",
         "parts",
         "paused_ns",
+        "phases",
+        "seen_phases",
         "size",
         "spans",
     )
@@ -79,9 +96,11 @@ class RegionFiring:
         node: PlanNode,
         iteration: Iteration,
         inputs: Sequence[Any],
-        generator: Generator[bool | None, int | None, tuple[Any, ...]],
+        generator: GeneratorType[bool | None, int | None, tuple[Any, ...]],
         spans: list[Any] | None = None,
         clock: Callable[[], int] | None = None,
+        *,
+        is_traced: bool = False,
     ) -> None:
         self.node = node
         self.iteration = iteration
@@ -101,6 +120,10 @@ class RegionFiring:
         self.parts = 0
         self.paused_ns: int | None = None
         self.clock = clock
+        self.phases: list[PhaseSpan] | None = [] if is_traced else None
+        self.iterations: dict[Phase, int] = {}
+        self.seen_phases: dict[Phase, int] = {}
+        self._standing: Phase | None = None
 
     def expected_hold_ns(self) -> float:
         """How long it is expected to hold its thread without giving way; infinite if nobody can say."""
@@ -117,20 +140,52 @@ class RegionFiring:
             StopIteration: it has ended; the exception's value is the tuple of outputs.
         """
         # The processor's time leaves out the moments when others ran, but is dear to ask for.
+        if self.phases is not None and self._standing is None:
+            self._standing = self._phase()
         busy_ns = thread_time_ns() if self.is_watched else 0
         clock = self.clock or perf_counter_ns
         before = clock()
         try:
             begins_loop = self.generator.send(self.budget)
         except StopIteration:
-            self._take_time(before, clock(), busy_ns)
+            now = clock()
+            self._note_phase(before, now)
+            self._take_time(before, now, busy_ns)
             raise
         now = clock()
+        self._note_phase(before, now)
         taken, spent = self._take_time(before, now, busy_ns)
         self.is_watched = (self.is_suspect and not self.is_proved) or bool(begins_loop)
         # What iterations took so far says nothing about those of another loop.
         self.budget = 1 if begins_loop else max(1, min(spent * _GROWTH, spent * _SLICE_NS // max(taken, 1)))
         return now
+
+    def _phase(self) -> Phase | None:
+        """The phase in which it stands, to go on with."""
+        frame, code = self.generator.gi_frame, self.node.region
+        assert code is not None
+        return None if frame is None else code.phase_at(frame.f_lineno)
+
+    def _note_phase(self, started_ns: int, ended_ns: int) -> None:
+        """Notes a slice of a traced region; of a loop that has ended the iterations, which a variable still counts."""
+        phase = self._standing
+        if phase is None:
+            return
+        assert self.phases is not None
+        if self.phases and self.phases[-1].phase is phase:
+            started_ns = self.phases.pop().started_ns
+        self.phases.append(PhaseSpan(phase, started_ns, ended_ns))
+        self._standing = self._phase()
+        frame = self.generator.gi_frame
+        if phase.counter and frame is not None and self._standing is not phase:
+            self.iterations[phase] = frame.f_locals[phase.counter]
+
+    def take_phases(self) -> list[PhaseSpan]:
+        """Where it computed since this was asked for last; none if the run is not traced."""
+        taken = self.phases or []
+        if taken:
+            self.phases = []
+        return taken
 
     def _take_time(self, before: int, now: int, busy_ns: int) -> tuple[int, int]:
         """Accounts for a slice; how long it took, and how many steps it may have had."""

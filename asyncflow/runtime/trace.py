@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
 from asyncflow.entered import Entered
+
+LOOP: Final = "loop"
+"""The op of a loop that ran as a whole, inside a region; one that is interpreted is its nodes."""
+WHOLE: Final = frozenset({LOOP, "region"})
+"""Ops of several nodes that ran as a whole."""
 
 
 class Firing(NamedTuple):
@@ -46,6 +51,15 @@ class Firing(NamedTuple):
     """When it was given to a stream's thread; up to ``started_ns`` it waited for others there. None: it was not."""
     part: int = 0
     """Counts the times in which one firing computed: 0 for the first, or only one."""
+    iterations: int | None = None
+    """Of a loop that ran as a whole, once it has ended."""
+
+    @property
+    def label(self) -> str:
+        """What people read: the node, and of a loop how often it went around."""
+        if self.op != LOOP:
+            return self.node
+        return f"{self.node} (loop)" if self.iterations is None else f"{self.node} (loop, {self.iterations} iterations)"
 
     @property
     def computing_ns(self) -> int:

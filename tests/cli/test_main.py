@@ -153,8 +153,15 @@ def test_profiles_functions_and_coroutine_functions(program: Path, output: Outpu
 
 
 def test_profiles_a_graph_function(program: Path) -> None:
-    assert main(["profile", "program.py:squares", "-o", "trace.json"]) == 0
+    assert main(["profile", "program.py:squares", "-o", "trace.json", "--detail", "node"]) == 0
     assert "square" in events(program / "trace.json")
+
+
+def test_says_what_either_detail_shows(program: Path, output: Output) -> None:
+    assert main(["profile", "program.py:squares"]) == 0
+    assert "loops, and what is between them, as they really run; --detail node" in output()[0]
+    assert main(["profile", "program.py:squares", "--detail=node"]) == 0
+    assert "every node, interpreted: some microseconds a node more; --detail region" in output()[0]
 
 
 def test_module_in_the_working_directory(program: Path) -> None:

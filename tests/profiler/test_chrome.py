@@ -91,7 +91,8 @@ def test_a_firing_carries_its_story(trace: Trace) -> None:
         "run": 0,
         "outputs": "float32[64,64]",
         "location": "model.py:7",
-        "queued_us": 0.999,
+        "pending_us": 0.999,
+        "queued_us": 0.0,
         "status": "ok",
     }
 

@@ -24,18 +24,21 @@ def test_busy_time_counts_overlap_once(trace: Trace) -> None:
     )
 
 
+NONE = {"queued_ns": 0, "iterations": 0}
+
+
 def test_nodes_by_total_time(trace: Trace) -> None:
     assert summarize(trace).nodes == (
-        NodeSummary(node="loop/get", op="http_get", count=3, total_ns=9_500, mean_ns=9_500 / 3, max_ns=4_500),
-        NodeSummary(node="loop/matmul", op="matmul", count=1, total_ns=5_000, mean_ns=5_000, max_ns=5_000),
-        NodeSummary(node="loop/less", op="less", count=2, total_ns=2_500, mean_ns=1_250, max_ns=2_001),
+        NodeSummary(node="loop/get", op="http_get", count=3, total_ns=9_500, mean_ns=9_500 / 3, max_ns=4_500, **NONE),
+        NodeSummary(node="loop/matmul", op="matmul", count=1, total_ns=5_000, mean_ns=5_000, max_ns=5_000, **NONE),
+        NodeSummary(node="loop/less", op="less", count=2, total_ns=2_500, mean_ns=1_250, max_ns=2_001, **NONE),
     )
 
 
 def test_table(trace: Trace) -> None:
     assert format_table(summarize(trace), top=2) == (
         "wall time  10.00 µs\n"
-        "runs       2\n"
+        "runs       2 (computing 7.50 µs, awaiting 1.00 µs, the runtime 1.50 µs)\n"
         "firings    6 (2 inline, 1 offloaded, 3 awaited)\n"
         "failed     1 errors, 1 cancelled\n"
         "dropped    3 firings past the trace's capacity; raise Trace(capacity=...)\n"
@@ -146,7 +149,7 @@ def test_an_empty_trace() -> None:
 def test_a_run_that_fired_nothing() -> None:
     trace = Trace(runs=[RunSpan(0, "", 5, 5, "ok")])
     assert format_table(summarize(trace)) == (
-        "wall time  0 ns\nruns       1\nfirings    0 (0 inline, 0 offloaded, 0 awaited)"
+        "wall time  0 ns\nruns       1 (the runtime 0 ns)\nfirings    0 (0 inline, 0 offloaded, 0 awaited)"
     )
 
 

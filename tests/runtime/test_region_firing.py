@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from time import thread_time_ns
 from typing import Any
 
@@ -227,7 +228,7 @@ async def test_a_light_loop_stays_on_the_event_loop(session: af.Session, graph: 
     trace = af.Trace(detail="region")
     assert await session.run(counting(probe, 500), trace=trace) == 500
     assert set(probe.threads) == {LOOP_THREAD}
-    assert {firing.stream for firing in trace.firings if firing.op == "region"} == {"inline"}
+    assert {firing.stream for firing in trace.firings if firing.op == "loop"} == {"inline"}
 
 
 async def test_a_heavy_body_goes_to_the_stream_thread(session: af.Session, graph: af.Graph) -> None:
@@ -238,7 +239,7 @@ async def test_a_heavy_body_goes_to_the_stream_thread(session: af.Session, graph
     assert probe.threads[0] == LOOP_THREAD
     assert LOOP_THREAD not in probe.threads[1:]
     assert probe.calls == 6
-    parts = [firing for firing in trace.firings if firing.op == "region"]
+    parts = [firing for firing in trace.firings if firing.op == "loop"]
     assert [(part.stream, part.status, part.part) for part in parts] == [("inline", "ok", 0), ("compute", "ok", 1)]
 
 
@@ -400,12 +401,40 @@ async def test_a_region_is_one_span(session: af.Session, graph: af.Graph) -> Non
     count, total = af.while_loop(lambda i, _: i < n, lambda i, t: (i + 1, t + i), (0, 0), name="sum")
     trace = af.Trace(detail="region")
     assert await session.run([count, total], {n: 1000}, trace=trace) == [1000, 499_500]
-    *_, span = [firing for firing in trace.firings if firing.op == "region"]  # in parts, if it gave way to others
+    *_, span = [firing for firing in trace.firings if firing.op == "loop"]  # in parts, if it gave way to others
+    assert (span.node, span.label) == ("sum", "sum (loop)")
     assert span.outputs == "int64[], int64[]"
     assert span.tag == ""
     assert span.scheduled_ns <= span.started_ns < span.ended_ns
     assert "test_region_firing.py" in span.location
-    assert {firing.op for firing in trace.firings} <= {"region", "fetch", "feed"}
+    assert {firing.op for firing in trace.firings} <= {"loop", "fetch", "feed"}
+
+
+async def test_a_region_is_shown_as_its_loops_and_what_is_between_them(session: af.Session, graph: af.Graph) -> None:
+    """In the user's names, so that forward, backward and update are told apart; loops with their iterations."""
+    n = af.placeholder("int64", (), name="n")
+    x = af.placeholder("float64", (32, 32), name="x")
+    with af.name_scope("model"):
+        w = af.Variable(np.eye(32), name="w").read()
+        start = x @ w
+        _, y = af.while_loop(lambda i, _: i < n, lambda i, y: (i + 1, af.tanh(y @ w)), (0, start), name="encoder")
+    slope = af.gradients(af.sum(y), x)
+    trace = af.Trace(detail="region")
+    for length in (5, 7):
+        await session.run(slope, {n: length, x: np.full((32, 32), 0.01)}, trace=trace)
+    loops = [(firing.node, firing.iterations) for firing in trace.firings if firing.op == "loop" and firing.iterations]
+    assert loops == [
+        ("model/encoder", 5),
+        ("gradients/model/encoder", 5),
+        ("model/encoder", 7),
+        ("gradients/model/encoder", 7),
+    ]
+    labels = {firing.label for firing in trace.firings}
+    assert {"model/encoder (loop, 5 iterations)", "gradients/model/encoder (loop, 7 iterations)"} <= labels
+    between = [firing.node for firing in trace.firings if firing.op == "region"]
+    assert between[0].split(", ")[0] == "model"
+    spans = sorted((firing.started_ns, firing.ended_ns) for firing in trace.firings if firing.run == trace.runs[0].run)
+    assert all(ended <= started for (_, ended), (started, _) in pairwise(spans)), "they follow one another"
 
 
 async def test_a_trace_may_look_inside(session: af.Session, graph: af.Graph) -> None:
@@ -489,7 +518,7 @@ async def test_an_error_keeps_its_provenance(session: af.Session, graph: af.Grap
     assert "test_region_firing.py" in str(error.location)
     assert error.__cause__ is probe.error
     assert (probe.threads[-1] == LOOP_THREAD) == (not busy_ns)
-    *_, span = [firing for firing in trace.firings if firing.op == "region"]
+    *_, span = [firing for firing in trace.firings if firing.op == "loop"]
     assert (span.status, span.stream) == ("error", "compute" if busy_ns else "inline")
     assert_baseline(session)
     probe.error = None

@@ -1,0 +1,119 @@
+"""What is known of a region's generated function: where its lines come from, and what its parts are called."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node
+
+_MOST_NAMES = 3
+"""A label names so many scopes, those of most nodes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the program a line of generated source belongs."""
+
+    node: Node
+    loops: tuple[tuple[str, str], ...]
+    """Label and counter of each loop around it, outermost first."""
+    arguments: tuple[str, ...]
+    """Variables that hold the node's inputs."""
+
+
+@dataclass(slots=True, eq=False)
+class Phase:
+    """A stretch of a region that timelines show by itself: a loop, or what is between loops.
+
+    Attributes:
+        line: its first line in the source; it goes on to the next phase's.
+        nodes: those outside all loops; of a loop, that one; none where the function ends after a loop.
+        counter: the variable that counts the loop's iterations; empty for what is no loop.
+    """
+
+    line: int
+    nodes: list[Node]
+    counter: str = ""
+
+    @property
+    def label(self) -> str:
+        """What it is, in the user's names."""
+        return self.nodes[0].name.removesuffix("/while") if self.is_loop else label_of(self.nodes)
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it is one loop."""
+        return bool(self.nodes) and self.nodes[0].op.name == "while"
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCode:
+    """A generated function.
+
+    Attributes:
+        function: takes the region's inputs (after a `KernelContext`, if `needs_context`) and gives the tuple of its
+            outputs; or, if `is_generator`, a generator that does, and is sent its budget of iterations and of kernels
+            that may be long.
+        source: its text.
+        filename: under which tracebacks show it.
+        places: line number to place.
+        phases: by their lines. A generator always yields between two of them where either takes its time.
+    """
+
+    function: Callable[..., Any]
+    source: str
+    filename: str
+    places: dict[int, Place]
+    is_generator: bool
+    needs_context: bool
+    phases: tuple[Phase, ...]
+
+    def phase_at(self, line: int) -> Phase | None:
+        """The one that a line of the source belongs to; the first for what comes before it, None if there is none."""
+        if not self.phases:
+            return None
+        return self.phases[max(0, bisect_right(self.phases, line, key=attrgetter("line")) - 1)]
+
+    @property
+    def label(self) -> str:
+        """What it holds, in the user's names."""
+        loops = [phase.label for phase in self.phases if phase.is_loop]
+        return ", ".join(loops) if loops else label_of([node for phase in self.phases for node in phase.nodes])
+
+    def place_of(self, error: BaseException) -> tuple[Place, tuple[int, ...], tuple[Any, ...]] | None:
+        """Where `error` was raised: the place, the iteration numbers of the loops around it, and the node's inputs."""
+        found = None
+        traceback = error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == self.filename and traceback.tb_lineno in self.places:
+                place = self.places[traceback.tb_lineno]
+                held = traceback.tb_frame.f_locals
+                counters = tuple(held.get(counter, 0) for _, counter in place.loops)
+                found = place, counters, tuple(held[name] for name in place.arguments if name in held)
+            traceback = traceback.tb_next
+        return found
+
+
+def label_of(nodes: Sequence[Node]) -> str:
+    """Nodes outside loops by the scopes they stand in, or by their own names where those are few."""
+    if len(nodes) <= _MOST_NAMES and not any("/" in node.name for node in nodes):
+        return ", ".join(node.name for node in nodes)
+    scopes = Counter(_scope(node) for node in nodes)
+    named = [scope for scope, _ in scopes.most_common(_MOST_NAMES)]
+    return ", ".join([*named, "..."] if len(scopes) > _MOST_NAMES else named)
+
+
+def _scope(node: Node) -> str:
+    """The outermost scope of a node, the op of one that stands in none; of gradients, that of what they belong to."""
+    first, *others = node.name.split("/")
+    if not others:
+        return node.op.name
+    return f"{first}/{others[0]}" if first == "gradients" and len(others) > 1 else first
