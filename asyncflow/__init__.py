@@ -21,6 +21,7 @@ from asyncflow.control.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
 from asyncflow.errors import (
     AsyncflowError,
+    AxisError,
     CheckpointError,
     DeadlineExceeded,
     DeviceLostError,
@@ -197,6 +198,7 @@ from asyncflow.ops.windows import dynamic_slice
 from asyncflow.runtime.fetches import on_device
 from asyncflow.runtime.function import Function, function
 from asyncflow.runtime.loop import run
+from asyncflow.runtime.namespace_info import NamespaceInfo as _NamespaceInfo
 from asyncflow.runtime.prepared import Prepared
 from asyncflow.runtime.session import Session
 from asyncflow.runtime.session_statistics import SessionStatistics
@@ -212,9 +214,12 @@ newaxis = None
 pi = _math.pi
 
 __version__ = "0.1.0"
+__array_api_version__ = "2024.12"
+__array_namespace_info__ = _NamespaceInfo
 
 __all__ = [
     "AsyncflowError",
+    "AxisError",
     "CheckpointError",
     "DType",
     "DTypeError",

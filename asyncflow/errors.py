@@ -5,6 +5,7 @@ Every error asyncflow raises on purpose derives from `AsyncflowError`::
     AsyncflowError
     ├── GraphError                  a program that cannot be built            (build time)
     │   ├── ShapeError                (also ValueError)
+    │   │   └── AxisError               (also IndexError)
     │   └── DTypeError                (also TypeError)
     ├── FeedError                   a value that may not be fed               (also ValueError)
     ├── FetchError                  a thing that cannot be fetched, or a dead fetch
@@ -86,6 +87,10 @@ class GraphError(AsyncflowError):
 
 class ShapeError(GraphError, ValueError):
     """Shapes that do not fit together."""
+
+
+class AxisError(ShapeError, IndexError):
+    """An axis that a value of that rank does not have, or one named twice."""
 
 
 class DTypeError(GraphError, TypeError):

@@ -49,6 +49,17 @@ class Tensor(NotPickled, Operators):
         return f"{self.node.name}:{self.index}"
 
     @property
+    def device(self) -> str | None:
+        """The device asked for, such as ``"cpu"``; None where a session is to choose."""
+        return self.node.device
+
+    def to_device(self, device: str, /, *, stream: None = None) -> Tensor:
+        """The same value on `device`. Streams are the session's own business: `stream` stays None."""
+        if stream is not None:
+            raise GraphError(f"to_device(stream={stream!r}): sessions order streams themselves; leave it out")
+        return _call("to_device", self, device)
+
+    @property
     def T(self) -> Tensor:
         """The transpose of a matrix."""
         if self.ndim not in (None, 2):

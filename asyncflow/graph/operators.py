@@ -6,17 +6,24 @@ them over with `install`, because a graph must not know which operations exist.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.no_value import NoValue, refusal
+from asyncflow.graph.shapes import size_of
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.shapes import Shape
     from asyncflow.graph.spec import Spec
+
+API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12")
+"""Versions of the Array API standard, each of which has all that the ones before it have."""
 
 _functions: dict[str, Callable[..., Any]] = {}
 
@@ -62,6 +69,23 @@ class Operators(NoValue):
     def ndim(self) -> int | None:
         """Number of dimensions, or None if unknown."""
         return self.spec.rank
+
+    @property
+    def size(self) -> int | None:
+        """Number of elements, or None if unknown; `asyncflow.size` gives it as a tensor."""
+        return size_of(self.spec.shape)
+
+    def __array_namespace__(self, /, *, api_version: str | None = None) -> ModuleType:
+        """The module with the functions of the Array API standard: ``asyncflow``.
+
+        Raises:
+            GraphError: another version of the standard is asked for.
+        """
+        if api_version not in (None, *API_VERSIONS):
+            raise GraphError(
+                f"there is no Array API {api_version!r} here; asyncflow has {API_VERSIONS[-1]}, and what is older"
+            )
+        return sys.modules["asyncflow"]
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Tensor:
         """What ``array + x`` comes to, which asks the ufunc of the operator."""

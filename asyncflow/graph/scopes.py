@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError
@@ -45,6 +45,11 @@ def device(spec: str | None) -> Iterator[None]:
         )
     with graph_for().scoped(device=spec):
         yield
+
+
+def placed_on(spec: str | None) -> AbstractContextManager[None]:
+    """The scope that an argument ``device=`` asks for: `device`, where None asks for nothing and changes nothing."""
+    return nullcontext() if spec is None else device(spec)
 
 
 def _device_suggestion(spec: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, TypeAlias
 
-from asyncflow.errors import ShapeError
+from asyncflow.errors import AxisError, ShapeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -119,8 +119,8 @@ def normalize_axis(axis: int, rank: int) -> int:
     """`axis` counted from the front.
 
     Raises:
-        ShapeError: it is not an axis of a value of that rank.
+        AxisError: it is not an axis of a value of that rank.
     """
     if not -rank <= axis < rank:
-        raise ShapeError(f"axis {axis} is out of range for a value of rank {rank}; use {-rank} to {rank - 1}")
+        raise AxisError(f"axis {axis} is out of range for a value of rank {rank}; use {-rank} to {rank - 1}")
     return axis % rank

@@ -6,7 +6,7 @@ import math
 import operator
 from typing import TYPE_CHECKING, TypeAlias
 
-from asyncflow.errors import GraphError, ShapeError
+from asyncflow.errors import AxisError, GraphError, ShapeError
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
 
@@ -45,13 +45,13 @@ def normalize_axes(axis: Axes, rank: int) -> tuple[int, ...]:
     """The axes meant, counted from the front; all of them for None.
 
     Raises:
-        ShapeError: one is out of range or named twice.
+        AxisError: one is out of range or named twice.
     """
     if axis is None:
         return tuple(range(rank))
     axes = tuple(normalize_axis(item, rank) for item in (axis if isinstance(axis, tuple) else (axis,)))
     if len(set(axes)) < len(axes):
-        raise ShapeError(f"axis {axis} names an axis twice for a value of rank {rank}")
+        raise AxisError(f"axis {axis} names an axis twice for a value of rank {rank}")
     return axes
 
 

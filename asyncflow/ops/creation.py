@@ -1,4 +1,8 @@
-"""Creation functions of the Array API standard. Sizes and bounds may be tensors: then the run decides the shape."""
+"""Creation functions of the Array API standard. Sizes and bounds may be tensors: then the run decides the shape.
+
+`dtype` None is float64 where nothing else says one. `device`, such as ``"cpu"``, asks for the result to be made there;
+None leaves that to `asyncflow.device` and the session.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, constant, graph_for
+from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, constant, graph_for, identity
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, inputs_from, register
+from asyncflow.graph.operators import install
+from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype
@@ -77,24 +83,32 @@ FULL = register(Op(name="full", infer=_full_spec, kernel=_full_kernel, host_inpu
 FULL_LIKE = register(Op(name="full_like", infer=_full_like_spec, kernel=_full_like_kernel))
 
 
-def full(shape: ExtentsLike, fill_value: TensorLike, *, dtype: DTypeLike | None = None) -> Tensor:
+def full(
+    shape: ExtentsLike, fill_value: TensorLike, *, dtype: DTypeLike | None = None, device: str | None = None
+) -> Tensor:
     """A tensor with `fill_value` everywhere.
 
     Args:
         shape: ints and integer tensors of rank 0, or one integer tensor of rank 1.
         fill_value: a number, or a tensor of rank 0.
         dtype: None takes that of `fill_value`.
+        device: where to make it; None for no request.
     """
     template, sizes = split_extents(shape)
-    return apply(FULL, _fill_value(fill_value, dtype), *sizes, shape=template)[0]
+    value = _fill_value(fill_value, dtype)
+    with placed_on(device):
+        return apply(FULL, value, *sizes, shape=template)[0]
 
 
-def full_like(x: TensorLike, /, fill_value: TensorLike, *, dtype: DTypeLike | None = None) -> Tensor:
+def full_like(
+    x: TensorLike, /, fill_value: TensorLike, *, dtype: DTypeLike | None = None, device: str | None = None
+) -> Tensor:
     """A tensor shaped like `x`, with `fill_value` everywhere; `dtype` None takes that of `x`."""
     with graph_for(x):
         x = as_tensor(x)
         value = _fill_value(fill_value, x.dtype if dtype is None else dtype)
-        return apply(FULL, value, shape=x.shape)[0] if is_static(x.shape) else apply(FULL_LIKE, x, value)[0]
+        with placed_on(device):
+            return apply(FULL, value, shape=x.shape)[0] if is_static(x.shape) else apply(FULL_LIKE, x, value)[0]
 
 
 def _fill_value(value: TensorLike, dtype: DTypeLike | None) -> Tensor:
@@ -109,38 +123,38 @@ def _number(value: Literal[0, 1], dtype: DTypeLike) -> Tensor:
     return constant(np.asarray(value).astype(as_dtype(dtype)))
 
 
-def zeros(shape: ExtentsLike, *, dtype: DTypeLike = float64) -> Tensor:
+def zeros(shape: ExtentsLike, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
     """A tensor of zeros; for `shape` see `full`."""
-    return full(shape, _number(0, dtype))
+    return full(shape, _number(0, float64 if dtype is None else dtype), device=device)
 
 
-def ones(shape: ExtentsLike, *, dtype: DTypeLike = float64) -> Tensor:
+def ones(shape: ExtentsLike, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
     """A tensor of ones; for `shape` see `full`."""
-    return full(shape, _number(1, dtype))
+    return full(shape, _number(1, float64 if dtype is None else dtype), device=device)
 
 
-def empty(shape: ExtentsLike, *, dtype: DTypeLike = float64) -> Tensor:
+def empty(shape: ExtentsLike, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
     """A tensor whose values do not matter: zeros, because runs are reproducible. For `shape` see `full`."""
-    return zeros(shape, dtype=dtype)
+    return zeros(shape, dtype=dtype, device=device)
 
 
-def zeros_like(x: TensorLike, /, *, dtype: DTypeLike | None = None) -> Tensor:
+def zeros_like(x: TensorLike, /, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
     """Zeros shaped like `x`; `dtype` None takes that of `x`."""
     with graph_for(x):
         x = as_tensor(x)
-        return full_like(x, _number(0, dtype or x.dtype), dtype=dtype)
+        return full_like(x, _number(0, dtype or x.dtype), dtype=dtype, device=device)
 
 
-def ones_like(x: TensorLike, /, *, dtype: DTypeLike | None = None) -> Tensor:
+def ones_like(x: TensorLike, /, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
     """Ones shaped like `x`; `dtype` None takes that of `x`."""
     with graph_for(x):
         x = as_tensor(x)
-        return full_like(x, _number(1, dtype or x.dtype), dtype=dtype)
+        return full_like(x, _number(1, dtype or x.dtype), dtype=dtype, device=device)
 
 
-def empty_like(x: TensorLike, /, *, dtype: DTypeLike | None = None) -> Tensor:
+def empty_like(x: TensorLike, /, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
     """A tensor shaped like `x` whose values do not matter; `dtype` None takes that of `x`."""
-    return zeros_like(x, dtype=dtype)
+    return zeros_like(x, dtype=dtype, device=device)
 
 
 # -- ranges ----------------------------------------------------------------------------------------------------------
@@ -161,7 +175,13 @@ ARANGE = register(Op(name="arange", infer=_arange_spec, kernel=_arange_kernel, h
 
 
 def arange(
-    start: TensorLike, /, stop: TensorLike | None = None, step: TensorLike = 1, *, dtype: DTypeLike | None = None
+    start: TensorLike,
+    /,
+    stop: TensorLike | None = None,
+    step: TensorLike = 1,
+    *,
+    dtype: DTypeLike | None = None,
+    device: str | None = None,
 ) -> Tensor:
     """Evenly spaced values ``start, start + step, …`` up to but not including `stop`, as a vector.
 
@@ -170,6 +190,7 @@ def arange(
         stop: where to stop.
         step: distance; not 0. Any of the three may be a tensor of rank 0, then only the run knows the length.
         dtype: None takes the promoted dtype of the three.
+        device: where to make it; None for no request.
 
     Raises:
         GraphError: a step of 0.
@@ -178,7 +199,8 @@ def arange(
         start, stop = 0, start
     bounds = promote_operands(start, stop, step)
     found = promoted_dtype(bound.dtype for bound in bounds) if dtype is None else as_dtype(dtype)
-    return apply(ARANGE, *bounds, dtype=found, length=_arange_length(bounds))[0]
+    with placed_on(device):
+        return apply(ARANGE, *bounds, dtype=found, length=_arange_length(bounds))[0]
 
 
 def _arange_length(bounds: tuple[Tensor, ...]) -> int | None:
@@ -210,7 +232,14 @@ LINSPACE = register(Op(name="linspace", infer=_linspace_spec, kernel=_linspace_k
 
 
 def linspace(
-    start: TensorLike, stop: TensorLike, /, num: Extent, *, dtype: DTypeLike | None = None, endpoint: bool = True
+    start: TensorLike,
+    stop: TensorLike,
+    /,
+    num: Extent,
+    *,
+    dtype: DTypeLike | None = None,
+    device: str | None = None,
+    endpoint: bool = True,
 ) -> Tensor:
     """`num` evenly spaced values from `start` to `stop`, as a vector.
 
@@ -219,6 +248,7 @@ def linspace(
         stop: last value, rank 0; left out if not `endpoint`.
         num: how many; an int or an integer tensor of rank 0.
         dtype: None takes the promoted dtype of `start`, `stop` and a Python float.
+        device: where to make it; None for no request.
         endpoint: whether `stop` is the last value.
     """
     bounds = promote_operands(start, stop)
@@ -227,7 +257,8 @@ def linspace(
     template, size = split_extents((num,))
     if common.name != "bfloat16":  # whose mixtures NumPy does not know
         bounds = tuple(astype(x, common) if x.dtype.name == "bfloat16" else x for x in bounds)
-    return apply(LINSPACE, *bounds, *size, num=template, dtype=found, endpoint=endpoint)[0]
+    with placed_on(device):
+        return apply(LINSPACE, *bounds, *size, num=template, dtype=found, endpoint=endpoint)[0]
 
 
 # -- matrices and grids ----------------------------------------------------------------------------------------------
@@ -245,7 +276,15 @@ def _eye_kernel(xp: Any, *, shape: Shape, k: int, dtype: DType) -> Kernel:
 EYE = register(Op(name="eye", infer=_eye_spec, kernel=_eye_kernel, host_inputs=inputs_from(0)))
 
 
-def eye(n_rows: Extent, n_cols: Extent | None = None, /, *, k: int = 0, dtype: DTypeLike = float64) -> Tensor:
+def eye(
+    n_rows: Extent,
+    n_cols: Extent | None = None,
+    /,
+    *,
+    k: int = 0,
+    dtype: DTypeLike | None = None,
+    device: str | None = None,
+) -> Tensor:
     """A matrix with ones on diagonal `k` (above the main one if positive) and zeros elsewhere.
 
     Args:
@@ -253,12 +292,14 @@ def eye(n_rows: Extent, n_cols: Extent | None = None, /, *, k: int = 0, dtype: D
         n_cols: likewise; None for a square matrix.
         k: which diagonal.
         dtype: element type.
+        device: where to make it; None for no request.
     """
-    found = as_dtype(dtype)
+    found = as_dtype(float64 if dtype is None else dtype)
     if kind_of(found) not in "biufc":
         raise DTypeError(f"eye: takes a dtype of numbers, not {dtype_name(found)}")
     template, sizes = split_extents((n_rows, n_rows if n_cols is None else n_cols))
-    return apply(EYE, *sizes, shape=template, k=k, dtype=found)[0]
+    with placed_on(device):
+        return apply(EYE, *sizes, shape=template, k=k, dtype=found)[0]
 
 
 def _triangle_spec(x: Spec, *, k: int) -> Spec:
@@ -314,7 +355,14 @@ def meshgrid(*arrays: TensorLike, indexing: Literal["xy", "ij"] = "xy") -> list[
 # -- from other arrays -----------------------------------------------------------------------------------------------
 
 
-def asarray(obj: TensorLike, /, *, dtype: DTypeLike | None = None, copy: bool | None = None) -> Tensor:
+def asarray(
+    obj: TensorLike,
+    /,
+    *,
+    dtype: DTypeLike | None = None,
+    device: str | None = None,
+    copy: bool | None = None,
+) -> Tensor:
     """`obj` as a tensor, converted to `dtype` if given.
 
     Arrays are copied when the graph is built, so later changes to them are not seen; `copy` is accepted for the
@@ -323,13 +371,21 @@ def asarray(obj: TensorLike, /, *, dtype: DTypeLike | None = None, copy: bool | 
     Raises:
         DTypeError: a value that no tensor can hold, or that does not fit `dtype`.
     """
-    if isinstance(obj, Tensor | SupportsTensor):
-        return as_tensor(obj) if dtype is None else astype(obj, dtype)
-    return constant(obj, dtype)
+    if not isinstance(obj, Tensor | SupportsTensor):
+        with placed_on(device):
+            return constant(obj, dtype)
+    found = as_tensor(obj) if dtype is None else astype(obj, dtype)
+    return found if device is None else to_device(found, device)
 
 
-def from_dlpack(x: SupportsDLPack, /) -> Tensor:
-    """A constant with the values of another library's array in host memory. Copied.
+def to_device(x: Tensor, device: str) -> Tensor:
+    """`x` on `device`: a node that is placed there."""
+    with graph_for(x), placed_on(device):
+        return identity(x)
+
+
+def from_dlpack(x: SupportsDLPack, /, *, device: str | None = None, copy: bool | None = None) -> Tensor:
+    """A constant with the values of another library's array in host memory. Copied, so `copy` makes no difference.
 
     Raises:
         GraphError: an array that NumPy cannot read, such as one in GPU memory.
@@ -338,8 +394,11 @@ def from_dlpack(x: SupportsDLPack, /) -> Tensor:
         array = np.from_dlpack(x)
     except (AttributeError, BufferError, RuntimeError, TypeError) as error:
         raise GraphError(f"from_dlpack: cannot read {type(x).__name__} in host memory: {error}") from error
-    return constant(array)
+    with placed_on(device):
+        return constant(array)
 
+
+install(to_device=to_device)
 
 __all__ = [
     "SupportsDLPack",
@@ -355,6 +414,7 @@ __all__ = [
     "meshgrid",
     "ones",
     "ones_like",
+    "to_device",
     "tril",
     "triu",
     "zeros",

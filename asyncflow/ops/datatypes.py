@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError
-from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, identity
+from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, graph_for, identity
 from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, bfloat16, dtype_name, float32, string
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, inputs_from, register
+from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
@@ -67,16 +68,19 @@ def _convert_string(x: Any, dtype: DType) -> Any:
 ASTYPE = register(Op(name="astype", infer=_astype_spec, kernel=_astype_kernel, is_total=True))
 
 
-def astype(x: TensorLike, dtype: DTypeLike, /, *, copy: bool = True) -> Tensor:
+def astype(x: TensorLike, dtype: DTypeLike, /, *, copy: bool = True, device: str | None = None) -> Tensor:
     """`x` converted to `dtype`.
 
     Floats are truncated to integers; strings are parsed and printed. `copy` is accepted for the standard's sake:
-    values are never written to, so sharing one is never seen.
+    values are never written to, so sharing one is never seen. `device` asks for the result to be made there.
 
     Raises:
         DTypeError: from complex to real, which would drop the imaginary part.
     """
     x, dtype = as_tensor(x), as_dtype(dtype)
+    if device is not None:
+        with graph_for(x), placed_on(device):
+            return astype(x, dtype)
     return identity(x) if x.dtype == dtype else apply(ASTYPE, x, dtype=dtype)[0]
 
 

@@ -186,7 +186,7 @@ EXPAND_DIMS = register(
 )
 
 
-def expand_dims(x: TensorLike, /, *, axis: int | tuple[int, ...] = 0) -> Tensor:
+def expand_dims(x: TensorLike, /, axis: int | tuple[int, ...] = 0) -> Tensor:
     """`x` with new axes of extent 1 at the positions `axis` of the result."""
     axes = as_axes(axis)
     return apply(EXPAND_DIMS, x, axis=axes if isinstance(axes, tuple) else (axes,))[0]
