@@ -19,13 +19,14 @@ from asyncflow.errors import OutOfMemoryError
 
 
 class MemoryTurns:
-    """Whose turn it is. Invariant: if anybody waits, no run is active, or one that will wake the next when it ends."""
+    """Whose turn it is. Invariant: if anybody waits, a run is active, which will wake the next when it ends."""
 
-    __slots__ = ("_active", "_begun", "_waiting")
+    __slots__ = ("_active", "_begun", "_is_alone", "_waiting")
 
     def __init__(self) -> None:
         self._active = 0
         self._begun = 0
+        self._is_alone = False  # whether the active run is one that is done again
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def values(
@@ -42,7 +43,7 @@ class MemoryTurns:
         Raises:
             OutOfMemoryError: it passes the limit alone.
         """
-        if not self._waiting:
+        if not (self._waiting or self._is_alone):
             is_beside = self._active > 0
             self._active += 1
             self._begun += 1
@@ -77,6 +78,7 @@ class MemoryTurns:
 
     def _leave(self) -> None:
         self._active -= 1
+        self._is_alone = False
         self._wake()
 
     def _wake(self) -> None:
@@ -85,6 +87,7 @@ class MemoryTurns:
         if turn is not None:
             self._waiting.remove(turn)
             self._active = 1
+            self._is_alone = True
             turn.set_result(None)
 
 

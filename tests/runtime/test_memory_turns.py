@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.runtime.memory_turns import MemoryTurns
 from tests.conftest import OpenSession
-from tests.faults.kernels import CoroutineGate, until
+from tests.faults.kernels import CoroutineGate, ticks, until
 
 LARGE = np.ones(100_000, np.float32)
 LIMIT = 1_000_000
@@ -34,6 +36,35 @@ async def test_runs_that_fit_one_by_one_all_end(graph: af.Graph) -> None:
         assert sums == [200_000.0 * k for k in range(1, 9)]
         assert session.statistics().used_bytes["cpu:0"] == 0
         assert not session._memory_turns._waiting  # type: ignore[union-attr]
+
+
+async def test_a_run_that_is_done_again_is_alone() -> None:
+    """The last that waits, too: what begins meanwhile queues behind it."""
+    turns, order = MemoryTurns(), []
+
+    async def attempt(name: str, gate: asyncio.Event) -> list[Any]:
+        order.append(name)
+        if order == ["first", "second"]:
+            raise af.OutOfMemoryError("beside the first", requested=2, used=1, limit=2, node="x", op="add")
+        await gate.wait()
+        order.append(f"{name} ended")
+        return []
+
+    def start(name: str, gate: asyncio.Event) -> asyncio.Task[list[Any]]:
+        return asyncio.ensure_future(turns.values(lambda: attempt(name, gate), nullcontext))
+
+    gates = [asyncio.Event() for _ in range(3)]
+    async with asyncio.timeout(20):
+        tasks = [start("first", gates[0]), start("second", gates[1])]
+        await until(lambda: "second" in order)
+        gates[0].set()
+        await until(lambda: order.count("second") == 2)
+        tasks.append(start("third", gates[2]))
+        await ticks(5)
+        gates[1].set()
+        gates[2].set()
+        await asyncio.gather(*tasks)
+    assert order == ["first", "second", "first ended", "second", "second ended", "third", "third ended"]
 
 
 async def _sum_of(session: af.Session, y: af.Tensor, feeds: Any) -> float:
