@@ -103,17 +103,18 @@ class RegionCode:
 
 
 def label_of(nodes: Sequence[Node]) -> str:
-    """Nodes outside loops by the scopes they stand in, or by their own names where those are few."""
-    if len(nodes) <= _MOST_NAMES and not any("/" in node.name for node in nodes):
-        return ", ".join(node.name for node in nodes)
-    scopes = Counter(_scope(node) for node in nodes)
-    named = [scope for scope, _ in scopes.most_common(_MOST_NAMES)]
+    """Nodes outside loops by the scopes they stand in; where none stands in any, by their own names or their ops."""
+    scopes = Counter(scope for node in nodes if (scope := _scope(node)))
+    if not scopes:
+        few = len(nodes) <= _MOST_NAMES
+        scopes = Counter(node.name if few else node.op.name for node in nodes)
+    named = [name for name, _ in scopes.most_common(_MOST_NAMES)]
     return ", ".join([*named, "..."] if len(scopes) > _MOST_NAMES else named)
 
 
 def _scope(node: Node) -> str:
-    """The outermost scope of a node, the op of one that stands in none; of gradients, that of what they belong to."""
+    """The outermost scope of a node, empty for one that stands in none; of a gradient, with that of what it is of."""
     first, *others = node.name.split("/")
     if not others:
-        return node.op.name
+        return ""
     return f"{first}/{others[0]}" if first == "gradients" and len(others) > 1 else first

@@ -323,7 +323,7 @@ def _draw_frame(axes: Any, picture: Picture, unit: str) -> None:
     if not picture.legend:
         return
     handles = [_swatch(color) for color in picture.legend.values()]
-    names = [name if len(name) <= 18 else f"…{name[-17:]}" for name in picture.legend]
+    names = [_shortened(name) for name in picture.legend]
     legend = axes.legend(
         handles,
         names,
@@ -338,6 +338,13 @@ def _draw_frame(axes: Any, picture: Picture, unit: str) -> None:
     )
     legend.get_title().set_color(_MUTED)
     legend.set_alignment("left")
+
+
+def _shortened(name: str) -> str:
+    """At most 18 characters: the end of a path, which tells nodes of one scope apart, or the beginning of a list."""
+    if len(name) <= 18:
+        return name
+    return f"{name[:17]}…" if ", " in name else f"…{name[-17:]}"
 
 
 def _swatch(color: str) -> Any:
