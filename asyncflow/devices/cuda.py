@@ -45,7 +45,7 @@ from asyncflow.errors import PlacementError
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cuda import CudaStream, active_stream, capturing
 from asyncflow.streams.futures import resolve
-from asyncflow.streams.holding import holding, refuse_to_queue
+from asyncflow.streams.holding import Hold, holding, refuse_to_queue
 from asyncflow.streams.thread import ThreadStream
 
 _NS_PER_KERNEL = 3_000.0
@@ -433,7 +433,7 @@ class CudaDevice(Progress):
         def deliver(result: object, error: BaseException | None, _started: int, _ended: int) -> None:
             resolve(future, result, error)
 
-        self._host.submit(context.run, (holding, work, *args), deliver, loop)
+        self._host.submit(context.run, (holding, Hold(), work, *args), deliver, loop)
         return await asyncio.shield(future)
 
     def _future_of(self, ask: Callable[[Deliver], object]) -> asyncio.Future[Any]:

@@ -25,13 +25,13 @@ from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import recording
 from asyncflow.errors import KernelError
 from asyncflow.graph.op import KernelContext
-from asyncflow.runtime.first_guess import first_guess
+from asyncflow.runtime.first_guess import ON_A_THREAD, first_guess
 from asyncflow.runtime.ports import Ports
 from asyncflow.runtime.provenance import as_kernel_error, with_provenance
 from asyncflow.runtime.recorder import Recorder
 from asyncflow.runtime.region_firing import RegionFiring, Stopped, size_of
 from asyncflow.runtime.scheduler import Scheduler, SchedulingError
-from asyncflow.streams.holding import holding, may_wait_for_itself, refuse_to_queue
+from asyncflow.streams.holding import Hold, holding, may_wait_for_itself, refuse_to_queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -345,8 +345,9 @@ class Executor:
         assert node.kernel is not None
         work: Callable[..., object] = node.kernel
         args = tuple(inputs)
+        hold = Hold()
         if node.is_user:
-            work, args = self._run.context.copy().run, (holding, work, *args)
+            work, args = self._run.context.copy().run, (holding, hold, work, *args)
 
         def take(result: object, error: BaseException | None, times: Times) -> None:
             status = "ok" if error is None else "error"
@@ -354,8 +355,11 @@ class Executor:
             if error is not None:
                 self.kernel_failed(error, node, iteration, inputs)
             elif not self.stopped:
-                # The user's may wait for something else than the processor.
-                node.cost.observe(size, times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
+                if hold.has_asked:
+                    node.cost = ON_A_THREAD
+                elif node.cost is not ON_A_THREAD:
+                    # The user's may wait for something else than the processor.
+                    node.cost.observe(size, times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
                 self.complete(node, iteration, inputs, result)
 
         self._submit(node, size, work, args, take)

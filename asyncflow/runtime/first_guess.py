@@ -9,7 +9,7 @@ much to make, such as `arange`.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncflow.compiler.estimate import NS_PER_ELEMENT, kernel_ns, makes_what_it_is_told
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.graph.ir import Node
+
+
+ON_A_THREAD: Final = MeasuredCost(base_ns=inf)
+"""Of a function that has asked for a run and waited for it: short as that was, the event loop would wait for itself."""
 
 
 def first_guess(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:

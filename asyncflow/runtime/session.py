@@ -50,7 +50,7 @@ from asyncflow.runtime.turn import Turn
 from asyncflow.state.containers import StateStore
 from asyncflow.state.held import holder_of
 from asyncflow.streams.beside import call_beside
-from asyncflow.streams.holding import is_within
+from asyncflow.streams.holding import is_within, note_ask
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -418,6 +418,7 @@ class Session(NotPickled):
     ) -> Any:
         """What `run`, a `Prepared` and a `Function` do, once it is known what to run."""
         loop = self._bind()
+        note_ask()
         if timeout is not None:
             timeout = as_timeout(timeout)
         if trace is not None:
@@ -686,6 +687,7 @@ class Session(NotPickled):
             raise SessionClosedError("the session's event loop is closed; make a new session on a new loop")
         if self._thread_id == threading.get_ident():
             raise RuntimeError("this is the thread of the session's event loop; use `await session.run(...)` here")
+        note_ask()
         return asyncio.run_coroutine_threadsafe(self._run_for_thread(fetches, feeds, timeout), self._loop)
 
     async def _run_for_thread(self, fetches: Any, feeds: Mapping[Any, Any] | None, timeout: float | None) -> Any:

@@ -18,16 +18,23 @@ _owner: ContextVar[object] = ContextVar("asyncflow_owner", default=None)
 """Whose run this is: anything that all runs of a session have in common."""
 
 
-class _Hold:
-    """A function's hold of a thread; `owner` is None once it has ended."""
+class Hold:
+    """A function's hold of a thread.
 
-    __slots__ = ("owner",)
+    Attributes:
+        owner: whose run it is part of; None before it has begun and once it has ended.
+        has_asked: it has asked for a run. On the event loop's own thread it would wait for ever for what it holds up,
+            however short its waits were so far.
+    """
 
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
+    __slots__ = ("has_asked", "owner")
+
+    def __init__(self) -> None:
+        self.owner: object = None
+        self.has_asked = False
 
 
-_holds: ContextVar[tuple[_Hold, ...]] = ContextVar("asyncflow_holds", default=())
+_holds: ContextVar[tuple[Hold, ...]] = ContextVar("asyncflow_holds", default=())
 
 
 def own_context(owner: object) -> None:
@@ -40,14 +47,20 @@ def is_within(owner: object) -> bool:
     return _owner.get() is owner
 
 
-def holding(work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
+def holding(hold: Hold, work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
     """``work(*args)`` for a user's function on a session's thread; in a copy of its run's context, which it changes."""
-    hold = _Hold(_owner.get())
+    hold.owner = _owner.get()
     _holds.set((*(earlier for earlier in _holds.get() if earlier.owner is not None), hold))
     try:
         return work(*args)
     finally:
         hold.owner = None
+
+
+def note_ask() -> None:
+    """Tells the functions that the current context comes from that they have asked for a run."""
+    for hold in _holds.get():
+        hold.has_asked = True
 
 
 def may_wait_for_itself(context: Context) -> bool:
@@ -70,4 +83,4 @@ def refuse_to_queue(context: Context) -> None:
         )
 
 
-__all__ = ["holding", "is_within", "may_wait_for_itself", "own_context", "refuse_to_queue"]
+__all__ = ["Hold", "holding", "is_within", "may_wait_for_itself", "note_ask", "own_context", "refuse_to_queue"]

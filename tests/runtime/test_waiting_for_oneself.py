@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -119,3 +120,23 @@ async def test_f64_the_applications_pool_is_full_of_callers(open_session: OpenSe
             ]
             loop.set_default_executor(pool)
             assert await asyncio.gather(*waiting) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("ask", [_through_the_session, _through_asyncio])
+async def test_a_function_that_asks_stays_on_its_thread(ask: Ask, graph: af.Graph) -> None:
+    """However short its waits were: on the event loop's thread it would wait for what it holds up."""
+    x = af.placeholder("float64", ())
+    inner = x + 1.0
+    threads: list[str] = []
+
+    @af.op(outputs=af.spec("float64", ()), stateful=True)
+    def sometimes_asks(x: np.float64) -> Any:
+        threads.append(threading.current_thread().name)
+        return np.float64(ask(session, inner_of_constant)) if len(threads) % 7 == 1 else x
+
+    inner_of_constant = af.Variable(2.0).read() * 1.0
+    outer = sometimes_asks(inner)
+    async with af.Session(graph) as session, asyncio.timeout(30):
+        for _ in range(60):
+            await session.run(outer, {x: 1.0})
+    assert threading.current_thread().name not in threads
