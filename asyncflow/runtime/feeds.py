@@ -160,8 +160,11 @@ def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any] | LargeF
                 raise _wrong_dtype(tensor, value, found.dtype)
             return found
         return _copied(tensor, value, found)
-    strong = hasattr(value, "dtype") or hasattr(value, "__array__") or hasattr(value, "__array_interface__")
-    if not strong:
+    if isinstance(value, bytes):
+        raise refusal(tensor, value, "bytes say nothing of dtype and shape; feed np.frombuffer(value, dtype)")
+    if not any(hasattr(value, name) for name in ("dtype", "__array__", "__array_interface__")) and not _is_buffer(
+        value
+    ):
         try:
             return as_array(value, tensor.dtype)
         except GraphError as error:
@@ -171,6 +174,17 @@ def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any] | LargeF
     except (TypeError, ValueError, RuntimeError) as error:
         raise refusal(tensor, value, f"NumPy cannot read it: {error}") from error
     return _copied(tensor, value, array)
+
+
+def _is_buffer(value: object) -> bool:
+    """Whether its items have a type of their own, as those of `bytearray`, `memoryview` and `array.array` have."""
+    if isinstance(value, list | tuple | int | float | complex | str):  # most that is fed
+        return False
+    try:
+        memoryview(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
 
 
 def _copied(tensor: Tensor, value: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | LargeFeed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -234,3 +235,24 @@ async def test_f37_streamed_items_belong_to_the_consumer(session: af.Session, gr
         items.append(item[0])
         item[:] = -100
     assert items == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [bytearray(b"1234"), memoryview(np.arange(3.0)), array.array("d", [1.0, 2.0])],
+    ids=lambda v: type(v).__name__,
+)
+async def test_f35_a_buffer_has_a_dtype_of_its_own(run: Run, graph: af.Graph, value: Any) -> None:
+    """FAULTS F35: it is not cast either."""
+    x = af.placeholder("float32", (None,))
+    with pytest.raises(af.FeedError, match="its dtype is (uint8|float64); convert it yourself"):
+        await run(x + 1, {x: value})
+    y = af.placeholder(np.asarray(value).dtype, (None,))
+    np.testing.assert_array_equal(await run(y, {y: value}), np.asarray(value), strict=True)
+
+
+async def test_f35_bytes_are_read_by_numpy(run: Run, graph: af.Graph) -> None:
+    """FAULTS F35: the error says by what."""
+    x = af.placeholder("uint8", (None,))
+    with pytest.raises(af.FeedError, match=r"feed np\.frombuffer\(value, dtype\)"):
+        await run(x, {x: b"1234"})
