@@ -162,9 +162,7 @@ def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any] | LargeF
         return _copied(tensor, value, found)
     if isinstance(value, bytes):
         raise refusal(tensor, value, "bytes say nothing of dtype and shape; feed np.frombuffer(value, dtype)")
-    if not any(hasattr(value, name) for name in ("dtype", "__array__", "__array_interface__")) and not _is_buffer(
-        value
-    ):
+    if not _is_typed(value):
         try:
             return as_array(value, tensor.dtype)
         except GraphError as error:
@@ -176,10 +174,12 @@ def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any] | LargeF
     return _copied(tensor, value, array)
 
 
-def _is_buffer(value: object) -> bool:
-    """Whether its items have a type of their own, as those of `bytearray`, `memoryview` and `array.array` have."""
+def _is_typed(value: object) -> bool:
+    """Whether it has a dtype of its own, as arrays do, and `bytearray`, `memoryview` and `array.array`."""
     if isinstance(value, list | tuple | int | float | complex | str):  # most that is fed
-        return False
+        return isinstance(value, np.generic)
+    if any(hasattr(value, name) for name in ("dtype", "__array__", "__array_interface__")):
+        return True
     try:
         memoryview(value)  # type: ignore[arg-type]
     except TypeError:

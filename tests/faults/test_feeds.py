@@ -237,15 +237,14 @@ async def test_f37_streamed_items_belong_to_the_consumer(session: af.Session, gr
     assert items == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [bytearray(b"1234"), memoryview(np.arange(3.0)), array.array("d", [1.0, 2.0])],
-    ids=lambda v: type(v).__name__,
-)
+BUFFERS = [bytearray(b"1234"), memoryview(array.array("d", [1.0])), array.array("d", [1.0, 2.0])]
+
+
+@pytest.mark.parametrize("value", BUFFERS, ids=lambda value: type(value).__name__)
 async def test_f35_a_buffer_has_a_dtype_of_its_own(run: Run, graph: af.Graph, value: Any) -> None:
     """FAULTS F35: it is not cast either."""
     x = af.placeholder("float32", (None,))
-    with pytest.raises(af.FeedError, match="its dtype is (uint8|float64); convert it yourself"):
+    with pytest.raises(af.FeedError, match=r"its dtype is (uint8|float64); convert it yourself"):
         await run(x + 1, {x: value})
     y = af.placeholder(np.asarray(value).dtype, (None,))
     np.testing.assert_array_equal(await run(y, {y: value}), np.asarray(value), strict=True)
