@@ -87,6 +87,8 @@ from asyncflow.ops.creation import (
 )
 from asyncflow.ops.custom import op
 from asyncflow.ops.datatypes import astype, broadcast_arrays, broadcast_to, can_cast, finfo, iinfo, isdtype, result_type
+from asyncflow.ops.diagonals import diag, trace
+from asyncflow.ops.dropout import dropout
 from asyncflow.ops.elementwise import (
     abs,
     acos,
@@ -136,6 +138,7 @@ from asyncflow.ops.elementwise import (
     tanh,
     trunc,
 )
+from asyncflow.ops.erf import erf
 from asyncflow.ops.from_torch import from_torch
 from asyncflow.ops.indexing import gather, index_add, index_update, scatter_add, scatter_update, take, take_along_axis
 from asyncflow.ops.linalg import einsum, matmul, matrix_transpose, tensordot, vecdot
@@ -188,10 +191,14 @@ from asyncflow.ops.nn import (
     softmax,
     softplus,
 )
+from asyncflow.ops.padding import pad
+from asyncflow.ops.quantile import quantile
 from asyncflow.ops.searching import argmax, argmin, count_nonzero, nonzero, searchsorted, where
+from asyncflow.ops.segments import bincount, segment_sum
 from asyncflow.ops.sets import unique_all, unique_counts, unique_inverse, unique_values
 from asyncflow.ops.shape import rank, shape, size
-from asyncflow.ops.sorting import argsort, sort
+from asyncflow.ops.sorting import argsort, sort, top_k
+from asyncflow.ops.splitting import split
 from asyncflow.ops.statistical import cumulative_prod, cumulative_sum, max, mean, min, prod, std, sum, var
 from asyncflow.ops.utility import all, any, diff
 from asyncflow.ops.windows import dynamic_slice
@@ -264,6 +271,7 @@ __all__ = [
     "atan",
     "atan2",
     "atanh",
+    "bincount",
     "bitwise_and",
     "bitwise_invert",
     "bitwise_left_shift",
@@ -294,8 +302,10 @@ __all__ = [
     "cumulative_sum",
     "custom_gradient",
     "device",
+    "diag",
     "diff",
     "divide",
+    "dropout",
     "dynamic_slice",
     "e",
     "einsum",
@@ -303,6 +313,7 @@ __all__ = [
     "empty",
     "empty_like",
     "equal",
+    "erf",
     "exp",
     "expand_dims",
     "expm1",
@@ -382,6 +393,7 @@ __all__ = [
     "ones_like",
     "op",
     "optim",
+    "pad",
     "parse_graph",
     "permute_dims",
     "pi",
@@ -392,6 +404,7 @@ __all__ = [
     "print_graph",
     "prod",
     "profiler",
+    "quantile",
     "random",
     "rank",
     "raw",
@@ -410,6 +423,7 @@ __all__ = [
     "scatter_add",
     "scatter_update",
     "searchsorted",
+    "segment_sum",
     "shape",
     "sigmoid",
     "sign",
@@ -422,6 +436,7 @@ __all__ = [
     "softplus",
     "sort",
     "spec",
+    "split",
     "sqrt",
     "square",
     "squeeze",
@@ -438,6 +453,8 @@ __all__ = [
     "tanh",
     "tensordot",
     "tile",
+    "top_k",
+    "trace",
     "tril",
     "triu",
     "trunc",

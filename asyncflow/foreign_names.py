@@ -11,15 +11,15 @@ from difflib import get_close_matches
 from typing import Final, NoReturn
 
 _ALSO_IN_NUMPY = (
-    "abs acos acosh add all any argmax argmin argsort asin asinh astype atan atan2 atanh bitwise_and bitwise_or "
-    "bitwise_xor broadcast_arrays broadcast_to ceil clip concat conj copysign cos cosh count_nonzero diff divide "
-    "einsum empty_like equal exp expand_dims expm1 flip floor floor_divide full_like greater greater_equal hypot imag "
-    "isfinite isinf isnan less less_equal linspace log log10 log1p log2 logaddexp logical_and logical_not logical_or "
-    "logical_xor matmul matrix_transpose max maximum mean meshgrid min minimum moveaxis multiply negative nextafter "
-    "nonzero not_equal ones_like permute_dims positive pow prod real reciprocal relu remainder repeat reshape roll "
-    "round searchsorted sigmoid sign signbit sin sinh size softmax sort sqrt square squeeze stack std subtract sum "
-    "take take_along_axis tan tanh tensordot tile tril triu trunc unique_counts unique_inverse unique_values unstack "
-    "var vecdot where zeros_like"
+    "abs acos acosh add all any argmax argmin argsort asin asinh astype atan atan2 atanh bincount bitwise_and "
+    "bitwise_or bitwise_xor broadcast_arrays broadcast_to ceil clip concat conj copysign cos cosh count_nonzero "
+    "diag diff divide einsum empty_like equal exp expand_dims expm1 flip floor floor_divide full_like greater "
+    "greater_equal hypot imag isfinite isinf isnan less less_equal linspace log log10 log1p log2 logaddexp "
+    "logical_and logical_not logical_or logical_xor matmul matrix_transpose max maximum mean meshgrid min minimum "
+    "moveaxis multiply negative nextafter nonzero not_equal ones_like pad permute_dims positive pow prod quantile "
+    "real reciprocal relu remainder repeat reshape roll round searchsorted sigmoid sign signbit sin sinh size "
+    "softmax sort split sqrt square squeeze stack std subtract sum take take_along_axis tan tanh tensordot tile "
+    "trace tril triu trunc unique_counts unique_inverse unique_values unstack var vecdot where zeros_like"
 )
 _RENAMED: Final = {
     # NumPy
@@ -28,6 +28,7 @@ _RENAMED: Final = {
     "amax": "max",
     "amin": "min",
     "append": "concat",
+    "array_split": "split",
     "arccos": "acos",
     "arccosh": "acosh",
     "arcsin": "asin",
@@ -59,7 +60,9 @@ _RENAMED: Final = {
     "mT": "matrix_transpose",
     "mod": "remainder",
     "ndarray": "Tensor",
+    "median": "quantile",
     "outer": "einsum",
+    "percentile": "quantile",
     "power": "pow",
     "put": "index_update",
     "ravel": "reshape",
@@ -98,8 +101,10 @@ _RENAMED: Final = {
     "reduce_std": "std",
     "reduce_sum": "sum",
     "reduce_variance": "var",
+    "segment_sum": "segment_sum",
     "tensor_scatter_nd_add": "scatter_add",
     "tensor_scatter_nd_update": "scatter_update",
+    "unsorted_segment_sum": "segment_sum",
     # PyTorch
     "bmm": "matmul",
     "cat": "concat",
@@ -122,6 +127,7 @@ _RENAMED: Final = {
     "permute": "permute_dims",
     "sub": "subtract",
     "tensor": "constant",
+    "topk": "top_k",
     "unsqueeze": "expand_dims",
     "view": "reshape",
     # JAX
@@ -151,6 +157,7 @@ _ADVICE: Final[Mapping[str, Mapping[str, str]]] = {
     "asyncflow.nn": {
         "BCEWithLogitsLoss": "af.nn.sigmoid_cross_entropy",
         "CrossEntropyLoss": "af.nn.softmax_cross_entropy",
+        "Dropout": "af.dropout",
         "Embedding": "af.embedding(ids, table), with the table a variable",
         "GRU": "af.nn.gru_cell in af.nn.dynamic_rnn",
         "GRUCell": "af.nn.gru_cell",
@@ -165,6 +172,7 @@ _ADVICE: Final[Mapping[str, Mapping[str, str]]] = {
         "Sequential": "plain functions, one called on the result of the other",
         "binary_cross_entropy_with_logits": "af.nn.sigmoid_cross_entropy",
         "cross_entropy": "af.nn.softmax_cross_entropy",
+        "dropout": "af.dropout",
         "mse_loss": "af.nn.mean_squared_error",
         "sigmoid_cross_entropy_with_logits": "af.nn.sigmoid_cross_entropy",
         "softmax_cross_entropy_with_logits": "af.nn.softmax_cross_entropy",

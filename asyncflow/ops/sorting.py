@@ -1,17 +1,19 @@
-"""Sorting functions: `argsort` and `sort`."""
+"""Sorting functions: `argsort`, `sort` and `top_k`."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.graph.build import TensorLike, apply
+from asyncflow.errors import GraphError, ShapeError
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.op import Op, register
-from asyncflow.graph.shapes import normalize_axis
+from asyncflow.graph.shapes import format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.axes import static_int
+from asyncflow.ops.axes import replaced, static_int
 from asyncflow.ops.cost import sorting
+from asyncflow.ops.indexing import take_along_axis
 from asyncflow.ops.promotion import require_kind
 
 if TYPE_CHECKING:
@@ -68,4 +70,53 @@ def argsort(x: TensorLike, /, *, axis: int = -1, descending: bool = False, stabl
     return apply(ARGSORT, x, axis=at, descending=bool(descending), stable=bool(stable))[0]
 
 
-__all__ = ["argsort", "sort"]
+def _top_k_spec(x: Spec, *, k: int, axis: int, largest: bool) -> Spec:
+    require_kind(x, "biufc", "numbers and booleans")
+    if x.shape is None:
+        return Spec(int64)
+    extent = x.shape[normalize_axis(axis, len(x.shape))]
+    if extent is not None and k > extent:
+        raise ShapeError(f"there are no {k} elements along axis {axis} of {format_shape(x.shape)}")
+    return Spec(int64, replaced(x.shape, axis, k))
+
+
+def _top_k_kernel(xp: Any, *, k: int, axis: int, largest: bool) -> Kernel:
+    positions = _argsort_kernel(xp, axis=axis, descending=largest, stable=True)
+
+    def kernel(x: Any) -> Any:
+        at = axis % x.ndim
+        if k > x.shape[at]:
+            raise ValueError(f"there are no {k} elements along axis {axis} of {format_shape(x.shape)}")
+        return positions(x)[(slice(None),) * at + (slice(k),)]
+
+    return kernel
+
+
+TOP_K = register(Op(name="top_k", infer=_top_k_spec, kernel=_top_k_kernel, flops=sorting))
+
+
+def top_k(x: TensorLike, k: int, /, *, axis: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
+    """The `k` largest elements of `x` along `axis`, the largest first, and their positions (int64).
+
+    Of equal elements the one at the lower position comes first. NaNs count as larger than any number.
+
+    Args:
+        x: numbers or booleans, of rank 1 or higher.
+        k: how many.
+        axis: along which.
+        largest: False gives the smallest, the smallest first.
+
+    Raises:
+        ShapeError: there are fewer than `k`; where the extent is not known, the run fails instead.
+        GraphError: `k` is below 0.
+    """
+    count = static_int(k, "k")
+    if count < 0:
+        raise GraphError(f"top_k: k is 0 or more, got {count}")
+    with graph_for(x):
+        tensor, at = as_tensor(x), static_int(axis, "axis")
+        positions = apply(TOP_K, tensor, k=count, axis=at, largest=bool(largest))[0]
+        return take_along_axis(tensor, positions, axis=at), positions
+
+
+__all__ = ["argsort", "sort", "top_k"]

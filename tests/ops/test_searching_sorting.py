@@ -11,6 +11,8 @@ from asyncflow.graph.build import placeholder
 from asyncflow.graph.dtypes import string
 from asyncflow.graph.graph import Graph
 from asyncflow.ops import searching, sorting
+from asyncflow.ops.elementwise import square
+from tests.autodiff.sweep import assert_derivatives
 from tests.ops.against_numpy import NUMBERS, compare, sample
 
 DTYPES = [*NUMBERS, ml_dtypes.bfloat16]
@@ -128,3 +130,35 @@ def _p(dtype: Any, *shape: Any) -> Any:
 def test_errors_say_what_is_wrong(build: Any, error: Any, message: Any) -> None:
     with Graph(), pytest.raises(error, match=message):
         build()
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_top_k(evaluate: Any, axis: int, largest: bool) -> None:
+    for dtype in ("bool", "int8", "uint8", "float32", "complex64"):
+        x = sample((4, 5), dtype)
+        for k in (0, 2, 4):
+            order = np.argsort(np.flip(x, axis) if largest else x, axis=axis, kind="stable")
+            places = x.shape[axis] - 1 - np.flip(order, axis) if largest else order
+            places = np.take(places, range(k), axis=axis)
+            expected = (np.take_along_axis(x, places, axis), places)
+            compare(evaluate, lambda t, k=k: sorting.top_k(t, k, axis=axis, largest=largest), expected, x)
+
+
+def test_top_k_errors(evaluate: Any) -> None:
+    with Graph():
+        x = placeholder("float32", (2, None))
+        with pytest.raises(ShapeError, match="there are no 3 elements along axis 0"):
+            sorting.top_k(x, 3, axis=0)
+        with pytest.raises(GraphError, match="k is 0 or more, got -1"):
+            sorting.top_k(x, -1)
+        with pytest.raises(IndexError, match="axis 2"):
+            sorting.top_k(x, 1, axis=2)
+        values, _ = sorting.top_k(x, 4)
+    with pytest.raises(ValueError, match="there are no 4 elements along axis -1"):
+        evaluate(values, {x: np.ones((2, 3), np.float32)})
+
+
+def test_top_k_derivative() -> None:
+    x = np.random.default_rng(0).normal(size=(3, 4))
+    assert_derivatives(lambda t: square(sorting.top_k(t, 2)[0]), x, order=2)

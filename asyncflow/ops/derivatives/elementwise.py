@@ -21,6 +21,7 @@ from asyncflow.ops.derivatives.datatypes import conjugated, in_dtype_of
 from asyncflow.ops.derivatives.extents import extents
 from asyncflow.ops.derivatives.shapes import carries_gradient, sum_to_like, zeros_of
 from asyncflow.ops.elementwise import log, negative, sign, sqrt, square
+from asyncflow.ops.erf import ERF
 from asyncflow.ops.extents import static_value
 from asyncflow.ops.logic import isinf, logical_and, logical_or
 from asyncflow.ops.nn import sigmoid
@@ -98,6 +99,7 @@ def _divided(op: Op, divisor: Callable[[Tensor, Tensor], Tensor]) -> None:
 # Slopes are functions of the result where that is enough: a program keeps it more often than the argument.
 _multiplied(ew.COS, lambda x, y: negative(ew.sin(x)))
 _multiplied(ew.COSH, lambda x, y: ew.sinh(x))
+_multiplied(ERF, lambda x, y: 2 / math.sqrt(math.pi) * ew.exp(negative(square(x))))
 _multiplied(ew.EXP, lambda x, y: y)
 _multiplied(ew.EXPM1, lambda x, y: y + 1)
 _multiplied(ew.RECIPROCAL, lambda x, y: negative(square(y)))

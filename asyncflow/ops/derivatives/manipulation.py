@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.graph.build import apply
+from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import float32, int64
 from asyncflow.graph.op import Op, derivative, inputs_from, not_differentiable, register
 from asyncflow.graph.shapes import normalize_axis
@@ -18,7 +19,7 @@ from asyncflow.ops.creation import zeros_like
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
 from asyncflow.ops.derivatives.indexing import at_position, sliced
-from asyncflow.ops.derivatives.shapes import Extents, carries_gradient, shape_of
+from asyncflow.ops.derivatives.shapes import Extents, carries_gradient, ensure_shape, shape_of, zeros_of
 from asyncflow.ops.elementwise import negative
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.manipulation import (
@@ -34,6 +35,7 @@ from asyncflow.ops.manipulation import (
     STACK,
     TILE,
     UNSTACK,
+    concat,
     expand_dims,
     flip,
     permute_dims,
@@ -44,8 +46,11 @@ from asyncflow.ops.manipulation import (
     tile,
     unstack,
 )
+from asyncflow.ops.padding import PAD, inner_key
 from asyncflow.ops.shape import RANK, SHAPE, SIZE
+from asyncflow.ops.splitting import SPLIT
 from asyncflow.ops.statistical import prod
+from asyncflow.ops.statistical import sum as sum_
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,6 +105,20 @@ def _unstack(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
     # All outputs have one shape: that of a gradient needs no value of the forward pass.
     missing = zeros_like(next(grad for grad in grads if grad is not None))
     return [stack([missing if grad is None else grad for grad in grads], axis=node.attrs["axis"])]
+
+
+@derivative(SPLIT)
+def _split(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
+    pairs = zip(grads, node.outputs, strict=True)
+    parts = [zeros_of(output) if grad is None else grad for grad, output in pairs]
+    return [ensure_shape(concat(parts, axis=node.attrs["axis"]), node.inputs[0].shape)]
+
+
+@derivative(PAD)
+def _pad(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, value = node.inputs
+    inner = ensure_shape(grad[inner_key(node.attrs["widths"])], x.shape)
+    return [inner, None if value.node.op is CONSTANT else sum_(grad) - sum_(inner)]
 
 
 # -- axes and order --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Derivative of `sort`, a permutation; the positions of `argsort` have none."""
+"""Derivative of `sort`, a permutation; the positions of `argsort` and `top_k` have none."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops.derivatives.scatter import scatter_along_axis
 from asyncflow.ops.derivatives.shapes import shape_of
-from asyncflow.ops.sorting import ARGSORT, SORT, argsort
+from asyncflow.ops.sorting import ARGSORT, SORT, TOP_K, argsort
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Node, Tensor
 
-not_differentiable(ARGSORT, because="positions are integers")
+not_differentiable(ARGSORT, TOP_K, because="positions are integers")
 
 
 @derivative(SORT)
