@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff import saved_values, store_gradients
+from asyncflow.autodiff import part_sums, saved_values, store_gradients
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.control.case import CASE_INDEX
+from asyncflow.control.tensor_array import ELEMENT_SHAPE
 from asyncflow.graph.build import apply, placeholder
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext, Op, find_op, host_inputs, registered_ops, runs_on_host
 from asyncflow.nn.losses import softmax_cross_entropy
-from asyncflow.nn.packing import place_rows, take_rows
+from asyncflow.nn.packing import first_rows, place_rows, take_rows
 from asyncflow.ops import nn as ops_nn
 from asyncflow.ops.derivatives.linalg import fit_to
 from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
@@ -188,6 +189,8 @@ def _indexing(x: Tensor, n: Tensor) -> list[Tensor]:
         ops_nn.embedding(x, n % 2),
         take_rows(x, n[:2] % 2),
         place_rows(x, n[:2], 4),
+        first_rows(x, n[:1]),
+        af.dynamic_slice(x, [n[1], n[2] % 2], [2, 2]),
         scatter_to(x, (("slice", None, None, None), ("input", 0)), [n], (2, 3)),
         scatter_along_axis(x, af.argsort(x, axis=1), af.shape(x), axis=1),
         af.searchsorted(af.sort(x[0]), x[1]),
@@ -238,10 +241,25 @@ def _arrays(x: Tensor, n: Tensor) -> list[Tensor]:
         split.concat(),
         counters.stack(),
         counters.size(),
+        apply(ELEMENT_SHAPE, array.unstack(x).handle, n[1], element=x[0].spec)[0],
         saved_values.saved_value(pushed, rows - 2, x.spec),
         store_gradients.element_gradient(reached, n[0], x),
         store_gradients.element_gradient(reached, n[1] + 7, x),
     ]
+
+
+def _parts(x: Tensor, n: Tensor) -> list[Tensor]:
+    """Sums of gradients of parts, which loops carry: of an array so large that they are kept, and of a small one."""
+    sums = []
+    for whole in (af.tile(x, (20, 10)), x):
+        total = store_gradients.no_gradient()
+        sums.append(part_sums.whole_sum(total, whole))
+        for part in (whole[n[1]], whole[n[1] : n[2], 1:], whole[n[:2] % 2], whole[n[1], n[2]]):
+            (grad,) = gradients([part], [whole], [af.ones_like(part)])
+            assert part_sums.are_parts(grad, None)
+            total = part_sums.with_parts(total, grad)
+        sums.append(part_sums.whole_sum(total, whole))
+    return sums
 
 
 def _complex(z: Tensor) -> list[Tensor]:
@@ -278,6 +296,7 @@ PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_products, (X, V), False),
     (_transposes, (X, V), False),
     (_arrays, (X, N), True),
+    (_parts, (X, N), False),
     (_complex, (X[0] + 1j * X[1],), False),
     (_random, (X, N), False),
     (_on_host, (X, N), False),
