@@ -112,7 +112,10 @@ class Launcher:
     def _on_host(self, args: Sequence[Any]) -> Any:
         """What the host computes, or finds out without looking at data."""
         info = self._info
-        raw = [value.stand_in() if isinstance(value, SimArray) else value for value in args]
+        raw = [
+            value.stand_in() if isinstance(value, SimArray) else value.value if isinstance(value, SimOpaque) else value
+            for value in args
+        ]
         with np.errstate(all="ignore"):
             result = (info.on_host or self._kernel)(*raw)
         self._device.run_on_host(info.name, "step" if info.in_region else "node")

@@ -31,6 +31,7 @@ def a_thread_a_device() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_99_one_host_thread_holds_up_what_launches_much() -> None:
     """CONFORMANCE 99: a training step launches hundreds of kernels a time step, so eight cards gain nothing with it."""
 

@@ -28,6 +28,7 @@ from asyncflow.graph.text import print_graph
 from asyncflow.state.containers import StateStore
 from tests.compiler.stages import golden, regions_made
 from tests.conformance.gates import Gate
+from tests.texts import texts
 
 
 def region_code(graph: af.Graph, fetches: Any) -> RegionCode:
@@ -242,7 +243,7 @@ def test_names_are_python_names(graph: af.Graph) -> None:
     assert body_of(code).count("while ") == len(awkward)
 
 
-NAMES = st.text(min_size=1, max_size=4).filter(is_name)
+NAMES = texts(min_size=1, max_size=4).filter(is_name)
 """What a node may be called; of those that came out wrong each once."""
 
 

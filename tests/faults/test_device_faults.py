@@ -121,7 +121,7 @@ async def awaited(x: Any) -> Any:
 
 
 def program(kind: str) -> tuple[af.Tensor, af.Tensor]:
-    """A fed vector, and what loops over one and two devices make of it: copies, predicates, coroutines, threads, state."""
+    """A fed vector, and what loops on one device and on two make of it: copies, predicates, coroutines, threads."""
     x = af.placeholder("float32", (None,))
     scale = af.Variable(np.float32(1.0))
 

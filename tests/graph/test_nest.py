@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.graph import nest
+from tests.texts import texts
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -42,7 +43,7 @@ NESTS = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.dictionaries(texts(max_size=2), inner, max_size=3)
         | st.builds(Point, inner, inner)
         | st.builds(State, inner, inner)
         | st.builds(Box, st.just("box"), st.lists(inner, max_size=2))

@@ -22,6 +22,7 @@ from asyncflow.graph.spec import Spec, spec
 from asyncflow.graph.text import neighbourhood, print_graph
 from asyncflow.graph.verify import verify
 from tests.graph.programs import HOLD, OPS, add, branching, counting_loop, handwritten_loop, hold
+from tests.texts import texts
 
 HEADER = "graph effects=ordered seed=none\n"
 
@@ -448,17 +449,17 @@ def test_damaged_texts_parse_or_are_refused(data: st.DataObject) -> None:
 
 # -- random graphs -----------------------------------------------------------------------------------------------
 
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | texts(max_size=8)
 ATTRS = st.recursive(
     PLAIN,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.dictionaries(texts(max_size=3), inner, max_size=3)
     ),
     max_leaves=6,
 )
-NAMES = st.sampled_from(["x", "a/b", "3"]) | st.text(min_size=1, max_size=5).filter(is_name)
+NAMES = st.sampled_from(["x", "a/b", "3"]) | texts(min_size=1, max_size=5).filter(is_name)
 SHAPES = st.none() | st.lists(st.none() | st.integers(0, 4), max_size=3).map(tuple)
 
 

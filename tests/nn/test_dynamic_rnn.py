@@ -142,7 +142,10 @@ async def test_gradients_of_variables(run: Run) -> None:
 
 
 async def test_nothing_past_an_end_is_computed(run: Run) -> None:
-    """The cell sees as many rows as there are sequences left, and is run as often as the longest has steps."""
+    """The cell sees as many rows as there are sequences left, and is run as often as the longest has steps.
+
+    In any order: what it does with inputs alone waits for no step before.
+    """
     rows = []
 
     @af.op(outputs=af.spec("float64", (None, N_IN)))
@@ -154,10 +157,10 @@ async def test_nothing_past_an_end_is_computed(run: Run) -> None:
         return gru(seen(x), state)
 
     await run(af.nn.dynamic_rnn(cell, INPUTS, H, LENGTHS["unsorted"]))
-    assert rows == [4, 4, 4, 2, 2, 1]
+    assert sorted(rows) == [1, 2, 2, 4, 4, 4]
     rows.clear()
     await run(af.nn.dynamic_rnn(cell, INPUTS, H, [2, 0, 1, 0, 2]))
-    assert rows == [3, 2]
+    assert sorted(rows) == [2, 3]
 
 
 async def test_what_is_past_an_end_does_not_matter(run: Run) -> None:
