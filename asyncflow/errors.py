@@ -26,15 +26,22 @@ All of them pickle, with their message, attributes and notes, and with their cau
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from asyncflow.pickling import portable, revived
 
 _PACKAGE = str(Path(__file__).resolve().parent) + "/"
+_ASYNCIO = str(Path(asyncio.__file__).parent) + "/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +59,34 @@ class SourceLocation:
 UNKNOWN_LOCATION = SourceLocation("<unknown>", 0, "<unknown>")
 
 
+_definition: ContextVar[SourceLocation] = ContextVar("asyncflow_definition", default=UNKNOWN_LOCATION)
+"""What to name where the call stack has no line of the user's."""
+
+
+@contextmanager
+def located_at(function: Callable[..., object]) -> Iterator[None]:
+    """Inside, what a call stack does not tell is said to be where `function` is defined."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    token = None
+    if code is not None:
+        token = _definition.set(SourceLocation(code.co_filename, code.co_firstlineno, code.co_name))
+    try:
+        yield
+    finally:
+        if token is not None:
+            _definition.reset(token)
+
+
 def user_location() -> SourceLocation:
     """The innermost line of the call stack that lies outside asyncflow."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_PACKAGE):
-        if frame.f_back is None:
-            return UNKNOWN_LOCATION
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(_ASYNCIO):
+        # A task's own stack ends here: the line that started the event loop says nothing.
+        known = _definition.get()
+        if frame is None or known is not UNKNOWN_LOCATION:
+            return known
     return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
@@ -66,6 +94,14 @@ def warn_user(message: str) -> None:
     """Warns of something that has no effect or another one than it seems to; the warning names the user's line."""
     here = user_location()
     warnings.warn_explicit(message, UserWarning, here.file, here.line)
+
+
+def told(error: BaseException) -> str:
+    """Kind and message of an error, for another's message; those of users' classes may fail to tell theirs."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as failure:
+        return f"{type(error).__name__} (its message cannot be read: {type(failure).__name__})"
 
 
 def brief(value: object) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import UnionType
+from typing import Union, get_args, get_origin
 
+from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name
 from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape
 
@@ -28,7 +31,18 @@ def spec_of(annotation: object) -> Spec | None:
     """The description in an annotation: ``af.spec(...)`` itself, or one in ``Annotated[af.Tensor, af.spec(...)]``."""
     if isinstance(annotation, Spec):
         return annotation
-    return next((each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Spec)), None)
+    if get_origin(annotation) in (Union, UnionType):
+        found = [each for each in map(spec_of, get_args(annotation)) if each is not None]
+    else:
+        described = getattr(annotation, "__metadata__", ())
+        if any(each is spec for each in described):
+            raise GraphError(
+                "Annotated[..., af.spec] describes nothing; Annotated[af.Tensor, af.spec(dtype, shape)] does"
+            )
+        found = [each for each in described if isinstance(each, Spec)]
+    if len(found) > 1:
+        raise GraphError(f"an annotation describes one array; got {' and '.join(map(str, found))}")
+    return found[0] if found else None
 
 
 def spec(dtype: DTypeLike, shape: ShapeLike = None) -> Spec:

@@ -97,6 +97,9 @@ class Parameters:
         self.owner = owner
         described = {p.name: spec_of(p.annotation) for p in signature.parameters.values()}
         self._specs = {name: spec for name, spec in described.items() if spec is not None}
+        self._optional = {
+            name for name in self._specs if types.NoneType in typing.get_args(signature.parameters[name].annotation)
+        }
         kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
         names = tuple(p.name for p in signature.parameters.values() if p.kind in kinds)
         self._positional = names if len(names) == len(signature.parameters) else None
@@ -157,6 +160,8 @@ class Parameters:
     def _kind(self, name: str, leaf: Any) -> Kind:
         spec = self._specs.get(name)
         if spec is not None:
+            if leaf is None and name in self._optional:
+                return _static(leaf, "it is None")
             if leaf is None:
                 raise FeedError(f"it is annotated {spec}, so it takes an array; got None")
             return spec

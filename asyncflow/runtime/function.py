@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, overload
 from weakref import WeakKeyDictionary, ref
 
-from asyncflow.errors import GraphError, user_location
+from asyncflow.errors import GraphError, located_at, user_location
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor
 from asyncflow.graph.graph import Graph, current_graph
@@ -67,7 +67,11 @@ class Function(Generic[P]):
                 f"@af.function takes a plain function, which builds a graph; {fn.__qualname__} is a coroutine or a "
                 f"generator. For a coroutine as a node use @af.op"
             )
+        if isinstance(fn, classmethod):
+            raise GraphError(f"@classmethod stands above @af.function, not below it: {fn.__func__.__qualname__}")
         functools.update_wrapper(self, fn)
+        # With a static method below, it is one itself.
+        self._binds = not isinstance(fn, staticmethod)
         self.fn = fn
         self._effects: Literal["ordered", "unordered"] = effects
         self._seed = seed
@@ -98,7 +102,7 @@ class Function(Generic[P]):
     def __get__(self: Function[Concatenate[Any, Q]], instance: object, owner: type | None = None) -> Function[Q]: ...
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else self._bound(instance)
+        return self if instance is None or not self._binds else self._bound(instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The graph that runs for such arguments: those of a call, or `spec`s in the place of arrays."""
@@ -166,7 +170,7 @@ class Function(Generic[P]):
         warnings.warn_explicit(message, RuntimeWarning, place.file, place.line)
 
     def _trace(self, arguments: Arguments) -> Traced:
-        with Graph(effects=self._effects, seed=self._seed) as graph:
+        with located_at(self.fn), Graph(effects=self._effects, seed=self._seed) as graph:
             inputs, returned = arguments.call(lambda *args, **kwargs: self._inlined(args, kwargs))
             try:
                 outputs = nest.map_leaves(_output, returned)

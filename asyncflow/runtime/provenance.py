@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.codegen import TooManyIterations
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.errors import AsyncflowError, DeviceLostError, KernelError, OutOfMemoryError
+from asyncflow.errors import AsyncflowError, DeviceLostError, KernelError, OutOfMemoryError, told
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.shapes import format_shape
 
@@ -36,7 +36,7 @@ def as_kernel_error(
         error.add_note(f"noticed at {node.name} ({node.source.op.name}), built at {node.source.location}")
         return error
     described = tuple(describe(value) for value in inputs)
-    reason = str(error) if isinstance(error, TooManyIterations) else f"{type(error).__name__}: {error}"
+    reason = str(error) if isinstance(error, TooManyIterations) else told(error)
     wrapped: KernelError
     if isinstance(error, MemoryLimitExceeded):
         wrapped = with_provenance(

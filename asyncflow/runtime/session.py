@@ -378,7 +378,8 @@ class Session(NotPickled):
                 ``.html``, and with matplotlib ``.png``, ``.svg``).
             allow_dead: give None for a fetch on a branch not taken, instead of an error.
             atomic: make what the run reads and writes of variables one step for every other run of the session: it
-                starts when those in flight that touch the same variables have ended, and later ones wait for it.
+                starts when those in flight that touch the same variables have ended, and later ones wait for it. It
+                undoes nothing: a run that fails or is cancelled leaves what it has written.
 
         Raises:
             FeedError, FetchError: before anything runs (or, for a dead fetch, after).

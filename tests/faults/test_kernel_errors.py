@@ -260,3 +260,17 @@ async def test_f16_there_is_no_limit_by_default(run: Run, graph: af.Graph) -> No
     """FAULTS F16: None is off."""
     (long,) = af.while_loop(lambda i: i < 20_000, lambda i: i + 1, (0,))
     assert await run(long) == 20_000
+
+
+async def test_an_error_that_cannot_tell_its_message_keeps_its_place(run: Any, graph: af.Graph) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    @af.op(outputs=af.spec("float64", ()))
+    def fails(x: Any) -> Any:
+        raise Mute
+
+    with pytest.raises(af.KernelError, match=r"Mute \(its message cannot be read: RuntimeError\)") as caught:
+        await run(fails(af.constant(1.0)))
+    assert caught.value.node == "fails"

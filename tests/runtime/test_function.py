@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -624,3 +624,49 @@ async def test_a_faulty_program_is_reported_at_each_call() -> None:
         with pytest.raises(af.ShapeError):
             await f(1)
     assert len(traces) == 2
+
+
+async def test_an_array_may_be_optional() -> None:
+    @af.function
+    def scaled(x: af.Tensor, by: Annotated[af.Tensor, af.spec("float64", (None,))] | None = None) -> Any:
+        return x if by is None else x * by
+
+    assert await scaled(2.0) == 2.0
+    np.testing.assert_array_equal(await scaled(2.0, [1.0, 3.0]), [2.0, 6.0])
+
+
+def test_annotations_that_describe_nothing_or_two_things_are_refused() -> None:
+    with pytest.raises(af.GraphError, match=r"describes nothing; Annotated\[af.Tensor, af.spec"):
+
+        @af.function
+        def forgotten(x: Annotated[af.Tensor, af.spec]) -> Any:
+            return x
+
+    with pytest.raises(af.GraphError, match=r"describes one array; got float32\[\] and float64\[\]"):
+
+        @af.function
+        def twice(x: Annotated[af.Tensor, af.spec("float32", ()), af.spec("float64", ())]) -> Any:
+            return x
+
+
+async def test_a_static_method_is_not_bound() -> None:
+    class Model:
+        @af.function
+        @staticmethod
+        def doubled(x: af.Tensor) -> Any:
+            return x * 2
+
+    assert await Model().doubled(2.0) == await Model.doubled(2.0) == 4.0
+    with pytest.raises(af.GraphError, match=r"@classmethod stands above @af\.function"):
+        af.function(classmethod(lambda cls, x: x))  # type: ignore[call-overload]
+
+
+async def test_errors_of_a_first_call_in_a_task_name_the_function() -> None:
+    """Whose stack begins in the event loop."""
+
+    @af.function
+    def picky(x: Annotated[af.Tensor, af.spec("float64", (2,))]) -> Any:
+        return x
+
+    with pytest.raises(af.FeedError, match=r"built at .*test_function.py:\d+"):
+        await asyncio.create_task(picky([1.0]))
