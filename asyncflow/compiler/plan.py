@@ -7,7 +7,7 @@ An iteration copies the tables and is ready to receive tokens.
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -316,6 +316,7 @@ class Plan:
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         states: what tells the variables that it touches from others.
         expected_s: how long a run of it takes, as far as that has been measured; 0 if not.
+        recent_s: how long the last runs of it took.
         used: the number of the last run of it, among those of its session.
         read_on_host: states that the host reads in a run, and that a device with a memory of its own may hold.
     """
@@ -328,6 +329,7 @@ class Plan:
     is_repeatable: bool = False
     states: frozenset[Hashable] = frozenset()
     expected_s: float = 0.0
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     used: int = 0
     saved: tuple[Saved, ...] = ()
     loops: tuple[LoopDriver, ...] = ()

@@ -11,7 +11,8 @@ and whose turn comes too late for it to end in time             is not started: 
 and whose caller is gone by then                                is forgotten
 ==============================================================  ====================================================
 
-How long a run will take is what runs of its plan took lately. While nothing is in flight any run starts, whatever is
+How long a run will take is the median of what the last runs of its plan took, so that one slow run refuses no others.
+While nothing is in flight any run starts, whatever is
 expected of it: that is how an expectation that has become wrong is put right. Runs asked for by a run of the same
 session are part of that one: they never wait here, where they might wait for themselves.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import asynccontextmanager
+from statistics import median
 from typing import TYPE_CHECKING, NoReturn
 
 from asyncflow.errors import DeadlineExceeded, OverloadedError, SessionClosedError
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.runtime.run import Run
-
-_WEIGHT = 0.25
-"""Of the last run, in how long runs of its plan are expected to take."""
 
 _LEAST_RETRY_S = 0.01
 
@@ -144,7 +143,8 @@ class Admission:
         plan, taken_s = ticket.plan, now - ticket.started_s
         # One that was stopped would have taken longer still.
         if plan is not None and (is_whole or taken_s > plan.expected_s):
-            plan.expected_s += (_WEIGHT if plan.expected_s else 1.0) * (taken_s - plan.expected_s)
+            plan.recent_s.append(taken_s)
+            plan.expected_s = median(plan.recent_s)
         self._advance(now)
 
     def close(self, reason: str) -> None:

@@ -280,7 +280,8 @@ class Session(NotPickled):
     async def aclose(self, grace_s: float = 5.0) -> None:
         """Lets runs in flight end for up to `grace_s` seconds, stops the others, and frees everything. Idempotent.
 
-        A stream whose consumer is not waiting for its next item is stopped at once.
+        A stream whose consumer is not waiting for its next item is stopped at once, and so are runs that wait for their
+        turn (`max_runs`).
         """
         if self._closed is not None:
             return

@@ -175,6 +175,18 @@ async def test_an_expectation_that_is_wrong_is_put_right(program: Program) -> No
         assert plan.expected_s <= 0.8e6
 
 
+async def test_97_one_slow_run_refuses_no_others(program: Program) -> None:
+    """What is expected is what most of the last runs took."""
+    program.gate.opened.set()
+    async with af.Session(max_runs=1) as session:
+        plan = session.plan(program.slow, [program.x])
+        for number in range(3):
+            await program.run(session, number)
+        plan.recent_s.append(1e6)
+        await program.run(session, 3)
+        assert plan.expected_s < 1e3
+
+
 async def test_a_run_that_is_stopped_late_counts(program: Program) -> None:
     """Else a plan that has become slow would go on to be tried for ever."""
     async with af.Session(max_runs=2) as session:
