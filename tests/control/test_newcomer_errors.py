@@ -144,3 +144,9 @@ async def test_functions_that_do_not_say_what_they_take_are_called() -> None:
     async with af.Session(graph) as session:
         doubled, one = await session.run(result)
     assert (doubled.tolist(), int(one)) == ([1.0, 2.0], 1)
+
+
+@pytest.mark.parametrize("frame", [3, "", "a:b", None])
+def test_a_frame_of_primitives_has_a_name(graph: af.Graph, frame: Any) -> None:
+    with pytest.raises(af.GraphError, match=r"a frame's name is a string .* got .*\n  written at .*\.py:\d+"):
+        af.raw.enter(af.constant(1.0), frame)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import GraphError, ShapeError
+from asyncflow.errors import GraphError, ShapeError, user_location
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.frames import FramePath, format_frame, output_frame
+from asyncflow.graph.graph import is_name
 from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_subshape
 from asyncflow.graph.spec import Spec
@@ -63,9 +64,14 @@ def enter(
         name: of the node.
 
     Raises:
-        GraphError: another Enter of the frame has other `parallel_iterations`.
+        GraphError: `frame` is no name, or another Enter of the frame has other `parallel_iterations`.
         ShapeError: `shape` does not allow `data`.
     """
+    if not is_name(frame):
+        raise GraphError(
+            f"enter(data, frame): a frame's name is a string that is not empty and has no ':' in it; got {frame!r}"
+            f"\n  written at {user_location()}"
+        )
     attrs: dict[str, Any] = {} if isinstance(shape, EllipsisType) else {"shape": as_shape(shape)}
     with graph_for(data) as graph:
         tensor = as_tensor(data)
