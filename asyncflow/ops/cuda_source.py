@@ -22,6 +22,7 @@ from asyncflow.graph.dtypes import DType, bool_
 from asyncflow.ops import elementwise as e
 from asyncflow.ops import logic, nn
 from asyncflow.ops.datatypes import ASTYPE
+from asyncflow.ops.erf import ERF
 from asyncflow.ops.promotion import kind_of
 from asyncflow.ops.searching import WHERE
 
@@ -479,9 +480,10 @@ _rules.update(
         nn.SILU: _activation(_silu),
         nn.SOFTPLUS: _activation(_softplus),
         nn.GELU: _activation(_gelu),
+        ERF: _activation(lambda loop, x: f"erf{loop.suffix}({x})"),
     }
 )
-_composite.update((e.CLIP, nn.SIGMOID, nn.SILU, nn.SOFTPLUS, nn.GELU))
+_composite.update((e.CLIP, nn.SIGMOID, nn.SILU, nn.SOFTPLUS, nn.GELU, ERF))
 not_fused(e.COMPLEX_MULTIPLY, e.REAL, e.IMAG, because="complex numbers have no expressions")
 not_fused(IDENTITY, because="its value is its input's: there is nothing to launch")
 

@@ -30,7 +30,7 @@ def build_all(x: af.Tensor, y: af.Tensor) -> None:
     read = [x[i], af.take(x, rows, axis=2), af.take_along_axis(x, af.astype(y, "int64"), axis=2), x[..., ::2, None]]
     changed = [af.index_add(x, 0, y[0]), af.index_update(x, i, y[0]), place_rows(take_rows(x, rows), rows, rows[0])]
     read.append(first_rows(x, y))
-    nn = [af.sigmoid(x), af.silu(x), af.softplus(x), af.gelu(x), af.cumulative_prod(x, axis=2)]
+    nn = [af.sigmoid(x), af.silu(x), af.softplus(x), af.gelu(x), af.erf(x), af.cumulative_prod(x, axis=2)]
     shaped = [*af.broadcast_arrays(x, y), af.broadcast_to(x, (2, 2, 2)), af.sort(x), af.sum(x)]
     af.gradients([*products, *read, *changed, *nn, *shaped], [x, y], unconnected="zero")
 

@@ -33,7 +33,7 @@ LIBRARY_FUNCTIONS = frozenset(
     {
         *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "exp", "expm1", "log", "log1p"),
         *("log10", "log2", "sin", "sinh", "tan", "tanh", "hypot", "logaddexp", "pow"),
-        *("sigmoid", "silu", "softplus", "gelu"),
+        *("sigmoid", "silu", "softplus", "gelu", "erf"),
     }
 )
 """Their last digits are the library's."""

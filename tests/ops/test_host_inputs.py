@@ -104,7 +104,7 @@ def _unary(x: Tensor) -> list[Tensor]:
     names = "abs acos acosh asin asinh atan atanh cos cosh exp expm1 log log1p log10 log2 negative positive reciprocal "
     names += "sign sin sinh sqrt square tan tanh ceil floor round trunc isfinite isinf isnan signbit"
     named = [getattr(af, name)(x) for name in names.split()]
-    named += [ops_nn.relu(x), ops_nn.sigmoid(x), ops_nn.silu(x), ops_nn.softplus(x), ops_nn.gelu(x)]
+    named += [af.erf(x), ops_nn.relu(x), ops_nn.sigmoid(x), ops_nn.silu(x), ops_nn.softplus(x), ops_nn.gelu(x)]
     return [*named, af.logical_not(x > 0), af.all(x > 0), af.any(x > 0, axis=0), af.astype(x, "float32")]
 
 
@@ -163,6 +163,11 @@ def _shapes(x: Tensor) -> list[Tensor]:
         checked_shape(x, x, "x"),
         ensure_shape(x, (2, None)),
         fit_to(x, (rows, 1)),
+        af.pad(x, ((1, 0), (0, 2)), value=3.0),
+        *af.split(x, 3, axis=1),
+        af.diag(x, k=1),
+        af.trace(x),
+        af.diag(x[0], k=-1),
     ]
     return [*found, af.size(x), af.rank(x)]
 
@@ -195,6 +200,9 @@ def _indexing(x: Tensor, n: Tensor) -> list[Tensor]:
         scatter_along_axis(x, af.argsort(x, axis=1), af.shape(x), axis=1),
         af.searchsorted(af.sort(x[0]), x[1]),
         af.sort(x, descending=True, axis=0),
+        *af.top_k(x, 2),
+        af.segment_sum(x, n[:2], 3),
+        af.bincount(n, weights=x[0]),
         softmax_cross_entropy(x, n[:2]),
     ]
     return [*found, *af.nonzero(x), *af.unique_all(n), *af.unique_counts(n), *af.unique_inverse(n), af.unique_values(n)]
