@@ -47,6 +47,14 @@ class FakeDevice:
     def kind(self) -> str:
         return self.name.partition(":")[0]
 
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.kind != "cpu"
+
+    @property
+    def has_own_memory(self) -> bool:
+        return self.kind == "cuda"
+
     def kernel_ns(self, flops: float, nbytes: float) -> float:
         self.n_asked += 1
         return 2_000.0 + flops * self.slowness

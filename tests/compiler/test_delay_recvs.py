@@ -361,7 +361,7 @@ def simulate(n: int, **options: Any) -> tuple[Any, int, int]:
             value = await session.run(result, {x: np.full((n, n), 0.5, np.float32)})
             return value, session.devices[1].memory.statistics().peak
 
-    with virtual_clock("2 x v100, nvlink2") as clock:
+    with virtual_clock("2 x v100, nvlink2", host="c++") as clock:
         value, peak = clock.run(main())
     assert clock.machine.hazards == []
     return value, clock.now_ns, peak
