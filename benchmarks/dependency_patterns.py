@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import asyncflow as af
-from asyncflow.devices.presets import HOSTS
 from benchmarks.harness import Result
 from benchmarks.peers import NO_PEERS, Peers
 from benchmarks.plots import Chart, Timeline, draw_charts, draw_timelines
 from benchmarks.simulation import (
+    DRIVERS,
     ITERATION_RATE,
     Curve,
     Outcome,
@@ -134,17 +134,20 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         y="iterations/s of virtual time",
         curves=by_host(curves),
     )
-    with driven_by("c++"):
-        timelines = [
-            Timeline(
-                title=f"{pattern} (colour and number: iteration; thin: copies)",
-                trace=run(pattern, 4, iterations=20, traced=True).trace,
-                window_ms=(0.0, 2.5),
-            )
-            for pattern in PATTERNS
-        ]
-    legend = f"driven by {HOSTS['c++'].summary}, by {HOSTS['c++'].launches}"
+    timelines = [
+        Timeline(
+            title=f"{DRIVERS[host]}, {pattern} (colour, number: iteration; thin: copies)",
+            trace=_trace(pattern, host),
+            window_ms=(0.0, 2.5),
+        )
+        for host, pattern in (*(("c++", pattern) for pattern in PATTERNS), ("asyncflow", "ring"))
+    ]
     return [
         draw_charts(folder / "dependency_patterns.png", [chart], note=host_note()),
-        draw_timelines(folder / "dependency_patterns_timeline.png", timelines, note=legend),
+        draw_timelines(folder / "dependency_patterns_timeline.png", timelines, note=host_note()),
     ]
+
+
+def _trace(pattern: str, host: str) -> af.Trace:
+    with driven_by(host):
+        return run(pattern, 4, iterations=20, traced=True).trace

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 NAME = "distributed_loop"
 LINK = "ethernet10"
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-ITERATIONS = 200
+ITERATIONS = 100
 PAPERS_RATE = replace(ITERATION_RATE, name="rate, real time")
 PAPERS = {"without a barrier": {1: 20_581.0, 64: 2_014.0}, "with a barrier": {1: 20_581.0, 64: 809.0}}
 

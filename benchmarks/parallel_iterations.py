@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import asyncflow as af
-from asyncflow.devices.presets import HOSTS
 from benchmarks.harness import Result
 from benchmarks.peers import NO_PEERS, Peers
 from benchmarks.plots import Chart, Timeline, draw_charts, draw_timelines
 from benchmarks.simulation import (
+    DRIVERS,
     ITERATION_RATE,
     Curve,
     Outcome,
@@ -102,23 +102,27 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         y="iterations/s of virtual time",
         curves=curves,
     )
-    with driven_by("c++"):
-        timelines = [
-            Timeline(
-                title=f"parallel_iterations={window}: {meaning} (colour and number: iteration; thin: copies)",
-                trace=run(window, iterations=20, traced=True).trace,
-                window_ms=(0.0, 6.0),
-            )
-            for window, meaning in (
-                (1, "one device works at a time"),
-                (4, "at most four do"),
-                (8, "all do, and a copy or kernel is always next"),
-            )
-        ]
-    legend = f"driven by {HOSTS['c++'].summary}, by {HOSTS['c++'].launches}"
+    timelines = [
+        Timeline(
+            title=f"{DRIVERS[host]}, parallel_iterations={window}: {meaning} (colour, number: iteration; thin: copies)",
+            trace=_trace(window, host),
+            window_ms=(0.0, 6.0),
+        )
+        for host, window, meaning in (
+            ("c++", 1, "one device works at a time"),
+            ("c++", 4, "at most four do"),
+            ("c++", 8, "all do, and a copy or kernel is always next"),
+            ("asyncflow", 8, "the devices wait for the host"),
+        )
+    ]
     gains = (f"{name} {rates[8] / rates[1]:.1f}" for name, rates in curves.items())
     note = f"times the rate of 1 with 8 at once: {', '.join(gains)}\n{host_note()}"
     return [
         draw_charts(folder / "parallel_iterations.png", [chart], note=note),
-        draw_timelines(folder / "parallel_iterations_timeline.png", timelines, note=legend),
+        draw_timelines(folder / "parallel_iterations_timeline.png", timelines, note=host_note()),
     ]
+
+
+def _trace(window: int, host: str) -> af.Trace:
+    with driven_by(host):
+        return run(window, iterations=20, traced=True).trace

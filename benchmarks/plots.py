@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.simulation import ANOTHER_HOST, without_host
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
@@ -29,7 +31,7 @@ class Chart:
     Attributes:
         title: above it.
         x, y: what the axes show, with units.
-        curves: ours, by name.
+        curves: ours, by name; what another host drives has the colour of what ours drives, and is dashed.
         paper: the paper's values, by name; hollow marks.
         is_log: both axes are logarithmic; else only x is, to the base 2.
     """
@@ -119,14 +121,15 @@ def draw_bars(
 
 
 def _draw_chart(axis: Any, chart: Chart) -> None:
-    for index, (name, curve) in enumerate(chart.curves.items()):
-        axis.plot(list(curve), list(curve.values()), "o-", color=f"C{index}", ms=5, label=name)
+    # One colour for all that shows the same, whoever drives it.
+    shown = list(dict.fromkeys(without_host(name) for name in (*chart.curves, *chart.paper)))
+    for name, curve in chart.curves.items():
+        colour, line = f"C{shown.index(without_host(name))}", "o--" if name.endswith(ANOTHER_HOST) else "o-"
+        axis.plot(list(curve), list(curve.values()), line, color=colour, ms=5, label=name)
     for name, curve in chart.paper.items():
-        # The same colour as the curve of ours that shows the same.
-        index = list(chart.curves).index(name) if name in chart.curves else len(chart.curves)
-        label = f"{name}, in the paper"
+        colour, label = f"C{shown.index(name)}", f"{name}, in the paper"
         # No line: what lies between its points is not known here.
-        axis.plot(list(curve), list(curve.values()), "s", color=f"C{index}", mfc="white", ms=7, label=label)
+        axis.plot(list(curve), list(curve.values()), "s", color=colour, mfc="white", ms=7, label=label)
     axis.set_xscale("log", base=2)
     ticks = sorted({x for curve in (*chart.curves.values(), *chart.paper.values()) for x in curve})
     axis.set_xticks(ticks, [str(x) for x in ticks])

@@ -24,6 +24,8 @@ PAPER: Final = "the paper"
 DRIVERS: Final = {"asyncflow": "this runtime", "c++": "a thread a device"}
 """The hosts that drive the simulated cards, and what their curves are called; see `asyncflow.devices.presets.HOSTS`."""
 
+ANOTHER_HOST: Final = DRIVERS["c++"]
+
 _driver: ContextVar[str] = ContextVar("driver", default="asyncflow")
 
 Curve = dict[int, float]
@@ -96,9 +98,16 @@ def with_host(name: str, host: str) -> str:
     return ", ".join(part for part in (name, DRIVERS[host]) if part)
 
 
+def without_host(name: str) -> str:
+    """What a curve shows, whoever drives the cards."""
+    for label in DRIVERS.values():
+        name = name.removesuffix(label).removesuffix(", ")
+    return name
+
+
 def host_note() -> str:
     """What the hosts are, for the foot of a picture."""
-    return "\n".join(f"{label}: {HOSTS[host].summary}, by {HOSTS[host].launches}" for host, label in DRIVERS.items())
+    return "\n".join(f"{HOSTS[host].summary}, by {HOSTS[host].launches}" for host in DRIVERS)
 
 
 async def in_thread(simulation: Callable[..., Any], *args: Any) -> Any:

@@ -66,7 +66,7 @@ SEPARATE_LAYERS: Final = f"{NUMPY} separate layers"
 SIMULATED_SPEED_UP = replace(SPEED_UP, name=f"{SPEED_UP.name}, virtual time")
 PAPERS_SPEED_UP = replace(SPEED_UP, name=f"{SPEED_UP.name}, real time")
 PAPERS: Final[dict[str, Curve]] = {"speed-up": {8: 5.5}}
-STEPS, HIDDEN = 200, 512
+STEPS, HIDDEN = 20, 512
 TIMELINE_STEPS = 8
 BATCHES = (64, 512)
 CPU_SIZES: Final = {"steps": 20, "batch": 64, "hidden": 256}
@@ -323,7 +323,7 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
                 trace = simulated(COUNTS[-1], steps=TIMELINE_STEPS, batch=BATCHES[-1], hidden=HIDDEN, traced=True).trace
             title = f"{label}: {TIMELINE_STEPS} time steps, forward and backward (colour: iteration; thin: copies)"
             timelines.append(Timeline(title=title, trace=trace))
-        paths.append(draw_timelines(folder / "stacked_lstm_training_timeline.png", timelines))
+        paths.append(draw_timelines(folder / "stacked_lstm_training_timeline.png", timelines, note=note))
     bars = {
         result.system: (result.median, result.worst, result.best)
         for result in results

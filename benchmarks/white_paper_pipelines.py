@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 import asyncflow as af
-from asyncflow.devices.presets import HOSTS
 from benchmarks import stacked_lstm
 from benchmarks.harness import Result
 from benchmarks.peers import NO_PEERS, Peers
 from benchmarks.plots import Chart, Timeline, draw_charts, draw_timelines
 from benchmarks.simulation import (
+    DRIVERS,
     STEPS_RATE,
     Curve,
     Outcome,
@@ -227,39 +227,32 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
             curves=by_host(lambda: {"": curve(CONCURRENT)}),
         ),
     ]
-    legend = "colour and number: {}; thin: copies"
-    driver = f"driven by {HOSTS['c++'].summary}, by {HOSTS['c++'].launches}"
     training = [
-        _timeline(SYNCHRONOUS, 4, 4, legend.format("run"), 10.0),
-        _timeline(ASYNCHRONOUS, 4, 4, legend.format("run, two a step"), 10.0),
+        _timeline(SYNCHRONOUS, 4, 4, "4 replicas; colour, number: run", 10.0),
+        _timeline(ASYNCHRONOUS, 4, 4, "4 replicas; colour, number: run, two a step", 10.0),
+        _timeline(SYNCHRONOUS, 4, 4, "4 replicas; colour, number: run", 10.0, "asyncflow"),
     ]
     pipelines = [
-        _timeline(CONCURRENT, 1, 6, f"1 run in flight ({legend.format('run')})", 3.0),
-        _timeline(CONCURRENT, 4, 12, f"4 runs in flight ({legend.format('run')})", 3.0),
+        _timeline(CONCURRENT, 1, 6, "1 run in flight; colour, number: run", 3.0),
+        _timeline(CONCURRENT, 4, 12, "4 runs in flight; colour, number: run", 3.0),
+        _timeline(CONCURRENT, 4, 12, "4 runs in flight; colour, number: run", 3.0, "asyncflow"),
     ]
     layers = [
-        Timeline(
-            title=f"{count} devices ({legend.format('time step')})",
-            trace=_trace(count),
-            window_ms=(0.0, 8.0),
-        )
-        for count in (2, 8)
+        _timeline(MODEL, 2, 12, "2 devices; colour, number: time step", 8.0),
+        _timeline(MODEL, 8, 12, "8 devices; colour, number: time step", 8.0),
+        _timeline(MODEL, 8, 12, "8 devices; colour, number: time step", 8.0, "asyncflow"),
     ]
     return [
         draw_charts(folder / "white_paper_pipelines.png", charts, note=f"simulated v100, {LINK}\n{host_note()}"),
-        draw_timelines(folder / "data_parallel_timeline.png", training, note=driver),
-        draw_timelines(folder / "concurrent_steps_timeline.png", pipelines, note=driver),
-        draw_timelines(folder / "model_parallel_timeline.png", layers, note=driver),
+        draw_timelines(folder / "data_parallel_timeline.png", training, note=host_note()),
+        draw_timelines(folder / "concurrent_steps_timeline.png", pipelines, note=host_note()),
+        draw_timelines(folder / "model_parallel_timeline.png", layers, note=host_note()),
     ]
 
 
-def _trace(count: int) -> af.Trace:
-    with driven_by("c++"):
-        return model_parallel(count, steps=12, traced=True).trace
-
-
-def _timeline(pipeline: str, count: int, steps: int, legend: str, until_ms: float) -> Timeline:
-    with driven_by("c++"):
+def _timeline(pipeline: str, count: int, steps: int, legend: str, until_ms: float, host: str = "c++") -> Timeline:
+    with driven_by(host):
         trace = PIPELINES[pipeline](count, steps=steps, traced=True).trace
-    title = legend if pipeline == CONCURRENT else f"{pipeline}, {count} replicas ({legend})"
-    return Timeline(title=title, trace=trace, window_ms=(0.0, until_ms), colours="run")
+    colours = "iteration" if pipeline == MODEL else "run"
+    title = f"{DRIVERS[host]}, {pipeline}: {legend}; thin: copies"
+    return Timeline(title=title, trace=trace, window_ms=(0.0, until_ms), colours=colours)

@@ -71,7 +71,9 @@ TINY = {
     "memory": lambda: memory.measure(repeats=1, iterations=(3,)),
     "graph_size": lambda: graph_size.measure(repeats=2, nodes=(5, 10)),
     "two_device_loop": lambda: two_device_loop.measure(repeats=2, iterations=10),
-    "stacked_lstm": lambda: stacked_lstm.measure(repeats=2, steps=3, batch=2, hidden=4, counts=(1, 2)),
+    "stacked_lstm": lambda: stacked_lstm.measure(
+        repeats=2, steps=3, batch=2, hidden=4, counts=(1, 2), simulated_steps=3
+    ),
     "dependency_patterns": lambda: dependency_patterns.measure(counts=(1, 2), rows=2, size=8, iterations=3),
     "distributed_loop": lambda: distributed_loop.measure(counts=(1, 2), iterations=3),
     "parallel_iterations": lambda: parallel_iterations.measure(windows=(1, 2), layers=2, size=8, iterations=3),

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import dependency_patterns, plots, two_device_loop
 from benchmarks.__main__ import GPU_WORKLOADS, PICTURES, WORKLOADS, main
 from benchmarks.plots import Chart, Timeline, draw_bars, draw_charts, draw_timelines
-from benchmarks.simulation import driven_by
+from benchmarks.simulation import ANOTHER_HOST, driven_by, with_host
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,6 +47,19 @@ def test_a_chart_shows_curves_and_the_papers_values(tmp_path: Path, figures: lis
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a", "b", "b, in the paper"]
     assert [label.get_text() for label in axis.get_xticklabels()] == ["1", "2"]
     assert again.get_visible()
+
+
+def test_what_another_host_drives_has_the_same_colour_and_is_dashed(tmp_path: Path, figures: list[Any]) -> None:
+    names = [with_host(name, host) for host in ("asyncflow", "c++") for name in ("free", "barrier")]
+    papers = {"free": {1: 2.0}, "barrier": {1: 1.0}}
+    chart = Chart(title="", x="", y="", curves={name: {1: 3.0, 2: 4.0} for name in names}, paper=papers)
+    draw_charts(tmp_path / "chart.png", [chart])
+    *lines, papers_free, papers_barrier = figures[0].axes[0].lines
+    colours = [line.get_color() for line in lines]
+    assert colours == [papers_free.get_color(), papers_barrier.get_color()] * 2
+    assert len(set(colours)) == 2
+    assert [line.get_linestyle() for line in lines] == ["-", "-", "--", "--"]
+    assert ANOTHER_HOST in lines[2].get_label()
 
 
 def test_a_timeline_has_a_lane_a_device_and_a_bar_a_kernel_or_copy(tmp_path: Path, figures: list[Any]) -> None:

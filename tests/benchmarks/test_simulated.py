@@ -18,7 +18,19 @@ from benchmarks import (
     white_paper_pipelines,
 )
 from benchmarks.harness import ASYNCFLOW
-from benchmarks.simulation import ITERATION_RATE, PAPER, as_results, by_host, driven_by, host_note, simulate, spread
+from benchmarks.simulation import (
+    DRIVERS,
+    ITERATION_RATE,
+    PAPER,
+    as_results,
+    by_host,
+    driven_by,
+    host_note,
+    simulate,
+    spread,
+    with_host,
+    without_host,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +48,7 @@ def test_99_one_host_thread_holds_up_what_launches_much() -> None:
     """CONFORMANCE 99: a training step launches hundreds of kernels a time step, so eight cards gain nothing with it."""
 
     def gain() -> float:
-        one, eight = (stacked_lstm_training.simulated(n, steps=4, batch=64, hidden=512).seconds for n in (1, 8))
+        one, eight = (stacked_lstm_training.simulated(n, steps=2, batch=64, hidden=512).seconds for n in (1, 8))
         return one / eight
 
     assert gain() > 1.5
@@ -46,7 +58,7 @@ def test_99_one_host_thread_holds_up_what_launches_much() -> None:
 
 def test_99_large_kernels_hide_the_host() -> None:
     """CONFORMANCE 99: fig. 12 has a kernel a device and iteration, and gains with either host."""
-    curves = by_host(lambda: {"": parallel_iterations.curve((1, 8), iterations=30)})
+    curves = by_host(lambda: {"": parallel_iterations.curve((1, 8), iterations=8)})
     assert list(curves) == ["this runtime", "a thread a device"]
     threads, ours = (curve[8] / curve[1] for curve in reversed(curves.values()))
     assert 1.5 < ours < threads
@@ -65,7 +77,7 @@ def test_more_iterations_at_once_are_faster_until_the_pipeline_is_full() -> None
 
 
 def test_a_window_of_one_lets_one_device_work_at_a_time() -> None:
-    busy = {window: _most_devices_at_once(parallel_iterations.run(window, iterations=12, traced=True).trace)
+    busy = {window: _most_devices_at_once(parallel_iterations.run(window, iterations=9, traced=True).trace)
             for window in (1, 4, 8)}  # fmt: skip
     assert busy == {1: 1, 4: 4, 8: 8}
 
@@ -79,17 +91,17 @@ def _most_devices_at_once(trace: af.Trace) -> int:
 
 
 def test_a_barrier_costs_more_with_every_machine() -> None:
-    curves = distributed_loop.curves((1, 2, 16), iterations=40)
+    curves = distributed_loop.curves((1, 2, 8), iterations=20)
     free, barrier = curves["without a barrier"], curves["with a barrier"]
     assert free[1] == barrier[1]
     # Fewer with every machine, and as the paper has it, at every count more without a barrier.
-    assert free[1] > free[2] > free[16]
-    assert barrier[2] > 1.1 * barrier[16]
-    assert free[16] > 2 * barrier[16]
+    assert free[1] > free[2] > free[8]
+    assert barrier[2] > 1.1 * barrier[8]
+    assert free[8] > 2 * barrier[8]
 
 
 def test_the_less_iterations_depend_on_each_other_the_faster_they_are() -> None:
-    curves = dependency_patterns.curves((1, 4), iterations=20)
+    curves = dependency_patterns.curves((1, 4), iterations=6)
     alone = {pattern: curve[1] for pattern, curve in curves.items()}
     assert len(set(alone.values())) == 1
     assert curves["independent"][4] > 1.2 * curves["ring"][4] > 1.4 * curves["barrier"][4]
@@ -120,9 +132,11 @@ def test_replicas_and_devices_add_speed() -> None:
 
 
 @pytest.mark.slow
-def test_replicas_that_wait_for_nobody_are_faster_where_times_vary() -> None:
-    synchronous = white_paper_pipelines.synchronous(8, steps=6)
-    assert white_paper_pipelines.asynchronous(8, steps=6).seconds < synchronous.seconds
+def test_replicas_that_wait_for_nobody_are_faster_where_times_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    # By much: they start two runs each, which takes the thread of the parameters' device some of what they gain.
+    monkeypatch.setattr(white_paper_pipelines, "JITTER", 0.5)
+    synchronous = white_paper_pipelines.synchronous(4, steps=6)
+    assert white_paper_pipelines.asynchronous(4, steps=6).seconds < 0.95 * synchronous.seconds
 
 
 def _trained(training: white_paper_pipelines.Training, replicas: int, steps: Sequence[af.Node]) -> np.ndarray:
@@ -169,6 +183,12 @@ def test_layers_over_more_devices_are_faster() -> None:
 @pytest.mark.parametrize(("count", "expected"), [(1, "aaaa"), (2, "aabb"), (4, "abcd")])
 def test_spread(count: int, expected: str) -> None:
     assert "".join(spread(4, "abcd"[:count])) == expected
+
+
+def test_curves_are_named_by_what_they_show_and_who_drives_it() -> None:
+    for host in DRIVERS:
+        for name in ("", "ring", "data parallel, synchronous"):
+            assert without_host(with_host(name, host)) == name
 
 
 def test_a_simulation_is_timed_after_its_warm_up() -> None:

@@ -58,8 +58,9 @@ def test_the_slowdown_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             repeats=1, batches=(2,), steps=3, hidden=4, simulated_batches=(2, 4), simulated_sizes=sizes
         )
     )
-    (path,) = dynamic_unrolling.draw(results, tmp_path)
-    assert path.read_bytes().startswith(PNG)
+    paths = dynamic_unrolling.draw(results, tmp_path)
+    assert [path.name for path in paths] == ["dynamic_unrolling_simulated.png", "dynamic_unrolling.png"]
+    assert all(path.read_bytes().startswith(PNG) for path in paths)
     measured, simulated = (
         [result.case for result in results if result.figure == figure]
         for figure in (dynamic_unrolling.SLOWDOWN, dynamic_unrolling.SIMULATED_SLOWDOWN)
