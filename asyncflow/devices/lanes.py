@@ -14,6 +14,8 @@ Which threads there are. A firing is *short*, *medium* or *long* by what it is e
     lane                  0 ... n-1    n    n+1    n: as many as cores, at most 8, at least one for each planned stream
     long                     x
     medium, unmeasured       x         x           so that one that proves long does not hold up short ones
+    unmeasured, with others
+    of its node under way    x                     so that a burst of them does not hold up the first of another node
     short                    x         x     x     so that it need not wait for anything but others of its kind
 
 What a firing is expected to take is the processor's time, but for functions of the user's, which may wait for something
@@ -26,7 +28,8 @@ its own where that is idle.
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from time import perf_counter_ns, thread_time_ns
 from typing import Any, NamedTuple, TypeAlias
 
@@ -125,11 +128,11 @@ class _Work:
 class Lanes:
     """The threads of one CPU device; those that are never used do not exist. Used on the event loop's thread alone.
 
-    Invariant: a lane's load is the sum over what is under way there, and ``_holds`` has an entry for what is under way
-    anywhere, by the id of its owner.
+    Invariant: a lane's load is the sum over what is under way there, ``_holds`` has an entry for what is under way
+    anywhere, by the id of its owner, and ``_unmeasured`` a count, by what is unmeasured.
     """
 
-    __slots__ = ("_holds", "_lanes", "_long", "_planned")
+    __slots__ = ("_holds", "_lanes", "_long", "_planned", "_unmeasured")
 
     def __init__(self, device: str, planned: int) -> None:
         """``planned``: how many streams the compiler divides plans over."""
@@ -137,6 +140,7 @@ class Lanes:
         self._long = max(planned, min(_MOST, usable_cores()))
         self._lanes = tuple(_Lane(device, number) for number in range(self._long + 2))
         self._holds: dict[int, _Hold] = {}
+        self._unmeasured: Counter[Hashable] = Counter()
 
     @property
     def planned(self) -> tuple[ThreadStream, ...]:
@@ -162,6 +166,7 @@ class Lanes:
         expected_ns: float | None,
         planned: int = 0,
         owner: object = None,
+        node: Hashable = None,
     ) -> None:
         """Does ``work(*args)`` on one of the threads, then calls `deliver`; see `ThreadStream.submit`.
 
@@ -173,17 +178,24 @@ class Lanes:
             expected_ns: how long it is expected to take; None if that has not been measured.
             planned: the stream that the compiler has chosen.
             owner: whose state the work changes; None if that is nobody's, or safe on any threads.
+            node: whose firing it is: one that is unmeasured may be as long as those of its node that are under way.
 
         Raises:
             SessionClosedError: the device is closed, or this process is a fork of its owner.
         """
         hold = None if owner is None else self._holds.get(id(owner))
-        lane = self._choose(expected_ns, self._lanes[planned]) if hold is None else hold.lane
+        likely_ns = _UNMEASURED_NS if expected_ns is None and self._unmeasured[node] else expected_ns
+        lane = self._choose(likely_ns, self._lanes[planned]) if hold is None else hold.lane
+        is_unmeasured = expected_ns is None
         load_ns = _UNMEASURED_NS if expected_ns is None else int(expected_ns)
         timed, queued_ns = _Work(work), perf_counter_ns()
 
         def done(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
             lane.load_ns -= load_ns
+            if is_unmeasured:
+                self._unmeasured[node] -= 1
+                if not self._unmeasured[node]:
+                    del self._unmeasured[node]
             if hold is not None:
                 self._let_go(hold)
             if error is not None and error.__traceback__ is not None:
@@ -193,6 +205,8 @@ class Lanes:
 
         lane.stream.submit(timed, args, done, loop)
         lane.load_ns += load_ns
+        if is_unmeasured:
+            self._unmeasured[node] += 1
         if owner is not None:
             if hold is None:
                 hold = self._holds[id(owner)] = _Hold(lane, owner)

@@ -389,6 +389,7 @@ class Executor:
                 expected_ns=cost.predict_ns(size) if cost is not None and cost.is_measured else None,
                 planned=node.stream,
                 owner=node.source.op.alone,
+                node=node.source,
             )
         except BaseException as error:
             deliver(None, error, Times.never())

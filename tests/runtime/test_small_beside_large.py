@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.runtime.trace import WHOLE
 from tests.conftest import OpenSession, assert_baseline
 from tests.faults.kernels import INT, SLOW, ThreadGate, in_flight
 from tests.runtime.test_region_firing import Probe, counting
@@ -176,7 +177,7 @@ async def test_101_waiting_for_a_thread_is_not_computing(graph: af.Graph) -> Non
         await session.run(count, {n: 2})
         await asyncio.gather(*(session.run(count, {n: 3}, trace=trace) for _ in range(MANY)))
     lanes = _assert_one_after_the_other(trace)
-    regions = [firing for firing in trace.firings if firing.op == "region"]
+    regions = [firing for firing in trace.firings if firing.op in WHOLE]
     assert lanes["inline"] <= len(trace.firings) - MANY
     for firing in regions:
         assert firing.queued_ns is not None
@@ -195,7 +196,7 @@ async def test_101_taking_turns_is_not_computing(graph: af.Graph) -> None:
     async with af.Session(graph) as session:
         await asyncio.gather(*(session.run(count, {n: 60_000}, trace=trace) for _ in range(3)))
     assert set(_assert_one_after_the_other(trace)) == {"inline"}
-    regions = [firing for firing in trace.firings if firing.op == "region"]
+    regions = [firing for firing in trace.firings if firing.op in WHOLE]
     assert len({firing.run for firing in regions}) == 3
     for run in {firing.run for firing in regions}:
         parts = [firing for firing in regions if firing.run == run]
