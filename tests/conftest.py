@@ -26,7 +26,7 @@ from asyncflow.devices.pinned import shared_slab
 from asyncflow.devices.presets import parse_machine
 from asyncflow.devices.sim import SimDevice
 from asyncflow.devices.sim_machine import SimMachine, use_machine
-from asyncflow.runtime import session as session_module
+from asyncflow.runtime import runs as runs_module
 from asyncflow.runtime.run import Run
 from asyncflow.runtime.scheduler import Statistics
 from asyncflow.streams.virtual import VirtualClockLoop
@@ -280,7 +280,7 @@ NOTHING_LEFT = Statistics(ready=0, running=0, frames=0, iterations=0, parked=0)
 @pytest.fixture(autouse=True)
 def _nothing_left_of_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every run of every test ends with zero frames, tokens, rendezvous entries and work in flight."""
-    monkeypatch.setattr(session_module, "Run", AuditedRun)
+    monkeypatch.setattr(runs_module, "Run", AuditedRun)
     AuditedRun.leftovers.clear()
     yield
     assert AuditedRun.leftovers == []

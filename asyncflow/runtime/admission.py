@@ -1,4 +1,4 @@
-"""Which runs may start: limits, queueing and deadlines in front of `Session._start`, and runs that are one step.
+"""Which runs may start: limits, queueing and deadlines in front of `Runs._start`, and runs that are one step.
 
 With `Session(max_runs=, max_queued=)`, a run that is asked for
 

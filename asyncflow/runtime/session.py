@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import threading
 import warnings
 import weakref
@@ -18,48 +17,36 @@ from asyncflow.compiler.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import check_event_loop, has_one_memory, open_devices
 from asyncflow.entered import Entered
-from asyncflow.errors import GraphError, OutOfMemoryError, SessionClosedError
+from asyncflow.errors import GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
-from asyncflow.runtime.admission import Admission, AtomicRuns, in_time
-from asyncflow.runtime.channel import Channel
-from asyncflow.runtime.copies import Copies
-from asyncflow.runtime.device_feeds import as_of_now, at_hand
 from asyncflow.runtime.feeds import as_feeds
-from asyncflow.runtime.fetches import user_value
-from asyncflow.runtime.loop import burst_clock, thread_waits
-from asyncflow.runtime.memory_turns import MemoryTurns
+from asyncflow.runtime.loop import thread_waits
 from asyncflow.runtime.options import (
-    as_timeout,
     check_device_while,
     check_flag,
     check_graph,
     check_integer,
     check_limits,
     check_plan_options,
-    check_trace,
 )
 from asyncflow.runtime.plans import PlanCache
 from asyncflow.runtime.prepared import Call, CallCache, Prepared
-from asyncflow.runtime.run import Run
+from asyncflow.runtime.runs import Runs
 from asyncflow.runtime.session_statistics import SessionStatistics
-from asyncflow.runtime.straight import quiet_context, run_straight
-from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
-from asyncflow.runtime.turn import Turn
+from asyncflow.runtime.trace import Trace
 from asyncflow.state.containers import StateStore
 from asyncflow.state.held import holder_of
-from asyncflow.streams.beside import call_beside
-from asyncflow.streams.holding import is_within, note_ask
+from asyncflow.streams.holding import note_ask
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import AsyncGenerator, Callable, Collection, Hashable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Coroutine, Hashable, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import AsynchronousDevice, Device
-    from asyncflow.runtime.admission import Claim, Ticket
 
 _THREADS_END_S = 5.0
 """How long idle threads may take to end."""
@@ -71,7 +58,7 @@ _forked: weakref.WeakSet[Session] = weakref.WeakSet()
 def current_session() -> Session | None:
     """The session whose ``async with`` block this code runs in, or None."""
     # One that another task has left may still stand here.
-    return next((session for session in reversed(_current.all()) if session._closed is None), None)
+    return next((session for session in reversed(_current.all()) if session._runs.closed is None), None)
 
 
 class Session(NotPickled):
@@ -189,38 +176,42 @@ class Session(NotPickled):
         self.devices: tuple[Device, ...] = open_devices(devices, memory_limit, compute_streams)
         if device_while:
             check_device_while(self.devices)
-        # Only then is there a choice that depends on what nodes cost.
-        self._is_divided = len(self.devices) > 1 or compute_streams > 1
-        self._device_of = {device.name: device for device in self.devices}
         self.state = StateStore()
-        self._seed = seed
         self._threads = threads
-        self._random_seed = secrets.randbits(63)
-        # A variable stays on the device whose memory it is in, whatever else a later plan runs.
-        self._homes: dict[Hashable, str] | None = None if has_one_memory(self.devices) else {}
         self._plans = PlanCache(plans)
+        # Bound to no session: what runs hold must not keep one alive that was dropped.
+        self._compile = partial(
+            _compile,
+            options=self._options,
+            devices=self.devices,
+            state=self.state,
+            # Only then is there a choice that depends on what nodes cost.
+            measured=self._plans if len(self.devices) > 1 or compute_streams > 1 else None,
+            # A variable stays on the device whose memory it is in, whatever else a later plan runs.
+            homes=None if has_one_memory(self.devices) else {},
+        )
         self._calls = CallCache(graph, self._plans, regions=regions)
-        self._copies = Copies()
-        self._quiet = quiet_context()
-        self._admission = None if max_runs is None else Admission(max_runs, max_queued)
-        self._atomic = AtomicRuns()
-        self._memory_turns = None if memory_limit is None else MemoryTurns()
-        self._runs: set[Run] = set()
-        self._run_count = 0
+        self._runs = Runs(
+            {device.name: device for device in self.devices},
+            self._plans,
+            self._compile,
+            self._options,
+            shuffle_seed=seed,
+            has_limit=memory_limit is not None,
+            max_runs=max_runs,
+            max_queued=max_queued,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
-        self._turn: Turn | None = None
         self._blas: BlasLease | None = None
-        self._closed: str | None = None
         self._has_started = False
-        self._idle: asyncio.Event | None = None
         _forked.add(self)
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         try:
-            if self._closed is None:
+            if self._runs.closed is None:
                 self._has_started = True
                 for device in self.devices:
                     if device.is_asynchronous:
@@ -231,7 +222,7 @@ class Session(NotPickled):
                 await self.aclose()
             raise
         for session in _current.all():
-            if session._closed is not None:
+            if session._runs.closed is not None:
                 _current.leave(session)  # another task has left it
         _current.enter(self)
         return self
@@ -249,8 +240,8 @@ class Session(NotPickled):
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         """The event loop, after checking that this is it and that the session is open."""
-        if self._closed is not None:
-            raise SessionClosedError(self._closed)
+        if self._runs.closed is not None:
+            raise SessionClosedError(self._runs.closed)
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return loop
@@ -263,7 +254,7 @@ class Session(NotPickled):
         self._start_devices()
         self._loop = loop
         self._thread_id = threading.get_ident()
-        self._turn = Turn(loop, burst_clock(loop))
+        self._runs.bind(loop)
         self._blas = acquire_blas_threads(self._threads)
         return loop
 
@@ -275,7 +266,7 @@ class Session(NotPickled):
 
     def is_bound_here(self) -> bool:
         """Whether the session is open and bound to the running event loop."""
-        return self._closed is None and self._loop is asyncio.get_running_loop()
+        return self._runs.closed is None and self._loop is asyncio.get_running_loop()
 
     async def aclose(self, grace_s: float = 5.0) -> None:
         """Lets runs in flight end for up to `grace_s` seconds, stops the others, and frees everything. Idempotent.
@@ -283,36 +274,17 @@ class Session(NotPickled):
         A stream whose consumer is not waiting for its next item is stopped at once, and so are runs that wait for their
         turn (`max_runs`).
         """
-        if self._closed is not None:
+        if self._runs.closed is not None:
             return
-        self._closed = "the session is closed; make a new one"
-        if self._admission is not None:
-            self._admission.close(self._closed)
+        self._runs.refuse("the session is closed; make a new one")
         async with AsyncExitStack() as closing:  # which does the rest, whatever becomes of the steps before
             for device in self.devices:
                 closing.push_async_callback(device.aclose, _THREADS_END_S)
-            closing.push_async_callback(self._copies.aclose, _THREADS_END_S)
+            closing.push_async_callback(self._runs.copies.aclose, _THREADS_END_S)
             closing.callback(self._release)  # before the devices, which may then give back all their memory
             closing.push_async_callback(self._leave_containers)
-            closing.push_async_callback(self._stop_runs)
-            for run in [run for run in self._runs if run.is_abandoned]:
-                run.close()
-            if self._runs and grace_s > 0:
-                await self._drain(grace_s)
-
-    async def _stop_runs(self) -> None:
-        for run in list(self._runs):
-            run.close()
-        if self._runs:
-            await self._drain(None)
-
-    async def _drain(self, grace_s: float | None) -> None:
-        self._idle = asyncio.Event()
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
-        except TimeoutError:
-            pass  # the caller stops what is left
+            closing.push_async_callback(self._runs.stop)
+            await self._runs.drain(grace_s)
 
     async def _leave_containers(self) -> None:
         """Brings what containers' variables have in the memory of the session's devices to the host."""
@@ -333,13 +305,14 @@ class Session(NotPickled):
             self._blas = None
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", "") is None and self._has_started:
+        runs: Runs | None = getattr(self, "_runs", None)
+        if runs is not None and runs.closed is None and self._has_started:
             if self._loop is not None:
                 warnings.warn(f"{self!r} was dropped without close; use `async with`", ResourceWarning, stacklevel=2)
             for device in self.devices:
                 for stream in device.streams:
                     stream.stop()
-            self._copies.stop()
+            runs.copies.stop()
             self._release()
 
     def __repr__(self) -> str:
@@ -348,9 +321,10 @@ class Session(NotPickled):
     def statistics(self) -> SessionStatistics:
         """A snapshot."""
         used = {device.name: device.memory.used for device in self.devices}
-        queued, refused = (0, 0) if self._admission is None else (self._admission.queued, self._admission.refused)
-        completed = self._run_count - len(self._runs)
-        return SessionStatistics(len(self._runs), len(self._plans), completed, used, queued, refused)
+        runs = self._runs
+        queued, refused = (0, 0) if runs.admission is None else (runs.admission.queued, runs.admission.refused)
+        running = len(runs.in_flight)
+        return SessionStatistics(running, len(self._plans), runs.begun - running, used, queued, refused)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -393,9 +367,8 @@ class Session(NotPickled):
         self._bind()
         if type(feeds) is not dict:
             feeds = as_feeds(feeds)
-        return await self.run_call(
-            self._calls.of_run(fetches, feeds), tuple(feeds.values()), timeout, trace, allow_dead, atomic
-        )
+        call = self._calls.of_run(fetches, feeds)
+        return await self._runs.call(call, tuple(feeds.values()), timeout, trace, allow_dead, atomic)
 
     def prepare(self, fetches: Any, feeds: Sequence[Any] = ()) -> Prepared:
         """A run that only lacks values, for serving: ``f = session.prepare(y, [x])``, then ``await f(value)``.
@@ -409,7 +382,7 @@ class Session(NotPickled):
         """
         return Prepared(self, self._calls.new(fetches, feeds))
 
-    async def run_call(
+    def run_call(
         self,
         call: Call,
         values: Sequence[Any],
@@ -417,113 +390,10 @@ class Session(NotPickled):
         trace: Trace | str | Path | None = None,
         allow_dead: bool = False,
         atomic: bool = False,
-    ) -> Any:
+    ) -> Coroutine[Any, Any, Any]:
         """What `run`, a `Prepared` and a `Function` do, once it is known what to run."""
-        loop = self._bind()
-        note_ask()
-        if timeout is not None:
-            timeout = as_timeout(timeout)
-        if trace is not None:
-            check_trace(trace, may_be_path=True)
-        asked_s = loop.time()
-        recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
-        plan = call.plan
-        is_planned = plan is not None and call.version == call.request.graph.version and recorder is None
-        ticket = claim = None
-        is_whole = False
-        # What needs no scheduler is over before anybody could wait for it.
-        if self._admission is None or (is_planned and plan is not None and plan.straight is not None and not atomic):
-            checked, waits = call.check(values)
-        else:
-            self._may_wait(plan, timeout, asked_s)  # before anything is copied
-            checked, waits = call.check(values)
-            checked = as_of_now(checked) if waits else checked
-            ticket = await self._admitted(plan, timeout, asked_s)
-        try:
-            if waits:
-                checked = await self._copied(checked, timeout, asked_s)
-            if plan is None or not is_planned:
-                plan, checked = await self._planned(call, checked, recorder, timeout)
-            if plan.read_on_host or waits:
-                checked = await self._at_hand(plan, call, checked, timeout, asked_s)
-            if (
-                plan.straight is not None
-                and recorder is None
-                and not atomic
-                and self._may_run_straight(plan, timeout, asked_s)
-            ):
-                device = self._device_of[plan.partitions[0].device]
-                try:
-                    straight = run_straight(plan.straight, device, self._quiet, checked)
-                except OutOfMemoryError:
-                    if self._memory_turns is None or not plan.is_repeatable:
-                        raise
-                    straight = None  # others may end
-                if straight is not None:
-                    self._run_count += 1
-                    plan.used = self._run_count
-                    return call.result(plan, straight, self._device_of, allow_dead=allow_dead)
-            if self._admission is not None and ticket is None:
-                ticket = await self._admitted(plan, timeout, asked_s)
-            if atomic or self._atomic.claims:
-                checked = as_of_now(checked) if waits else checked
-                claim = await self._claimed(plan, atomic, timeout, asked_s)
-            if ticket is not None and self._admission is not None:
-                self._admission.begin(ticket, plan)
-            staying = frozenset(plan.fetches[index] for index in call.staying)
-            start = partial(self._start, loop, plan, checked, timeout, asked_s, recorder, None, staying)
-            if self._memory_turns is None or atomic or not plan.is_repeatable or is_within(self._turn):
-                values = await start().wait()
-            else:
-                values = await self._in_turn(start, plan, timeout, asked_s)
-            results = await self._copies.of_results(values)
-            is_whole = True
-        finally:
-            if claim is not None:
-                self._atomic.leave(claim)
-            if ticket is not None and self._admission is not None:
-                self._admission.leave(ticket, is_whole=is_whole)
-            if recorder is not None and isinstance(trace, str | Path):
-                await call_beside(write_trace, recorder, Path(trace))
-        return call.result(plan, results, self._device_of, allow_dead=allow_dead)
-
-    def _may_wait(self, plan: Plan | None, timeout: float | None, asked_s: float) -> None:
-        """Raises OverloadedError if a run will not be admitted."""
-        if self._admission is not None and not is_within(self._turn):
-            self._admission.apply(plan, None if timeout is None else asked_s + timeout)
-
-    async def _in_turn(self, start: Callable[[], Run], plan: Plan, timeout: float | None, asked_s: float) -> list[Any]:
-        """The values of a run that is done again, alone, if it passes the memory limit beside others."""
-
-        async def attempt() -> list[Any]:
-            if self._atomic.claims:
-                await self._claimed(plan, False, timeout, asked_s)
-            return await start().wait()
-
-        assert self._memory_turns is not None
-        waits = partial(in_time, timeout, asked_s, "runs that it does not fit into memory with did not end")
-        return await self._memory_turns.values(attempt, waits)
-
-    async def _admitted(self, plan: Plan | None, timeout: float | None, asked_s: float) -> Ticket | None:
-        """The leave to start a run; None for one that is part of another."""
-        if self._admission is None or is_within(self._turn):
-            return None
-        return await self._admission.enter(plan, None if timeout is None else asked_s + timeout)
-
-    async def _claimed(self, plan: Plan, atomic: bool, timeout: float | None, asked_s: float) -> Claim | None:
-        """Returns when a run may start as far as atomic ones are concerned; its own claim, if it is one."""
-        if is_within(self._turn):
-            if atomic:
-                raise RuntimeError(
-                    "atomic=True is for runs that no other run of the session asks for: this one would wait for the "
-                    "run it is part of; make that one atomic"
-                )
-            return None
-        async with in_time(timeout, asked_s, "other runs that use the same variables did not end"):
-            if atomic:
-                return await self._atomic.claim(plan.states, self._runs)
-            await self._atomic.wait(plan.states)
-        return None
+        self._bind()
+        return self._runs.call(call, values, timeout, trace, allow_dead, atomic)
 
     async def run_function(
         self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any], *, atomic: bool = False
@@ -533,84 +403,7 @@ class Session(NotPickled):
         call = self._calls.of_function(graph, outputs, feeds)
         return await self.run_call(call, tuple(feeds.values()), atomic=atomic)
 
-    async def _planned(
-        self, call: Call, values: list[Any], trace: Trace | None, timeout: float | None
-    ) -> tuple[Plan, list[Any]]:
-        """The plan of a call, kept there unless it is for a trace that looks inside regions; and its values as of now.
-
-        While a large graph is compiled, those of other libraries may change.
-        """
-        values = as_of_now(values)
-        inside = looks_inside(trace)
-        request = call.request._replace(regions=False) if inside else call.request
-        version = request.graph.version
-        plan = await self._plans.get(request, self._compile, timeout)
-        if not inside:
-            call.plan, call.version = plan, version
-        return plan, values
-
-    async def _at_hand(
-        self, plan: Plan, call: Call, values: list[Any], timeout: float | None, asked_s: float
-    ) -> list[Any]:
-        """The values where the plan takes them; see `at_hand`."""
-        async with in_time(timeout, asked_s, "what the run needs of other libraries and devices was not there"):
-            return await at_hand(values, call.request.feeds, plan, self._device_of)
-
-    async def _copied(self, values: list[Any], timeout: float | None, asked_s: float) -> list[Any]:
-        """The values, with those copied that are too large for it on the event loop."""
-        async with in_time(timeout, asked_s, "what is fed was not copied"):
-            return await self._copies.of_feeds(values)
-
-    def _may_run_straight(self, plan: Plan, timeout: float | None, asked_s: float) -> bool:
-        assert self._turn is not None and self._loop is not None
-        if self._options.debug or (self._atomic.claims and self._atomic.holds_up(plan.states)):
-            return False
-        # It is over at once, so a deadline that has not passed will be kept.
-        return (timeout is None or self._loop.time() < asked_s + timeout) and self._turn.has_time()
-
-    def _start(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        plan: Plan,
-        values: Sequence[Any],
-        timeout: float | None,
-        asked_s: float,
-        trace: Trace | None,
-        channel: Channel | None,
-        staying: Collection[int | None] = (),
-    ) -> Run:
-        if self._closed is not None:  # while the plan was compiled
-            raise SessionClosedError(self._closed)
-        assert self._turn is not None
-        self._run_count += 1
-        plan.used = self._run_count
-        run = Run(
-            plan,
-            number=self._run_count,
-            devices=self._device_of,
-            loop=loop,
-            turn=self._turn,
-            seed=self._random_seed if plan.graph.seed is None else plan.graph.seed,
-            shuffle_seed=self._seed,
-            max_iterations=self._options.max_iterations,
-            trace=trace,
-            channel=channel,
-            staying=staying,
-            guard=self._options.debug,
-            on_end=self._forget,
-        )
-        self._runs.add(run)
-        run.start(values, timeout, asked_s)
-        return run
-
-    def _forget(self, run: Run) -> None:
-        self._runs.discard(run)
-        if self._atomic.claims:
-            self._atomic.on_end(run)
-        if self._idle is not None and not self._runs:
-            self._idle.set()
-
-    async def stream(
+    def stream(
         self,
         fetches: Any,
         feeds: Mapping[Any, Any] | None = None,
@@ -635,39 +428,13 @@ class Session(NotPickled):
             KernelError, DeadlineExceeded: as in `run`. Items of iterations that ran ahead of the consumer are then
                 lost; with ``parallel_iterations=1`` there are none, and all items before the failure have come.
         """
-        loop = self._bind()
-        timeout = as_timeout(timeout)
-        check_trace(trace, may_be_path=False)
-        feeds = as_feeds(feeds)
-        call = self._calls.new(fetches, tuple(feeds), streams=True)
-        checked, _ = call.check(tuple(feeds.values()))
-        asked_s = loop.time()
-        checked = await self._copied(checked, timeout, asked_s)
-        recorder = trace or current_trace()
-        plan, checked = await self._planned(call, checked, recorder, timeout)
-        checked = await self._at_hand(plan, call, checked, timeout, asked_s)
-        channel = Channel(loop)
-        checked = as_of_now(checked)
-        ticket = await self._admitted(plan, timeout, asked_s)
-        run: Run | None = None
-        try:
-            if self._atomic.claims:
-                await self._claimed(plan, False, timeout, asked_s)
-            run = self._start(loop, plan, checked, timeout, asked_s, recorder, channel)
-            while (values := await channel.get()) is not None:
-                # The loop goes on with the same arrays, so the consumer gets copies.
-                copies = await self._copies.of_results(values, shared=True)
-                items = zip(call.request.streamed, values, copies, strict=True)
-                yield call.structure.unflatten([user_value(x, copy, copy is value, False) for x, value, copy in items])
-            await run.wait()
-        finally:
-            try:
-                if run is not None and not run.is_finished:
-                    run.stop("cancelled")
-                    await run.wait()
-            finally:
-                if ticket is not None and self._admission is not None:
-                    self._admission.leave(ticket)
+
+        def ask() -> tuple[Call, Sequence[Any]]:
+            self._bind()
+            fed = as_feeds(feeds)
+            return self._calls.new(fetches, tuple(fed), streams=True), tuple(fed.values())
+
+        return self._runs.stream(ask, timeout, trace)
 
     def run_threadsafe(
         self, fetches: Any, feeds: Mapping[Any, Any] | None = None, *, timeout: float | None = None
@@ -681,8 +448,8 @@ class Session(NotPickled):
             SessionClosedError: the session, or its event loop, is closed.
             RuntimeError: the session has no event loop yet, or this is its thread, where waiting would be for ever.
         """
-        if self._closed is not None:
-            raise SessionClosedError(self._closed)
+        if self._runs.closed is not None:
+            raise SessionClosedError(self._runs.closed)
         if self._loop is None:
             raise RuntimeError("the session has no event loop yet; enter it with `async with` on the loop's thread")
         if self._loop.is_closed():
@@ -709,31 +476,41 @@ class Session(NotPickled):
             GraphError, PlacementError: as the first such run.
             SessionClosedError: the session is closed.
         """
-        if self._closed is not None:
-            raise SessionClosedError(self._closed)
+        if self._runs.closed is not None:
+            raise SessionClosedError(self._runs.closed)
         self._start_devices()
         return self._plans.get_nowait(self._calls.new(fetches, feeds).request, self._compile)
 
-    def _compile(self, request: PlanRequest) -> Plan:
-        try:
-            return compile_plan(
-                request,
-                self._options,
-                devices=self.devices,
-                resolve=self.state.lookup,
-                costs=self._plans.of(request.graph).learn_costs() if self._is_divided else None,
-                homes=self._homes,
-            )
-        except RecursionError:
-            raise GraphError(
-                "the graph nests branches and loops too deep to compile; nest them less, or write a recursion as a "
-                "while_loop"
-            ) from None
+
+def _compile(
+    request: PlanRequest,
+    *,
+    options: PlanOptions,
+    devices: Sequence[Device],
+    state: StateStore,
+    measured: PlanCache | None,
+    homes: dict[Hashable, str] | None,
+) -> Plan:
+    """A new plan; `measured` says what nodes cost, and `homes` where variables are."""
+    try:
+        return compile_plan(
+            request,
+            options,
+            devices=devices,
+            resolve=state.lookup,
+            costs=None if measured is None else measured.of(request.graph).learn_costs(),
+            homes=homes,
+        )
+    except RecursionError:
+        raise GraphError(
+            "the graph nests branches and loops too deep to compile; nest them less, or write a recursion as a "
+            "while_loop"
+        ) from None
 
 
 def _poison_after_fork() -> None:
     for session in list(_forked):
-        session._closed = "this session belongs to the parent process: make a new one after a fork"
+        session._runs.closed = "this session belongs to the parent process: make a new one after a fork"
 
 
 if hasattr(os, "register_at_fork"):

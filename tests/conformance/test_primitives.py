@@ -406,7 +406,7 @@ async def test_nothing_is_left_of_a_frame(graph: af.Graph, session: af.Session, 
     last = loop.found(af.equal(pass_or_fail(gate(loop.every)), loop.constant(3)))
     running = asyncio.create_task(session.run([loop.total, last]))
     await settle()
-    scheduler = next(iter(session._runs)).executors[0].scheduler
+    scheduler = next(iter(session._runs.in_flight)).executors[0].scheduler
     assert scheduler.statistics()[1:] == (4, 2, 1 + 4, 0), "all iterations are held by the gate"
     if ending == "cancel":
         running.cancel()

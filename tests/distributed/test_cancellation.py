@@ -115,7 +115,7 @@ def test_f19_a_cancel_during_a_copy(count: int, link: str) -> None:
                     held: list[int] = []
 
                     def inspect(held: list[int] = held) -> None:
-                        (run,) = session._runs
+                        (run,) = session._runs.in_flight
                         assert not any(run.rendezvous.statistics())
                         held.extend(session.statistics().used_bytes.values())
 

@@ -35,7 +35,7 @@ async def test_runs_that_fit_one_by_one_all_end(graph: af.Graph) -> None:
         sums = await asyncio.gather(*(_sum_of(session, y, {x: LARGE * k}) for k in range(1, 9)))
         assert sums == [200_000.0 * k for k in range(1, 9)]
         assert session.statistics().used_bytes["cpu:0"] == 0
-        assert not session._memory_turns._waiting  # type: ignore[union-attr]
+        assert not session._runs.memory_turns._waiting  # type: ignore[union-attr]
 
 
 async def test_a_run_that_is_done_again_is_alone() -> None:
@@ -124,9 +124,9 @@ async def test_one_that_waits_may_be_cancelled_or_late(graph: af.Graph) -> None:
     x = af.placeholder("float32", (None,))
     y = holds(x, turns=2000)
     async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
-        assert session._memory_turns is not None
+        assert session._runs.memory_turns is not None
         tasks = [asyncio.ensure_future(_sum_of(session, y, {x: LARGE})) for _ in range(5)]
-        await until(lambda: len(session._memory_turns._waiting) >= 2)  # type: ignore[union-attr]
+        await until(lambda: len(session._runs.memory_turns._waiting) >= 2)  # type: ignore[union-attr]
         late = session.run(y, {x: LARGE}, timeout=1e-9)
         with pytest.raises(af.DeadlineExceeded):
             await late

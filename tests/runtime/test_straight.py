@@ -11,7 +11,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
-from asyncflow.runtime import session as session_module
+from asyncflow.runtime import runs as runs_module
 from asyncflow.runtime.run import Run
 
 WEIGHTS = np.eye(64, dtype=np.float32)
@@ -23,12 +23,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """The runs that took a scheduler."""
     made: list[Run] = []
 
-    class Noted(session_module.Run):  # type: ignore[misc, name-defined]
+    class Noted(runs_module.Run):  # type: ignore[misc, name-defined]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(session_module, "Run", Noted)
+    monkeypatch.setattr(runs_module, "Run", Noted)
     return made
 
 
