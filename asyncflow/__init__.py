@@ -1,8 +1,8 @@
 """asyncflow: dataflow graphs with data-dependent control flow, awaited from async Python.
 
-Everything public is here, in `asyncflow.nn` (recurrent cells, loops over sequences, losses), `asyncflow.optim`
-(training steps), `asyncflow.random` (seeded random ops), `asyncflow.raw` (the control-flow primitives) and
-`asyncflow.profiler` (timelines of traced runs).
+Everything public is here, in `asyncflow.linalg` (decompositions, equations and norms of matrices), `asyncflow.nn`
+(recurrent cells, loops over sequences, losses), `asyncflow.optim` (training steps), `asyncflow.random` (seeded random
+ops), `asyncflow.raw` (the control-flow primitives) and `asyncflow.profiler` (timelines of traced runs).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math as _math
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from asyncflow import nn, optim, profiler, raw
+from asyncflow import linalg, nn, optim, profiler, raw
 from asyncflow.autodiff.custom_gradient import custom_gradient
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.autodiff.stop_gradient import stop_gradient
@@ -356,6 +356,7 @@ __all__ = [
     "layer_norm",
     "less",
     "less_equal",
+    "linalg",
     "linspace",
     "log",
     "log1p",

@@ -57,6 +57,7 @@ FAMILIES: Final = {
     "from_torch": "PyTorch",
 }
 MODULES: Final = {
+    "linalg": "Linear algebra: `af.linalg`",
     "nn": "Recurrent cells, losses and initialisers: `af.nn`",
     "optim": "Training steps: `af.optim`",
     "random": "Random numbers: `af.random`",

@@ -162,11 +162,21 @@ class _Module:
             return found
         return self._function(name, found)
 
+    @property
+    def linalg(self) -> _Functions:
+        """CuPy's linear algebra."""
+        return _Functions(self, "linalg")
+
+    @property
+    def fft(self) -> _Functions:
+        """CuPy's Fourier transforms."""
+        return _Functions(self, "fft")
+
     def asarray(self, value: Any) -> Any:
         """Copies an array of NumPy's in."""
         return value if isinstance(value, DeviceArray) else DeviceArray(np.array(value))
 
-    def _function(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _function(self, name: str, function: Callable[..., Any], signature: str = "") -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             flat = [item for value in args for item in (value if isinstance(value, tuple | list) else (value,))]
             if name not in _CREATION:
@@ -174,10 +184,21 @@ class _Module:
                 assert not any(isinstance(item, taken) for item in flat), f"cupy.{name} takes CuPy's arrays alone"
             if name == "full":
                 assert not isinstance(args[1], np.ndarray)
-            _check_options(name, NAMES["cupy"][name], options)
+            _check_options(name, signature or NAMES["cupy"][name], options)
             return _wrapped(function(*_bare(args), **_bare(options)))
 
         return call
+
+
+class _Functions:
+    """One of CuPy's modules of functions, which all take arrays."""
+
+    def __init__(self, module: _Module, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __getattr__(self, name: str) -> Any:
+        signature = NAMES[f"cupy.{self._name}"][name]
+        return self._module._function(name, getattr(getattr(np, self._name), name), signature)
 
 
 def _check_options(name: str, signature: str, options: dict[str, Any]) -> None:

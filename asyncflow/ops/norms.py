@@ -1,0 +1,155 @@
+"""Norms of vectors and matrices, and products of vectors, of what graphs have."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from asyncflow.errors import GraphError, ShapeError
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
+from asyncflow.graph.dtypes import float64
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import broadcast, format_shape, normalize_axis
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.axes import Axes, as_axes, replaced, static_int
+from asyncflow.ops.datatypes import astype
+from asyncflow.ops.decompositions import svdvals
+from asyncflow.ops.elementwise import abs, multiply, pow, sqrt, square
+from asyncflow.ops.logic import equal, not_equal
+from asyncflow.ops.manipulation import expand_dims
+from asyncflow.ops.promotion import kind_of, promote_operands, promoted_dtype, require_kind
+from asyncflow.ops.searching import where
+from asyncflow.ops.statistical import max, min, sum
+
+if TYPE_CHECKING:
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.op import Kernel
+
+
+def vector_norm(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False, ord: float = 2) -> Tensor:
+    """The norm of vectors: ``sum(abs(x) ** ord) ** (1 / ord)``, real.
+
+    Args:
+        x: numbers; integers count as float64.
+        axis: over which one vector extends; several, or None for all.
+        keepdims: leave `axis` with an extent of 1.
+        ord: which norm: infinity takes the largest magnitude, -infinity the smallest, 0 counts what is not 0.
+
+    The gradient of the usual norm, 2, is 0 where the norm is.
+    """
+    with graph_for(x):
+        sizes = _magnitudes(x)
+        over: dict[str, Any] = {"axis": as_axes(axis), "keepdims": bool(keepdims)}
+        if ord == math.inf:
+            return max(sizes, **over)
+        if ord == -math.inf:
+            return min(sizes, **over)
+        if ord == 0:
+            return sum(astype(not_equal(sizes, 0), sizes.dtype), **over)
+        if ord == 1:
+            return sum(sizes, **over)
+        if ord == 2:
+            return _root(sum(square(sizes), **over))
+        return pow(sum(pow(sizes, float(ord)), **over), 1 / float(ord))
+
+
+def _magnitudes(x: TensorLike) -> Tensor:
+    tensor = as_tensor(x)
+    require_kind(tensor.spec, "biufc", "numbers")
+    return abs(astype(tensor, float64) if kind_of(tensor.dtype) in "biu" else tensor)
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root, with the gradient 0 at 0."""
+    is_zero = equal(x, 0)
+    return where(is_zero, 0.0, sqrt(where(is_zero, 1.0, x)))
+
+
+def matrix_norm(x: TensorLike, /, *, keepdims: bool = False, ord: float | Literal["fro", "nuc"] = "fro") -> Tensor:
+    """The norm of the matrices in the last two axes, real.
+
+    Args:
+        x: numbers, of rank 2 or more; integers count as float64.
+        keepdims: leave the two axes with an extent of 1.
+        ord: ``"fro"``: the root of the sum of squares; ``"nuc"``: the sum of singular values; 2 and -2: the largest and
+            the smallest of them; 1 and -1: the largest and smallest sum of magnitudes in a column, and
+            infinity and -infinity in a row.
+
+    Raises:
+        GraphError: another `ord`.
+        ShapeError: fewer axes.
+    """
+    with graph_for(x):
+        tensor = as_tensor(x)
+        if tensor.ndim is not None and tensor.ndim < 2:
+            raise ShapeError(f"matrix_norm: takes matrices, of rank 2 or more; got {tensor!r}")
+        if ord == "fro":
+            return vector_norm(tensor, axis=(-2, -1), keepdims=keepdims)
+        found = _matrix_norm(tensor, ord)
+        return expand_dims(found, axis=(-2, -1)) if keepdims else found
+
+
+def _matrix_norm(x: Tensor, ord: object) -> Tensor:
+    if ord in (1, -1):
+        return (max if ord == 1 else min)(sum(_magnitudes(x), axis=-2), axis=-1)
+    if ord in (math.inf, -math.inf):
+        return (max if ord == math.inf else min)(sum(_magnitudes(x), axis=-1), axis=-1)
+    if ord not in ("nuc", 2, -2):
+        raise GraphError(f"matrix_norm: ord is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, got {ord!r}")
+    values = svdvals(astype(x, float64) if kind_of(x.dtype) in "biu" else x)
+    return {"nuc": sum, 2: max, -2: min}[ord](values, axis=-1)
+
+
+def outer(x1: TensorLike, x2: TensorLike, /) -> Tensor:
+    """The products of each element of the vector `x1` with each of the vector `x2`: a matrix.
+
+    Raises:
+        ShapeError: one is no vector.
+    """
+    with graph_for(x1, x2):
+        left, right = promote_operands(x1, x2)
+        for x in (left, right):
+            if x.ndim not in (1, None):
+                raise ShapeError(f"outer: takes vectors, got {x!r}")
+        return multiply(left[:, None], right[None, :])
+
+
+def _cross_spec(x1: Spec, x2: Spec, *, axis: int) -> Spec:
+    dtype = promoted_dtype(x.dtype for x in (x1, x2))
+    for x in (x1, x2):
+        require_kind(x, "iufc", "numbers")
+        if x.shape is not None and x.shape[normalize_axis(axis, len(x.shape))] not in (3, None):
+            raise ShapeError(f"vectors have 3 elements, along axis {axis}; got {format_shape(x.shape)}")
+    return Spec(dtype, replaced(broadcast((x1.shape, x2.shape)), axis, 3))
+
+
+def _cross_kernel(xp: Any, *, axis: int) -> Kernel:
+    def kernel(x1: Any, x2: Any) -> Any:
+        for x in (x1, x2):
+            if x.shape[axis] != 3:
+                raise ValueError(f"vectors have 3 elements, along axis {axis}; got shape {x.shape}")
+        on1, on2 = (partial(xp.roll, x, axis=axis) for x in (x1, x2))
+        return on1(-1) * on2(-2) - on1(-2) * on2(-1)
+
+    return kernel
+
+
+CROSS = register(Op(name="cross", infer=_cross_spec, kernel=_cross_kernel))
+
+
+def cross(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:
+    """The cross product of vectors of 3 elements along `axis`; the other axes broadcast.
+
+    Args:
+        x1: numbers.
+        x2: likewise.
+        axis: below 0 where the ranks differ.
+
+    Raises:
+        ShapeError: another number of elements; where it is not known, the run fails instead.
+    """
+    return apply(CROSS, *promote_operands(x1, x2), axis=static_int(axis, "axis"))[0]
+
+
+__all__ = ["CROSS", "cross", "matrix_norm", "outer", "vector_norm"]
