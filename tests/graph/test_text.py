@@ -464,7 +464,7 @@ SHAPES = st.none() | st.lists(st.none() | st.integers(0, 4), max_size=3).map(tup
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_random_graphs_read_back(data: st.DataObject) -> None:
     draw = data.draw
     tensors = []
