@@ -1,8 +1,9 @@
 """asyncflow: dataflow graphs with data-dependent control flow, awaited from async Python.
 
-Everything public is here, in `asyncflow.linalg` (decompositions, equations and norms of matrices), `asyncflow.nn`
-(recurrent cells, loops over sequences, losses), `asyncflow.optim` (training steps), `asyncflow.random` (seeded random
-ops), `asyncflow.raw` (the control-flow primitives) and `asyncflow.profiler` (timelines of traced runs).
+Everything public is here, in `asyncflow.fft` (Fourier transforms), `asyncflow.linalg` (decompositions, equations and
+norms of matrices), `asyncflow.nn` (recurrent cells, loops over sequences, losses), `asyncflow.optim` (training steps),
+`asyncflow.random` (seeded random ops), `asyncflow.raw` (the control-flow primitives) and `asyncflow.profiler`
+(timelines of traced runs).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from asyncflow.graph.scopes import colocate_with, control_dependencies, device, 
 from asyncflow.graph.spec import Spec, spec
 from asyncflow.graph.text import print_graph
 from asyncflow.graph.verify import verify
-from asyncflow.ops import random
+from asyncflow.ops import fft, random
 from asyncflow.ops.checks import assert_that, check_numerics
 from asyncflow.ops.checks import print_ as print
 from asyncflow.ops.creation import (
@@ -318,6 +319,7 @@ __all__ = [
     "expand_dims",
     "expm1",
     "eye",
+    "fft",
     "finfo",
     "flip",
     "float16",

@@ -57,6 +57,7 @@ FAMILIES: Final = {
     "from_torch": "PyTorch",
 }
 MODULES: Final = {
+    "fft": "Fourier transforms: `af.fft`",
     "linalg": "Linear algebra: `af.linalg`",
     "nn": "Recurrent cells, losses and initialisers: `af.nn`",
     "optim": "Training steps: `af.optim`",

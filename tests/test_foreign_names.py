@@ -12,6 +12,7 @@ from asyncflow.foreign_names import _ADVICE, FUNCTIONS, close_names
 
 MODULES = {
     "asyncflow": af,
+    "asyncflow.fft": af.fft,
     "asyncflow.linalg": af.linalg,
     "asyncflow.nn": af.nn,
     "asyncflow.optim": af.optim,

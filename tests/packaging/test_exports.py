@@ -9,7 +9,7 @@ import pytest
 
 import asyncflow as af
 
-MODULES = [af, af.linalg, af.nn, af.optim, af.profiler, af.random, af.raw]
+MODULES = [af, af.fft, af.linalg, af.nn, af.optim, af.profiler, af.random, af.raw]
 
 
 def place(name: str) -> tuple[bool, list[tuple[int, str]]]:
@@ -36,7 +36,7 @@ def test_package_exports_all_it_holds_but_its_rooms() -> None:
         for name, value in vars(af).items()
         if not name.startswith("_") and name != "annotations" and not isinstance(value, ModuleType)
     }
-    assert public | {"linalg", "nn", "optim", "profiler", "random", "raw"} == set(af.__all__)
+    assert public | {"fft", "linalg", "nn", "optim", "profiler", "random", "raw"} == set(af.__all__)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

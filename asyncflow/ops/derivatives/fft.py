@@ -1,0 +1,90 @@
+"""Derivatives of Fourier transforms: a transform's conjugate transpose is its inverse, with the opposite norm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.graph.build import apply
+from asyncflow.graph.op import Op, derivative, register
+from asyncflow.ops.derivatives.indexing import sliced
+from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
+from asyncflow.ops.elementwise import real
+from asyncflow.ops.fft import FFT, IFFT, IRFFT, OPPOSITE, RFFT
+from asyncflow.ops.manipulation import concat
+from asyncflow.ops.promotion import same
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+
+
+def _fitted(node: Node, grad: Tensor) -> Tensor:
+    """`grad`, which reaches the elements that were transformed, as what reaches those of the input."""
+    x, *size = node.inputs
+    axis = node.attrs["axis"]
+    if node.attrs["n"] is not None or size:
+        known = None if x.shape is None else x.shape[axis]
+        extent = shape_of(x)[axis] if known is None else known
+        # Elements that were cut off have a gradient of zeros; zeros that were added have none.
+        grad = sliced(concat([grad, zeros_of(x)], axis=axis), axis, 0, extent)
+    return ensure_shape(grad, x.shape)
+
+
+def _inverse(op: Op, node: Node, grad: Tensor, *size: Tensor, n: int | None = None) -> Tensor:
+    attrs = node.attrs
+    return apply(op, grad, *size, n=n, axis=attrs["axis"], norm=OPPOSITE[attrs["norm"]])[0]
+
+
+@derivative(FFT)
+def _fft(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [_fitted(node, _inverse(IFFT, node, grad))]
+
+
+@derivative(IFFT)
+def _ifft(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [_fitted(node, _inverse(FFT, node, grad)), *[None] * (len(node.inputs) - 1)]
+
+
+@derivative(RFFT)
+def _rfft(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """The elements that were left out reach nothing: zeros in their place."""
+    (x,) = node.inputs
+    n = node.attrs["n"]
+    if n is None:
+        extent = shape_of(x)[node.attrs["axis"]]
+        found = _inverse(IFFT, node, grad, n=extent) if isinstance(extent, int) else _inverse(IFFT, node, grad, extent)
+    else:
+        found = _inverse(IFFT, node, grad, n=n)
+    return [_fitted(node, real(found))]
+
+
+def _doubled_kernel(xp: Any, *, axis: int, is_even: bool) -> Kernel:
+    def kernel(x: Any) -> Any:
+        result = x * 2
+        at = (slice(None),) * (axis % x.ndim)
+        for end in (slice(1), slice(-1, None))[: 1 + is_even]:
+            result[(*at, end)] = x[(*at, end)]
+        return result
+
+    return kernel
+
+
+DOUBLED = register(Op(name="doubled_between_ends", infer=same, kernel=_doubled_kernel))
+"""Its input with all but the first element along an axis, and of an even transform the last, twice as large.
+
+These two stand for themselves in the half that `irfft` takes, and each other one for two.
+"""
+
+
+@derivative(DOUBLED)
+def _doubled(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [apply(DOUBLED, grad, **node.attrs)[0]]
+
+
+@derivative(IRFFT)
+def _irfft(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    n, axis = node.attrs["n"], node.attrs["axis"]
+    half = apply(DOUBLED, _inverse(RFFT, node, grad), axis=axis, is_even=n is None or n % 2 == 0)[0]
+    return [_fitted(node, half)]
