@@ -1,4 +1,4 @@
-"""What a task or thread has entered with ``with`` and not yet left, innermost last."""
+"""Stacks of the objects that a task or thread has entered with ``with`` and not yet left."""
 
 from __future__ import annotations
 

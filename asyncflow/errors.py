@@ -153,7 +153,7 @@ class OverloadedError(AsyncflowError):
     """A run that was refused because its session is busy; nothing of it was computed.
 
     Attributes:
-        retry_after_s: when it is worth while to ask again, as for the header ``Retry-After`` of a 503 or 429.
+        retry_after_s: after how many seconds to ask again, as for the header ``Retry-After`` of a 503 or 429.
         runs: how many runs were in flight.
         queued: how many waited.
     """

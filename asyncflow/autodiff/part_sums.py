@@ -88,7 +88,7 @@ _Part: TypeAlias = "tuple[_Place | None, Any, Sequence[Any]]"
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """What the parts are parts of."""
+    """The value that the parts are parts of."""
 
     xp: ModuleType
     extents: tuple[int, ...]
@@ -114,7 +114,7 @@ class _Whole:
 
 
 class _Log(list[_Part]):
-    """What versions of a sum share; see `asyncflow.devices.memory.Held`."""
+    """The entries that versions of a sum share; see `asyncflow.devices.memory.Held`."""
 
     __slots__ = ("__weakref__",)
     entry_nbytes = 120  # a triple, and the tuple in it
@@ -129,7 +129,7 @@ class _Log(list[_Part]):
 
 
 class PartSum:
-    """What has reached parts of a value: the first `length` entries of a log that versions share.
+    """The gradients that have reached parts of a value: the first `length` entries of a log that versions share.
 
     Only the newest version grows in place, and any thread may use any version.
 
@@ -153,7 +153,7 @@ class PartSum:
 
     @property
     def held(self) -> _Log:
-        """What the account of a device with a limit counts."""
+        """The store, for the account of a device that has a limit."""
         return self._log
 
     @classmethod

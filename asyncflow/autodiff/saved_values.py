@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Items(list[Any]):
-    """What versions of a store share."""
+    """The values that versions of a store share."""
 
     __slots__ = ("__weakref__",)
     entry_nbytes = 8
@@ -60,7 +60,7 @@ class SavedValues:
 
     @property
     def held(self) -> Items:
-        """What the account of a device with a limit counts."""
+        """The store, for the account of a device that has a limit."""
         return self.items
 
     def saved(self, index: Any, value: Any) -> SavedValues:

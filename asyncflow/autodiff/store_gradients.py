@@ -53,7 +53,7 @@ class StoreGradient:
 
     @property
     def held(self) -> _Log:
-        """What the account of a device with a limit counts."""
+        """The store, for the account of a device that has a limit."""
         return self.log
 
     @classmethod

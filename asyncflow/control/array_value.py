@@ -47,7 +47,7 @@ class ArrayValue:
 
     @property
     def held(self) -> Store:
-        """What the account of a device with a limit counts."""
+        """The store, for the account of a device that has a limit."""
         return self._store
 
     @property

@@ -109,7 +109,7 @@ class _Hold:
 
 
 class _Work:
-    """What a thread calls, and the processor's time that it took."""
+    """A call on a thread, and the processor's time that it took."""
 
     __slots__ = ("computed_ns", "work")
 

@@ -231,7 +231,7 @@ class Executor:
             self.go_on()
 
     def expect(self, take: Callable[..., None], then: Callable[[], None] | None = None) -> Callable[..., None]:
-        """What is to be called once with ``(value, error, ...)`` when something in flight has ended; `take` gets them.
+        """A callback for something in flight, to be called once it has ended: `take` gets ``(value, error, ...)``.
 
         Then the run goes on, by ``then()`` if it is given. Whoever is asked may fail after it has accepted: of later
         calls only an error counts.

@@ -181,6 +181,8 @@ class Runs:
         try:
             if self._atomic.claims:
                 await self._claimed(plan, False, timeout, asked_s)
+            if ticket is not None and self.admission is not None:
+                self.admission.begin(ticket, plan)
             run = self._start(plan, checked, timeout, asked_s, recorder, channel)
             while (items := await channel.get()) is not None:
                 # The loop goes on with the same arrays, so the consumer gets copies.

@@ -82,7 +82,7 @@ def _run_open(straight: Straight, device: Device, quiet: Context, inputs: Sequen
 
 
 def _outputs(region: Generator[object, int | None, Any]) -> Any:
-    """What a region gives that would stop between its long kernels."""
+    """Runs a region that would stop between its long kernels to its end, and gives its outputs."""
     budget: int | None = None
     try:
         while True:

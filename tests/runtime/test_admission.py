@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.runtime.admission import Admission
 from asyncflow.testing import virtual_clock
 from tests.faults.kernels import INT, CoroutineGate, in_flight
 
@@ -276,3 +277,18 @@ def test_limits_are_checked() -> None:
         af.Session(max_queued=1)
     with pytest.raises(TypeError, match=r"max_runs is an integer; got float 1\.5"):
         af.Session(max_runs=1.5)  # type: ignore[arg-type]
+
+
+async def test_a_run_that_never_began_says_nothing_of_its_plan(graph: af.Graph) -> None:
+    """What it waited for, after it was let in, is not time that runs of the plan take."""
+    x = af.placeholder("float32", ())
+    async with af.Session(graph) as session:
+        plan, admission = session.plan(x * 2.0, [x]), Admission(1, None)
+        ticket = await admission.enter(plan, None)
+        ticket.started_s -= 1.0  # let in a second ago
+        admission.leave(ticket)
+        assert not plan.recent_s
+        ticket = await admission.enter(plan, None)
+        admission.begin(ticket, plan)
+        admission.leave(ticket, is_whole=True)
+        assert len(plan.recent_s) == 1
