@@ -138,9 +138,9 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         Timeline(
             title=f"{DRIVERS[host]}, {pattern} (colour, number: iteration; thin: copies)",
             trace=_trace(pattern, host),
-            window_ms=(0.0, 2.5),
+            window_ms=(0.0, until_ms),
         )
-        for host, pattern in (*(("c++", pattern) for pattern in PATTERNS), ("asyncflow", "ring"))
+        for host, pattern, until_ms in (*(("c++", pattern, 2.5) for pattern in PATTERNS), ("asyncflow", "ring", 10.0))
     ]
     return [
         draw_charts(folder / "dependency_patterns.png", [chart], note=host_note()),

@@ -22,6 +22,8 @@ _PALETTE: Final = "tab10"
 _KERNELS: Final = "compute"
 _COPIES: Final = ("h2d", "d2h", "peer")
 _NS_PER_MS: Final = 1e6
+_MOST_ENTRIES_INSIDE: Final = 4
+"""With more, a legend covers curves, and stands beside the chart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +68,9 @@ def draw_charts(path: Path, charts: Sequence[Chart], *, note: str = "") -> Path:
     pyplot = _pyplot()
     columns = min(3, len(charts))
     rows = -(-len(charts) // columns)
+    beside = max(2.4 * (len(chart.curves) + len(chart.paper) > _MOST_ENTRIES_INSIDE) for chart in charts)
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=((6.4 if columns == 1 else 5.0) * columns, 4.4 * rows), squeeze=False
+        rows, columns, figsize=((6.4 if columns == 1 else 5.0) * columns + beside, 4.4 * rows), squeeze=False
     )
     for axis, chart in zip(axes.flat, charts, strict=False):
         _draw_chart(axis, chart)
@@ -137,14 +140,18 @@ def _draw_chart(axis: Any, chart: Chart) -> None:
     if chart.is_log:
         axis.set_yscale("log")
     else:
-        axis.set_ylim(bottom=0)
+        highest = max(y for curve in (*chart.curves.values(), *chart.paper.values()) for y in curve.values())
+        axis.set_ylim(0, 1.08 * highest)
     axis.yaxis.set_major_formatter(_number_of_axis)
     axis.set_xlabel(chart.x)
     axis.set_ylabel(chart.y)
     axis.set_title(chart.title, fontsize=11)
     axis.grid(axis="y", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    if len(chart.curves) + len(chart.paper) > 1:
+    entries = len(chart.curves) + len(chart.paper)
+    if entries > _MOST_ENTRIES_INSIDE:
+        axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    elif entries > 1:
         axis.legend(frameon=False, fontsize=9)
 
 

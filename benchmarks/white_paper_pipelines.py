@@ -230,17 +230,17 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     training = [
         _timeline(SYNCHRONOUS, 4, 4, "4 replicas; colour, number: run", 10.0),
         _timeline(ASYNCHRONOUS, 4, 4, "4 replicas; colour, number: run, two a step", 10.0),
-        _timeline(SYNCHRONOUS, 4, 4, "4 replicas; colour, number: run", 10.0, "asyncflow"),
+        _timeline(SYNCHRONOUS, 4, 4, "4 replicas; colour, number: run", 20.0, "asyncflow"),
     ]
     pipelines = [
         _timeline(CONCURRENT, 1, 6, "1 run in flight; colour, number: run", 3.0),
         _timeline(CONCURRENT, 4, 12, "4 runs in flight; colour, number: run", 3.0),
-        _timeline(CONCURRENT, 4, 12, "4 runs in flight; colour, number: run", 3.0, "asyncflow"),
+        _timeline(CONCURRENT, 4, 12, "4 runs in flight; colour, number: run", 12.0, "asyncflow"),
     ]
     layers = [
         _timeline(MODEL, 2, 12, "2 devices; colour, number: time step", 8.0),
         _timeline(MODEL, 8, 12, "8 devices; colour, number: time step", 8.0),
-        _timeline(MODEL, 8, 12, "8 devices; colour, number: time step", 8.0, "asyncflow"),
+        _timeline(MODEL, 8, 12, "8 devices; colour, number: time step", 40.0, "asyncflow"),
     ]
     return [
         draw_charts(folder / "white_paper_pipelines.png", charts, note=f"simulated v100, {LINK}\n{host_note()}"),

@@ -60,6 +60,9 @@ def test_what_another_host_drives_has_the_same_colour_and_is_dashed(tmp_path: Pa
     assert len(set(colours)) == 2
     assert [line.get_linestyle() for line in lines] == ["-", "-", "--", "--"]
     assert ANOTHER_HOST in lines[2].get_label()
+    # Beside six entries no curve is hidden.
+    axis = figures[0].axes[0]
+    assert axis.get_legend().get_window_extent().x0 >= axis.get_window_extent().x1
 
 
 def test_a_timeline_has_a_lane_a_device_and_a_bar_a_kernel_or_copy(tmp_path: Path, figures: list[Any]) -> None:
