@@ -220,6 +220,91 @@ def uniform(
     return _scaled(_floats(UNIFORM, shape, dtype, seed, name), width, low)
 
 
+def _parameter_spec(parameter: Spec, *sizes: Spec, shape: Shape, dtype: DType) -> Spec:
+    target = template_shape(shape, sizes)
+    require_kind(parameter, "iuf", "real numbers")
+    if target is not None and not is_compatible(broadcast([parameter.shape, target]), target):
+        raise ShapeError(f"parameters broadcast to the shape asked for, {format_shape(target)}; got {parameter}")
+    return Spec(dtype, target)
+
+
+def _parameter_op(
+    name: str, rule: str, holds: Callable[[Any], Any], sample: Callable[[np.random.Generator, Any, Any], Any]
+) -> Op:
+    """Registers an op that draws from distributions with one parameter, which is finite and for which `rule` holds."""
+
+    def prepare(*, shape: Shape, dtype: DType) -> Callable[..., Any]:
+        read = shape_reader(shape)
+
+        def draw(rng: np.random.Generator, parameter: Any, *sizes: Any) -> Any:
+            wide = np.asarray(parameter).astype(float64)
+            _require(np.isfinite(wide) & holds(wide), wide, rule)
+            return np.asarray(sample(rng, wide, read(sizes))).astype(dtype, copy=False)
+
+        return draw
+
+    return _random_op(name, _parameter_spec, prepare)
+
+
+GAMMA = _parameter_op(
+    "gamma", "alpha is finite, and above 0", lambda x: x > 0, lambda rng, x, size: rng.standard_gamma(x, size)
+)
+POISSON = _parameter_op(
+    "poisson", "a rate is finite, and 0 or more", lambda x: x >= 0, lambda rng, x, size: rng.poisson(x, size)
+)
+
+
+def gamma(
+    shape: ExtentsLike = (),
+    *,
+    alpha: TensorLike,
+    scale: TensorLike = 1.0,
+    dtype: DTypeLike = float64,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Floats of a gamma distribution, of mean ``alpha * scale``; no gradient reaches `alpha`, which is an error.
+
+    Args:
+        shape: see `normal`.
+        alpha: the distribution's shape; finite and above 0, or the run fails; broadcasts to `shape`.
+        scale: what the standard sample is multiplied by; broadcasts with the result.
+        dtype: a float dtype.
+        seed: see `normal`.
+        name: of the node.
+    """
+    found = as_dtype(dtype)
+    if kind_of(found) != "f":
+        raise DTypeError(f"random_gamma gives floats, not {dtype_name(found)}; use af.astype")
+    template, sizes = split_extents(shape)
+    drawn = _apply(GAMMA, alpha, *sizes, seed=seed, name=name, shape=template, dtype=found)
+    return _scaled(drawn, scale, 0.0)
+
+
+def poisson(
+    shape: ExtentsLike = (),
+    *,
+    rate: TensorLike,
+    dtype: DTypeLike = int64,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Numbers of a Poisson distribution: how often happens what happens `rate` times on average.
+
+    Args:
+        shape: see `normal`.
+        rate: finite and 0 or more, or the run fails; broadcasts to `shape`.
+        dtype: an integer dtype, or a float dtype.
+        seed: see `normal`.
+        name: of the node.
+    """
+    found = as_dtype(dtype)
+    if kind_of(found) not in "iuf":
+        raise DTypeError(f"random_poisson gives integers or floats, not {dtype_name(found)}")
+    template, sizes = split_extents(shape)
+    return _apply(POISSON, rate, *sizes, seed=seed, name=name, shape=template, dtype=found)
+
+
 # -- choices ---------------------------------------------------------------------------------------------------------
 
 
@@ -408,10 +493,12 @@ __all__ = [
     "bernoulli",
     "categorical",
     "choice",
+    "gamma",
     "generator",
     "integers",
     "normal",
     "permutation",
+    "poisson",
     "truncated_normal",
     "uniform",
 ]

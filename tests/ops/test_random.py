@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import constant, placeholder
 from asyncflow.graph.graph import Graph
@@ -52,6 +53,8 @@ ALL = {
     "categorical": lambda **o: random.categorical(np.zeros((64, 50)), **o),
     "choice": lambda **o: random.choice(10**6, 64, **o),
     "permutation": lambda **o: random.permutation(64, **o),
+    "gamma": lambda **o: random.gamma((64,), alpha=2.0, **o),
+    "poisson": lambda **o: random.poisson((64,), rate=100.0, **o),
 }
 
 
@@ -194,3 +197,58 @@ def test_categorical_refuses_logits_of_no_distribution(logits: Any, message: str
 def test_parameters_that_make_no_distribution_are_refused(build: Any, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         build()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
+def test_gamma(dtype: str) -> None:
+    for alpha in (0.5, 3.0):
+        values = draw(random.gamma((4000,), alpha=alpha, scale=2.0, dtype=dtype)).astype("float64")
+        assert (values >= 0).all()
+        assert abs(values.mean() / (2 * alpha) - 1) < 0.1
+        assert abs(values.var() / (4 * alpha) - 1) < 0.3
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int8", "uint16", "float32"])
+def test_poisson(dtype: str) -> None:
+    for rate in (0, 0.5, 8.0):
+        values = draw(random.poisson((4000,), rate=rate, dtype=dtype)).astype("float64")
+        assert (values == np.floor(values)).all()
+        assert abs(values.mean() - rate) <= 0.1 * rate
+        assert abs(values.var() - rate) <= 0.2 * rate
+
+
+def test_parameters_of_gamma_and_poisson_broadcast() -> None:
+    size = placeholder("int64", ())
+    many = np.array([1e-9, 1e6])
+    for build in (lambda n, p: random.gamma((n, 2), alpha=p), lambda n, p: random.poisson((n, 2), rate=p)):
+        values = draw(build(size, many), {size: np.int64(3)})
+        assert values.shape == (3, 2)
+        assert (values[:, 0] < 1).all()
+        assert (values[:, 1] > 1e5).all()
+        assert draw(build(0, many)).shape == (0, 2)
+    assert np.shape(draw(random.gamma(alpha=1.0))) == ()
+    assert np.shape(draw(random.poisson(rate=1.0))) == ()
+
+
+def test_errors_of_gamma_and_poisson() -> None:
+    with pytest.raises(ValueError, match="alpha is finite, and above 0; got 0"):
+        draw(random.gamma(2, alpha=0.0))
+    with Graph(), pytest.raises(ValueError, match="a rate is finite, and 0 or more; got -1"):
+        draw(random.poisson(2, rate=[1.0, -1.0]))
+    with pytest.raises(DTypeError, match="random_gamma gives floats, not int64"):
+        random.gamma(alpha=1.0, dtype="int64")
+    with pytest.raises(DTypeError, match="random_poisson gives integers or floats, not bool"):
+        random.poisson(rate=1.0, dtype="bool")
+    with pytest.raises(ShapeError, match="parameters broadcast to the shape asked for"):
+        random.gamma((2,), alpha=[1.0, 2.0, 3.0])
+    with pytest.raises(DTypeError, match="takes real numbers"):
+        random.poisson(rate=[1j])
+
+
+def test_gradients_of_gamma() -> None:
+    """The scale has one; alpha would need one, which is refused."""
+    scale, alpha = placeholder("float64", ()), placeholder("float64", ())
+    x = random.gamma((3,), alpha=alpha, scale=scale)
+    assert gradients(x, scale) is not None
+    with pytest.raises(GraphError, match="random_gamma has no gradient with respect to alpha"):
+        gradients(x, alpha)

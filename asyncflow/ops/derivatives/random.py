@@ -19,7 +19,22 @@ if TYPE_CHECKING:
 not_differentiable(
     random.NORMAL, random.TRUNCATED_NORMAL, random.UNIFORM, because="a standard sample depends on no value"
 )
-not_differentiable(random.BERNOULLI, random.CATEGORICAL, random.INTEGERS, because="its result is discrete")
+not_differentiable(
+    random.BERNOULLI, random.CATEGORICAL, random.INTEGERS, random.POISSON, because="its result is discrete"
+)
+
+
+@derivative(random.GAMMA)
+def _gamma(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """The sample does depend on the shape parameter, by no formula that is here: zeros would be wrong without a word.
+
+    Raises:
+        GraphError: always.
+    """
+    raise GraphError(
+        f"{node.op.name} has no gradient with respect to alpha, {node.inputs[0]!r}; use af.stop_gradient on it, or a "
+        f"score function\n  written at {node.location}"
+    )
 
 
 @derivative(random.CHOICE, random.PERMUTATION)
