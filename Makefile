@@ -8,13 +8,13 @@ STAMP := $(VENV)/.installed
 # More than eight workers spend longer starting than testing.
 PYTEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadgroup
 PYTEST_ARGS ?=
-# Without Git, as in an unpacked sdist, it is always the same part's turn.
-COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)
+# A commit, or any word: it chooses what `make test TURN=...` adds.
+TURN ?=
 SOURCES := asyncflow tests examples benchmarks docs
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-turn test-full check reference doctest bench gpu-check package clean
+.PHONY: help setup demo test test-full check reference doctest bench gpu-check package clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,11 +31,8 @@ setup: $(STAMP) ## Make the virtual environment .venv with the package and all t
 demo: $(STAMP) ## Run the main job: an LSTM learns to write from the documentation of Python, with its timeline
 	$(BIN)/python examples/character_lstm.py --output demo-out
 
-test: $(STAMP) ## Run the tests, but for slow ones, in the five cells of the matrix that find what any finds
-	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m 'not slow' $(PYTEST_ARGS)
-
-test-turn: $(STAMP) ## Run the tests and a part of what test-full adds, chosen by the commit
-	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) --turn="$(COMMIT)" $(PYTEST_ARGS)
+test: $(STAMP) ## Run the tests, but for slow ones, in the five cells that find what any finds; TURN=commit adds a part
+	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) $(if $(TURN),--turn="$(TURN)",-m 'not slow') $(PYTEST_ARGS)
 
 test-full: $(STAMP) ## Run every test, the slow ones too, in every cell
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) --full $(PYTEST_ARGS)
