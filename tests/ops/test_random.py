@@ -239,8 +239,8 @@ def test_errors_of_gamma_and_poisson() -> None:
         random.gamma(alpha=1.0, dtype="int64")
     with pytest.raises(DTypeError, match="random_poisson gives integers or floats, not bool"):
         random.poisson(rate=1.0, dtype="bool")
-    with pytest.raises(ShapeError, match="parameters broadcast to the shape asked for"):
-        random.gamma((2,), alpha=[1.0, 2.0, 3.0])
+    with pytest.raises(ShapeError, match=r"parameters broadcast to the shape asked for, \[2\]; got float64\[1,2\]"):
+        random.gamma((2,), alpha=[[1.0, 2.0]])
     with pytest.raises(DTypeError, match="takes real numbers"):
         random.poisson(rate=[1j])
 
