@@ -32,7 +32,14 @@ def build_all(x: af.Tensor, y: af.Tensor) -> None:
     read.append(first_rows(x, y))
     nn = [af.sigmoid(x), af.silu(x), af.softplus(x), af.gelu(x), af.erf(x), af.cumulative_prod(x, axis=2)]
     shaped = [*af.broadcast_arrays(x, y), af.broadcast_to(x, (2, 2, 2)), af.sort(x), af.sum(x)]
-    af.gradients([*products, *read, *changed, *nn, *shaped], [x, y], unconnected="zero")
+    linalg = [*af.linalg.slogdet(x), *af.linalg.eigh(x), *af.linalg.svd(x, full_matrices=False), *af.linalg.qr(x)]
+    of_one = (af.linalg.cholesky, af.linalg.det, af.linalg.inv, af.linalg.eigvalsh, af.linalg.svdvals, af.linalg.pinv)
+    linalg += [found(x) for found in of_one]
+    linalg += [af.linalg.solve(x, np.eye(2)), af.linalg.matrix_rank(x)]
+    z = af.astype(x, "complex128")
+    fft = [af.fft.fft(z), af.fft.ifft(z), af.fft.rfft(x), af.fft.irfft(z)]
+    smooth = [tensor for tensor in (*linalg, *fft) if tensor.dtype.kind == "f"]
+    af.gradients([*products, *read, *changed, *nn, *shaped, *smooth], [x, y], unconnected="zero")
 
 
 @pytest.mark.parametrize("known", [(2, 2, 2), (None, 2, None), None])

@@ -220,6 +220,20 @@ def _products(x: Tensor, v: Tensor) -> list[Tensor]:
     ]
 
 
+def _decompositions(x: Tensor) -> list[Tensor]:
+    linalg, tall = af.linalg, af.matrix_transpose(x)
+    square = af.matmul(x, tall) + af.eye(2)
+    found = [linalg.cholesky(square), linalg.det(square), linalg.inv(square), linalg.eigvalsh(square)]
+    found += [*linalg.slogdet(square), *linalg.eigh(square), *linalg.qr(tall), *linalg.svd(tall, full_matrices=False)]
+    found += [linalg.svdvals(x), linalg.pinv(x), linalg.matrix_rank(x), linalg.solve(square, x)]
+    return [*found, linalg.cross(x, af.flip(x))]
+
+
+def _transforms(x: Tensor) -> list[Tensor]:
+    z = af.astype(x, "complex128")
+    return [af.fft.fft(z), af.fft.ifft(z), af.fft.rfft(x), af.fft.irfft(z), af.fft.irfft(z, n=5)]
+
+
 def _transposes(x: Tensor, v: Tensor) -> list[Tensor]:
     unknown = placeholder_like(x)
     return [af.matmul(unknown, v), af.tensordot(unknown, v, axes=1), af.vecdot(unknown, v)]
@@ -302,6 +316,8 @@ PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_shapes, (X,), False),
     (_indexing, (X, N), False),
     (_products, (X, V), False),
+    (_decompositions, (X,), False),
+    (_transforms, (X,), False),
     (_transposes, (X, V), False),
     (_arrays, (X, N), True),
     (_parts, (X, N), False),
