@@ -164,10 +164,10 @@ class Runs:
         self, ask: Callable[[], tuple[Call, Sequence[Any]]], timeout: float | None, trace: Trace | None
     ) -> AsyncGenerator[Any, None]:
         """Does what `Session.stream` promises; ``ask()`` gives what to run, and the values to feed."""
-        call, values = ask()
-        assert self._loop is not None
         timeout = as_timeout(timeout)
         check_trace(trace, may_be_path=False)
+        call, values = ask()
+        assert self._loop is not None
         checked, _ = call.check(values)
         asked_s = self._loop.time()
         checked = await self._copied(checked, timeout, asked_s)
