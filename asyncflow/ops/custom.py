@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial, update_wrapper
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, overload
 
 import numpy as np
@@ -171,10 +172,10 @@ class CustomOp(Generic[P]):
         check = partial(_checked, outputs) if isinstance(outputs, Spec) else _Results(outputs)
 
         def call(*values: Any) -> Any:
-            return check(function(*map(_read_only, values)))
+            return check(_given_up(function(*map(_read_only, values))))
 
         async def call_async(*values: Any) -> Any:
-            return check(await function(*map(_read_only, values)))
+            return check(_given_up(await function(*map(_read_only, values))))
 
         return call_async if self.op.is_async else call
 
@@ -211,7 +212,8 @@ def op(
     In a graph, values passed by position become inputs, and the function gets them as read-only NumPy arrays (or
     scalars, for rank 0); values passed by name are static and arrive as they are. Outside any graph, with plain values,
     the function is called as if it were not decorated. A coroutine function suspends only its own firing. What the
-    function returns is checked on every firing and belongs to asyncflow from then on: do not write to it later.
+    function returns is checked on every firing; an array that it keeps, to write to it later or to give it again, is
+    copied.
 
     Args:
         function: what to decorate.
@@ -360,6 +362,35 @@ class _Results:
                 f"the function returned {found} value{'s' * (found != 1)}, {_describe(returned)}, and "
                 f"{len(self._specs)} are declared: {error}"
             ) from None
+
+
+def _references(value: object) -> int:
+    return getrefcount(value)
+
+
+_FRESH = _references(np.empty(0))
+"""How often an array is referred to that a call has just given, and nobody has kept."""
+
+
+def _given_up(result: Any) -> Any:
+    """What a function returned, with copies of the arrays that it, or anybody, has kept and may write to later."""
+    if type(result) is np.ndarray:
+        return result.copy() if getrefcount(result) > _FRESH or _is_window(result) else result
+    if isinstance(result, np.generic | int | float | complex | str):
+        return result
+    # Each is referred to by the nest, by the list and by the variable of the loop.
+    allowed = _FRESH + 2 if getrefcount(result) <= _FRESH else 0
+    leaves, structure = nest.flatten(result)
+    if structure.kind is None:
+        return result
+    return structure.unflatten(
+        [x.copy() if type(x) is np.ndarray and (getrefcount(x) > allowed or _is_window(x)) else x for x in leaves]
+    )
+
+
+def _is_window(array: np.ndarray[Any, Any]) -> bool:
+    """Whether it looks into an array that somebody has kept."""
+    return array.base is not None and array.flags.writeable and getrefcount(array.base) > _FRESH
 
 
 def _checked(spec: Spec, value: Any, what: str = "its result") -> Any:

@@ -205,7 +205,8 @@ def test_outputs_are_any_nest(graph: af.Graph, outputs: Any, result: Any) -> Non
     node = graph.nodes[-1]
     assert [str(x.spec) for x in node.outputs] == ["float32[]", "float32[?]"]
     first, second = call(node)
-    assert first == 1 and second is ONES
+    assert first == 1
+    assert second.tolist() == [1.0] * 3
 
 
 def test_state_orders_calls_among_themselves(graph: af.Graph) -> None:
@@ -385,3 +386,41 @@ def test_an_op_with_neither_outputs_nor_effects_is_refused(graph: af.Graph) -> N
     chosen = af.op(outputs=lambda x: (), name="chosen")(print)
     with pytest.raises(af.GraphError, match="chosen has no outputs that anything could ask for"):
         chosen(af.constant(1.0))
+
+
+async def test_what_a_function_keeps_and_changes_changes_no_results(graph: af.Graph, run: Runner) -> None:
+    total, table = np.zeros(3), np.arange(3.0)
+
+    @af.op(outputs=af.spec("float64", (3,)), stateful=True)
+    def add_up(x: Any) -> Any:
+        total[:] += x
+        return total
+
+    @af.op(outputs={"whole": af.spec("float64", (3,)), "part": af.spec("float64", (2,))})
+    def look_up(x: Any) -> Any:
+        return {"whole": table, "part": table[1:]}
+
+    x = af.placeholder("float64", ())
+    first, second, found = add_up(x), add_up(x), look_up(x)
+    whole, part = found["whole"], found["part"]
+    before = await run([first, second, whole, part], {x: 1.0})
+    assert [value.tolist() for value in before] == [[1.0] * 3, [2.0] * 3, [0.0, 1.0, 2.0], [1.0, 2.0]]
+    for value in before:
+        value *= 10
+    after = await run([first, second, whole, part], {x: 1.0})
+    assert [value.tolist() for value in after] == [[3.0] * 3, [4.0] * 3, [0.0, 1.0, 2.0], [1.0, 2.0]]
+
+
+def test_what_a_function_makes_is_not_copied(graph: af.Graph) -> None:
+    made: list[int] = []
+
+    @af.op(outputs=(af.spec("float64", (3,)), af.spec("float64", (2, 3))))
+    def fresh(x: Any) -> Any:
+        results = x + np.ones(3), np.ones(6).reshape(2, 3)
+        made.extend(value.ctypes.data for value in results)
+        return results
+
+    kernel = fresh.op.kernel
+    assert kernel is not None
+    results = kernel(np, outputs=fresh.outputs, arguments={})(np.float64(1.0))
+    assert [value.ctypes.data for value in results] == made
