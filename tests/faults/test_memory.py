@@ -42,7 +42,9 @@ async def test_f30_other_runs_go_on(graph: af.Graph) -> None:
     gate = CoroutineGate()
     x, ticket = af.placeholder("float32", (None,)), af.placeholder("int64", ())
     held = x * 2
-    with af.control_dependencies([gate.op(ticket).node]):
+    with af.control_dependencies([held.node]):
+        opened = gate.op(ticket)  # by then, what the run holds is there
+    with af.control_dependencies([opened.node]):
         total = af.sum(held) + af.sum(x)
     async with af.Session(graph, memory_limit=1_000_000) as session:
         waiting = session.run(total, {x: LARGE, ticket: 1})

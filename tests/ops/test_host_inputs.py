@@ -295,6 +295,8 @@ def _random(x: Tensor, n: Tensor) -> list[Tensor]:
         af.random.truncated_normal((n[0], 2)),
         af.random.uniform((2,)),
         af.random.integers(size, low=0, high=n[0] + 3),
+        af.random.gamma(size, alpha=2.0),
+        af.random.poisson((2,), rate=3.0),
         af.random.bernoulli(x * 0 + 0.5),
         af.random.categorical(x),
         af.random.choice(x, (2,)),
