@@ -306,3 +306,13 @@ def test_a_complex_y_needs_its_grad_y(graph: af.Graph) -> None:
         af.gradients([af.abs(z), z * z], z, grad_ys=[af.ones((2,), dtype="float32"), None])
     (found,) = af.gradients([z * z], [z], grad_ys=[np.ones(2, "complex64")])
     assert found.dtype == z.dtype
+
+
+def test_a_gamma_of_a_constant_shape_parameter_stops_no_gradient() -> None:
+    """Though how many are drawn depends on what is differentiated by."""
+    with af.Graph():
+        x = af.placeholder("float64", (None,))
+        (slope,) = af.gradients(af.sum(x * af.random.gamma((af.shape(x)[0],), alpha=2.0, seed=1)), [x])
+        assert slope.shape == (None,)
+        with pytest.raises(af.GraphError, match="random_gamma has no gradient with respect to alpha"):
+            af.gradients(af.sum(af.random.gamma((3,), alpha=x[0], seed=2)), [x])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError
+from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops import random
 
@@ -29,8 +30,10 @@ def _gamma(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """The sample does depend on the shape parameter, by no formula that is here: zeros would be wrong without a word.
 
     Raises:
-        GraphError: always.
+        GraphError: unless it is a constant.
     """
+    if node.inputs[0].node.op is CONSTANT:
+        return [None] * len(node.inputs)
     raise GraphError(
         f"{node.op.name} has no gradient with respect to alpha, {node.inputs[0]!r}; use af.stop_gradient on it, or a "
         f"score function\n  written at {node.location}"
