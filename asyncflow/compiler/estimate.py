@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.errors import told
 from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.op import host_inputs
 from asyncflow.graph.shapes import is_static, size_of
@@ -55,7 +56,7 @@ def flops_of(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[
         if all(tensor.shape is not None for tensor in (*node.inputs, *node.outputs)):
             warnings.warn(
                 f"the cost= of {op.name} fails for inputs of shapes {shapes[0]} and outputs of {shapes[1]}, so its "
-                f"time is guessed without: {type(error).__name__}: {error}\n  built at {node.location}",
+                f"time is guessed without: {told(error)}\n  built at {node.location}",
                 RuntimeWarning,
                 stacklevel=2,
             )

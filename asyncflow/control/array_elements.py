@@ -25,6 +25,11 @@ def elements_of(handle: Tensor, declared: Shape) -> Common:
     return written.common if written.follow(handle, None) else (declared,)
 
 
+def element_of(node: Node) -> Shape:
+    """The shape of the elements that a node writes, which is one of the ops that write."""
+    return _ELEMENTS[node.op.name](node)
+
+
 class _Written:
     """Joins the shapes of the writes on the way to a handle."""
 

@@ -12,7 +12,7 @@ from weakref import ref
 
 import numpy as np
 
-from asyncflow.control.array_elements import elements_of
+from asyncflow.control.array_elements import element_of, elements_of
 from asyncflow.control.array_store import ArrayKind, Common, element_shape, widen
 from asyncflow.control.array_value import ArrayValue
 from asyncflow.errors import DTypeError, GraphError, ShapeError, SourceLocation, user_location, warn_user
@@ -355,20 +355,16 @@ class TensorArray:
         Raises:
             DTypeError, ShapeError: `value` does not fit `dtype` or `element_shape`.
         """
-        value = self._value(value)
-        return self._written(WRITE, value.shape, index, value, name=name)
+        return self._written(WRITE, index, self._value(value), name=name)
 
     def unstack(self, values: TensorLike, *, name: str | None = None) -> TensorArray:
         """The array with element i set to ``values[i]``, for all elements; as many rows as the array has elements."""
-        values = self._value(values)
-        row = values.shape[1:] if values.shape else None
-        return self._written(UNSTACK, row, values, name=name)
+        return self._written(UNSTACK, self._value(values), name=name)
 
     def scatter(self, indices: TensorLike, values: TensorLike, *, name: str | None = None) -> TensorArray:
         """The array with element ``indices[i]`` set to ``values[i]``; `indices` is a vector without repetitions."""
         values = self._value(values)
-        row = values.shape[1:] if values.shape else None
-        return self._written(SCATTER, row, self._vector(indices), values, name=name)
+        return self._written(SCATTER, self._vector(indices), values, name=name)
 
     def split(self, values: TensorLike, lengths: TensorLike, *, name: str | None = None) -> TensorArray:
         """The array whose elements are pieces of `values` along its first axis.
@@ -379,9 +375,7 @@ class TensorArray:
                 the axis.
             name: of the node.
         """
-        values = self._value(values)
-        piece = (None, *values.shape[1:]) if values.shape else None
-        return self._written(SPLIT, piece, values, self._vector(lengths), name=name)
+        return self._written(SPLIT, self._value(values), self._vector(lengths), name=name)
 
     def identity(self, *, name: str | None = None) -> TensorArray:
         """The same array behind a new node, to hang control edges on."""
@@ -461,10 +455,11 @@ class TensorArray:
         with graph_for(self.handle):
             return apply(op, self.handle, *inputs, name=name, **attrs)
 
-    def _written(self, op: Op, shape: Shape, *inputs: TensorLike, name: str | None) -> TensorArray:
+    def _written(self, op: Op, *inputs: TensorLike, name: str | None) -> TensorArray:
         declared = Spec(self.dtype, self._kind.element_shape)
         handle = self._apply(op, *inputs, name=name, element=declared)[0]
-        array = self._with_handle(handle, widen(self._common, merge(declared.shape, shape)))
+        shape = merge(declared.shape, element_of(handle.node))
+        array = self._with_handle(handle, widen(self._common, shape))
         self._writes.append((ref(array), array._is_used, user_location()))
         return array
 

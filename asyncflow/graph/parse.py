@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import GraphError, SourceLocation
+from asyncflow.errors import GraphError, SourceLocation, told
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import find_op
 from asyncflow.graph.shapes import is_compatible
@@ -169,7 +169,7 @@ class _Builder:
             raise self._tokens.fault(f"{op.name} of {seen}: {error}", statement.offset) from error
         except Exception as error:
             # The rule of an op may stumble anywhere over attrs that only a text can give it.
-            message = f"{op.name} does not take {seen} and these attrs: {type(error).__name__}: {error}"
+            message = f"{op.name} does not take {seen} and these attrs: {told(error)}"
             raise self._tokens.fault(message, statement.offset) from error
         if not all(isinstance(spec, Spec) for spec in (inferred if isinstance(inferred, tuple) else (inferred,))):
             raise self._tokens.fault(f"{op.name} takes a dtype and shape as its spec", statement.offset)

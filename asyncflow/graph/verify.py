@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, told
 from asyncflow.graph.dtypes import bool_
 from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph
 from asyncflow.graph.parse import show_specs, specs_agree
@@ -143,7 +143,7 @@ def _check_outputs(node: Node) -> None:
         inferred = node.op.infer(*inputs, **node.attrs)
     except Exception as error:
         # Inputs and attrs that never went through `apply` may trip the rule anywhere.
-        raise _fault(node, f"its op does not take {seen}: {type(error).__name__}: {error}") from error
+        raise _fault(node, f"its op does not take {seen}: {told(error)}") from error
     given = [output.spec for output in node.outputs]
     if not specs_agree(inferred, given, single=node.single):
         claimed = given[0] if node.single else tuple(given)

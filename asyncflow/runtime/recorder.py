@@ -57,23 +57,9 @@ class Recorder:
         queued_ns: int | None,
     ) -> None:
         """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
-        self._add(
-            Firing(
-                run=self._run_id,
-                node=node.label,
-                op=node.source.op.name,
-                tag=iteration.tag(),
-                device=self._device.name,
-                stream=stream,
-                scheduled_ns=self._since(node, iteration, started),
-                started_ns=started,
-                ended_ns=ended,
-                outputs=_outputs(node, result, status),
-                status=status,
-                location=str(node.source.location),
-                queued_ns=queued_ns,
-            )
-        )
+        ready = self._since(node, iteration, started)
+        fired = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
+        self._add(fired._replace(status=status, queued_ns=queued_ns))
 
     def region(
         self,
@@ -88,22 +74,8 @@ class Recorder:
         """A time in which a region computed without a pause: as its loops, and what is between them."""
         node, iteration = firing.node, firing.iteration
         ready = self._since(node, iteration, started) if firing.paused_ns is None else firing.paused_ns
-        whole = Firing(
-            run=self._run_id,
-            node=node.label,
-            op=node.source.op.name,
-            tag=iteration.tag(),
-            device=self._device.name,
-            stream=stream,
-            scheduled_ns=min(ready, started),
-            started_ns=started,
-            ended_ns=ended,
-            outputs=_outputs(node, result, status),
-            status=status,
-            location=str(node.source.location),
-            queued_ns=queued_ns,
-            part=firing.parts,
-        )
+        whole = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
+        whole = whole._replace(status=status, queued_ns=queued_ns, part=firing.parts)
         spans = [span for span in firing.take_phases() if span.phase.nodes]
         for place, (phase, began, until) in enumerate(spans):
             is_first, is_last = place == 0, place == len(spans) - 1
@@ -127,9 +99,27 @@ class Recorder:
         if not spans:
             self._add(whole)
 
+    def _fired(
+        self, node: PlanNode, tag: str, stream: str, ready: int, started: int, ended: int, outputs: str
+    ) -> Firing:
+        return Firing(
+            run=self._run_id,
+            node=node.label,
+            op=node.source.op.name,
+            tag=tag,
+            device=self._device.name,
+            stream=stream,
+            scheduled_ns=min(ready, started),
+            started_ns=started,
+            ended_ns=ended,
+            outputs=outputs,
+            status="ok",
+            location=str(node.source.location),
+        )
+
     def _since(self, node: PlanNode, iteration: Iteration, started: int) -> int:
         since = self.ready.since(node, iteration)
-        return started if since is None else min(since, started)
+        return started if since is None else since
 
     def spans(
         self,
@@ -158,19 +148,11 @@ class Recorder:
                 # Some devices tell of every kernel that a region launches.
                 inside = node.region is not None and not span.nbytes
                 ready = began if scheduled is None else scheduled
-                fired = Firing(
-                    run=self._run_id,
-                    node=span.label if inside else node.label,
-                    op=node.source.op.name if not span.nbytes else "copy",
-                    tag=launched.tag,
+                fired = self._fired(node, launched.tag, name, ready, began, ended, launched.outputs)
+                fired = fired._replace(
+                    node=span.label if inside else fired.node,
+                    op=fired.op if not span.nbytes else "copy",
                     device=device.name,
-                    stream=name,
-                    scheduled_ns=min(ready, began),
-                    started_ns=began,
-                    ended_ns=ended,
-                    outputs=launched.outputs,
-                    status="ok",
-                    location=str(node.source.location),
                 )
                 self._add(fired, launched.used)
         self._launched.clear()
