@@ -109,7 +109,9 @@ async def test_nobody_waits_for_a_run_that_may_wait_for_him(graph: af.Graph) -> 
     """A coroutine in one holds memory until the other has ended."""
     x, ticket, gate = af.placeholder("float32", (None,)), af.placeholder("int64", ()), CoroutineGate()
     held = x * 2.0
-    with af.control_dependencies([gate.op(ticket).node]):
+    with af.control_dependencies([held.node]):
+        opened = gate.op(ticket)  # by then, what the run holds is there
+    with af.control_dependencies([opened.node]):
         waits = [held + 1.0]
     async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
         task = asyncio.ensure_future(session.run(waits, {x: LARGE, ticket: 1}))
