@@ -77,10 +77,15 @@ def located_at(function: Callable[..., object]) -> Iterator[None]:
             _definition.reset(token)
 
 
+def is_users(file: str) -> bool:
+    """Whether code in a file is not asyncflow's own."""
+    return not file.startswith(_PACKAGE)
+
+
 def user_location() -> SourceLocation:
     """The innermost line of the call stack that lies outside asyncflow."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith(_ASYNCIO):
         # A task's own stack ends here: the line that started the event loop says nothing.

@@ -26,6 +26,7 @@ from asyncflow.devices.protocol import recording
 from asyncflow.errors import KernelError
 from asyncflow.graph.op import KernelContext
 from asyncflow.runtime.first_guess import ON_A_THREAD, first_guess
+from asyncflow.runtime.grace import GRACE_S, leave_behind
 from asyncflow.runtime.ports import Ports
 from asyncflow.runtime.provenance import as_kernel_error, with_provenance
 from asyncflow.runtime.recorder import Recorder
@@ -65,6 +66,7 @@ class Executor:
         "_asynchronous",
         "_charge",
         "_device",
+        "_grace",
         "_is_driven",
         "_ports",
         "_run",
@@ -98,7 +100,9 @@ class Executor:
         self._charge = None if self._asynchronous is None else self._asynchronous.charge
         self._throttled = False
         self._suspended: deque[RegionFiring] = deque()
-        self._tasks: dict[asyncio.Task[Any], None] = {}  # not a set: they are cancelled in the order they started
+        # In the order they started, in which they are cancelled; and who is told of the end.
+        self._tasks: dict[asyncio.Task[Any], Callable[..., None]] = {}
+        self._grace: asyncio.TimerHandle | None = None
         if run.trace is not None:
             self.recorder = Recorder(run.trace, run.id, device, run.now)
             self.scheduler.ready = self.recorder.ready
@@ -277,6 +281,8 @@ class Executor:
     def close(self) -> None:
         """Lets go of the run, which has ended: no cycle may hold its values."""
         self.is_closed = True
+        if self._grace is not None:
+            self._grace.cancel()
         self._ports.close()
         del self._run
 
@@ -405,7 +411,6 @@ class Executor:
             undone.pop_all()
         # A real task, in the context of the caller: libraries look at current_task and at context variables.
         task = run.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
-        self._tasks[task] = None
 
         def take(result: object, error: BaseException | None) -> None:
             del self._tasks[task]
@@ -421,7 +426,7 @@ class Executor:
             elif not self.stopped:
                 self.complete(node, iteration, inputs, result)
 
-        deliver = self.expect(take)
+        self._tasks[task] = deliver = self.expect(take)
         task.add_done_callback(lambda task: deliver(*_outcome(task)))
 
     def _launch_region(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
@@ -548,6 +553,8 @@ class Executor:
         self._ports.incoming.clear()
         for task in self._tasks:
             task.cancel()
+        if self._tasks:
+            self._grace = self._run.loop.call_later(GRACE_S, leave_behind, self._tasks)
         while self._suspended:
             try:
                 self._suspended.popleft().generator.close()

@@ -340,6 +340,8 @@ class Runs:
         self.closed = why
         if self.admission is not None:
             self.admission.close(why)
+        if self._loop is not None and self._loop.is_closed():
+            self.in_flight.clear()  # none of them will ever hear of an end
 
     async def drain(self, grace_s: float) -> None:
         """Gives runs in flight so many seconds to end, but for streams whose consumers have gone: those are stopped."""

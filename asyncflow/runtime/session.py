@@ -272,10 +272,18 @@ class Session(NotPickled):
         """Lets runs in flight end for up to `grace_s` seconds, stops the others, and frees everything. Idempotent.
 
         A stream whose consumer is not waiting for its next item is stopped at once, and so are runs that wait for their
-        turn (`max_runs`).
+        turn (`max_runs`). A coroutine function that ignores its cancellation is left behind after 5 s, and named.
+
+        Raises:
+            RuntimeError: this is not the event loop of the session, which is still open.
         """
         if self._runs.closed is not None:
             return
+        if self._loop not in (None, asyncio.get_running_loop()) and not self._loop.is_closed():
+            raise RuntimeError(
+                "this session is bound to a different event loop, which is still open: await its aclose() there, or "
+                "from here asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.aclose(), that_loop))"
+            )
         self._runs.refuse("the session is closed; make a new one")
         async with AsyncExitStack() as closing:  # which does the rest, whatever becomes of the steps before
             for device in self.devices:

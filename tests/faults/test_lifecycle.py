@@ -85,6 +85,37 @@ async def test_f26_another_event_loop(session: af.Session, graph: af.Graph) -> N
     assert await session.run(fetch) == 2
 
 
+def _close(session: af.Session) -> None:
+    asyncio.run(session.aclose())
+
+
+async def test_f26_another_event_loop_closes_nothing(session: af.Session, graph: af.Graph) -> None:
+    """FAULTS F26: its runs and threads belong to the loop that goes on."""
+    fetch = af.constant(1) + 1
+    assert await session.run(fetch) == 2
+    with pytest.raises(RuntimeError, match=r"different event loop, which is still open: await its aclose\(\) there"):
+        await asyncio.to_thread(_close, session)
+    assert await session.run(fetch) == 2
+
+
+def test_f26_a_loop_that_was_closed_with_a_run_in_flight(graph: af.Graph) -> None:
+    """FAULTS F26: nothing will ever end that run, so that closing elsewhere does not wait for it."""
+    session, gate, loop = af.Session(), ThreadGate(), asyncio.new_event_loop()
+
+    async def start() -> asyncio.Task[object]:
+        task = asyncio.ensure_future(session.run(gate.op(1)))
+        await until(gate.entered.is_set)
+        return task
+
+    task = loop.run_until_complete(start())
+    loop.close()
+    gate.opened.set()
+    asyncio.run(session.aclose())
+    assert session.statistics().runs == 0
+    task.get_coro().close()
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
 async def test_f26_run_threadsafe(session: af.Session, graph: af.Graph) -> None:
     """FAULTS F26: from any thread, with results, errors and cancellation."""
     x, gate = af.placeholder("int64", ()), CoroutineGate()
