@@ -5,9 +5,12 @@ even if its users run much later. A Recv whose users all come after some node *p
 enough after it for the transfer, gets a control edge from *p*. The best *p* is the one that ends last in the schedule
 in which every node runs as soon as it can.
 
-What that gains so far is the order of copies, and not memory: on an asynchronous device *p* counts as done once it is
-launched, and the host launches far ahead, so the Recv's memory is taken early all the same. Measured on two simulated
-v100, 12 values of 5 MiB of which 11 were delayed: a peak of 92.5 MiB with and without, 25.92 ms and 25.96 ms.
+What that gains is memory of the device that receives: the value stays where it was made until the copy is due. On an
+asynchronous device *p* counts as done once it is launched, and the host launches far ahead; but memory is used again in
+the order of launches, so what counts is that the Recv comes after *p*, and that what is copied to is free again once
+its users are launched (`asyncflow.devices.cuda_values.Landing`). Measured on two simulated v100, one straight line of
+12 steps of three products each, to which the other card gives 12 values of 5 MiB: a peak of 69.9 MiB without and 20.0
+with, in 9.77 ms both; on this runtime's own host 69.9 and 30.0, in 11.11 and 10.63 ms.
 
 The edge can neither deadlock nor change what is live. All users of the Recv already come after *p*, so nothing but the
 Recv itself has to wait for more than before; in particular *p* does not wait for the Recv, whatever edges are added to

@@ -1,7 +1,8 @@
 """The copies of a CUDA device: from the host, to the host, and from other CUDA devices.
 
 Each kind has a stream of its own. A copy waits, on its stream, for what wrote its source and for what may still use the
-memory of its target, and a ticket keeps both ends until it is done; the event loop waits for nothing.
+memory of its target, and a ticket keeps both ends until it is done, the target as `Landing` says; the event loop waits
+for nothing.
 
 The host's end is pinned memory. What is small is copied there at once; what is large goes through it in pieces, which
 the device's host thread fills or empties while the next one is copied.
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.devices.cuda_graph import NotCapturableError
-from asyncflow.devices.cuda_values import CudaArray, as_scalar
+from asyncflow.devices.cuda_values import CudaArray, Landing, as_scalar
 from asyncflow.devices.pinned import PinnedBuffer, PinnedSlab
 from asyncflow.streams.cuda import active_stream
 from asyncflow.streams.futures import resolve
@@ -119,21 +120,23 @@ class Copies:
             array = self.new(value.shape, value.dtype, name)
             np.copyto(buffer.view(value.dtype, value.shape), value)
             self._own(self._h2d)
-            self._copy_in(array, 0, buffer, name)
+            landing = Landing(array, device.compute)
+            self._copy_in(landing, 0, buffer, name)
         except Exception:
             buffer.free()  # at once: others wait for it, and the traceback would keep it
             raise
-        return CudaArray(array, device.name, self._h2d, name, self._h2d.record())
+        return CudaArray(array, device.name, self._h2d, name, self._h2d.record(), landing)
 
-    def _copy_in(self, array: Any, offset: int, buffer: PinnedBuffer, name: str) -> None:
+    def _copy_in(self, landing: Landing, offset: int, buffer: PinnedBuffer, name: str) -> None:
         kind = self._runtime.memcpyHostToDevice
-        self._copy(self._h2d, array.data.ptr + offset, buffer.ptr, buffer.nbytes, kind, name)
-        self._h2d.notify(_freeing(buffer), array)
+        self._copy(self._h2d, landing.array.data.ptr + offset, buffer.ptr, buffer.nbytes, kind, name)
+        self._h2d.notify(_freeing(buffer), landing)
 
     async def _feed_in_pieces(self, value: Array, name: str) -> CudaArray:
         device = self._device
         device.check()
         array = self.new(value.shape, value.dtype, name)
+        landing = Landing(array, device.compute)
         self._own(self._h2d)
         if not value.flags.c_contiguous:
             value = await device.in_host_thread(np.ascontiguousarray, value)
@@ -145,11 +148,11 @@ class Copies:
             try:
                 await device.in_host_thread(np.copyto, buffer.view(np.uint8, part.shape), part)
                 device.check()
-                self._copy_in(array, start, buffer, name)
+                self._copy_in(landing, start, buffer, name)
             except Exception:
                 buffer.free()  # at once: others wait for it, and the traceback would keep it
                 raise
-        return CudaArray(array, device.name, self._h2d, name, self._h2d.record())
+        return CudaArray(array, device.name, self._h2d, name, self._h2d.record(), landing)
 
     # -- out -----------------------------------------------------------------------------------------------------
 
@@ -278,8 +281,9 @@ class Copies:
         self._own(self._peer)
         value.order(self._peer)
         self.copy_from(source.physical, here, there, value.name)
-        self._peer.hold(here, there)
-        return CudaArray(here, device.name, self._peer, value.name, self._peer.record())
+        landing = Landing(here, device.compute)
+        self._peer.hold(landing, there)
+        return CudaArray(here, device.name, self._peer, value.name, self._peer.record(), landing)
 
     def copy_from(self, card: int, here: Any, there: Any, name: str) -> None:
         """Copy, on `peer`, an array in C order that is on `card` to one that is here."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.devices.cuda_values import CudaArray
+from asyncflow.devices.cuda_values import CudaArray, Landing
 from asyncflow.devices.foreign import Loan, current_streams, hold_back, view
 from asyncflow.streams.cuda import active_stream
 
@@ -47,9 +47,10 @@ class Exchange:
         if there.nbytes:
             device.copies.copy_from(foreign.card, here, there, name)
         copied = peer.record()
-        peer.hold(here, there, foreign)
+        landing = Landing(here, device.compute)
+        peer.hold(landing, there, foreign)
         hold_back(cupy, foreign.card, copied.raw)
-        return CudaArray(here, device.name, peer, name, copied)
+        return CudaArray(here, device.name, peer, name, copied, landing)
 
     def lend(self, value: CudaArray) -> Any:
         """The array itself as a ``cupy.ndarray``, for others, who must not write to it.

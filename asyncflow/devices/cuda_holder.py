@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.devices.cuda_values import CudaArray
+from asyncflow.devices.cuda_values import CudaArray, Landing
 from asyncflow.devices.foreign import read
 from asyncflow.streams.cuda import active_stream, capturing
 
@@ -84,8 +84,9 @@ class CudaHolder:
         with peer.activate():
             peer.raw.wait_event(written)
         device.copies.copy_from(source._device.physical, here, there, label)
-        peer.hold(here, there)
-        return CudaArray(here, device.name, peer, label, peer.record())
+        landing = Landing(here, device.compute)
+        peer.hold(landing, there)
+        return CudaArray(here, device.name, peer, label, peer.record(), landing)
 
     def to_host(self, handle: CudaArray) -> np.ndarray[Any, Any]:
         """A copy in the host's memory. Blocks until the writer's stream has done what it has been given by now.

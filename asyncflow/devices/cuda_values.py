@@ -17,6 +17,29 @@ if TYPE_CHECKING:
     from asyncflow.streams.cuda import CudaEvent, CudaStream
 
 
+class Landing:
+    """Memory that a copy fills: a ticket of the copy keeps it, since its home stream may not use it again before.
+
+    From there on that the home stream waits for the copy, its order protects the memory as it does any other, and the
+    ticket has nothing more to keep. So an array that is copied in and used takes memory for as long as its users are
+    not launched, and not until the copy is done, which the host may be far ahead of.
+
+    Attributes:
+        array: CuPy's; None once the home stream waits.
+    """
+
+    __slots__ = ("_home", "array")
+
+    def __init__(self, array: Any, home: CudaStream) -> None:
+        self.array = array
+        self._home = home
+
+    def awaited_by(self, stream: CudaStream) -> None:
+        """Take note that work given to `stream` from now on comes after the copy."""
+        if stream is self._home:
+            self.array = None
+
+
 class CudaArray(DeviceArray):
     """An array in a CUDA device's memory.
 
@@ -30,17 +53,26 @@ class CudaArray(DeviceArray):
         name: of the node that made it.
     """
 
-    __slots__ = ("__weakref__", "_event", "_followers", "array", "device", "name", "stream")
+    __slots__ = ("__weakref__", "_event", "_followers", "_landing", "array", "device", "name", "stream")
 
     device: str
 
-    def __init__(self, array: Any, device: str, stream: CudaStream, name: str, event: CudaEvent | None = None) -> None:
+    def __init__(
+        self,
+        array: Any,
+        device: str,
+        stream: CudaStream,
+        name: str,
+        event: CudaEvent | None = None,
+        landing: Landing | None = None,
+    ) -> None:
         self.array = array
         self.device = device
         self.stream = stream
         self.name = name
         self._event = event
         self._followers: tuple[CudaStream, ...] = ()  # streams that wait for `_event` already
+        self._landing = landing
 
     @property
     def written(self) -> CudaEvent:
@@ -54,6 +86,8 @@ class CudaArray(DeviceArray):
         if self.stream is not stream and stream not in self._followers:
             stream.wait(self.written)
             self._followers += (stream,)
+            if self._landing is not None:
+                self._landing.awaited_by(stream)
 
     def settle(self, stream: CudaStream) -> None:
         """`order`, for a compute stream of the array's device that a copy was not made on: the array is valid there.
@@ -123,4 +157,4 @@ def as_scalar(value: Any) -> Any:
     return value[()] if is_number else value
 
 
-__all__ = ["CudaArray", "CudaOpaque", "as_scalar", "is_plain", "is_shape"]
+__all__ = ["CudaArray", "CudaOpaque", "Landing", "as_scalar", "is_plain", "is_shape"]

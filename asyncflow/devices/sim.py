@@ -451,10 +451,11 @@ class SimDevice(Timeline):
         self.hold(event, (value.storage, value))
 
     def _filled(self, data: Any, dtype: np.dtype[Any], shape: tuple[int, ...], event: SimEvent, name: str) -> SimArray:
-        """New memory on the device that a copy fills, and that stays until the copy is done."""
+        """New memory on the device that a copy fills."""
         nbytes = math.prod(shape) * dtype.itemsize
         storage = self.allocate(self.compute, event, nbytes, data if isinstance(data, np.ndarray) else None)
-        self.hold(event, (storage,))
+        self.machine.landing[event] = storage
+        self._at(event, self.machine.landing.pop, event, None)
         if self.machine.shapes_only and nbytes > SMALL_BYTES:
             data = storage.array = None
         return SimArray(data, dtype, shape, storage, event, name)

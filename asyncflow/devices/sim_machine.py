@@ -41,6 +41,8 @@ class SimMachine:
         threads: those of the host that have done something, by what they drive.
         jitter: kernels and copies take up to this fraction more or less, at random.
         shapes_only: arrays over 4 KiB have no data.
+        landing: memory that a copy fills, by the event of the copy, until that is done or the pool of that memory
+            waits for it; see `asyncflow.devices.cuda_values.Landing`.
         hazards: all that were found, as messages.
     """
 
@@ -70,6 +72,7 @@ class SimMachine:
         self.threads: dict[str, HostThread] = {}
         self.jitter = jitter
         self.shapes_only = shapes_only
+        self.landing: dict[SimEvent, Storage] = {}
         self.hazards: list[str] = []
         self._raised = 0
         self._random = Random(seed)
@@ -118,6 +121,8 @@ class SimMachine:
             HazardError: no event orders them.
         """
         if stream.has_seen(array.written):
+            if stream is array.storage.pool:
+                self.landing.pop(array.storage.written, None)
             return
         writer = array.written.stream.name
         self.hazards.append(

@@ -25,7 +25,7 @@ from tests.property.strategies import write_program
 from tests.property.test_random_programs import assert_same_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
@@ -348,20 +348,38 @@ def data_dependent_steps(n: int) -> tuple[af.Graph, af.Tensor, af.Tensor]:
     return graph, x, h
 
 
+def plain_steps(n: int) -> tuple[af.Graph, af.Tensor, af.Tensor]:
+    """The same in one straight line, all of which the host launches before the first step is done."""
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (n, n))
+        with af.device("sim:0"):
+            values = [x * float(step + 1) for step in range(2 * STEPS)]
+        with af.device("sim:1"):
+            h = x
+            for value in values:
+                h = af.matmul(af.matmul(h, h), h) * np.float32(1e-6) + value
+    return graph, x, h
+
+
 def step(h: af.Tensor) -> af.Tensor:
     return af.cond(af.sum(h) > 0, lambda: af.matmul(af.matmul(h, h), h) * np.float32(1e-6), lambda: h)
 
 
-def simulate(n: int, **options: Any) -> tuple[Any, int, int]:
+def simulate(
+    n: int,
+    build: Callable[[int], tuple[af.Graph, af.Tensor, af.Tensor]] = data_dependent_steps,
+    host: str = "c++",
+    **options: Any,
+) -> tuple[Any, int, int]:
     """The result, the virtual time, and the most bytes that the receiving device held."""
-    graph, x, result = data_dependent_steps(n)
+    graph, x, result = build(n)
 
     async def main() -> tuple[Any, int]:
         async with af.Session(graph, devices=["sim:0", "sim:1"], debug=True, **options) as session:
             value = await session.run(result, {x: np.full((n, n), 0.5, np.float32)})
             return value, session.devices[1].memory.statistics().peak
 
-    with virtual_clock("2 x v100, nvlink2", host="c++") as clock:
+    with virtual_clock("2 x v100, nvlink2", host=host) as clock:
         value, peak = clock.run(main())
     assert clock.machine.hazards == []
     return value, clock.now_ns, peak
@@ -378,6 +396,22 @@ def test_less_memory_and_no_more_time(monkeypatch: pytest.MonkeyPatch, options: 
     assert value.tobytes() == same.tobytes()
     assert time_ns <= time_without_ns
     assert peak <= peak_without - (STEPS - 2) * (2 if "transfer_dtype" in options else 4) * n * n
+
+
+@pytest.mark.parametrize("host", ["c++", "asyncflow"])
+def test_memory_is_taken_when_the_copy_is_due(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """However far ahead the host launches: a value's memory is used again by those that come after it."""
+    n = 512
+    nbytes = 4 * n * n
+    value, time_ns, peak = simulate(n, plain_steps, host)
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "delay_recvs", lambda *_, **__: [])
+        same, time_without_ns, peak_without = simulate(n, plain_steps, host)
+    assert value.tobytes() == same.tobytes()
+    assert time_ns <= time_without_ns
+    # Not the values, however many: those in use, the next ones on their way, and the operands of a step.
+    assert peak <= 8 * nbytes
+    assert peak_without >= 2 * STEPS * nbytes
 
 
 # -- random programs -------------------------------------------------------------------------------------------------

@@ -322,6 +322,37 @@ async def test_a_copy_in_order_of_a_view_keeps_what_it_reads(seed: int) -> None:
             assert np.array_equal(await waiting, np.full((32, 64), 3.0))
 
 
+@pytest.mark.parametrize("copy", ["receive", "feed"])
+@pytest.mark.parametrize(("used_on", "is_kept"), [(None, True), (0, False), (1, True)])
+async def test_memory_that_a_copy_fills_is_kept_until_its_home_waits_for_the_copy(
+    copy: str, used_on: int | None, is_kept: bool
+) -> None:
+    """The host is far ahead: the copy of what it has used and dropped has not even begun."""
+    value = np.full(4096, 2.0)
+    with FakeCupy(seed=3) as cupy:
+        async with opened(cupy) as one, opened(cupy, 1, compute_streams=2) as other:
+            cupy.pause()
+            source = computed(one, lambda: cupy.full(4096, 2.0))
+            used = other.memory.used
+            x = await (
+                fed(other, value)
+                if copy == "feed"
+                else other._future_of(lambda deliver: other.receive(source, one, deliver))
+            )
+            total = None if used_on is None else computed(other, lambda x: x.sum(), x, stream=used_on)
+            before = other.memory.used
+            del x
+            await turns(1)  # the future's callback refers to it, too
+            assert before - other.memory.used == (0 if is_kept else value.nbytes)
+            for _ in range(3):  # what is free is used again
+                computed(other, lambda: cupy.full(4096, -1.0))
+            cupy.resume()
+            if total is not None:
+                assert await fetched(other, total) == 8192.0
+            del total
+            await until(lambda: other.memory.used == used)
+
+
 @pytest.mark.parametrize("streams", [1, 2, 3])
 async def test_a_limit_can_be_used_up_on_any_stream(cupy: FakeCupy, streams: int) -> None:
     async with opened(cupy, memory_limit=1 << 20, compute_streams=streams) as device:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -238,6 +239,7 @@ def test_a_cancelled_run_leaves_buffers_to_copies(
     """Everything a run has goes at once, while copies on both sides are under way."""
     if not held:
         monkeypatch.setattr(SimDevice, "hold", lambda *_: None)
+        monkeypatch.setattr(machine, "landing", WeakValueDictionary())
     one, other = SimDevice(machine, 0), SimDevice(machine, 1)
 
     async def program() -> None:
@@ -264,6 +266,38 @@ def test_a_cancelled_run_leaves_buffers_to_copies(
     else:
         with pytest.raises(HazardError, match="sim:1/peer still"):
             machine.loop.run_until_complete(main())
+
+
+@pytest.mark.parametrize("copy", ["receive", "feed"])
+@pytest.mark.parametrize("is_used", [True, False])
+def test_memory_that_a_copy_fills_is_kept_until_its_pool_waits_for_the_copy(
+    machine: SimMachine, copy: str, is_used: bool
+) -> None:
+    """The host is far ahead: the copy of what it has used and dropped has not even begun."""
+    one, other = SimDevice(machine, 0), SimDevice(machine, 1)
+    x = received(other, array(one, size=10_000), one) if copy == "receive" else other.copy_in(np.ones(10_000, "f4"))
+    y = bind(other, np.negative)(x) if is_used else None
+    del x
+    assert other.memory.used == 40_000, "of what was used there is the result alone, of what was not there is the copy"
+    del y
+    array(other, size=10_000)
+    assert other.memory.used == (0 if is_used else 40_000)
+    machine.loop.run_until_complete(idle(other))
+    assert other.memory.used == 0
+    assert machine.hazards == []
+
+
+def test_another_stream_that_waits_does_not_give_the_memory_back(machine: SimMachine) -> None:
+    """It is the first stream's, which may use it again as soon as it is free."""
+    one, other = SimDevice(machine, 0), SimDevice(machine, 1, compute_streams=2)
+    x = received(other, array(one, size=10_000), one)
+    y = bind(other, np.negative, stream=1)(x)
+    del x
+    array(other, size=10_000)
+    assert other.memory.used == 80_000
+    machine.loop.run_until_complete(idle(other))
+    assert other.memory.used == y.nbytes
+    assert machine.hazards == []
 
 
 # -- poison ----------------------------------------------------------------------------------------------------------
