@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, NoReturn
 from asyncflow.errors import DeadlineExceeded, OverloadedError, SessionClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Hashable, Iterable
+    from collections.abc import AsyncIterator, Iterable
 
     from asyncflow.compiler.plan import Plan
-    from asyncflow.runtime.run import Run
 
 _LEAST_RETRY_S = 0.01
 
@@ -207,72 +206,6 @@ def _too_late() -> DeadlineExceeded:
     return DeadlineExceeded("the run waited too long for others to end within its timeout=; it did not start")
 
 
-class AtomicRuns:
-    """Runs that are one step for all others of the session that touch the same states.
-
-    Such a run claims its states when it is asked for. It starts when those in flight that touch them have ended; later
-    ones that touch them wait until it has. Nobody looks here while there is no claim.
-    """
-
-    __slots__ = ("claims",)
-
-    def __init__(self) -> None:
-        self.claims: list[Claim] = []
-
-    def holds_up(self, states: Collection[Hashable]) -> bool:
-        """Whether a run that touches `states` has to wait."""
-        return any(not claim.states.isdisjoint(states) for claim in self.claims)
-
-    async def wait(self, states: Collection[Hashable]) -> None:
-        """Returns when a run that touches `states` may start, if it starts at once."""
-        while waited := [claim for claim in self.claims if not claim.states.isdisjoint(states)]:
-            await waited[0].ended.wait()
-
-    async def claim(self, states: frozenset[Hashable], in_flight: Iterable[Run]) -> Claim:
-        """Returns when no other run that touches `states` is in flight; call `leave` when this one has ended."""
-        await self.wait(states)
-        claim = Claim(states, {run for run in in_flight if not run.states.isdisjoint(states)})
-        self.claims.append(claim)
-        try:
-            if claim.before:
-                await claim.alone.wait()
-        except BaseException:
-            self.leave(claim)
-            raise
-        return claim
-
-    def leave(self, claim: Claim) -> None:
-        """The run has ended, or will not start."""
-        self.claims.remove(claim)
-        claim.ended.set()
-
-    def on_end(self, run: Run) -> None:
-        """Another run has ended."""
-        for claim in self.claims:
-            claim.before.discard(run)
-            if not claim.before:
-                claim.alone.set()
-
-
-class Claim:
-    """The states that one atomic run has for itself.
-
-    Attributes:
-        states: what tells them from others.
-        before: runs in flight that it waits for.
-        alone: set when there are none.
-        ended: set when the run has ended.
-    """
-
-    __slots__ = ("alone", "before", "ended", "states")
-
-    def __init__(self, states: frozenset[Hashable], before: set[Run]) -> None:
-        self.states = states
-        self.before = before
-        self.alone = asyncio.Event()
-        self.ended = asyncio.Event()
-
-
 @asynccontextmanager
 async def in_time(timeout: float | None, asked_s: float, what: str) -> AsyncIterator[None]:
     """Raises DeadlineExceeded, which says `what`, if what is done inside takes longer than a run may.
@@ -289,4 +222,4 @@ async def in_time(timeout: float | None, asked_s: float, what: str) -> AsyncIter
         raise DeadlineExceeded(f"{what} within timeout={timeout} s; it did not start") from None
 
 
-__all__ = ["Admission", "AtomicRuns", "Claim", "Ticket", "in_time"]
+__all__ = ["Admission", "Ticket", "in_time"]

@@ -14,7 +14,7 @@ from asyncflow.runtime.executor import Executor
 from asyncflow.runtime.loop import clock_of
 from asyncflow.runtime.rendezvous import Rendezvous
 from asyncflow.runtime.trace import RunSpan
-from asyncflow.streams.holding import own_context
+from asyncflow.streams.holding import Part, current_part, own_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 _ids = itertools.count(1)
 
 
-def _kernel_context(turn: Turn) -> Context:
+def _kernel_context(part: Part) -> Context:
     """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
     context = copy_context()
-    context.run(_enter_run, turn)
+    context.run(_enter_run, part)
     return context
 
 
-def _enter_run(turn: Turn) -> None:
+def _enter_run(part: Part) -> None:
     leave_graphs()
-    own_context(turn)
+    own_context(part)
 
 
 class Run:
@@ -68,6 +68,7 @@ class Run:
         "max_iterations",
         "now",
         "number",
+        "part",
         "rendezvous",
         "seed",
         "shuffle_seed",
@@ -100,7 +101,9 @@ class Run:
         self.devices = devices
         self.loop = loop
         self.turn = turn
-        self.context = _kernel_context(turn)
+        self.part = Part(turn, current_part())
+        """The run for those that are asked for inside it."""
+        self.context = _kernel_context(self.part)
         self.rendezvous = Rendezvous()
         self.seed = seed
         self.shuffle_seed = None if shuffle_seed is None else shuffle_seed + number
@@ -232,6 +235,7 @@ class Run:
             self._drain()
             return
         self.is_finished = True
+        self.part.is_over = True
         for executor in self.executors:
             executor.close()
         if self._timer is not None:

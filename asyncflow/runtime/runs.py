@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
-from asyncflow.runtime.admission import Admission, AtomicRuns, in_time
+from asyncflow.runtime.admission import Admission, in_time
+from asyncflow.runtime.atomic import AtomicRuns
 from asyncflow.runtime.channel import Channel
 from asyncflow.runtime.copies import Copies
 from asyncflow.runtime.device_feeds import as_of_now, at_hand
@@ -22,7 +23,7 @@ from asyncflow.runtime.straight import quiet_context, run_straight
 from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
 from asyncflow.runtime.turn import Turn
 from asyncflow.streams.beside import call_beside
-from asyncflow.streams.holding import is_within, note_ask
+from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from asyncflow.compiler.request import PlanOptions
     from asyncflow.compiler.straight import Straight
     from asyncflow.devices.protocol import Device
-    from asyncflow.runtime.admission import Claim, Ticket
+    from asyncflow.runtime.admission import Ticket
+    from asyncflow.runtime.atomic import Claim
     from asyncflow.runtime.plans import Compile, PlanCache
     from asyncflow.runtime.prepared import Call
 
@@ -144,7 +146,7 @@ class Runs:
             if ticket is not None and self.admission is not None:
                 self.admission.begin(ticket, plan)
             staying = frozenset(plan.fetches[index] for index in call.staying)
-            start = partial(self._start, plan, checked, timeout, asked_s, recorder, None, staying)
+            start = partial(self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim)
             if self.memory_turns is None or atomic or not plan.is_repeatable or is_within(self._turn):
                 fetched = await start().wait()
             else:
@@ -242,17 +244,11 @@ class Runs:
 
     async def _claimed(self, plan: Plan, atomic: bool, timeout: float | None, asked_s: float) -> Claim | None:
         """Returns when a run may start as far as atomic ones are concerned; its own claim, if it is one."""
-        if is_within(self._turn):
-            if atomic:
-                raise RuntimeError(
-                    "atomic=True is for runs that no other run of the session asks for: this one would wait for the "
-                    "run it is part of; make that one atomic"
-                )
-            return None
+        within = enclosing_parts()
         async with in_time(timeout, asked_s, "other runs that use the same variables did not end"):
             if atomic:
-                return await self._atomic.claim(plan.states, self.in_flight)
-            await self._atomic.wait(plan.states)
+                return await self._atomic.claim(plan.states, within, self.in_flight)
+            await self._atomic.wait(plan.states, within)
         return None
 
     async def _in_turn(self, start: Callable[[], Run], plan: Plan, timeout: float | None, asked_s: float) -> list[Any]:
@@ -301,6 +297,7 @@ class Runs:
         trace: Trace | None,
         channel: Channel | None,
         staying: Collection[int | None] = (),
+        claim: Claim | None = None,
     ) -> Run:
         if self.closed is not None:  # while the plan was compiled
             raise SessionClosedError(self.closed)
@@ -322,6 +319,10 @@ class Runs:
             guard=self._options.debug,
             on_end=self._forget,
         )
+        if claim is not None:
+            claim.part = run.part
+        if self._atomic.claims:
+            self._atomic.on_start(run)
         self.in_flight.add(run)
         run.start(values, timeout, asked_s)
         return run

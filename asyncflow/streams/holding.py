@@ -2,7 +2,8 @@
 
 Such a function can ask for another run of its session and wait for it. A run that then queues for the session's threads
 may queue behind the function itself, or behind another that waits just so: nobody would ever go on. Which run was asked
-for by which function is known by context variables, as these go along with every way into an event loop.
+for by which function, and by which run, is known by context variables, as these go along with every way into an event
+loop; also with tasks that go on when the run that began them has ended, and are then part of it no more.
 """
 
 from __future__ import annotations
@@ -14,8 +15,26 @@ from typing import TypeVar, TypeVarTuple, Unpack
 _Args = TypeVarTuple("_Args")
 _Result = TypeVar("_Result")
 
-_owner: ContextVar[object] = ContextVar("asyncflow_owner", default=None)
-"""Whose run this is: anything that all runs of a session have in common."""
+
+class Part:
+    """A run, for what is asked for inside it.
+
+    Attributes:
+        owner: anything that all runs of its session have in common.
+        outer: the run that it is part of; None if it is part of none.
+        is_over: nothing is part of it any more.
+    """
+
+    __slots__ = ("is_over", "outer", "owner")
+
+    def __init__(self, owner: object, outer: Part | None) -> None:
+        self.owner = owner
+        self.outer = outer
+        self.is_over = False
+
+
+_part: ContextVar[Part | None] = ContextVar("asyncflow_part", default=None)
+"""The run that began what runs here; it may be over."""
 
 
 class Hold:
@@ -37,19 +56,39 @@ class Hold:
 _holds: ContextVar[tuple[Hold, ...]] = ContextVar("asyncflow_holds", default=())
 
 
-def own_context(owner: object) -> None:
-    """Says whose run the current context is of."""
-    _owner.set(owner)
+def current_part() -> Part | None:
+    """The innermost run that has not ended and that the current context is of."""
+    part = _part.get()
+    while part is not None and part.is_over:
+        part = part.outer
+    return part
+
+
+def enclosing_parts() -> frozenset[Part]:
+    """All runs that have not ended and that the current context is of, in whatever session."""
+    found = []
+    part = current_part()
+    while part is not None:
+        if not part.is_over:
+            found.append(part)
+        part = part.outer
+    return frozenset(found)
 
 
 def is_within(owner: object) -> bool:
-    """Whether the current context is of one of its runs."""
-    return _owner.get() is owner
+    """Whether the current context is of one of its runs that has not ended."""
+    return _part.get() is not None and any(part.owner is owner for part in enclosing_parts())
+
+
+def own_context(part: Part) -> None:
+    """Says which run the current context is of."""
+    _part.set(part)
 
 
 def holding(hold: Hold, work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
     """``work(*args)`` for a user's function on a session's thread; in a copy of its run's context, which it changes."""
-    hold.owner = _owner.get()
+    part = _part.get()
+    hold.owner = None if part is None else part.owner
     _holds.set((*(earlier for earlier in _holds.get() if earlier.owner is not None), hold))
     try:
         return work(*args)
@@ -65,8 +104,8 @@ def note_ask() -> None:
 
 def may_wait_for_itself(context: Context) -> bool:
     """Whether a run was asked for by a function that has a thread of the same session, still."""
-    owner = context.get(_owner)
-    return owner is not None and any(hold.owner is owner for hold in context.get(_holds, ()))
+    part = context.get(_part)
+    return part is not None and any(hold.owner is part.owner for hold in context.get(_holds, ()))
 
 
 def refuse_to_queue(context: Context) -> None:
@@ -83,4 +122,15 @@ def refuse_to_queue(context: Context) -> None:
         )
 
 
-__all__ = ["Hold", "holding", "is_within", "may_wait_for_itself", "note_ask", "own_context", "refuse_to_queue"]
+__all__ = [
+    "Hold",
+    "Part",
+    "current_part",
+    "enclosing_parts",
+    "holding",
+    "is_within",
+    "may_wait_for_itself",
+    "note_ask",
+    "own_context",
+    "refuse_to_queue",
+]

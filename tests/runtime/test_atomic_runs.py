@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from functools import partial
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
 import asyncflow as af
-from tests.faults.kernels import INT, CoroutineGate, in_flight
+from tests.faults.kernels import INT, CoroutineGate, in_flight, until
 
 
 class Program:
@@ -171,3 +173,271 @@ async def test_many_at_once_lose_nothing(program: Program) -> None:
         ends = await asyncio.gather(*(run for both in zip(moves, sums, strict=True) for run in both))
         assert [end for end in ends if not isinstance(end, list)] == [0] * 10
         assert list(await session.run(program.read)) == [-45, 45]
+
+
+class Nest:
+    """Variables, and runs with a coroutine that asks for other runs."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.variables = [af.Variable(0, name=f"v{k}") for k in range(count)]
+        self.begun = 0
+        """How many runs have come to their coroutine."""
+
+    def reader(self, *which: int) -> Any:
+        with af.Graph():
+            return [self.variables[k].read() + 0 for k in which]
+
+    def outer(self, which: Sequence[int], inside: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Reads variables, then awaits ``inside()``."""
+
+        @af.op(outputs=INT)
+        async def asks(*_: Any) -> Any:
+            self.begun += 1
+            await inside()
+            return np.int64(0)
+
+        with af.Graph():
+            return asks(*(self.variables[k].read() for k in which), af.constant(0))
+
+
+async def test_a_run_inside_another_does_not_see_half_of_an_atomic_one(program: Program) -> None:
+    """That other touches nothing of it, and so goes on beside it."""
+    nest, seen = Nest(), []
+    async with af.Session() as session:
+
+        async def look() -> None:
+            seen.append(list(await session.run(program.read)))
+
+        async with in_flight(program.run(session, 1, atomic=True), lambda: program.gate.started) as writing:
+            looking = asyncio.create_task(session.run(nest.outer([], look)))
+            await turns()
+            assert not seen
+            program.gate.opened.set()
+            await asyncio.gather(writing, looking)
+        assert seen == [[1, 1]]
+
+
+async def test_a_run_inside_one_that_an_atomic_run_waits_for_goes_before_it(program: Program) -> None:
+    """Also where that wait leads over others: each waits for a claim behind which the other's run is."""
+    nest, gate = Nest(2), asyncio.Event()
+    ends: list[str] = []
+    async with af.Session() as session, asyncio.timeout(20):
+
+        def inside(name: str, which: int) -> Callable[[], Coroutine[Any, Any, Any]]:
+            async def ask() -> None:
+                await gate.wait()
+                await session.run(nest.reader(which))
+                ends.append(name)
+
+            return ask
+
+        runs = [
+            asyncio.create_task(session.run(nest.outer([0], inside("first", 1)))),
+            asyncio.create_task(session.run(nest.outer([1], inside("second", 0)))),
+        ]
+        await until(lambda: nest.begun == 2)
+        for which in (0, 1):
+            fetch = nest.outer([which], partial(_note, ends, f"atomic {which}"))
+            runs.append(asyncio.create_task(session.run(fetch, atomic=True)))
+        await until(lambda: len(claims_of(session)) == 2)
+        assert not ends
+        gate.set()
+        await asyncio.gather(*runs)
+        assert sorted(ends) == ["atomic 0", "atomic 1", "first", "second"]
+        assert ends.index("second") < ends.index("atomic 1")
+        assert ends.index("first") < ends.index("atomic 0")
+
+
+def claims_of(session: af.Session) -> Sequence[object]:
+    return session._runs._atomic.claims
+
+
+def waiters_of(session: af.Session) -> Collection[object]:
+    return session._runs._atomic._waiters
+
+
+async def _note(ends: list[str], name: str) -> None:
+    ends.append(name)
+
+
+async def test_two_atomic_runs_that_need_each_others_variables_are_refused() -> None:
+    """The second to ask is: it would wait for the first, which waits for it."""
+    nest, started = Nest(2), []
+    async with af.Session() as session, asyncio.timeout(20):
+
+        def inside(mine: int) -> Callable[[], Coroutine[Any, Any, Any]]:
+            async def ask() -> None:
+                started.append(mine)
+                await until(lambda: len(started) == 2)
+                await session.run(nest.reader(1 - mine))
+
+            return ask
+
+        runs = [session.run(nest.outer([k], inside(k)), atomic=True) for k in (0, 1)]
+        results = await asyncio.gather(*runs, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, af.KernelError)]
+        assert len(refused) == 1
+        assert "would wait for each other for ever" in str(refused[0])
+        assert list(await session.run(nest.reader(0, 1))) == [0, 0]
+
+
+async def test_an_atomic_run_inside_another_claims_what_that_one_has_not() -> None:
+    """It waits for others, is one step for them, and is refused where it would wait for those who wait for it."""
+    nest, gate, order = Nest(3), asyncio.Event(), []
+    async with af.Session() as session, asyncio.timeout(20):
+
+        async def claims() -> None:
+            await session.run(nest.outer([0, 1], partial(hold, "inner")), atomic=True)
+
+        async def hold(name: str) -> None:
+            order.append(name)
+            await gate.wait()
+
+        async with in_flight(session.run(nest.outer([0], claims), atomic=True), lambda: order) as outer:
+            others = [asyncio.create_task(session.run(nest.reader(k))) for k in (0, 1)]
+            await session.run(nest.reader(2))
+            await turns()
+            assert not any(other.done() for other in others)
+            gate.set()
+            await asyncio.gather(outer, *others)
+        gate.clear()
+
+        async def asks() -> None:
+            await gate.wait()
+            await session.run(nest.reader(0))
+
+        begun = nest.begun
+        user = asyncio.create_task(session.run(nest.outer([1], asks)))
+        await until(lambda: nest.begun > begun)
+
+        async def claims_too_late() -> None:
+            gate.set()
+            await until(lambda: waiters_of(session))  # for what this one is part of
+            await session.run(nest.reader(1), atomic=True)
+
+        with pytest.raises(af.KernelError, match="would wait for each other for ever"):
+            await session.run(nest.outer([0], claims_too_late), atomic=True)
+        await user
+
+
+async def test_what_went_before_an_atomic_run_is_waited_for_by_it() -> None:
+    """Also when the run that asked for it has ended."""
+    nest, gate, order = Nest(1), asyncio.Event(), []
+    async with af.Session() as session, asyncio.timeout(20):
+
+        async def leaves_one_behind() -> None:
+            await until(lambda: claims_of(session))
+            inside = session.run(nest.outer([0], partial(hold, "inside")))
+            left.append(asyncio.create_task(inside))
+            await until(lambda: order)
+
+        async def hold(name: str) -> None:
+            order.append(name)
+            await gate.wait()
+
+        left: list[asyncio.Task[Any]] = []
+        outer = asyncio.create_task(session.run(nest.outer([0], leaves_one_behind)))
+        await until(lambda: nest.begun)
+        atomic = asyncio.create_task(session.run(nest.outer([0], partial(hold, "atomic")), atomic=True))
+        await outer
+        await turns()
+        assert order == ["inside"]
+        gate.set()
+        await asyncio.gather(atomic, *left)
+        assert order == ["inside", "atomic"]
+
+
+@pytest.mark.parametrize("is_atomic", [True, False], ids=["one inside an atomic run", "an atomic run inside one"])
+async def test_one_that_waits_goes_before_a_claim_when_it_closes_a_circle_later(is_atomic: bool) -> None:
+    """A waits inside, for an atomic run that waits for B; then B needs what A, or the run around A, has."""
+    nest, gate = Nest(2), asyncio.Event()
+    async with af.Session() as session, asyncio.timeout(20):
+
+        async def ask(*which: int, **options: Any) -> None:
+            await session.run(nest.reader(*which), **options)
+
+        async def later(*which: int, **options: Any) -> None:
+            await gate.wait()
+            await ask(*which, **options)
+
+        b = asyncio.create_task(session.run(nest.outer([0], partial(later, 1, atomic=not is_atomic))))
+        await until(lambda: nest.begun)
+        waiting = asyncio.create_task(ask(0, atomic=True))
+        await until(lambda: claims_of(session))
+        a = asyncio.create_task(session.run(nest.outer([1], partial(ask, 0)), atomic=is_atomic))
+        await until(lambda: waiters_of(session))
+        gate.set()
+        await asyncio.gather(a, b, waiting)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_random_nests_see_whole_steps(seed: int) -> None:
+    """Atomic runs write a pair in two runs inside them; whoever reads both, inside anything, sees them equal.
+
+    Those inside ask for later pairs alone, so no two wait for each other, and none is refused.
+    """
+    random = Random(seed)
+    nest = Nest(6)
+    pairs = [nest.reader(2 * pair, 2 * pair + 1) for pair in range(3)]
+    with af.Graph():
+        x = af.placeholder("int64", ())
+        writes = [variable.assign(x) for variable in nest.variables]
+    async with af.Session() as session, asyncio.timeout(20):
+
+        async def look(pair: int) -> None:
+            a, b = await session.run(pairs[pair])
+            assert a == b
+
+        async def further(pair: int) -> None:
+            await turns(random.randrange(4))
+            if pair < 2:
+                await random.choice([look, write, visit])(random.randrange(pair + 1, 3))
+
+        async def write(pair: int) -> None:
+            number = np.int64(random.randrange(100))
+
+            async def inside() -> None:
+                await session.run(writes[2 * pair], {x: number})
+                await further(pair)
+                await session.run(writes[2 * pair + 1], {x: number})
+
+            await session.run(nest.outer([2 * pair, 2 * pair + 1], inside), atomic=True)
+
+        async def visit(pair: int) -> None:
+            touched = [2 * pair] if random.random() < 0.3 else []
+
+            async def inside() -> None:
+                await further(pair)
+                await look(pair)
+
+            await session.run(nest.outer(touched, inside))
+
+        async def begin() -> None:
+            await turns(random.randrange(6))
+            await random.choice([look, write, visit])(random.randrange(3))
+
+        await asyncio.gather(*(begin() for _ in range(16)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_random_nests_end(seed: int) -> None:
+    """Whatever waits for whatever: each run ends, or is refused; and nothing is claimed any more."""
+    random = Random(seed)
+    nest = Nest(3)
+    async with af.Session() as session, asyncio.timeout(20):
+
+        async def ask(depth: int) -> None:
+            await turns(random.randrange(5))
+            touched = random.sample(range(3), random.randrange(3))
+
+            async def inside() -> None:
+                for _ in range(random.randrange(3) if depth < 2 else 0):
+                    await ask(depth + 1)
+
+            await session.run(nest.outer(touched, inside), atomic=random.random() < 0.5)
+
+        results = await asyncio.gather(*(ask(0) for _ in range(10)), return_exceptions=True)
+        refused = [result for result in results if result is not None]
+        assert all("wait for" in str(error) for error in refused)
+        assert not claims_of(session)
+        assert not waiters_of(session)
