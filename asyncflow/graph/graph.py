@@ -103,6 +103,8 @@ class Graph(NotPickled):
         self.lock = Lock()
         self._base = Scope(self)
         self.frames: dict[Node, FramePath] = {}
+        self.enters: dict[FramePath, Node] = {}  # the first of each frame, among so many nodes
+        self.searched_for_enters = 0
         self.shapes: dict[Tensor, Tensor] = {}
         self.extents: dict[Tensor, tuple[int, ...] | None] = {}
         self.kept_for_gradients: dict[Node, Any] = {}

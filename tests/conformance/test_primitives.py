@@ -19,7 +19,7 @@ from tests.runtime.by_hand import NOTHING
 from tests.runtime.hand_written import counting_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
     Run = Callable[..., Coroutine[Any, Any, Any]]
 
@@ -162,6 +162,28 @@ def test_a_frame_has_one_number_of_parallel_iterations(graph: af.Graph) -> None:
     af.raw.enter(first, "f", parallel_iterations=8)
     with pytest.raises(af.GraphError, match=r"frame 'f' is entered with parallel_iterations=4 by enter and with 8"):
         af.raw.enter(af.constant(3), "f", parallel_iterations=8)
+
+
+def test_each_node_is_looked_at_once_for_the_enters_of_its_frame(graph: af.Graph) -> None:
+    """And not once for each Enter that comes after it."""
+
+    class Counting(list[Any]):
+        looked_at = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in super().__iter__():
+                self.looked_at += 1
+                yield item
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            self.looked_at += len(found) if isinstance(index, slice) else 1
+            return found
+
+    nodes = graph.nodes = Counting(graph.nodes)
+    for k in range(100):
+        af.raw.enter(af.constant(k), f"f{k % 3}")
+    assert nodes.looked_at <= 2 * len(nodes)
 
 
 def test_a_value_inside_a_frame_can_be_neither_fetched_nor_fed(graph: af.Graph) -> None:

@@ -283,7 +283,8 @@ async def test_two_atomic_runs_that_need_each_others_variables_are_refused() -> 
 
 async def test_an_atomic_run_inside_another_claims_what_that_one_has_not() -> None:
     """It waits for others, is one step for them, and is refused where it would wait for those who wait for it."""
-    nest, gate, order = Nest(3), asyncio.Event(), []
+    nest, gate = Nest(3), asyncio.Event()
+    order: list[str] = []
     async with af.Session() as session, asyncio.timeout(20):
 
         async def claims() -> None:
@@ -322,7 +323,8 @@ async def test_an_atomic_run_inside_another_claims_what_that_one_has_not() -> No
 
 async def test_what_went_before_an_atomic_run_is_waited_for_by_it() -> None:
     """Also when the run that asked for it has ended."""
-    nest, gate, order = Nest(1), asyncio.Event(), []
+    nest, gate = Nest(1), asyncio.Event()
+    order: list[str] = []
     async with af.Session() as session, asyncio.timeout(20):
 
         async def leaves_one_behind() -> None:

@@ -35,7 +35,8 @@ async def test_parts_of_parts() -> None:
 
 async def test_a_task_that_outlives_its_run_is_no_part_of_it(graph: af.Graph) -> None:
     """`max_runs` counts what it runs then: it has no run any more that would wait for it."""
-    gate, left = CoroutineGate(), []
+    gate = CoroutineGate()
+    left: list[asyncio.Task[Any]] = []
     x = af.placeholder("int64", ())
     slow = gate.op(x)
 

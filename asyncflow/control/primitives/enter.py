@@ -18,6 +18,7 @@ from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_subshap
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
+    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
 
 
@@ -76,14 +77,23 @@ def enter(
     with graph_for(data) as graph:
         tensor = as_tensor(data)
         path = (*output_frame(tensor.node, graph.frames.get(tensor.node, ())), frame)
-        for node in graph.nodes:
-            if node.op is ENTER and output_frame(node, graph.frames.get(node, ())) == path:
-                if parallel_iterations is None:
-                    parallel_iterations = node.attrs["parallel_iterations"]
-                require_one_window(node, path, parallel_iterations)
-        parallel_iterations = 32 if parallel_iterations is None else parallel_iterations
+        first = _first_enter(graph, path)
+        if parallel_iterations is None:
+            parallel_iterations = 32 if first is None else first.attrs["parallel_iterations"]
+        elif first is not None:
+            require_one_window(first, path, parallel_iterations)
         attrs |= {"frame": frame, "constant": constant, "parallel_iterations": parallel_iterations}
         return apply(ENTER, tensor, name=name, **attrs)[0]
+
+
+def _first_enter(graph: Graph, frame: FramePath) -> Node | None:
+    """The first Enter of a frame, if there is one; each node is looked at once, whoever asks."""
+    with graph.root.lock:
+        for node in graph.nodes[graph.searched_for_enters :]:
+            if node.op is ENTER:
+                graph.enters.setdefault(output_frame(node, graph.frames.get(node, ())), node)
+        graph.searched_for_enters = len(graph.nodes)
+    return graph.enters.get(frame)
 
 
 def require_one_window(enter: Node, frame: FramePath, parallel_iterations: int) -> None:
