@@ -32,6 +32,7 @@ from asyncflow.runtime.scheduler import Statistics
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.cells import LOOPS, Arrangement, LoopFactory, Selection
 from tests.fake_cupy.stand_in import stand_in
+from tests.patience import PATIENCE_S
 from tests.processor_time import ProcessorTime
 
 if TYPE_CHECKING:
@@ -293,5 +294,5 @@ def _no_leaked_threads() -> Iterator[None]:
     yield
     leaked = [t for t in threading.enumerate() if t not in before and t.name.startswith(("cpu:", "asyncflow"))]
     for thread in leaked:
-        thread.join(timeout=5)
+        thread.join(timeout=PATIENCE_S)
     assert not [thread for thread in leaked if thread.is_alive()]

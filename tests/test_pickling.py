@@ -18,6 +18,7 @@ import asyncflow as af
 from asyncflow import errors
 from asyncflow.errors import AsyncflowError, KernelError, OutOfMemoryError, SourceLocation
 from asyncflow.pickling import Unavailable
+from tests.patience import PATIENCE_S
 
 WHERE: dict[str, Any] = {
     "node": "add_3",
@@ -123,10 +124,10 @@ def test_f71_an_error_comes_out_of_a_process_pool(
 ) -> None:
     """FAULTS F71: as itself, and the pool lives on."""
     with pytest.raises(kind, match=said) as caught:
-        pool.submit(run_and_fail, program, options).result(60)
+        pool.submit(run_and_fail, program, options).result(PATIENCE_S)
     assert __file__ in str(caught.value) or not isinstance(caught.value, KernelError)
     assert "run_and_fail" in str(caught.value.__cause__)  # the text of the traceback there
-    assert pool.submit(int, "3").result(60) == 3
+    assert pool.submit(int, "3").result(PATIENCE_S) == 3
 
 
 def test_98_what_is_no_error_says_what_to_send(graph: af.Graph) -> None:

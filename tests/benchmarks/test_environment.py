@@ -11,8 +11,7 @@ import pytest
 from asyncflow.devices.hardware import blas_library
 from benchmarks.environment import HINDRANCES, kernels, set_variables
 from benchmarks.peers import NO_PEERS
-
-CHILD_S = 60.0
+from tests.patience import PATIENCE_S
 
 
 def test_variables_that_hold_a_library_back_are_found_among_others() -> None:
@@ -29,7 +28,7 @@ def test_the_command_measures_without_them() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=CHILD_S,
+        timeout=PATIENCE_S,
     )
     assert "measuring without OPENBLAS_L2_SIZE=512 PYTHONDEVMODE=1, which the environment sets" in done.stderr
     header = next(line for line in done.stdout.splitlines() if line.startswith("matrix products: "))

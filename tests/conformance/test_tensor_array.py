@@ -13,6 +13,7 @@ import pytest
 import asyncflow as af
 from tests.conformance.gates import settle
 from tests.conftest import held_buffers
+from tests.patience import PATIENCE_S
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -260,7 +261,7 @@ async def test_50_arrays_are_freed_after_cancel(session: af.Session) -> None:
     _, written = af.while_loop(lambda i, a: i < 8, lambda i, a: filled(never_past_five(i), a), (0, array(8)))
     task = asyncio.create_task(session.run(written.stack()))
     await arrived.wait()
-    async with asyncio.timeout(20):  # a write may be on its way to a stream's thread and back
+    async with asyncio.timeout(PATIENCE_S):  # a write may be on its way to a stream's thread and back
         while not held_buffers(session):
             await settle()
     task.cancel()

@@ -9,8 +9,7 @@ import pytest
 
 from asyncflow.devices import CpuDevice, Device
 from asyncflow.errors import SessionClosedError
-
-GRACE_S = 10.0
+from tests.patience import PATIENCE_S
 
 
 def test_it_is_a_device() -> None:
@@ -41,10 +40,10 @@ async def test_kernels_on_two_compute_streams_overlap() -> None:
     """Each waits for the other, which one thread could never do."""
     device, meeting = CpuDevice(compute_streams=2), threading.Barrier(2)
     for stream in device.compute_streams:
-        stream.enqueue(meeting.wait, GRACE_S)
+        stream.enqueue(meeting.wait, PATIENCE_S)
     for stream in device.compute_streams:
         await stream.record().wait()
-    assert await device.aclose(GRACE_S)
+    assert await device.aclose(PATIENCE_S)
 
 
 async def test_a_value_crosses_compute_streams_behind_an_event() -> None:
@@ -57,7 +56,7 @@ async def test_a_value_crosses_compute_streams_behind_an_event() -> None:
         first.wait(second.record())
     await first.record().wait()
     np.testing.assert_allclose(value, 1.0)
-    assert await device.aclose(GRACE_S)
+    assert await device.aclose(PATIENCE_S)
 
 
 def test_results_are_there_when_kernels_return() -> None:
@@ -99,7 +98,7 @@ async def test_only_streams_that_are_used_have_a_thread() -> None:
     other.h2d.enqueue(int)
     names = {thread.name for thread in threading.enumerate() if "cpu:" in thread.name}
     assert names == {"asyncflow:cpu:0/compute", "asyncflow:cpu:1/h2d"}
-    assert await one.aclose(GRACE_S) and await other.aclose(GRACE_S)
+    assert await one.aclose(PATIENCE_S) and await other.aclose(PATIENCE_S)
     assert not any("cpu:" in thread.name for thread in threading.enumerate())
 
 
@@ -107,7 +106,7 @@ async def test_closing_is_idempotent_and_refuses_work_on_every_stream() -> None:
     device = CpuDevice(compute_streams=2)
     done: list[int] = []
     device.compute.enqueue(done.append, 1)
-    assert await device.aclose(GRACE_S) and await device.aclose(GRACE_S)
+    assert await device.aclose(PATIENCE_S) and await device.aclose(PATIENCE_S)
     assert done == [1]
     for stream in (*device.compute_streams, device.h2d, device.d2h):
         with pytest.raises(SessionClosedError):
@@ -116,8 +115,8 @@ async def test_closing_is_idempotent_and_refuses_work_on_every_stream() -> None:
 
 async def test_cancelling_a_close_leaves_no_stream_open() -> None:
     device, gate = CpuDevice(compute_streams=2), threading.Event()
-    device.d2h.enqueue(gate.wait, GRACE_S)
-    closing = asyncio.create_task(device.aclose(GRACE_S))
+    device.d2h.enqueue(gate.wait, PATIENCE_S)
+    closing = asyncio.create_task(device.aclose(PATIENCE_S))
     await asyncio.sleep(0)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -126,15 +125,15 @@ async def test_cancelling_a_close_leaves_no_stream_open() -> None:
         with pytest.raises(SessionClosedError):
             stream.enqueue(int)
     gate.set()
-    assert await device.aclose(GRACE_S)
+    assert await device.aclose(PATIENCE_S)
 
 
 async def test_a_kernel_that_does_not_end_makes_the_close_say_so() -> None:
     device, gate = CpuDevice(), threading.Event()
-    device.compute.enqueue(gate.wait, GRACE_S)
+    device.compute.enqueue(gate.wait, PATIENCE_S)
     assert not await device.aclose(0.0)
     gate.set()
-    assert await device.aclose(GRACE_S)
+    assert await device.aclose(PATIENCE_S)
 
 
 async def test_a_value_copied_out_and_in_again_keeps_its_order() -> None:
@@ -149,7 +148,7 @@ async def test_a_value_copied_out_and_in_again_keeps_its_order() -> None:
     device.compute.enqueue(np.multiply, back, 2.0, back)
     await device.compute.record().wait()
     np.testing.assert_array_equal(back, np.full(1000, 2.0))
-    assert await device.aclose(GRACE_S)
+    assert await device.aclose(PATIENCE_S)
 
 
 def test_it_describes_itself() -> None:

@@ -22,8 +22,8 @@ from asyncflow.devices.pinned import PinnedBuffer, PinnedSlab
 from asyncflow.errors import DeviceLostError, PlacementError
 from asyncflow.streams.cuda import CudaStream
 from tests.fake_cupy import FakeCupy
+from tests.patience import PATIENCE_S
 
-GRACE_S = 10.0
 PINNED = 256 << 10
 
 
@@ -42,7 +42,7 @@ async def opened(cupy: FakeCupy, index: int = 0, **options: Any) -> AsyncIterato
         yield device
     finally:
         cupy.resume()
-        assert await device.aclose(GRACE_S)
+        assert await device.aclose(PATIENCE_S)
 
 
 def fed(device: CudaDevice, value: np.ndarray[Any, Any]) -> asyncio.Future[CudaArray]:
@@ -195,7 +195,7 @@ async def test_copies_that_fail_leave_their_room_to_those_who_wait(seed: int) ->
             cupy.resume()
             errors = await asyncio.gather(*doomed, return_exceptions=True)
             assert [type(error) for error in errors] == [DeviceLostError] * 3
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 assert np.array_equal((await asyncio.gather(*waiting))[0], np.arange(5_000.0))
                 await until(lambda: slab.free_bytes == slab.nbytes)  # tickets of other streams come later
 
@@ -378,7 +378,7 @@ async def test_a_limit_that_the_card_does_not_have(cupy: FakeCupy) -> None:
     device = CudaDevice(cupy, memory_limit=1 << 40)
     with pytest.raises(PlacementError, match=r"device cuda:0 does not get the memory that it is to have: .* 1\.0 TiB"):
         await device.open()
-    assert await device.aclose(GRACE_S)
+    assert await device.aclose(PATIENCE_S)
     async with opened(cupy) as other:
         assert (await fetched(other, await fed(other, np.ones(3)))).sum() == 3
 
@@ -545,8 +545,8 @@ async def test_what_does_not_end_in_time_is_given_up(cupy: FakeCupy) -> None:
     assert not await device.aclose(0.0)
     cupy.resume()
     assert (await fetching).sum() == 0
-    assert await device.aclose(GRACE_S)
+    assert await device.aclose(PATIENCE_S)
 
 
 async def test_a_device_that_was_never_opened_closes(cupy: FakeCupy) -> None:
-    assert await CudaDevice(cupy).aclose(GRACE_S)
+    assert await CudaDevice(cupy).aclose(PATIENCE_S)

@@ -17,8 +17,8 @@ from asyncflow.devices.cuda_values import CudaArray
 from asyncflow.devices.pinned import PinnedSlab
 from asyncflow.streams.cuda import capturing
 from tests.fake_cupy import FakeCupy
+from tests.patience import PATIENCE_S
 
-GRACE_S = 10.0
 VALUE = np.arange(100_000, dtype=np.float32)
 
 
@@ -33,7 +33,7 @@ async def device(cupy: FakeCupy) -> AsyncIterator[CudaDevice]:
     device = CudaDevice(cupy, pinned=PinnedSlab(cupy, 256 << 10))
     await device.open()
     yield device
-    assert await device.aclose(GRACE_S)
+    assert await device.aclose(PATIENCE_S)
 
 
 class Lock:
@@ -76,10 +76,10 @@ class Beside:
 
     def begin(self) -> None:
         self._thread.start()
-        assert self.has_ended_or_waits.wait(GRACE_S)
+        assert self.has_ended_or_waits.wait(PATIENCE_S)
 
     def end(self) -> Any:
-        self._thread.join(GRACE_S)
+        self._thread.join(PATIENCE_S)
         assert not self._errors
         return self._results[0]
 
@@ -146,7 +146,7 @@ async def test_the_loop_captures_while_a_copy_of_a_thread_waits_for_the_card(
     with device.compute.activate():
         x = cupy.ones(3)
     copying.start()
-    async with asyncio.timeout(GRACE_S):
+    async with asyncio.timeout(PATIENCE_S):
         # Nothing tells when a thread of the stand-in waits, and no longer allocates.
         while not (waiting() and capturing.acquire(blocking=False)):  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -155,7 +155,7 @@ async def test_the_loop_captures_while_a_copy_of_a_thread_waits_for_the_card(
         graph, result = capture(device.compute.raw, lambda: x * 2)
         graph.launch(stream=device.compute.raw)
     cupy.resume()
-    copying.join(GRACE_S)
+    copying.join(PATIENCE_S)
     assert result.get().tolist() == [2, 2, 2]
     np.testing.assert_array_equal(await device.fetched(copied[0]), VALUE)
 

@@ -18,6 +18,7 @@ from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import DeviceLostError, InternalError
 from asyncflow.streams.cuda import active_stream
 from tests.fake_cupy import FakeCupy
+from tests.patience import PATIENCE_S
 
 VALUE = np.arange(12.0).reshape(3, 4)
 
@@ -36,7 +37,7 @@ async def opened(cupy: FakeCupy, index: int = 0, **options: Any) -> AsyncIterato
         yield device
     finally:
         cupy.resume()
-        assert await device.aclose(10.0)
+        assert await device.aclose(PATIENCE_S)
 
 
 def info(**options: Any) -> KernelInfo:

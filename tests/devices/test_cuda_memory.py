@@ -16,6 +16,7 @@ from asyncflow.devices import LiveBuffer, MemoryLimitExceeded, MemoryStatistics
 from asyncflow.devices.cuda_memory import CudaMemoryAccount, CudaPool, DeviceMemoryExhausted, install_allocator
 from asyncflow.streams.cuda import CudaStream
 from tests.fake_cupy import FakeCupy
+from tests.patience import PATIENCE_S
 
 UNIT = 512
 MIB = 2**20
@@ -333,11 +334,11 @@ def test_memory_freed_while_another_thread_reads_the_account_blocks_nobody(fake:
     def hold() -> None:
         with device.account._lock:
             locked.set()
-            in_time.append(done.wait(5))
+            in_time.append(done.wait(PATIENCE_S))
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert locked.wait(5)
+    assert locked.wait(PATIENCE_S)
     del pointer
     done.set()
     thread.join()

@@ -18,6 +18,7 @@ from asyncflow.devices.cuda_values import CudaArray
 from asyncflow.devices.cuda_while_launch import Patience, WhileLauncher
 from asyncflow.devices.protocol import KernelInfo, is_coroutine_kernel
 from tests.fake_cupy.stand_in import stand_in
+from tests.patience import PATIENCE_S
 
 INFO = KernelInfo(name="while", single=False, flops=lambda *_: 0.0, infer=lambda *_: None)
 
@@ -32,7 +33,7 @@ async def device() -> AsyncIterator[CudaDevice]:
         device = CudaDevice(fake, compute_streams=2)
         await device.open()
         yield device
-        assert await device.aclose(5)
+        assert await device.aclose(PATIENCE_S)
 
 
 @pytest.fixture(params=["launched", "driven"])

@@ -11,8 +11,7 @@ import threadpoolctl
 
 from asyncflow.devices import hardware
 from asyncflow.devices.hardware import KERNEL_VARIABLES, blas_hindrance, blas_library
-
-CHILD_S = 60.0
+from tests.patience import PATIENCE_S
 
 
 def devices_with(**variables: str) -> str:
@@ -20,7 +19,7 @@ def devices_with(**variables: str) -> str:
     clean = {name: value for name, value in os.environ.items() if name not in KERNEL_VARIABLES}
     command = [sys.executable, "-m", "asyncflow", "devices"]
     done = subprocess.run(
-        command, env={**clean, **variables}, capture_output=True, text=True, check=True, timeout=CHILD_S
+        command, env={**clean, **variables}, capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     return done.stdout
 

@@ -11,6 +11,7 @@ import pytest
 
 from asyncflow.devices import lanes as lanes_module
 from asyncflow.devices.lanes import MEDIUM_NS, SHORT_NS, Lanes
+from tests.patience import PATIENCE_S
 
 LONG_NS = 20 * MEDIUM_NS
 CORES = 2
@@ -28,7 +29,7 @@ class Held:
     def give(self, expected_ns: float | None, *, planned: int = 0, owner: object = None, node: object = None) -> str:
         """The lane that a firing goes to, which it stays on."""
         before = [stream.pending for stream in self.lanes.streams]
-        self.submit(self.gate.wait, 10, expected_ns=expected_ns, planned=planned, owner=owner, node=node)
+        self.submit(self.gate.wait, PATIENCE_S, expected_ns=expected_ns, planned=planned, owner=owner, node=node)
         (taken,) = [s for s, n in zip(self.lanes.streams, before, strict=True) if s.pending > n]
         return taken.name.removeprefix("cpu:0/")
 
@@ -40,7 +41,7 @@ class Held:
     async def ended(self) -> list[Any]:
         """What was delivered, once all has."""
         self.gate.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             return [await outcome for outcome in self.outcomes]
 
 
@@ -51,7 +52,7 @@ async def held(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Held]:
     yield made
     await made.ended()
     for stream in made.lanes.streams:
-        assert await stream.aclose(5)
+        assert await stream.aclose(PATIENCE_S)
 
 
 async def test_long_ones_have_as_many_lanes_as_there_are_cores(held: Held) -> None:
@@ -111,7 +112,7 @@ async def test_a_firing_stays_on_the_planned_lane_if_that_is_idle(monkeypatch: p
     assert [held.give(LONG_NS, planned=number) for number in (2, 0, 2)] == ["compute:2", "compute", "compute:1"]
     await held.ended()
     for stream in held.lanes.streams:
-        assert await stream.aclose(5)
+        assert await stream.aclose(PATIENCE_S)
 
 
 async def test_one_state_is_never_on_two_threads_at_once(held: Held) -> None:

@@ -21,6 +21,7 @@ from asyncflow.devices.pinned import (
     default_pinned_bytes,
     shared_slab,
 )
+from tests.patience import PATIENCE_S
 
 
 class Host:
@@ -313,11 +314,11 @@ def test_a_buffer_dropped_while_the_slab_is_locked_by_another_thread_blocks_nobo
     def hold() -> None:
         with slab._lock:
             locked.set()
-            in_time.append(done.wait(5))
+            in_time.append(done.wait(PATIENCE_S))
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert locked.wait(10)
+    assert locked.wait(PATIENCE_S)
     del buffer
     done.set()
     thread.join()

@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 
 import asyncflow as af
+from tests.patience import PATIENCE_S
 
 SLOW = 1e12
 """A ``cost=`` that sends a kernel to the device's stream thread."""
+
+DEADLINES_S = (0.05, 0.5, 5.0, 50.0)
+"""Of these a test takes the first that lets the run begin: how long that takes is for the machine to say."""
 
 INT = af.spec("int64", ())
 VECTOR = af.spec("float32", (None,))
@@ -40,23 +44,25 @@ class ThreadGate:
 
     def _block(self, x: Any) -> Any:
         self.entered.set()
-        assert self.opened.wait(10)
+        assert self.opened.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
         return x
 
 
 class CoroutineGate:
-    """A coroutine op that waits until it is opened; `started` and `cancelled` hold its inputs."""
+    """A coroutine op that calls `on_start` and waits until it is opened; `started` and `cancelled` hold its inputs."""
 
     def __init__(self) -> None:
         self.opened = asyncio.Event()
+        self.on_start: Callable[[], object] = bool
         self.started: list[int] = []
         self.cancelled: list[int] = []
         self.op = af.op(outputs=INT, name="coroutine_gate")(self._wait)
 
     async def _wait(self, x: Any) -> Any:
         self.started.append(int(x))
+        self.on_start()
         try:
             await self.opened.wait()
         except asyncio.CancelledError:

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
 
-_ROOT = Path(__file__).parents[2]
+from tests.patience import PATIENCE_S
 
-LIMIT_S = 50
-"""A program that takes longer is killed: whatever it waits for, no test waits for it for ever."""
+_ROOT = Path(__file__).parents[2]
 
 PREAMBLE = """
 import asyncio, gc, os, signal, sys, threading, warnings
@@ -38,7 +37,7 @@ def endless():
 def started(source: str, loop: str) -> Iterator[subprocess.Popen[str]]:
     """A Python process that runs `source` after `PREAMBLE`, with every warning shown; ``FACTORY`` makes its loop.
 
-    It is killed when the block is left, and after `LIMIT_S` at the latest: then what it writes ends.
+    It is killed when the block is left, and after `PATIENCE_S` at the latest: then what it writes ends.
     """
     factory = {"asyncio": "asyncio.new_event_loop", "uvloop": "uvloop.new_event_loop"}[loop]
     program = f"{PREAMBLE.replace('NEW_LOOP', factory)}\n{dedent(source)}"
@@ -50,7 +49,7 @@ def started(source: str, loop: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
         cwd=_ROOT,
     )
-    killer = threading.Timer(LIMIT_S, process.kill)
+    killer = threading.Timer(PATIENCE_S, process.kill)
     killer.start()
     try:
         with process:
@@ -66,5 +65,5 @@ def started(source: str, loop: str) -> Iterator[subprocess.Popen[str]]:
 def run(source: str, loop: str) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of `started`."""
     with started(source, loop) as process:
-        out, err = process.communicate(timeout=LIMIT_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err

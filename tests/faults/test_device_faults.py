@@ -27,8 +27,8 @@ from asyncflow.streams.protocol import Stream
 from asyncflow.streams.thread import ThreadStream
 from asyncflow.testing import virtual_clock
 from tests.conftest import small_cards
+from tests.patience import PATIENCE_S
 
-BOUND_S = 20.0
 X = np.ones(3000, np.float32)
 
 KINDS: dict[str, tuple[type[Any], Callable[[], AbstractContextManager[Any]]]] = {
@@ -170,7 +170,7 @@ async def life(kind: str, *faults: Fault) -> None:
         assert len(seen) >= fault.raised, "the error is lost"
         fault.is_over = True
     for device in session.devices:
-        assert await device.aclose(BOUND_S)
+        assert await device.aclose(PATIENCE_S)
 
 
 def live(kind: str, *faults: Fault) -> None:
@@ -184,7 +184,7 @@ def live(kind: str, *faults: Fault) -> None:
         if kind == "sim":  # which finds out by itself that nothing can ever happen again
             loop.run_until_complete(task)
             return
-        loop.run_until_complete(asyncio.wait({task}, timeout=BOUND_S))
+        loop.run_until_complete(asyncio.wait({task}, timeout=PATIENCE_S))
         assert task.done(), "it hangs"
         task.result()
 

@@ -14,6 +14,7 @@ import asyncflow as af
 from asyncflow.runtime import feeds as feeds_module
 from asyncflow.runtime.copies import Copies
 from tests.faults.kernels import CoroutineGate, in_flight
+from tests.patience import PATIENCE_S
 
 COUNT = (1 << 18) + 1
 """A float32 array of so many elements has more than 1 MiB."""
@@ -30,7 +31,7 @@ class CopyGate:
     def __call__(self, array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         self.threads.append(threading.current_thread())
         self.entered.set()
-        assert self.opened.wait(10)
+        assert self.opened.wait(PATIENCE_S)
         return np.array(array, dtype=dtype, order="C", copy=True, subok=False)
 
 

@@ -12,6 +12,7 @@ import pytest
 import asyncflow as af
 from tests.faults import programs
 from tests.faults.kernels import CoroutineGate, ThreadGate, ticks, until
+from tests.patience import PATIENCE_S
 
 both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 
@@ -232,7 +233,7 @@ def test_f28_interrupt(loop: str) -> None:
             assert process.stdout.readline() == "running\n"
             process.send_signal(signal.SIGINT)
             assert process.stdout.readline() == "interrupted\n"
-        out, err = process.communicate(timeout=programs.LIMIT_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out, err) == (0, "", "")
 
 
@@ -260,7 +261,7 @@ def test_f66_a_process_that_ignores_interrupts(loop: str) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate("go on\n", timeout=programs.LIMIT_S)
+        out, err = process.communicate("go on\n", timeout=PATIENCE_S)
     assert (process.returncode, out, err) == (0, "21\n", "")
 
 
@@ -293,7 +294,7 @@ def test_f66_interrupted_twice(loop: str) -> None:
         for said in ("running\n", "cancelled\n"):
             assert process.stdout.readline() == said
             process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=programs.LIMIT_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (0, "interrupted\n"), err
     assert "never" not in err
     assert "Fatal" not in err
@@ -401,7 +402,7 @@ def test_f62_a_session_dropped_without_close(collector: bool) -> None:
         gc.enable()
     for thread in threading.enumerate():
         if thread.name.startswith("asyncflow"):
-            thread.join(timeout=10)
+            thread.join(timeout=PATIENCE_S)
             assert not thread.is_alive()
 
 

@@ -15,6 +15,7 @@ import pytest
 import asyncflow as af
 from asyncflow.graph.graph import current_graph
 from asyncflow.graph.verify import verify
+from tests.patience import PATIENCE_S
 
 THREADS = 4
 
@@ -33,7 +34,7 @@ def at_once(work: Callable[[int], Any]) -> list[Any]:
     start = threading.Barrier(THREADS)
 
     def begin(k: int) -> Any:
-        start.wait(10)
+        start.wait(PATIENCE_S)
         return work(k)
 
     with ThreadPoolExecutor(THREADS) as pool:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.check import PARTS, number_of
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,9 @@ def _check(part: str, folder: Path, *arguments: str, **environment: str) -> tupl
     """Its exit status, and its lines; on a machine with a card it does not see it."""
     command = [sys.executable, "-m", "tests.gpu.check", part, "--out", str(folder), *arguments]
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=50, cwd=ROOT, env=hidden)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, env=hidden
+    )
     text = (folder / f"results-{part}.jsonl").read_text(encoding="utf-8")
     assert all(line in done.stdout for line in text.splitlines())
     return done.returncode, [json.loads(line) for line in text.splitlines()]

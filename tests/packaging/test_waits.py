@@ -1,12 +1,15 @@
-"""FAULTS F66 and F70: no test, example or benchmark waits for another process without a limit."""
+"""FAULTS F66 and F70: no test, example or benchmark waits for another process without a limit, nor with a short one."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 WAITING = {"run", "call", "check_call", "check_output"}
@@ -30,12 +33,61 @@ def unlimited_waits(source: str) -> list[int]:
     return sorted(found)
 
 
+WAITS = {"aclose", "block", "communicate", "join", "result", "wait"}
+CALLS = {"asyncio.timeout", "asyncio.wait_for", *(f"subprocess.{name}" for name in sorted(WAITING))}
+SOME_WAIT = re.compile(rf"({'|'.join(sorted(WAITS))}|timeout|wait_for)(\\(|=)[0-9.]")
+"""To parse all tests takes a second."""
+VIRTUAL = {
+    "tests/devices/test_sim.py",
+    "tests/devices/test_sim_hazards.py",
+    "tests/streams/test_beside.py",
+    "tests/streams/test_sim.py",
+    "tests/streams/test_virtual.py",
+}
+"""On virtual time every limit is exact."""
+
+
+def impatient_waits(source: str) -> list[int]:
+    """The lines that wait for some seconds, which may be few on a machine that is slow and busy; 0 is no wait."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called in CALLS or called.rpartition(".")[2] in WAITS:
+            limits = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "timeout")]
+            seconds = [limit.value for limit in limits if isinstance(limit, ast.Constant)]
+            found += [node.lineno for s in seconds if isinstance(s, int | float) and 0 < s < PATIENCE_S]
+    return sorted(found)
+
+
+def test_every_limit_of_a_wait_is_generous() -> None:
+    """Not those of `session.run`, whose tests are about what happens when time is up."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if name not in VIRTUAL and not name.startswith("tests/gpu/"):
+            source = path.read_text(encoding="utf-8")
+            lines = impatient_waits(source) if SOME_WAIT.search(source) else []
+            assert not lines, f"{name}, lines {lines}: say PATIENCE_S, of tests/patience.py"
+
+
 @pytest.mark.parametrize("folder", ["tests", "examples", "benchmarks"])
 def test_every_wait_for_a_process_has_a_limit(folder: str) -> None:
     for path in sorted((ROOT / folder).rglob("*.py")):
         name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
         lines = unlimited_waits(source) if "subprocess" in source else []
         assert not lines or name in STARTED_BY_HAND, f"{name}, lines {lines}: say timeout="
+
+
+def test_short_waits_are_found() -> None:
+    source = """
+    thread.join(5)
+    thread.join(PATIENCE_S)
+    async with asyncio.timeout(10), session.run(x, timeout=0.01):
+        await stream.aclose(0.0)
+    subprocess.run(command, timeout=30)
+    """
+    assert impatient_waits(dedent(source)) == [2, 4, 6]
 
 
 def test_waits_are_found() -> None:

@@ -14,6 +14,7 @@ import sys
 import numpy as np
 
 import asyncflow as af
+from tests.patience import PATIENCE_S
 
 
 @af.op(outputs=lambda x: x)
@@ -93,5 +94,7 @@ async def main():
 def test_95_first_runs_import_nothing(run: str) -> None:
     """CONFORMANCE 95: of many kinds of runs, in a new process."""
     program = PROGRAM.replace("{run}", run)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ import asyncflow as af
 from asyncflow.runtime.memory_turns import MemoryTurns
 from tests.conftest import OpenSession
 from tests.faults.kernels import CoroutineGate, ticks, until
+from tests.patience import PATIENCE_S
 
 LARGE = np.ones(100_000, np.float32)
 LIMIT = 1_000_000
@@ -31,7 +32,7 @@ async def test_runs_that_fit_one_by_one_all_end(graph: af.Graph) -> None:
     """And those that begin meanwhile queue behind the ones that wait."""
     x = af.placeholder("float32", (None,))
     y = holds(x)
-    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
+    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(PATIENCE_S):
         sums = await asyncio.gather(*(_sum_of(session, y, {x: LARGE * k}) for k in range(1, 9)))
         assert sums == [200_000.0 * k for k in range(1, 9)]
         assert session.statistics().used_bytes["cpu:0"] == 0
@@ -54,7 +55,7 @@ async def test_a_run_that_is_done_again_is_alone() -> None:
         return asyncio.ensure_future(turns.values(lambda: attempt(name, gate), nullcontext))
 
     gates = [asyncio.Event() for _ in range(3)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         tasks = [start("first", gates[0]), start("second", gates[1])]
         await until(lambda: "second" in order)
         gates[0].set()
@@ -75,7 +76,7 @@ async def test_what_does_not_fit_alone_fails(graph: af.Graph) -> None:
     """Beside others too, which are right."""
     x = af.placeholder("float32", (None,))
     y, much = holds(x), [holds(x * float(k)) for k in range(4)]
-    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
+    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(PATIENCE_S):
         with pytest.raises(af.OutOfMemoryError):
             await session.run(much, {x: LARGE})
         results = await asyncio.gather(
@@ -96,7 +97,7 @@ async def test_a_run_that_somebody_might_notice_twice_fails_as_ever(graph: af.Gr
         return v + 1.0
 
     y, z = holds(x, turns=3000), [holds(noted(x)), holds(x * 3.0)]
-    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
+    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(PATIENCE_S):
         other = asyncio.ensure_future(_sum_of(session, y, {x: LARGE}))
         await until(lambda: session.statistics().used_bytes["cpu:0"])
         with pytest.raises(af.OutOfMemoryError):
@@ -113,7 +114,7 @@ async def test_nobody_waits_for_a_run_that_may_wait_for_him(graph: af.Graph) -> 
         opened = gate.op(ticket)  # by then, what the run holds is there
     with af.control_dependencies([opened.node]):
         waits = [held + 1.0]
-    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
+    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(PATIENCE_S):
         task = asyncio.ensure_future(session.run(waits, {x: LARGE, ticket: 1}))
         await until(lambda: gate.started)
         with pytest.raises(af.OutOfMemoryError):
@@ -125,7 +126,7 @@ async def test_nobody_waits_for_a_run_that_may_wait_for_him(graph: af.Graph) -> 
 async def test_one_that_waits_may_be_cancelled_or_late(graph: af.Graph) -> None:
     x = af.placeholder("float32", (None,))
     y = holds(x, turns=2000)
-    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(20):
+    async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(PATIENCE_S):
         assert session._runs.memory_turns is not None
         tasks = [asyncio.ensure_future(_sum_of(session, y, {x: LARGE})) for _ in range(5)]
         await until(lambda: len(session._runs.memory_turns._waiting) >= 2)  # type: ignore[union-attr]

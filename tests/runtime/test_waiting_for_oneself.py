@@ -13,6 +13,7 @@ import pytest
 
 import asyncflow as af
 from tests.conftest import OpenSession
+from tests.patience import PATIENCE_S
 
 LONG = 10_000_000
 """Operations enough that a kernel goes to a thread."""
@@ -21,12 +22,12 @@ Ask = Callable[[af.Session, af.Tensor], Any]
 
 
 def _through_the_session(session: af.Session, fetch: af.Tensor) -> Any:
-    return session.run_threadsafe(fetch).result(10)
+    return session.run_threadsafe(fetch).result(PATIENCE_S)
 
 
 def _through_asyncio(session: af.Session, fetch: af.Tensor) -> Any:
     assert session._loop is not None
-    return asyncio.run_coroutine_threadsafe(session.run(fetch), session._loop).result(10)
+    return asyncio.run_coroutine_threadsafe(session.run(fetch), session._loop).result(PATIENCE_S)
 
 
 def _asks(session: Callable[[], af.Session], ask: Ask, what: Callable[[], af.Tensor]) -> Any:
@@ -47,7 +48,7 @@ async def test_f65_an_op_on_a_thread_waits_for_a_run_that_needs_one(ask: Ask, gr
     """FAULTS F65: refused at once, whichever way it asks; the session stays usable."""
     x = af.constant([1.0, 2.0])
     inner = heavy(x)
-    async with af.Session(graph) as session, asyncio.timeout(10):
+    async with af.Session(graph) as session, asyncio.timeout(PATIENCE_S):
         outer = _asks(lambda: session, ask, lambda: inner)(x)
         with pytest.raises(af.KernelError, match="async def") as caught:
             await session.run(outer)
@@ -59,7 +60,7 @@ async def test_f65_two_at_once(graph: af.Graph) -> None:
     """FAULTS F65: nor does each wait for a thread that the other holds."""
     x = af.constant([1.0, 2.0])
     inner = heavy(x)
-    async with af.Session(graph, compute_streams=2) as session, asyncio.timeout(10):
+    async with af.Session(graph, compute_streams=2) as session, asyncio.timeout(PATIENCE_S):
         outer = _asks(lambda: session, _through_the_session, lambda: inner)(x)
         results = await asyncio.gather(session.run(outer), session.run(outer), return_exceptions=True)
         assert [type(result) for result in results] == [af.KernelError, af.KernelError]
@@ -69,7 +70,7 @@ async def test_f65_by_way_of_another_session(graph: af.Graph) -> None:
     """FAULTS F65: a session may wait for another, but not for itself through another."""
     x = af.constant([1.0, 2.0])
     inner = heavy(x)
-    async with af.Session(graph) as first, af.Session(graph) as second, asyncio.timeout(10):
+    async with af.Session(graph) as first, af.Session(graph) as second, asyncio.timeout(PATIENCE_S):
         there = _asks(lambda: second, _through_the_session, lambda: inner)(x)
         assert await first.run(there) == 3.0
         back = _asks(lambda: first, _through_the_session, lambda: inner)(x)
@@ -83,7 +84,7 @@ async def test_f65_what_ends_is_not_refused(graph: af.Graph) -> None:
     x = af.constant([1.0, 2.0])
     light, inner = x[0] + x[1], heavy(x)
     later: list[asyncio.Task[Any]] = []
-    async with af.Session(graph) as session, asyncio.timeout(10):
+    async with af.Session(graph) as session, asyncio.timeout(PATIENCE_S):
         loop = asyncio.get_running_loop()
         begun = asyncio.Event()
 
@@ -114,9 +115,10 @@ async def test_f64_the_applications_pool_is_full_of_callers(open_session: OpenSe
         total = af.sin(total)
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(2) as pool:
-        async with open_session(graph) as session, asyncio.timeout(10):
+        async with open_session(graph) as session, asyncio.timeout(PATIENCE_S):
             waiting = [
-                loop.run_in_executor(pool, lambda: session.run_threadsafe(total, {x: 0.0}).result(9)) for _ in range(2)
+                loop.run_in_executor(pool, lambda: session.run_threadsafe(total, {x: 0.0}).result(PATIENCE_S))
+                for _ in range(2)
             ]
             loop.set_default_executor(pool)
             assert await asyncio.gather(*waiting) == [0.0, 0.0]
@@ -136,7 +138,7 @@ async def test_a_function_that_asks_stays_on_its_thread(ask: Ask, graph: af.Grap
 
     inner_of_constant = af.Variable(2.0).read() * 1.0
     outer = sometimes_asks(inner)
-    async with af.Session(graph) as session, asyncio.timeout(30):
+    async with af.Session(graph) as session, asyncio.timeout(PATIENCE_S):
         for _ in range(60):
             await session.run(outer, {x: 1.0})
     assert threading.current_thread().name not in threads

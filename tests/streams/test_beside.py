@@ -9,6 +9,7 @@ import pytest
 
 from asyncflow.streams import VirtualClockLoop, call_beside
 from tests.faults.kernels import until
+from tests.patience import PATIENCE_S
 
 _tag: ContextVar[str] = ContextVar("tag", default="nowhere")
 
@@ -18,7 +19,7 @@ async def test_it_runs_on_a_thread_of_its_own_in_the_callers_context() -> None:
     thread, tag = await call_beside(lambda: (threading.current_thread(), _tag.get()))
     assert thread is not threading.current_thread() and thread.name.startswith("asyncflow:")
     assert tag == "here"
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -37,7 +38,7 @@ async def test_it_needs_no_thread_of_the_applications_pool() -> None:
     """F64: its only thread waits for what is called beside it."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1) as pool:
-        waiting = loop.run_in_executor(pool, lambda: asyncio.run_coroutine_threadsafe(_sum(), loop).result(10))
+        waiting = loop.run_in_executor(pool, lambda: asyncio.run_coroutine_threadsafe(_sum(), loop).result(PATIENCE_S))
         loop.set_default_executor(pool)
         assert await waiting == 6
 
@@ -51,7 +52,7 @@ async def test_a_caller_who_is_cancelled_leaves_the_thread_to_end() -> None:
 
     def wait() -> None:
         threads.append(threading.current_thread())
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
 
     task = asyncio.create_task(call_beside(wait))
     await until(lambda: threads)
@@ -59,7 +60,7 @@ async def test_a_caller_who_is_cancelled_leaves_the_thread_to_end() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     gate.set()
-    threads[0].join(10)
+    threads[0].join(PATIENCE_S)
     assert not threads[0].is_alive()
 
 

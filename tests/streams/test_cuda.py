@@ -22,8 +22,7 @@ from asyncflow.streams import Stream, ThreadStream
 from asyncflow.streams.cuda import CudaEvent, CudaStream, active_stream
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.errors import CUDARuntimeError
-
-GRACE_S = 10.0
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ async def opened(cupy: FakeCupy, name: str = "cuda:0/compute", physical: int = 0
         yield stream
     finally:
         cupy.resume()
-        assert await stream.aclose(GRACE_S)
+        assert await stream.aclose(PATIENCE_S)
 
 
 def launch(cupy: FakeCupy, work: Callable[[], None] = lambda: None) -> None:
@@ -293,7 +292,7 @@ async def test_a_failure_that_no_event_raised_is_logged(cupy: FakeCupy, caplog: 
     with caplog.at_level(logging.ERROR, logger="asyncflow.streams"):
         async with opened(cupy, "cuda:0/x") as stream:
             stream.enqueue(fail, ValueError("lost?"))
-        assert await stream.aclose(GRACE_S)
+        assert await stream.aclose(PATIENCE_S)
     assert caplog.messages == ["work on stream cuda:0/x failed and no event was awaited"]
     assert "lost?" in caplog.text
 
@@ -341,7 +340,7 @@ async def test_a_kind_of_event_that_a_gpu_cannot_wait_for_is_refused(cupy: FakeC
     async with opened(cupy, "cuda:0/x") as stream:
         with pytest.raises(TypeError, match="stream cuda:0/x can wait for a CudaEvent, not for ThreadEvent"):
             stream.wait(cpu.record())
-    assert await cpu.aclose(GRACE_S)
+    assert await cpu.aclose(PATIENCE_S)
 
 
 async def test_events_are_used_again_when_nobody_refers_to_them(cupy: FakeCupy) -> None:
@@ -458,7 +457,7 @@ async def test_closing_waits_for_work_in_flight_and_delivers_all(cupy: FakeCupy)
     stream.hold(held)
     stream.enqueue(launch, cupy, lambda: done.append(1))  # without a ticket
     del held
-    closing = asyncio.create_task(stream.aclose(GRACE_S))
+    closing = asyncio.create_task(stream.aclose(PATIENCE_S))
     await asyncio.sleep(0)
     assert not closing.done()
     cupy.resume()
@@ -527,14 +526,14 @@ async def test_a_grace_that_passes_leaves_everything_referenced(cupy: FakeCupy) 
     cupy.resume()
     await future
     assert watch() is None
-    assert await stream.aclose(GRACE_S)
+    assert await stream.aclose(PATIENCE_S)
 
 
 async def test_closing_can_be_cancelled_and_done_again(cupy: FakeCupy) -> None:
     async with opened(cupy) as stream:
         cupy.pause()
         future = ticket(stream)
-        closing = asyncio.create_task(stream.aclose(GRACE_S))
+        closing = asyncio.create_task(stream.aclose(PATIENCE_S))
         await asyncio.sleep(0)
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -542,7 +541,7 @@ async def test_closing_can_be_cancelled_and_done_again(cupy: FakeCupy) -> None:
         with pytest.raises(SessionClosedError):
             stream.record()
         cupy.resume()
-        assert await stream.aclose(GRACE_S) and future.done()
+        assert await stream.aclose(PATIENCE_S) and future.done()
 
 
 async def test_a_cuda_stream_is_never_destroyed_and_serves_again(cupy: FakeCupy) -> None:
@@ -585,7 +584,7 @@ async def test_a_dropped_stream_warns_and_its_thread_ends_after_its_work(cupy: F
         handles.clear()
     assert watch() is not None
     cupy.resume()
-    await asyncio.to_thread(thread.join, GRACE_S)
+    await asyncio.to_thread(thread.join, PATIENCE_S)
     assert not thread.is_alive() and done == [1] and watch() is None
 
 
@@ -618,7 +617,7 @@ def test_a_stream_outlives_the_loop_that_had_work_on_it(cupy: FakeCupy) -> None:
 
     assert asyncio.run(again()) == (3, None)
     assert watch() is None and not made[0].done()
-    assert asyncio.run(stream.aclose(GRACE_S))
+    assert asyncio.run(stream.aclose(PATIENCE_S))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -700,7 +699,7 @@ async def test_stress(cupy: FakeCupy, seed: int) -> None:
             await draw.choice(awaited)
     latest.clear()
     await asyncio.gather(*awaited)
-    assert all(await asyncio.gather(*(stream.aclose(GRACE_S) for stream in streams)))
+    assert all(await asyncio.gather(*(stream.aclose(PATIENCE_S) for stream in streams)))
     assert executed == given and sum(given) == 2000
     assert not [watch for watch in watches if watch() is not None]
     assert cupy.blocking() == [] and current(cupy) == (0, cupy.cuda.Stream.null, None)

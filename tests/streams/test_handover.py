@@ -21,11 +21,10 @@ from asyncflow.streams.futures import resolve
 from asyncflow.streams.handover import awaiting_a_thread, handover_of
 from asyncflow.streams.thread import ThreadStream
 from asyncflow.streams.virtual import VirtualClockLoop
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-LIMIT_S = 20.0
 
 
 class Clocks:
@@ -53,12 +52,12 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 def stream() -> Iterator[ThreadStream]:
     stream = ThreadStream("cpu:0/test")
     yield stream
-    assert stream.close(LIMIT_S)
+    assert stream.close(PATIENCE_S)
 
 
 async def _busy_until(is_enough: Callable[[], bool]) -> None:
     """Always has a callback ready."""
-    until_s = perf_counter() + LIMIT_S
+    until_s = perf_counter() + PATIENCE_S
     while not is_enough():
         assert perf_counter() < until_s
         await asyncio.sleep(0)
@@ -69,7 +68,7 @@ async def test_a_busy_loop_makes_way_for_a_stream(clocks: Clocks, stream: Thread
     delivered: asyncio.Future[object] = asyncio.get_running_loop().create_future()
     stream.submit(
         gate.wait,
-        (LIMIT_S,),
+        (PATIENCE_S,),
         lambda result, error, *_: resolve(delivered, result, error),
         asyncio.get_running_loop(),
     )
@@ -82,7 +81,7 @@ async def test_a_busy_loop_makes_way_for_a_stream(clocks: Clocks, stream: Thread
 
 async def test_it_makes_way_for_events_and_other_threads(clocks: Clocks, stream: ThreadStream) -> None:
     gate = threading.Event()
-    stream.enqueue(gate.wait, LIMIT_S)
+    stream.enqueue(gate.wait, PATIENCE_S)
     waiting = asyncio.ensure_future(stream.record().wait())
     await _busy_until(lambda: len(clocks.gaps) == 2)
     gate.set()
@@ -91,7 +90,7 @@ async def test_it_makes_way_for_events_and_other_threads(clocks: Clocks, stream:
 
     async def beside() -> None:
         with awaiting_a_thread():
-            await asyncio.to_thread(gate.wait, LIMIT_S)
+            await asyncio.to_thread(gate.wait, PATIENCE_S)
 
     waiting = asyncio.ensure_future(beside())
     await _busy_until(lambda: len(clocks.gaps) == 4)

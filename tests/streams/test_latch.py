@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from asyncflow.streams import Latch
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.every_loop
 
@@ -14,7 +15,7 @@ def test_block_returns_when_set_by_another_thread() -> None:
     latch = Latch()
     thread = threading.Thread(target=latch.set)
     thread.start()
-    assert latch.block(10.0) and latch.done()
+    assert latch.block(PATIENCE_S) and latch.done()
     thread.join()
     assert latch.block(0.0)
 

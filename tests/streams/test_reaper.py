@@ -17,10 +17,9 @@ from asyncflow.streams.reaper import MAX_BATCH, MOST_ASLEEP, Reaper, Ticket
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.engine import Kind
 from tests.fake_cupy.errors import CUDARuntimeError
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.every_loop
-
-GRACE_S = 10.0
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ class Bench:
 
     def close(self) -> None:
         self.reaper.stop()
-        assert self.reaper.ended.block(GRACE_S)
+        assert self.reaper.ended.block(PATIENCE_S)
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ class GatedEvent(PooledEvent):
 
     def block(self) -> None:
         self.entered.set()
-        assert self.gate.wait(GRACE_S)
+        assert self.gate.wait(PATIENCE_S)
 
 
 class CountingLoop:
@@ -162,13 +161,13 @@ async def test_many_tickets_cost_few_sleeps_and_one_wake_up(bench: Bench) -> Non
     loop, all_done = CountingLoop(), asyncio.Event()
     first = GatedEvent(bench.events)
     bench.reaper.give(Ticket(None, event=first), loop.as_loop())
-    assert first.entered.wait(GRACE_S)
+    assert first.entered.wait(PATIENCE_S)
     for k in range(count):
         bench.reaper.give(Ticket(partial(note, order, k)), loop.as_loop())
     bench.cupy.wait_idle()
     first.gate.set()
     bench.reaper.stop()
-    assert bench.reaper.ended.block(GRACE_S)  # this thread did not answer meanwhile
+    assert bench.reaper.ended.block(PATIENCE_S)  # this thread did not answer meanwhile
     assert loop.wakes == 1
     assert bench.cupy.calls == []  # nothing but the first was slept on: the rest is asked for, and was done
     loop.loop.call_soon(all_done.set)
@@ -190,7 +189,7 @@ async def test_more_tickets_than_there_are_events_to_sleep_on(bench: Bench) -> N
         await last
     assert order == [*range(4 * MOST_ASLEEP)] * 2
     bench.reaper.stop()
-    assert bench.reaper.ended.block(GRACE_S)
+    assert bench.reaper.ended.block(PATIENCE_S)
     assert {name for _, name in bench.cupy.calls} == {"eventSynchronize"}
 
 
@@ -313,7 +312,7 @@ async def test_an_error_reaches_its_ticket_and_all_later_ones(bench: Bench, seed
 async def test_an_error_of_the_reaper_itself_counts(bench: Bench, call: str) -> None:
     first = GatedEvent(bench.events)
     bench.reaper.give(Ticket(None, event=first))
-    assert first.entered.wait(GRACE_S)
+    assert first.entered.wait(PATIENCE_S)
     before = bench.ticket() if call == "eventSynchronize" else None
     bench.cupy.wait_idle()
     bench.cupy.fail_next(999, call)
@@ -499,7 +498,7 @@ def test_tickets_that_were_posted_to_a_loop_which_then_closed_are_dropped(bench:
     bench.reaper.give(Ticket(lambda _: called.append(1), (held,), first), cast(Any, posted))
     del held
     first.gate.set()
-    assert woken.wait(GRACE_S) and watch() is not None
+    assert woken.wait(PATIENCE_S) and watch() is not None
     posted.closed.set()
 
     async def again() -> None:

@@ -11,6 +11,7 @@ from asyncflow.streams.protocol import Event, Stream
 from asyncflow.streams.sim import HostClock, SimStream
 from asyncflow.streams.thread import ThreadStream
 from asyncflow.streams.virtual import VirtualClockLoop
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def test_a_closed_stream_ends_what_it_has(
     stream.enqueue(divmod, 1, 0)
     assert not host.loop.run_until_complete(stream.aclose(1.0))
     assert host.now_ns() == 1_000_000_000
-    assert host.loop.run_until_complete(stream.aclose(10.0)) and host.now_ns() == 2_000_000_000
+    assert host.loop.run_until_complete(stream.aclose(PATIENCE_S)) and host.now_ns() == 2_000_000_000
     assert "work on stream a failed and no event was awaited" in caplog.text
     for give in (lambda: stream.enqueue(int), lambda: stream.launch(1), stream.record):
         with pytest.raises(SessionClosedError, match="stream a is closed"):

@@ -17,10 +17,9 @@ import pytest
 
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams import Stream, ThreadEvent, ThreadStream
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.every_loop
-
-GRACE_S = 10.0
 
 
 @contextmanager
@@ -29,7 +28,7 @@ def opened(name: str = "cpu:0/test") -> Iterator[ThreadStream]:
     try:
         yield stream
     finally:
-        assert stream.close(GRACE_S)
+        assert stream.close(PATIENCE_S)
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.entered.set()
-        assert self.opened.wait(GRACE_S)
+        assert self.opened.wait(PATIENCE_S)
 
 
 def outcome(stream: Stream, work: Callable[..., object], *args: object) -> asyncio.Future[tuple[object, object]]:
@@ -88,7 +87,7 @@ def test_the_thread_starts_with_the_first_work() -> None:
     assert "asyncflow:lazy" not in thread_names()
     stream.enqueue(int)
     assert "asyncflow:lazy" in thread_names()
-    assert stream.close(GRACE_S)
+    assert stream.close(PATIENCE_S)
     assert "asyncflow:lazy" not in thread_names()
 
 
@@ -132,7 +131,7 @@ async def test_an_idle_stream_holds_no_argument_and_no_result() -> None:
         result, _ = await outcome(stream, np.asarray, argument)
         assert result is argument
         del argument, result
-        await asyncio.wait_for(free.wait(), GRACE_S)
+        await asyncio.wait_for(free.wait(), PATIENCE_S)
         assert watch() is None
 
 
@@ -218,7 +217,7 @@ async def test_an_event_is_done_when_the_work_before_it_is() -> None:
         stream.enqueue(gate)
         event = stream.record()
         stream.enqueue(later)
-        assert gate.entered.wait(GRACE_S) and not event.done()
+        assert gate.entered.wait(PATIENCE_S) and not event.done()
         waiters = [asyncio.create_task(event.wait()) for _ in range(3)]
         gate.opened.set()
         await asyncio.gather(*waiters)
@@ -315,13 +314,13 @@ async def test_closing_finishes_the_work_and_refuses_more() -> None:
     done: list[int] = []
     for k in range(50):
         stream.enqueue(done.append, k)
-    assert await stream.aclose(GRACE_S)
+    assert await stream.aclose(PATIENCE_S)
     assert done == list(range(50))
     for give in (lambda: stream.enqueue(int), stream.record, lambda: outcome(stream, int)):
         with pytest.raises(SessionClosedError, match="stream cpu:0/x is closed"):
             give()
-    assert await stream.aclose(GRACE_S)
-    assert stream.close(GRACE_S)
+    assert await stream.aclose(PATIENCE_S)
+    assert stream.close(PATIENCE_S)
 
 
 async def test_a_stream_without_a_thread_closes_at_once() -> None:
@@ -334,8 +333,8 @@ async def test_a_stream_without_a_thread_closes_at_once() -> None:
 async def test_the_loop_goes_on_while_a_stream_closes() -> None:
     stream, gate = ThreadStream("closing"), Gate()
     stream.enqueue(gate)
-    closing = asyncio.create_task(stream.aclose(GRACE_S))
-    await asyncio.to_thread(gate.entered.wait, GRACE_S)
+    closing = asyncio.create_task(stream.aclose(PATIENCE_S))
+    await asyncio.to_thread(gate.entered.wait, PATIENCE_S)
     assert not closing.done()
     gate.opened.set()
     assert await closing
@@ -345,20 +344,20 @@ async def test_work_that_outlives_the_grace_is_left_and_the_rest_refused() -> No
     stream, gate, ran = ThreadStream("cpu:0/x"), Gate(), list[int]()
     first = outcome(stream, gate)
     second = outcome(stream, ran.append, 1)
-    assert gate.entered.wait(GRACE_S)
+    assert gate.entered.wait(PATIENCE_S)
     assert not await stream.aclose(0.0)
     gate.opened.set()
     assert await first == (None, None)
     _, error = await second
     assert isinstance(error, SessionClosedError) and "grace passed" in str(error)
     assert ran == []
-    assert await stream.aclose(GRACE_S)
+    assert await stream.aclose(PATIENCE_S)
 
 
 async def test_cancelling_a_close_leaves_the_stream_stopped() -> None:
     stream, gate = ThreadStream("cancelled"), Gate()
     stream.enqueue(gate)
-    closing = asyncio.create_task(stream.aclose(GRACE_S))
+    closing = asyncio.create_task(stream.aclose(PATIENCE_S))
     await asyncio.sleep(0)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -366,7 +365,7 @@ async def test_cancelling_a_close_leaves_the_stream_stopped() -> None:
     with pytest.raises(SessionClosedError):
         stream.enqueue(int)
     gate.opened.set()
-    assert await stream.aclose(GRACE_S)
+    assert await stream.aclose(PATIENCE_S)
 
 
 def test_a_dropped_stream_warns_and_its_thread_ends_after_its_work() -> None:
@@ -379,7 +378,7 @@ def test_a_dropped_stream_warns_and_its_thread_ends_after_its_work() -> None:
     with pytest.warns(ResourceWarning, match="stream dropped was dropped and not closed"):
         handles.clear()
     gate.opened.set()
-    thread.join(GRACE_S)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive() and done == [1]
 
 
@@ -437,4 +436,4 @@ def _use_in_child(stream: ThreadStream, unused: ThreadStream, event: ThreadEvent
         except BaseException as error:
             said.append(type(error).__name__)
             text = str(error)
-    return "\n".join([*said, text, str(stream.close(GRACE_S))])
+    return "\n".join([*said, text, str(stream.close(PATIENCE_S))])

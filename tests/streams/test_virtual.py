@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.streams.virtual import VirtualClockLoop
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -378,7 +379,7 @@ def test_time_stands_still_while_a_thread_works() -> None:
         gate = threading.Event()
 
         def work() -> str:
-            assert gate.wait(10)
+            assert gate.wait(PATIENCE_S)
             return "done"
 
         loop = clock()
@@ -411,7 +412,7 @@ def test_time_goes_on_when_the_thread_is_done() -> None:
 def test_time_goes_on_when_a_thread_is_no_longer_awaited() -> None:
     async def main() -> float:
         gate = threading.Event()
-        task = asyncio.create_task(asyncio.to_thread(gate.wait, 10))
+        task = asyncio.create_task(asyncio.to_thread(gate.wait, PATIENCE_S))
         await asyncio.sleep(0)
         task.cancel()
         try:
@@ -435,7 +436,7 @@ def test_time_moves_while_a_thread_waits_for_the_loop() -> None:
             return loop.time()
 
         def ask() -> float:
-            return asyncio.run_coroutine_threadsafe(takes_5_s(), loop).result(10)
+            return asyncio.run_coroutine_threadsafe(takes_5_s(), loop).result(PATIENCE_S)
 
         return await asyncio.to_thread(ask), loop.time()
 
@@ -453,9 +454,9 @@ def test_time_stands_still_while_another_thread_works() -> None:
                 await asyncio.sleep(5)
             ended.append(loop.time())
 
-        working = asyncio.ensure_future(asyncio.to_thread(gate.wait, 10))
+        working = asyncio.ensure_future(asyncio.to_thread(gate.wait, PATIENCE_S))
         asking = asyncio.ensure_future(
-            asyncio.to_thread(lambda: asyncio.run_coroutine_threadsafe(takes_5_s(), loop).result(10))
+            asyncio.to_thread(lambda: asyncio.run_coroutine_threadsafe(takes_5_s(), loop).result(PATIENCE_S))
         )
         for _ in range(100):
             await asyncio.sleep(0)
@@ -481,12 +482,12 @@ def test_silence_is_no_deadlock_while_a_thread_waits_for_the_loop() -> None:
                 return await found
 
         def bring() -> None:
-            assert gate.wait(10)
+            assert gate.wait(PATIENCE_S)
             loop.call_soon_threadsafe(found.set_result, "found")
 
         thread = threading.Thread(target=bring)
         thread.start()
-        result = await asyncio.to_thread(lambda: asyncio.run_coroutine_threadsafe(wait(), loop).result(10))
+        result = await asyncio.to_thread(lambda: asyncio.run_coroutine_threadsafe(wait(), loop).result(PATIENCE_S))
         thread.join()
         return result
 
@@ -500,7 +501,7 @@ def test_threads_of_the_program_are_announced() -> None:
         gate = threading.Event()
 
         def work() -> None:
-            assert gate.wait(10)
+            assert gate.wait(PATIENCE_S)
             loop.call_soon_threadsafe(found.set_result, "found")
 
         thread = threading.Thread(target=work)
@@ -520,7 +521,7 @@ def test_leaving_waits_for_threads_of_the_default_executor() -> None:
     gate = threading.Event()
 
     def work() -> None:
-        assert gate.wait(10)
+        assert gate.wait(PATIENCE_S)
         ended.append(True)
 
     async def main() -> None:
@@ -624,7 +625,7 @@ def test_interrupt_while_a_thread_works(monkeypatch: pytest.MonkeyPatch) -> None
         killer = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
         start_when_waiting(clock(), killer, monkeypatch)
         try:
-            await asyncio.to_thread(gate.wait, 10)
+            await asyncio.to_thread(gate.wait, PATIENCE_S)
         finally:
             gate.set()
             killer.join()

@@ -14,6 +14,7 @@ import asyncflow as af
 from asyncflow.devices.presets import CARDS, LINKS, MachineSpec
 from asyncflow.devices.sim_machine import current_machine
 from asyncflow.testing import VirtualClock, virtual_clock
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -219,7 +220,7 @@ def test_run_threadsafe_takes_virtual_time() -> None:
 
     async def main() -> tuple[float, bool]:
         async with af.Session(graph) as session:
-            value = await asyncio.to_thread(lambda: session.run_threadsafe(y, {x: 3.0}).result(10))
+            value = await asyncio.to_thread(lambda: session.run_threadsafe(y, {x: 3.0}).result(PATIENCE_S))
             return float(value), await now() > 0.0
 
     with virtual_clock("v100") as clock:
