@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 PROGRAM = """
 import asyncio
 import sys
@@ -14,7 +16,6 @@ import sys
 import numpy as np
 
 import asyncflow as af
-from tests.patience import PATIENCE_S
 
 
 @af.op(outputs=lambda x: x)
