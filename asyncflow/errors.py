@@ -27,11 +27,12 @@ All of them pickle, with their message, attributes and notes, and with their cau
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,9 @@ from typing import Any
 
 from asyncflow.pickling import portable, revived
 
-_PACKAGE = str(Path(__file__).resolve().parent) + "/"
-_ASYNCIO = str(Path(asyncio.__file__).parent) + "/"
+_OURS = (str(Path(__file__).resolve().parent) + "/", contextlib.__file__)
+_STARTERS = (str(Path(asyncio.__file__).parent) + "/", threading.__file__)
+"""Files that stand below a task or thread in the call stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,14 @@ class SourceLocation:
 
 UNKNOWN_LOCATION = SourceLocation("<unknown>", 0, "<unknown>")
 
+_WRITTEN_AT = "\n  written at "
+
 
 _definition: ContextVar[SourceLocation] = ContextVar("asyncflow_definition", default=UNKNOWN_LOCATION)
 """What to name where the call stack has no line of the user's."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def located_at(function: Callable[..., object]) -> Iterator[None]:
     """Inside, what a call stack does not tell is said to be where `function` is defined."""
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -78,8 +82,8 @@ def located_at(function: Callable[..., object]) -> Iterator[None]:
 
 
 def is_users(file: str) -> bool:
-    """Whether code in a file is not asyncflow's own."""
-    return not file.startswith(_PACKAGE)
+    """Whether code in a file is neither asyncflow's own nor what it enters context managers with."""
+    return not file.startswith(_OURS)
 
 
 def user_location() -> SourceLocation:
@@ -87,11 +91,9 @@ def user_location() -> SourceLocation:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(_ASYNCIO):
+    if frame is None or frame.f_code.co_filename.startswith(_STARTERS):
         # A task's own stack ends here: the line that started the event loop says nothing.
-        known = _definition.get()
-        if frame is None or known is not UNKNOWN_LOCATION:
-            return known
+        return _definition.get()
     return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
@@ -123,7 +125,19 @@ class AsyncflowError(Exception):
 
 
 class GraphError(AsyncflowError):
-    """A program that cannot be built; raised where the user wrote it."""
+    """A program that cannot be built; raised where the user wrote it, which the message names.
+
+    Attributes:
+        reason: the message without that line.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        self.reason, place, _ = message.partition(_WRITTEN_AT)
+        if not place:
+            here = user_location()
+            if here is not UNKNOWN_LOCATION and f"built at {here}" not in message:
+                message += f"{_WRITTEN_AT}{here}"
+        super().__init__(message)
 
 
 class ShapeError(GraphError, ValueError):

@@ -12,7 +12,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
-from asyncflow.errors import GraphError, brief, user_location
+from asyncflow.errors import GraphError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, graph_for, identity, refuse_coroutines
 from asyncflow.graph.builtin import PARAMETER
@@ -106,7 +106,7 @@ def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
     refuse_coroutines(fn)
     if not callable(fn):
-        raise GraphError(f"custom_gradient takes a function; got {fn!r}\n  written at {user_location()}")
+        raise GraphError(f"custom_gradient takes a function; got {fn!r}")
     return _Differentiable(fn)
 
 
@@ -137,7 +137,7 @@ class _Differentiable:
             outputs = [as_tensor(y) for y in found]
             _refuse_arrays(name, inputs, outputs)
             if not outputs:
-                raise GraphError(f"custom_gradient: {name} returned no tensors\n  written at {user_location()}")
+                raise GraphError(f"custom_gradient: {name} returned no tensors")
             captured, variables = _used(outputs, inputs, first)
             passed = apply(CUSTOM_GRADIENT, *outputs, *inputs, name=_node_name(self._fn), n_outputs=len(outputs))
             structures = tuple(nest.flatten(x)[1] for x in taken)
@@ -156,7 +156,7 @@ def _pair(name: str, returned: Any) -> tuple[Any, Callable[..., Any]]:
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not callable(returned[1]):
         raise GraphError(
             f"custom_gradient: {name} is to return its results and the function for their gradients, "
-            f"(ys, grad_fn); it returned {brief(returned)}\n  written at {user_location()}"
+            f"(ys, grad_fn); it returned {brief(returned)}"
         )
     ys, grad_fn = returned
     refuse_coroutines(grad_fn)
@@ -168,7 +168,7 @@ def _refuse_arrays(name: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor
         if tensor.dtype == VARIANT:
             raise GraphError(
                 f"custom_gradient: {name} takes and returns tensors; {tensor!r} is a TensorArray: stack it, or "
-                f"unstack inside\n  written at {user_location()}"
+                f"unstack inside"
             )
 
 

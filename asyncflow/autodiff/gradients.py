@@ -10,7 +10,7 @@ from asyncflow.autodiff.dependencies import Dependencies, nodes_behind
 from asyncflow.autodiff.gradient_body import GradientBody
 from asyncflow.autodiff.structured import differentiate_structured
 from asyncflow.autodiff.sweep import Sweep, add_gradients
-from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT
@@ -79,11 +79,11 @@ def gradients(
     np.float64(6.0)
     """
     if unconnected not in ("none", "zero"):
-        raise GraphError(f"unconnected is 'none' or 'zero'; got {unconnected!r}\n  written at {user_location()}")
+        raise GraphError(f"unconnected is 'none' or 'zero'; got {unconnected!r}")
     y_leaves, y_structure = nest.flatten(ys)
     x_leaves, x_structure = nest.flatten(xs)
     if not y_leaves:
-        raise GraphError(f"gradients: ys is empty; pass at least one tensor\n  written at {user_location()}")
+        raise GraphError("gradients: ys is empty; pass at least one tensor")
     graph = graph_for(*y_leaves)
     with graph.root.lock, graph:
         targets = [_tensor(graph, leaf, "ys") for leaf in y_leaves]
@@ -101,11 +101,11 @@ def _tensor(graph: Graph, leaf: Any, what: str) -> Tensor:
     if not isinstance(leaf, Tensor) and isinstance(leaf, SupportsTensor):
         tensor = leaf.__asyncflow_tensor__()
     if not isinstance(tensor, Tensor):
-        raise GraphError(f"gradients: {what} are tensors and variables; got {leaf!r}\n  written at {user_location()}")
+        raise GraphError(f"gradients: {what} are tensors and variables; got {leaf!r}")
     if tensor.dtype == VARIANT and what != "stop_gradients":
         raise GraphError(
             f"gradients: {what} are tensors and variables; {tensor!r} is a TensorArray: use what is read from it or "
-            f"written to it\n  written at {user_location()}"
+            f"written to it"
         )
     if graph.can_use(tensor.graph):
         return tensor
@@ -113,9 +113,7 @@ def _tensor(graph: Graph, leaf: Any, what: str) -> Tensor:
         return graph.import_tensor(tensor)
     except GraphError as error:
         is_inside = what == "xs" and tensor.graph.root is graph.root
-        raise GraphError(
-            f"gradients: {what}: {error}{_INSIDE if is_inside else ''}\n  written at {user_location()}"
-        ) from None
+        raise GraphError(f"gradients: {what}: {error.reason}{_INSIDE if is_inside else ''}") from None
 
 
 _INSIDE = "; or, to differentiate by what a loop starts with, pass that; or call gradients inside the function"
@@ -127,10 +125,7 @@ def _given(structure: nest.Structure, grad_ys: Any) -> list[TensorLike | None]:
     try:
         return nest.flatten_like(structure, grad_ys, nested_leaves=True)
     except nest.StructureMismatch as error:
-        raise GraphError(
-            f"gradients: grad_ys has one gradient for each of ys, in the same nest: {error}"
-            f"\n  written at {user_location()}"
-        ) from None
+        raise GraphError(f"gradients: grad_ys has one gradient for each of ys, in the same nest: {error}") from None
 
 
 def _zeros(x: Tensor | Variable) -> Tensor | None:
@@ -201,7 +196,7 @@ class _Gradients:
                 raise GraphError(
                     f"gradients: in the body of {level.label}, {x!r} only matters for what the loop starts with, and "
                     f"its iterations are not differentiated there: ask for the gradient by the loop variable, or call "
-                    f"gradients behind the loop\n  written at {user_location()}"
+                    f"gradients behind the loop"
                 )
 
     def _found(self, x: Tensor | Variable) -> Tensor | None:
@@ -256,15 +251,11 @@ def _seed(y: Tensor, given: TensorLike | None) -> Tensor:
             raise GraphError(
                 f"gradients: {y!r} is complex, so it has no one direction to rise in: give its weights with grad_ys=, "
                 f"such as af.ones_like(y), or differentiate a real number made of it, such as af.real(y) or af.abs(y)"
-                f"\n  written at {user_location()}"
             )
         return ones(shape_of(y), dtype=y.dtype)
     grad = as_tensor(given) if isinstance(given, Tensor | SupportsTensor) else as_tensor(given, y.dtype)
     if grad.dtype != y.dtype:
-        raise DTypeError(f"the grad_y of {y!r} is {grad!r}; they have one dtype\n  written at {user_location()}")
+        raise DTypeError(f"the grad_y of {y!r} is {grad!r}; they have one dtype")
     if not is_compatible(grad.shape, y.shape):
-        raise ShapeError(
-            f"the grad_y of {y!r} has shape {format_shape(grad.shape)}; it has that of its y"
-            f"\n  written at {user_location()}"
-        )
+        raise ShapeError(f"the grad_y of {y!r} has shape {format_shape(grad.shape)}; it has that of its y")
     return checked_shape(grad, y, f"the grad_y of {y!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import GraphError, user_location
+from asyncflow.errors import GraphError
 from asyncflow.graph import nest
 from asyncflow.graph.build import add_control_input, as_tensor, constant, identity, refuse_coroutines
 from asyncflow.graph.dtypes import promote
@@ -39,7 +39,7 @@ def user_function(function: object, role: str, n_arguments: int, arguments: str)
     if not callable(function):
         takes = f"of {arguments}" if n_arguments else "without arguments"
         advice = "" if n_arguments else ": write lambda: x"
-        raise GraphError(f"{role} is a function {takes}; got {function!r}{advice}\n  written at {user_location()}")
+        raise GraphError(f"{role} is a function {takes}; got {function!r}{advice}")
     _check_arity(function, role, n_arguments, arguments)
 
     def call(*values: Any) -> Any:
@@ -61,7 +61,7 @@ def _check_arity(function: Callable[..., Any], role: str, n_arguments: int, argu
         name = getattr(function, "__name__", repr(function))
         raise GraphError(
             f"{role} is called with {arguments if n_arguments else 'no arguments'}, which {name}{signature} does not "
-            f"take: {error}\n  written at {user_location()}"
+            f"take: {error}"
         ) from None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from asyncflow.control.body import as_predicate, result_tensor, user_function, user_functions
 from asyncflow.control.cond import cond, effects_advice
 from asyncflow.control.primitives.switch import check_predicate
-from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, graph_for, group, identity
 from asyncflow.graph.dtypes import dtype_name, int64
@@ -153,7 +153,7 @@ def switch_case(
 
 def _listed(items: Any, rule: str) -> list[Any]:
     if isinstance(items, Tensor | SupportsTensor) or not isinstance(items, Iterable):
-        raise GraphError(f"{rule}; got {items!r}\n  written at {user_location()}")
+        raise GraphError(f"{rule}; got {items!r}")
     return list(items)
 
 
@@ -217,13 +217,12 @@ class _Branches:
             raise GraphError(
                 f"branches 0 and {position} of {self.what} return different nests: {error}"
                 f"{effects_advice((self.first_returned, returned))}"
-                f"\n  written at {user_location()}"
             ) from None
         for path, a, b in zip(structure.paths("result"), leaves, others, strict=True):
             if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype != b.dtype:
                 raise DTypeError(
                     f"{path} of {self.what} is {dtype_name(a.dtype)} in branch 0 and {dtype_name(b.dtype)} in branch "
-                    f"{position}; convert one with af.astype\n  written at {user_location()}"
+                    f"{position}; convert one with af.astype"
                 )
         return returned
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.switch import check_predicate
-from asyncflow.errors import DTypeError, GraphError, user_location
+from asyncflow.errors import DTypeError, GraphError
 from asyncflow.graph import nest
 from asyncflow.graph.build import graph_for
 from asyncflow.graph.dtypes import dtype_name
@@ -114,7 +114,6 @@ def _match(label: str, branches: tuple[Subgraph, Subgraph], returned: list[Any])
     except nest.StructureMismatch as error:
         raise GraphError(
             f"the branches of {label} return different nests (true_fn first): {error}{effects_advice(returned)}"
-            f"\n  written at {user_location()}"
         ) from None
     for path, on_true, on_false in zip(structure.paths("result"), true_leaves, false_leaves, strict=True):
         a = result_tensor(branches[0], on_true, on_false if isinstance(on_false, Tensor) else None)
@@ -122,7 +121,7 @@ def _match(label: str, branches: tuple[Subgraph, Subgraph], returned: list[Any])
         if a.dtype != b.dtype:
             raise DTypeError(
                 f"{path} of {label} is {dtype_name(a.dtype)} in true_fn and {dtype_name(b.dtype)} in false_fn; "
-                f"convert one with af.astype\n  written at {user_location()}"
+                f"convert one with af.astype"
             )
         branches[0].results.append(a)
         branches[1].results.append(b)

@@ -12,7 +12,7 @@ from asyncflow.control.body import result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.tensor_array import ARRAY, TensorArray
 from asyncflow.control.while_loop import add_loop, while_loop
-from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, constant, graph_for
 from asyncflow.graph.dtypes import VARIANT, dtype_name, int64
@@ -192,15 +192,11 @@ class _Rows:
         self.what = what
         self.reverse = reverse
         if callable(elems):
-            raise GraphError(
-                f"{what}(fn, elems) takes the function first; got {elems!r} as elems\n  written at {user_location()}"
-            )
+            raise GraphError(f"{what}(fn, elems) takes the function first; got {elems!r} as elems")
         leaves, self.structure = nest.flatten(elems)
         tensors = [as_tensor(leaf) for leaf in leaves]
         if not tensors:
-            raise GraphError(
-                f"{what} needs at least one tensor to go over; got {elems!r}\n  written at {user_location()}"
-            )
+            raise GraphError(f"{what} needs at least one tensor to go over; got {elems!r}")
         self.count = self._count(tensors)
         self.arrays = [self._array(tensor) for tensor in tensors]
 
@@ -214,10 +210,7 @@ class _Rows:
                 extents.setdefault(extent, path)
         if len(extents) > 1:
             listed = ", ".join(f"{path} has {extent}" for extent, path in extents.items())
-            raise ShapeError(
-                f"{self.what} goes over all of elems at once, so they need one first extent; {listed}"
-                f"\n  written at {user_location()}"
-            )
+            raise ShapeError(f"{self.what} goes over all of elems at once, so they need one first extent; {listed}")
         return next(iter(extents)) if extents else getitem(shape(tensors[0]), 0)
 
     def _array(self, tensor: Tensor) -> TensorArray:
@@ -238,7 +231,7 @@ class _Rows:
         if initializer is not None:
             return _State(self.what, initializer), 0
         if isinstance(self.count, int) and self.count == 0:
-            raise ShapeError(f"{self.what} of no rows needs an initializer\n  written at {user_location()}")
+            raise ShapeError(f"{self.what} of no rows needs an initializer")
         return _State(self.what, self.read(self.place(constant(0)))), 1
 
     def stacked(self, array: TensorArray) -> Tensor:
@@ -270,7 +263,7 @@ class _State:
         except nest.StructureMismatch as error:
             raise GraphError(
                 f"fn of {self.what} must return a state like the one it is given, {nest.describe(self.structure)}, "
-                f"which begins as the initializer (or the first row): {error}\n  written at {user_location()}"
+                f"which begins as the initializer (or the first row): {error}"
             ) from None
         body = graph_for()
         assert isinstance(body, Subgraph)
@@ -283,12 +276,12 @@ class _State:
         if new.dtype != old.dtype:
             raise DTypeError(
                 f"{path} of {self.what} begins as {dtype_name(old.dtype)} but fn returns {dtype_name(new.dtype)}; "
-                f"convert one with af.astype\n  written at {user_location()}"
+                f"convert one with af.astype"
             )
         if not is_subshape(new.shape, old.shape):
             raise ShapeError(
                 f"{path} of {self.what} begins with shape {format_shape(old.shape)} but fn returns "
-                f"{format_shape(new.shape)}; a state keeps its shape\n  written at {user_location()}"
+                f"{format_shape(new.shape)}; a state keeps its shape"
             )
 
 
@@ -308,7 +301,7 @@ class _MapLoop:
         with body:
             leaves, structure = nest.flatten(fn(rows.read(count)))
             if not leaves:
-                raise GraphError(f"fn of map_fn must return a value to stack\n  written at {user_location()}")
+                raise GraphError("fn of map_fn must return a value to stack")
             values = [result_tensor(body, leaf) for leaf in leaves]
             self._check(structure, values)
             self.kinds = [ArrayKind(x.dtype, x.shape, dynamic_size=False, clear_after_read=True) for x in values]
@@ -327,7 +320,6 @@ class _MapLoop:
             if value.dtype == VARIANT:
                 raise DTypeError(
                     f"{path} of map_fn is a TensorArray, and arrays cannot be stacked; return array.stack() instead"
-                    f"\n  written at {user_location()}"
                 )
 
     def build(self, rows: _Rows, parallel_iterations: int) -> list[Tensor]:

@@ -280,7 +280,7 @@ class TensorArray:
         tensor = as_tensor(size)
         fixed = static_value(tensor)
         if fixed is not None and fixed.shape == () and fixed.dtype.kind in "iu" and fixed < 0:
-            raise ShapeError(f"the size of a TensorArray is not negative; got {fixed}\n  written at {user_location()}")
+            raise ShapeError(f"the size of a TensorArray is not negative; got {fixed}")
         attrs = {
             "element": Spec(kind.dtype, kind.element_shape),
             "dynamic_size": kind.dynamic_size,

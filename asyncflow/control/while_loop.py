@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.primitives.switch import check_predicate
-from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location, warn_user
+from asyncflow.errors import DTypeError, GraphError, ShapeError, warn_user
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
@@ -166,9 +166,7 @@ class _Variables:
     def __init__(self, graph: Graph, loop_vars: Any, shape_invariants: Any) -> None:
         leaves, self.structure = nest.flatten(loop_vars)
         if not leaves:
-            raise GraphError(
-                f"while_loop needs at least one loop variable; got {loop_vars!r}\n  written at {user_location()}"
-            )
+            raise GraphError(f"while_loop needs at least one loop variable; got {loop_vars!r}")
         self.initial: list[Tensor] = [graph.import_tensor(as_tensor(leaf)) for leaf in leaves]
         self.names = list(self.structure.paths("loop_vars"))
         self.specs = [tensor.spec for tensor in self.initial]
@@ -187,7 +185,7 @@ class _Variables:
             if not is_subshape(initial, shape):
                 raise ShapeError(
                     f"{self.names[index]} starts with shape {format_shape(initial)}, which its shape invariant "
-                    f"{format_shape(shape)} does not allow\n  written at {user_location()}"
+                    f"{format_shape(shape)} does not allow"
                 )
             self.specs[index] = Spec(self.specs[index].dtype, shape)
 
@@ -225,7 +223,6 @@ class _Variables:
         except nest.StructureMismatch as error:
             raise GraphError(
                 f"the body of {label} must return what it was given, {nest.describe(self.structure)}: {error}"
-                f"\n  written at {user_location()}"
             ) from None
         return [self._next_value(label, body, index, leaf) for index, leaf in enumerate(leaves)]
 
@@ -235,13 +232,12 @@ class _Variables:
         if tensor.dtype != spec.dtype:
             raise DTypeError(
                 f"{name} of {label} enters as {dtype_name(spec.dtype)} but the body returns "
-                f"{dtype_name(tensor.dtype)}; convert it with af.astype\n  written at {user_location()}"
+                f"{dtype_name(tensor.dtype)}; convert it with af.astype"
             )
         if not is_subshape(tensor.shape, spec.shape):
             raise ShapeError(
                 f"{name} of {label} has shape {format_shape(spec.shape)} but the body returns "
                 f"{format_shape(tensor.shape)}; if its shape changes, say so with shape_invariants"
-                f"\n  written at {user_location()}"
             )
         return tensor
 

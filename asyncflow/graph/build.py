@@ -74,7 +74,7 @@ def apply(op: Op, *inputs: TensorLike, name: str | None = None, **attrs: Any) ->
         specs = op.infer(*(tensor.spec for tensor in tensors), **attrs)
     except GraphError as error:
         seen = ", ".join(f"{tensor.name} {tensor.spec}" for tensor in tensors)
-        raise type(error)(f"{op.name}: {error}\n  inputs   {seen or 'none'}\n  written at {user_location()}") from None
+        raise type(error)(f"{op.name}: {error.reason}\n  inputs   {seen or 'none'}") from None
     if not graph.frames and op.name != "enter":
         return graph.add_node(op, tensors, attrs, specs, name=name).outputs
     # A loop written by hand: its frames are checked as it is built.
@@ -292,6 +292,8 @@ def awaited_node(item: Tensor | Node, graph: Graph) -> Node | None:
 
     For a result of a branch or loop it is an identity of that result: of a structured node, only what is used is run.
     """
+    if not isinstance(item, Tensor | Node):
+        raise GraphError(f"{item!r} is neither a tensor nor a node, so that nothing can wait for it")
     if not isinstance(item, Tensor):
         return graph.import_control(item)
     if item.node.op.name in STRUCTURED and encloses(item.graph, graph):

@@ -249,7 +249,7 @@ class Graph(NotPickled):
         Raises:
             GraphError: there is none; close names are suggested.
         """
-        found = self.root._by_name.get(name)
+        found = self.root._by_name.get(_checked_name(name))
         if found is None:
             raise GraphError(f"no node is named {name!r}{_suggest(name, self.root._by_name)}")
         return found
@@ -260,7 +260,7 @@ class Graph(NotPickled):
         Raises:
             GraphError: there is none.
         """
-        node_name, _, index = name.partition(":")
+        node_name, _, index = _checked_name(name).partition(":")
         node = self.node(node_name)
         number = int(index) if index.isascii() and index.isdigit() else 0 if not index else -1
         if not 0 <= number < len(node.outputs):
@@ -400,6 +400,12 @@ def _combine(effects: Iterable[tuple[Any, Access]]) -> Effects:
         if combined.get(resource) is not Access.WRITE:
             combined[resource] = access
     return tuple(combined.items())
+
+
+def _checked_name(name: str) -> str:
+    if not isinstance(name, str):
+        raise GraphError(f"a node or tensor is looked up by its name, a string such as 'layer/add:0'; got {name!r}")
+    return name
 
 
 def _leak(value: Tensor | Node, graph: Graph) -> str:

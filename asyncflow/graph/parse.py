@@ -101,7 +101,7 @@ class _Builder:
         try:
             return self._ops.get(statement.op) or find_op(statement.op)
         except GraphError as error:
-            raise self._tokens.fault(str(error), statement.offset) from error
+            raise self._tokens.fault(error.reason, statement.offset) from error
 
     def _body(self, graph: Graph, block: Block, scope: _Scope) -> Subgraph:
         body = Subgraph(graph, block.label)
@@ -166,7 +166,7 @@ class _Builder:
         try:
             inferred = op.infer(*inputs, **attrs)
         except GraphError as error:
-            raise self._tokens.fault(f"{op.name} of {seen}: {error}", statement.offset) from error
+            raise self._tokens.fault(f"{op.name} of {seen}: {error.reason}", statement.offset) from error
         except Exception as error:
             # The rule of an op may stumble anywhere over attrs that only a text can give it.
             message = f"{op.name} does not take {seen} and these attrs: {told(error)}"

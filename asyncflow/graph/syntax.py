@@ -339,7 +339,7 @@ class Reader:
         try:
             return as_dtype(name)
         except GraphError as error:
-            raise self.tokens.fault(str(error), offset) from error
+            raise self.tokens.fault(error.reason, offset) from error
 
     def _spec(self) -> Spec:
         token = self.tokens.expect_kind("word", "a dtype and shape such as 'float32[2,?]'")

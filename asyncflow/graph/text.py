@@ -148,7 +148,7 @@ class Printer:
             if self.lenient:
                 return f"{name}=<{brief(node.attrs[name])}>"
             raise GraphError(
-                f"attr {name!r} of node {node.name!r} ({node.op.name}) has no text form: {error}"
+                f"attr {name!r} of node {node.name!r} ({node.op.name}) has no text form: {error.reason}"
                 f"\n  built at {node.location}"
             ) from error
 

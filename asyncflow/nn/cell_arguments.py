@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError, brief, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor
 from asyncflow.graph.dtypes import dtype_name
@@ -40,7 +40,7 @@ def cell_arguments(
     for name, part in state.items():
         if _is_nest(part):
             found = nest.describe(nest.flatten(part)[1])
-            raise GraphError(f"{what}: its state {name} is one tensor; got {found}\n  written at {user_location()}")
+            raise GraphError(f"{what}: its state {name} is one tensor; got {found}")
         parts[name] = as_tensor(part)
     _check_dtypes(what, {**parts, **{f"weights.{name}": x for name, x in weights.items() if x is not None}})
     _check_shapes(what, parts)
@@ -54,10 +54,7 @@ def pair(what: str, state: Any) -> tuple[TensorLike, TensorLike]:
         GraphError: it is no pair. A tensor with two rows is none either.
     """
     if not isinstance(state, tuple | list) or len(state) != 2:
-        raise GraphError(
-            f"{what}: its state is a pair (h, c), each of shape [batch,hidden]; got {brief(state)}"
-            f"\n  written at {user_location()}"
-        )
+        raise GraphError(f"{what}: its state is a pair (h, c), each of shape [batch,hidden]; got {brief(state)}")
     return state[0], state[1]
 
 
@@ -66,7 +63,7 @@ def check_weights(what: str, weights: object, kind: type) -> None:
     if not isinstance(weights, kind):
         raise GraphError(
             f"{what}: weights are {kind.__name__}, such as af.nn.{what.removesuffix('_cell')}_weights gives; got "
-            f"{type(weights).__name__}\n  written at {user_location()}"
+            f"{type(weights).__name__}"
         )
 
 
@@ -79,12 +76,12 @@ def _is_nest(part: Any) -> bool:
 def _check_dtypes(what: str, tensors: Mapping[str, Tensor]) -> None:
     x = tensors["x"]
     if kind_of(x.dtype) != "f":
-        raise DTypeError(f"{what}: x is floats; got {x!r}\n  written at {user_location()}")
+        raise DTypeError(f"{what}: x is floats; got {x!r}")
     for name, tensor in tensors.items():
         if tensor.dtype != x.dtype:
             raise DTypeError(
                 f"{what}: x is {dtype_name(x.dtype)} and {name} is {dtype_name(tensor.dtype)}; all are of one dtype: "
-                f"convert one with af.astype\n  written at {user_location()}"
+                f"convert one with af.astype"
             )
 
 
@@ -101,9 +98,7 @@ def _check_shapes(what: str, tensors: Mapping[str, Tensor]) -> None:
             for axis, extent in zip(axes, extents, strict=True)
         ):
             shapes = ", ".join(f"{name} {format_shape(tensor.shape)}" for name, tensor in tensors.items())
-            raise ShapeError(
-                f"{what}: x is [batch,n_in] and its state [batch,hidden]; got {shapes}\n  written at {user_location()}"
-            )
+            raise ShapeError(f"{what}: x is [batch,n_in] and its state [batch,hidden]; got {shapes}")
 
 
 __all__ = ["cell_arguments", "check_weights", "pair"]

@@ -9,7 +9,7 @@ from asyncflow.control.body import result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.tensor_array import ARRAY, TensorArray
 from asyncflow.control.while_loop import add_loop, warn_no_swapping
-from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
@@ -107,7 +107,6 @@ class _Sequences:
         if not self.inputs or not self.state:
             raise GraphError(
                 f"dynamic_rnn: needs inputs and a state to begin with; got {inputs!r} and {initial_state!r}"
-                f"\n  written at {user_location()}"
             )
         paths = [*self.structure.paths("inputs"), *self.state_structure.paths("initial_state")]
         self._check(dict(zip(paths, [*self.inputs, *self.state], strict=True)))
@@ -119,15 +118,11 @@ class _Sequences:
         for path, tensor in tensors.items():
             axes = ("steps", "batch") if path.startswith("inputs") else ("batch",)
             if tensor.shape is None or len(tensor.shape) < len(axes):
-                raise ShapeError(
-                    f"dynamic_rnn: {path} is [{','.join(axes)},...]; got {tensor!r}\n  written at {user_location()}"
-                )
+                raise ShapeError(f"dynamic_rnn: {path} is [{','.join(axes)},...]; got {tensor!r}")
             for axis, extent in zip(axes, tensor.shape, strict=False):
                 if extent is not None and seen.setdefault(axis, (extent, path))[0] != extent:
                     first, where = seen[axis]
-                    raise ShapeError(
-                        f"dynamic_rnn: {where} has {axis} {first}, {path} has {extent}\n  written at {user_location()}"
-                    )
+                    raise ShapeError(f"dynamic_rnn: {where} has {axis} {first}, {path} has {extent}")
 
     @staticmethod
     def _extent(axes: Sequence[tuple[Tensor, int]]) -> int | Tensor:
@@ -204,17 +199,14 @@ class _Loop:
     def _returned(self, returned: Any) -> tuple[nest.Structure, list[Tensor], list[Tensor]]:
         """What the cell returned: the nest and the values of its outputs, and the state."""
         if not isinstance(returned, tuple) or len(returned) != 2:
-            raise GraphError(
-                f"the cell of dynamic_rnn returns its output and the next state; got {returned!r}"
-                f"\n  written at {user_location()}"
-            )
+            raise GraphError(f"the cell of dynamic_rnn returns its output and the next state; got {returned!r}")
         leaves, structure = nest.flatten(returned[0])
         values = [result_tensor(self.body, leaf) for leaf in leaves]
         for path, value in zip(structure.paths("output"), values, strict=True):
             if value.shape is None or not value.shape:
                 raise ShapeError(
                     f"{path} of the cell of dynamic_rnn has a row for each sequence, and a rank that is known; got "
-                    f"{value!r}\n  written at {user_location()}"
+                    f"{value!r}"
                 )
         wanted = self.sequences.state_structure
         try:
@@ -222,7 +214,6 @@ class _Loop:
         except nest.StructureMismatch as error:
             raise GraphError(
                 f"the cell of dynamic_rnn returns a state like the one it is given, {nest.describe(wanted)}: {error}"
-                f"\n  written at {user_location()}"
             ) from None
         paths = list(wanted.paths("state"))
         after = [
@@ -235,12 +226,12 @@ class _Loop:
         if x.dtype != spec.dtype:
             raise DTypeError(
                 f"{path} of dynamic_rnn begins as {dtype_name(spec.dtype)} but the cell returns "
-                f"{dtype_name(x.dtype)}; convert one with af.astype\n  written at {user_location()}"
+                f"{dtype_name(x.dtype)}; convert one with af.astype"
             )
         if not is_subshape(x.shape, spec.shape):
             raise ShapeError(
                 f"{path} of dynamic_rnn has shape {format_shape(spec.shape)} but the cell returns "
-                f"{format_shape(x.shape)}; a state keeps its shape\n  written at {user_location()}"
+                f"{format_shape(x.shape)}; a state keeps its shape"
             )
         return x
 

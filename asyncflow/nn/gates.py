@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.errors import ShapeError, user_location
+from asyncflow.errors import ShapeError
 from asyncflow.graph.shapes import format_shape
 
 if TYPE_CHECKING:
@@ -36,13 +36,11 @@ def split_gates(gates: Tensor, count: int, state: Shape) -> list[Tensor]:
         raise ShapeError(
             f"a cell with {count} gates needs to know `hidden` while the graph is built: give the state the shape "
             f"[None,hidden], or the weights [None,{count} * hidden]"
-            f"\n  written at {user_location()}"
         )
     if width % count or hidden not in (None, width // count):
         raise ShapeError(
             f"a cell with {count} gates needs weights of {count} * hidden columns and a state of shape [batch,hidden]; "
             f"got gates of shape {format_shape(gates.shape)} and a state of shape {format_shape(state)}"
-            f"\n  written at {user_location()}"
         )
     hidden = width // count
     return [gates[..., place * hidden : (place + 1) * hidden] for place in range(count)]

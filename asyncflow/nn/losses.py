@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, ShapeError, user_location
+from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import apply, as_tensor, constant, graph_for
 from asyncflow.graph.op import Op, not_differentiable, register
 from asyncflow.graph.shapes import format_shape, is_compatible
@@ -67,7 +67,6 @@ def softmax_cross_entropy(logits: TensorLike, labels: TensorLike) -> Tensor:
         if y.dtype != x.dtype:
             raise DTypeError(
                 f"softmax_cross_entropy: labels are integers, or floats of the dtype of the logits; got {y!r} for {x!r}"
-                f"\n  written at {user_location()}"
             )
         if not is_compatible(x.shape, y.shape):
             raise _unfit(x, y)
@@ -77,7 +76,7 @@ def softmax_cross_entropy(logits: TensorLike, labels: TensorLike) -> Tensor:
 def _unfit(logits: Tensor, labels: Tensor) -> ShapeError:
     return ShapeError(
         f"softmax_cross_entropy: logits of shape {format_shape(logits.shape)} need integer labels of all its axes but "
-        f"the last, or floats of its shape; got {labels!r}\n  written at {user_location()}"
+        f"the last, or floats of its shape; got {labels!r}"
     )
 
 
@@ -97,14 +96,14 @@ def sigmoid_cross_entropy(logits: TensorLike, labels: TensorLike) -> Tensor:
     with graph_for(logits, labels):
         x = as_tensor(logits)
         if kind_of(x.dtype) != "f":
-            raise DTypeError(f"sigmoid_cross_entropy: logits are floats; got {x!r}\n  written at {user_location()}")
+            raise DTypeError(f"sigmoid_cross_entropy: logits are floats; got {x!r}")
         z = constant(labels, x.dtype) if is_weak(labels) else as_tensor(labels)
         if kind_of(z.dtype) in "biu":
             z = astype(z, x.dtype)
         if z.dtype != x.dtype:
             raise DTypeError(
                 f"sigmoid_cross_entropy: labels are of the dtype of the logits, or integers or booleans; got {z!r} for "
-                f"{x!r}\n  written at {user_location()}"
+                f"{x!r}"
             )
         # Two terms without a difference of large numbers, whose derivatives are exact, too.
         return z * softplus(negative(x)) + (1 - z) * softplus(x)

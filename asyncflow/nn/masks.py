@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.errors import DTypeError, user_location
+from asyncflow.errors import DTypeError
 from asyncflow.graph.build import as_tensor
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.ops.creation import arange
@@ -57,7 +57,7 @@ def as_lengths(lengths: TensorLike) -> Tensor:
     """
     tensor = as_tensor(lengths)
     if tensor.dtype.kind not in "iu":
-        raise DTypeError(f"lengths are integers, not {dtype_name(tensor.dtype)}\n  written at {user_location()}")
+        raise DTypeError(f"lengths are integers, not {dtype_name(tensor.dtype)}")
     return tensor if tensor.dtype == int64 else astype(tensor, int64)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import ShapeError, user_location
+from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, identity
 from asyncflow.graph.op import Op, derivative, inputs_from, register
 from asyncflow.graph.scopes import control_dependencies
@@ -192,10 +192,7 @@ def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Pa
     given = as_lengths(lengths)
     known = batch if isinstance(batch, int) else None
     if not is_compatible(given.shape, (known,)):
-        raise ShapeError(
-            f"lengths are one for each sequence, of shape {format_shape((known,))}; got {given!r}"
-            f"\n  written at {user_location()}"
-        )
+        raise ShapeError(f"lengths are one for each sequence, of shape {format_shape((known,))}; got {given!r}")
     inside = logical_and(greater_equal(given, 0), less_equal(given, steps))
     count = extent_of(given, 0)
     if not (isinstance(count, int) and isinstance(batch, int)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, overload
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, brief, user_location
+from asyncflow.errors import DTypeError, GraphError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor, TensorLike, as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, string
@@ -121,14 +121,14 @@ class CustomOp(Generic[P]):
             if any(isinstance(leaf, Tensor | SupportsTensor) for leaf in nest.flatten(value)[0]):
                 raise GraphError(
                     f"{self.name}: {name}={value!r} is passed by name; names are for static Python values, pass "
-                    f"tensors by position\n  written at {user_location()}"
+                    f"tensors by position"
                 )
         try:
             self._signature.bind(*inputs, **arguments)
         except TypeError as error:
             raise GraphError(
                 f"{self.name}{self._signature} is called with {len(inputs)} inputs and arguments "
-                f"{sorted(arguments)}: {error}\n  written at {user_location()}"
+                f"{sorted(arguments)}: {error}"
             ) from None
 
     def _declare(self, tensors: Sequence[Tensor], arguments: Mapping[str, Any]) -> Outputs:
@@ -142,9 +142,7 @@ class CustomOp(Generic[P]):
                 self._require_outputs(declared)
         except GraphError as error:
             seen = ", ".join(f"{tensor.name} {tensor.spec}" for tensor in tensors)
-            raise type(error)(
-                f"{self.name}: {error}\n  inputs   {seen or 'none'}\n  written at {user_location()}"
-            ) from None
+            raise type(error)(f"{self.name}: {error.reason}\n  inputs   {seen or 'none'}") from None
         return declared
 
     def _has_effects(self, stateful: bool | None) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, user_location
+from asyncflow.errors import DTypeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, identity
 from asyncflow.graph.op import Op, register
 from asyncflow.graph.operators import install
@@ -333,7 +333,6 @@ def pow(x1: TensorLike, x2: TensorLike, /) -> Tensor:
     if kind_of(base.dtype) in "biu" and isinstance(x2, int) and x2 < 0:
         raise DTypeError(
             f"pow: {base!r} holds integers, which have no power {x2}; convert it to a float dtype with af.astype"
-            f"\n  written at {user_location()}"
         )
     if x2 == 2 and kind_of(base.dtype) != "b" and exponent.dtype == base.dtype:
         return square(base)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.errors import GraphError, brief, user_location
+from asyncflow.errors import GraphError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, string
@@ -130,7 +130,7 @@ class TorchOp:
             tensors += [graph.import_tensor(self._as_parameter(name, x)) for name, x in given.items()]
             for x in tensors:
                 if x.dtype in (string, VARIANT):
-                    raise GraphError(f"{self.name}: {x!r} is no array of numbers\n  written at {user_location()}")
+                    raise GraphError(f"{self.name}: {x!r} is no array of numbers")
             outputs = self._outputs
             if outputs is None:
                 outputs = self._inferred(tensors, tuple(given), arguments)
@@ -144,19 +144,14 @@ class TorchOp:
         known = dict(self._module.named_parameters()) if self._is_module else {}
         unknown = [name for name in given if name not in known]
         if unknown:
-            raise GraphError(
-                f"{self.name} has no parameter {unknown[0]!r}; it has {', '.join(known) or 'none'}"
-                f"\n  written at {user_location()}"
-            )
+            raise GraphError(f"{self.name} has no parameter {unknown[0]!r}; it has {', '.join(known) or 'none'}")
 
     def _as_parameter(self, name: str, value: TensorLike) -> Tensor:
         tensor = as_tensor(value)
         own = self._module.get_parameter(name)
         spec = Spec(as_dtype(_name(own.dtype)), tuple(own.shape))
         if tensor.dtype != spec.dtype or not is_compatible(tensor.shape, spec.shape):
-            raise GraphError(
-                f"{self.name}: parameter {name!r} is {spec}, and {tensor!r} was given\n  written at {user_location()}"
-            )
+            raise GraphError(f"{self.name}: parameter {name!r} is {spec}, and {tensor!r} was given")
         return tensor
 
     def _home(self, given: Mapping[str, Any]) -> str | None:
@@ -175,7 +170,7 @@ class TorchOp:
                 move = "to_empty(device='cpu') and load its values" if kind == "meta" else "to('cpu')"
                 raise GraphError(
                     f"{self.name}: its tensor {name!r} {cause}, and nodes run on CPUs and cards of CUDA's; move the "
-                    f"module with module.{move}, or pass all its tensors as params=\n  written at {user_location()}"
+                    f"module with module.{move}, or pass all its tensors as params="
                 )
         return next(iter(kinds)) if len(kinds) == 1 and self._takes_cards else None
 
@@ -207,7 +202,6 @@ class TorchOp:
             raise GraphError(
                 f"{self.name}: what it returns cannot be inferred ({type(error).__name__}: {brief(str(error))}); "
                 f"declare it: af.from_torch(module, outputs=af.spec(dtype, shape))\n  inputs   {seen or 'none'}"
-                f"\n  written at {user_location()}"
             ) from error
         return _joined(found)
 

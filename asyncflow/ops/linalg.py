@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from functools import partial
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
@@ -19,7 +20,7 @@ from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
@@ -238,14 +239,63 @@ def _parse(subscripts: str) -> tuple[list[str], str]:
     left, arrow, result = subscripts.replace(" ", "").partition("->")
     terms = left.split(",")
     letters = "".join(terms)
-    if not all(term.isalpha() or not term for term in (*terms, result)):
-        raise GraphError(f"einsum subscripts {subscripts!r} may hold letters, commas and one '->' only")
+    _check_signs(subscripts, (*terms, result))
     if not arrow:
-        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+        result = _implicit_result(letters)
     unknown = set(result) - set(letters)
     if unknown or len(set(result)) < len(result):
         raise GraphError(f"einsum result {result!r} of {subscripts!r} must name letters of the operands, each once")
     return terms, result
+
+
+def _check_signs(subscripts: str, terms: Iterable[str]) -> None:
+    if not all((term.isascii() and term.isalpha()) or not term for term in terms):
+        raise GraphError(
+            f"einsum subscripts {subscripts!r} may hold letters, commas, one '...' a term and one '->' only"
+        )
+
+
+def _implicit_result(letters: str) -> str:
+    return "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+
+
+def _spelled_out(subscripts: str, xs: Sequence[Tensor]) -> str:
+    """The subscripts with letters for what each ``...`` stands for: the axes without one, which broadcast.
+
+    Raises:
+        GraphError: they are malformed.
+        ShapeError: an operand with ``...`` has unknown rank, or fewer axes than letters.
+    """
+    left, arrow, result = subscripts.replace(" ", "").partition("->")
+    terms = left.split(",")
+    _check_signs(subscripts, [term.replace("...", "", 1) for term in (*terms, result)])
+    if "..." not in subscripts or len(terms) != len(xs):
+        return subscripts  # the shape rule says what is wrong with the number of operands
+    ranks = [_axes_of_ellipsis(x, term) for x, term in zip(xs, terms, strict=True)]
+    unused = [letter for letter in ascii_letters if letter not in subscripts]
+    if max(ranks) > len(unused):
+        raise GraphError(f"einsum subscripts {subscripts!r} stand for more axes than there are letters")
+    batch = "".join(unused[: max(ranks)])
+    if not arrow:
+        result = "..." + _implicit_result(left.replace(",", "").replace(".", ""))
+    if batch and "..." not in result:
+        raise GraphError(f"einsum result {result!r} of {subscripts!r} must hold '...': it stands for {len(batch)} axes")
+    spelled = [term.replace("...", batch[len(batch) - rank :]) for term, rank in zip(terms, ranks, strict=True)]
+    return f"{','.join(spelled)}->{result.replace('...', batch)}"
+
+
+def _axes_of_ellipsis(x: Tensor, term: str) -> int:
+    letters = term.replace("...", "")
+    if letters == term:
+        return 0
+    if x.ndim is None:
+        raise ShapeError(
+            f"einsum: {x!r} has unknown rank, so that nobody knows what '...' of {term!r} stands for; give it a shape, "
+            f"or write a letter for each axis"
+        )
+    if x.ndim < len(letters):
+        raise ShapeError(f"einsum: {x!r} has fewer axes than {term!r} has letters")
+    return x.ndim - len(letters)
 
 
 def _extents(xs: Sequence[Spec], terms: Sequence[str]) -> dict[str, int | None]:
@@ -298,16 +348,20 @@ def einsum(subscripts: str, /, *operands: TensorLike) -> Tensor:
     """Einstein summation, such as ``af.einsum("bik,bkj->bij", x, y)``.
 
     Args:
-        subscripts: a letter per axis of each operand; without ``->`` the letters that occur once are kept, sorted.
-        operands: one tensor per comma-separated term.
+        subscripts: a letter per axis of each operand, and ``...`` for all that have none, which broadcast. Without
+            ``->`` those are kept first, then the letters that occur once, sorted.
+        operands: one tensor per comma-separated term; with ``...``, of known rank.
 
     Raises:
-        GraphError: the subscripts are malformed (an ellipsis is not supported).
+        GraphError: the subscripts are malformed.
         ShapeError: an operand has another rank than its term, or extents of one letter differ.
     """
-    _parse(subscripts)
+    if not isinstance(subscripts, str):
+        raise GraphError(f"einsum takes its subscripts first, such as 'ij,jk->ik'; got {subscripts!r}")
     with graph_for(*operands):
         tensors = promote_operands(*operands)
+        subscripts = _spelled_out(subscripts, tensors)
+        _parse(subscripts)
         # NumPy contracts pairs as they are, so the first of them would be multiplied in their dtype.
         dtype = promoted_dtype(x.dtype for x in tensors)
         return _apply_product(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, brief, user_location
+from asyncflow.errors import DTypeError, brief
 from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for
 from asyncflow.graph.dtypes import VARIANT, DType, bool_, dtype_name, promote, string
 from asyncflow.graph.ir import Tensor
@@ -180,7 +180,7 @@ def promote_for(
     try:
         return convert(x1, x2)
     except DTypeError as error:
-        raise DTypeError(f"{op.name}: {error}\n  operands {x1!r}, {x2!r}\n  written at {user_location()}") from None
+        raise DTypeError(f"{op.name}: {error.reason}\n  operands {x1!r}, {x2!r}") from None
 
 
 # -- shape rules -----------------------------------------------------------------------------------------------------

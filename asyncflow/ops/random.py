@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError, brief, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.foreign_names import public_names
 from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
@@ -93,7 +93,7 @@ def _check_known(what: str, rule: str, *values: TensorLike, holds: Callable[...,
     known = [static_value(x) if isinstance(x, Tensor) else x for x in values if not isinstance(x, SupportsTensor)]
     if len(known) == len(values) and all(x is not None for x in known) and not np.all(holds(*map(np.asarray, known))):
         seen = " and ".join(map(brief, values))
-        raise GraphError(f"random_{what}: {rule}; got {seen}\n  written at {user_location()}")
+        raise GraphError(f"random_{what}: {rule}; got {seen}")
 
 
 # -- floats ----------------------------------------------------------------------------------------------------------

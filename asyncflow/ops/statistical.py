@@ -6,7 +6,7 @@ import operator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import DTypeError, ShapeError
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor
 from asyncflow.graph.dtypes import DType, as_dtype, dtype_name, float32, float64, int64, uint64
 from asyncflow.graph.op import Op, register
@@ -256,12 +256,17 @@ def var(x: TensorLike, /, *, axis: Axes = None, correction: float = 0.0, keepdim
 
 
 def _moment(op: Op, x: TensorLike, axis: Axes, correction: float, keepdims: bool) -> Tensor:
+    try:
+        correction = float(correction)
+    except (TypeError, ValueError):
+        message = f"{op.name}: correction is a number known while the graph is built, got {correction!r}"
+        raise GraphError(message) from None
     tensor = as_tensor(x)
     return apply(
         op,
         tensor,
         axis=as_axes(axis),
-        correction=float(correction),
+        correction=correction,
         keepdims=bool(keepdims),
         dtype=_mean_dtype(tensor.dtype),
     )[0]

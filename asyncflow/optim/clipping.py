@@ -6,7 +6,7 @@ import math
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import DTypeError, GraphError, user_location
+from asyncflow.errors import DTypeError, GraphError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor
 from asyncflow.graph.dtypes import float32, float64
@@ -82,7 +82,7 @@ def clip_by_global_norm(grads: Any, max_norm: TensorLike) -> tuple[Any, Tensor]:
     _check_norm("clip_by_global_norm", max_norm)
     tensors, structure = _floats("clip_by_global_norm", grads)
     if not tensors:
-        raise GraphError(f"clip_by_global_norm: there is no gradient in {grads!r}\n  written at {user_location()}")
+        raise GraphError(f"clip_by_global_norm: there is no gradient in {grads!r}")
     norm = _norm(tensors)
     factor = _factor("clip_by_global_norm", norm, max_norm)
     return structure.unflatten([_scaled(x, factor) for x in tensors]), norm
@@ -93,13 +93,13 @@ def _floats(what: str, grads: Any) -> tuple[list[Tensor], nest.Structure]:
     tensors = [as_tensor(leaf) for leaf in leaves]
     for x in tensors:
         if kind_of(x.dtype) != "f":
-            raise DTypeError(f"{what}: takes gradients that are floats; got {x!r}\n  written at {user_location()}")
+            raise DTypeError(f"{what}: takes gradients that are floats; got {x!r}")
     return tensors, structure
 
 
 def _check_norm(what: str, max_norm: TensorLike) -> None:
     if is_number(max_norm) and not max_norm > 0:
-        raise GraphError(f"{what}: max_norm is above 0; got {max_norm!r}\n  written at {user_location()}")
+        raise GraphError(f"{what}: max_norm is above 0; got {max_norm!r}")
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:

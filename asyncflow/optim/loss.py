@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor
 from asyncflow.ops.promotion import kind_of
@@ -25,16 +25,12 @@ def as_loss(what: str, value: Any, advice: str = "") -> Tensor:
         GraphError, DTypeError, ShapeError: it is no float scalar. A shape that is not known may turn out to be one.
     """
     if nest.flatten(value)[1].kind is not None:
-        raise GraphError(
-            f"{what} is one tensor to differentiate; got {value!r}{advice}\n  written at {user_location()}"
-        )
+        raise GraphError(f"{what} is one tensor to differentiate; got {value!r}{advice}")
     tensor = as_tensor(value)
     if kind_of(tensor.dtype) != "f":
-        raise DTypeError(f"{what} is {tensor!r}; only a float has a gradient\n  written at {user_location()}")
+        raise DTypeError(f"{what} is {tensor!r}; only a float has a gradient")
     if tensor.shape not in ((), None):
-        raise ShapeError(
-            f"{what} is {tensor!r}; it is to be a scalar: take its af.sum or af.mean\n  written at {user_location()}"
-        )
+        raise ShapeError(f"{what} is {tensor!r}; it is to be a scalar: take its af.sum or af.mean")
     return tensor
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError, brief, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph.build import as_tensor, constant
 from asyncflow.graph.ir import Tensor
 from asyncflow.ops.datatypes import astype
@@ -33,11 +33,11 @@ def as_scalar(what: str, x: TensorLike, dtype: DType) -> Tensor:
     try:
         tensor = as_tensor(x)
     except DTypeError:
-        raise DTypeError(f"{rule}; got {brief(x)}\n  written at {user_location()}") from None
+        raise DTypeError(f"{rule}; got {brief(x)}") from None
     if kind_of(tensor.dtype) not in "iuf":
-        raise DTypeError(f"{rule}; got {brief(x)}\n  written at {user_location()}")
+        raise DTypeError(f"{rule}; got {brief(x)}")
     if tensor.shape not in ((), None):
-        raise ShapeError(f"{rule}; got {brief(x)}\n  written at {user_location()}")
+        raise ShapeError(f"{rule}; got {brief(x)}")
     return as_dtype_of(tensor, dtype)
 
 
@@ -58,7 +58,7 @@ def share(what: str, x: Any) -> float:
         GraphError: it is no number, or not at least 0 and below 1.
     """
     if not is_number(x) or not 0 <= x < 1:
-        raise GraphError(f"{what} is a number, at least 0 and below 1; got {brief(x)}\n  written at {user_location()}")
+        raise GraphError(f"{what} is a number, at least 0 and below 1; got {brief(x)}")
     return float(x)
 
 

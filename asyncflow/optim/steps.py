@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError, brief, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for, group
 from asyncflow.graph.dtypes import dtype_name, float32, float64, int64
@@ -132,7 +132,7 @@ def adam(
     """
     beta1, beta2 = share("adam: beta1", beta1), share("adam: beta2", beta2)
     if not is_number(epsilon) or not epsilon >= 0:
-        raise GraphError(f"adam: epsilon is a number, at least 0; got {brief(epsilon)}\n  written at {user_location()}")
+        raise GraphError(f"adam: epsilon is a number, at least 0; got {brief(epsilon)}")
     graph, checked = _checked("adam", pairs, remembers=True)
     with graph, name_scope("adam"):
         return group(
@@ -169,19 +169,16 @@ def _checked(what: str, pairs: Pairs, *, remembers: bool = False) -> tuple[Graph
     seen = set()
     for grad, variable in listed:
         if variable.effect_key in seen:
-            raise GraphError(
-                f"{what}: variable {variable.name!r} comes twice; add its gradients up\n  written at {user_location()}"
-            )
+            raise GraphError(f"{what}: variable {variable.name!r} comes twice; add its gradients up")
         seen.add(variable.effect_key)
         if grad is None:
             raise GraphError(
                 f"{what}: variable {variable.name!r} has no gradient, as the loss does not depend on it; leave it out"
-                f"\n  written at {user_location()}"
             )
         if _is_nest(grad):
             raise GraphError(
                 f"{what}: the gradient of variable {variable.name!r} is one tensor; got {brief(grad)}; what "
-                f"clip_by_global_norm returns is (gradients, norm): take its [0]\n  written at {user_location()}"
+                f"clip_by_global_norm returns is (gradients, norm): take its [0]"
             )
     graph = graph_for(*(grad for grad, _ in listed))
     with graph:
@@ -196,13 +193,13 @@ def _checked(what: str, pairs: Pairs, *, remembers: bool = False) -> tuple[Graph
 def _listed(what: str, pairs: Any) -> list[tuple[TensorLike | None, Variable]]:
     rule = f"{what}: takes pairs of (gradient, variable), such as zip(af.gradients(loss, weights), weights)"
     if isinstance(pairs, Tensor | Variable | Mapping) or not isinstance(pairs, Iterable):
-        raise GraphError(f"{rule}; got {brief(pairs)}\n  written at {user_location()}")
+        raise GraphError(f"{rule}; got {brief(pairs)}")
     listed = list(pairs)
     if not listed:
-        raise GraphError(f"{what}: there is no variable to change\n  written at {user_location()}")
+        raise GraphError(f"{what}: there is no variable to change")
     for pair in listed:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], Variable):
-            raise GraphError(f"{rule}; got {brief(pair)}\n  written at {user_location()}")
+            raise GraphError(f"{rule}; got {brief(pair)}")
     return listed
 
 
@@ -214,19 +211,16 @@ def _is_nest(grad: Any) -> bool:
 
 def _check_fits(what: str, grad: Tensor, variable: Variable) -> None:
     if kind_of(variable.dtype) != "f":
-        raise DTypeError(
-            f"{what}: variable {variable.name!r} is {variable.spec}; only floats follow a gradient"
-            f"\n  written at {user_location()}"
-        )
+        raise DTypeError(f"{what}: variable {variable.name!r} is {variable.spec}; only floats follow a gradient")
     if grad.dtype != variable.dtype:
         raise DTypeError(
             f"{what}: the gradient {grad!r} of variable {variable.name!r}, which holds {dtype_name(variable.dtype)}, "
-            f"has another dtype\n  written at {user_location()}"
+            f"has another dtype"
         )
     if not is_compatible(grad.shape, variable.shape):
         raise ShapeError(
             f"{what}: the gradient {grad!r} of variable {variable.name!r}, of shape {format_shape(variable.shape)}, "
-            f"has another shape\n  written at {user_location()}"
+            f"has another shape"
         )
 
 
@@ -242,7 +236,7 @@ def _static_shape(variable: Variable) -> tuple[int, ...]:
     if variable.shape is None or not is_static(variable.shape):
         raise GraphError(
             f"variable {variable.name!r} is {variable.spec}, and what is remembered for it needs a shape that is "
-            f"known in full: give it one, Variable(..., shape=...)\n  written at {user_location()}"
+            f"known in full: give it one, Variable(..., shape=...)"
         )
     return tuple(extent for extent in variable.shape if extent is not None)
 

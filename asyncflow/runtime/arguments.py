@@ -130,7 +130,8 @@ class Parameters:
                     kinds.append(self._kind(name, leaf))
                 except (GraphError, FeedError) as error:
                     path = list(structure.paths(name))[index]
-                    raise type(error)(f"{self.owner}: argument {path}: {error}") from error
+                    reason = error.reason if isinstance(error, GraphError) else error
+                    raise type(error)(f"{self.owner}: argument {path}: {reason}") from error
         return Arguments(self.signature, leaves, tuple(kinds), _Structures(tuple(arguments), tuple(nests)))
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

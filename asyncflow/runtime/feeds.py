@@ -166,7 +166,7 @@ def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any] | LargeF
         try:
             return as_array(value, tensor.dtype)
         except GraphError as error:
-            raise refusal(tensor, value, str(error)) from error
+            raise refusal(tensor, value, error.reason) from error
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:

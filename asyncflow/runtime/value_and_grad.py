@@ -7,7 +7,7 @@ from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar, overload
 
 from asyncflow.autodiff.gradients import gradients
-from asyncflow.errors import DTypeError, GraphError, brief, user_location
+from asyncflow.errors import DTypeError, GraphError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, refuse_coroutines
 from asyncflow.graph.dtypes import dtype_name
@@ -62,7 +62,7 @@ def value_and_grad(
     """
     refuse_coroutines(fn)
     if not callable(fn):
-        raise GraphError(f"value_and_grad takes a function; got {fn!r}\n  written at {user_location()}")
+        raise GraphError(f"value_and_grad takes a function; got {fn!r}")
     if isinstance(fn, Function):
         return fn.with_body(_differentiated(fn.fn, argnums, has_aux))
     return _differentiated(fn, argnums, has_aux)
@@ -75,7 +75,6 @@ def _differentiated(fn: Callable[..., Any], argnums: int | Sequence[int], has_au
         advice = "; did you mean has_aux=True?" if argnums is True else ""
         raise GraphError(
             f"value_and_grad of {name}: argnums is the number of an argument, or several; got {argnums!r}{advice}"
-            f"\n  written at {user_location()}"
         )
 
     @wraps(fn)
@@ -85,7 +84,6 @@ def _differentiated(fn: Callable[..., Any], argnums: int | Sequence[int], has_au
             if not -len(args) <= place < len(args):
                 raise GraphError(
                     f"value_and_grad of {name}: argument {place} is to be passed by position; there are {len(args)}"
-                    f"\n  written at {user_location()}"
                 )
             passed[place] = nest.map_leaves(partial(_source, name, place), passed[place])
         try:
@@ -110,12 +108,11 @@ def _source(name: str, place: int, leaf: Any) -> Tensor | Variable:
         raise DTypeError(
             f"value_and_grad of {name}: argument {place} is {brief(leaf)}, and gradients are by floats and complex "
             f"numbers: name another with argnums, such as argnums=1 for a method, whose argument 0 is self"
-            f"\n  written at {user_location()}"
         ) from error
     if not carries_gradient(source.spec):
         raise DTypeError(
             f"value_and_grad of {name}: argument {place} is {dtype_name(source.spec.dtype)}, and gradients are by "
-            f"floats and complex numbers: pass 2.0, not 2; or name others with argnums\n  written at {user_location()}"
+            f"floats and complex numbers: pass 2.0, not 2; or name others with argnums"
         )
     return source
 
@@ -135,9 +132,6 @@ def _is_scalar(leaf: Any) -> bool:
 
 def _value(name: str, returned: Any, has_aux: bool) -> Tensor:
     if has_aux and not (isinstance(returned, tuple | list) and len(returned) == 2):
-        raise GraphError(
-            f"value_and_grad of {name}: with has_aux it returns (value, aux); got {returned!r}"
-            f"\n  written at {user_location()}"
-        )
+        raise GraphError(f"value_and_grad of {name}: with has_aux it returns (value, aux); got {returned!r}")
     what = f"value_and_grad of {name}: its value"
     return as_loss(what, returned[0]) if has_aux else as_loss(what, returned, "; has_aux=True takes (value, aux)")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError, user_location
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import (
     SupportsTensor,
     TensorLike,
@@ -24,7 +24,7 @@ from asyncflow.graph.build import (
     graph_for,
 )
 from asyncflow.graph.dtypes import VARIANT, DTypeLike, as_dtype, dtype_name
-from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.graph import Subgraph, is_name
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Access, Effects, Op, register
 from asyncflow.graph.operators import Operators
@@ -90,8 +90,8 @@ class Variable(Resource, Operators):
         dtype: DTypeLike | None = None,
         shape: ShapeLike = None,
     ) -> None:
-        if name is not None and (not name or ":" in name):
-            raise GraphError(f"Variable(name={name!r}): a name is not empty and has no ':' in it")
+        if name is not None and not is_name(name):
+            raise GraphError(f"Variable(name={name!r}): a name is a string that is not empty and has no ':' in it")
         if container is not None and name is None:
             raise GraphError(f"a variable in container {container!r} needs a name, by which sessions find it there")
         super().__init__(name or "", container)
@@ -157,6 +157,8 @@ class Variable(Resource, Operators):
             DTypeError, ShapeError: the result cannot be a value of the variable.
             GraphError: `fn` builds something that is not pure: state, coroutines, random numbers, branches or loops.
         """
+        if not callable(fn):
+            raise GraphError(f"update of variable {self.name!r} takes a function of the old value first; got {fn!r}")
         with graph_for(*xs) as graph:
             inputs = [graph.import_tensor(self._operand(x)) for x in xs]
             return _update(self, graph, fn, inputs)
@@ -172,7 +174,7 @@ class Variable(Resource, Operators):
         if is_weak(x) and promoted_dtype([self.dtype, x]) != self.dtype:
             raise DTypeError(
                 f"{x!r} does not fit variable {self.name!r} of dtype {dtype_name(self.dtype)}; convert it yourself if "
-                f"you mean to lose data\n  written at {user_location()}"
+                f"you mean to lose data"
             )
         return constant(x, self.dtype)
 
@@ -183,7 +185,7 @@ class Variable(Resource, Operators):
     def _refuse_in_place(self, other: object) -> NoReturn:
         raise GraphError(
             f"v += x and its like would make v a tensor and leave variable {self.name!r} as it is; write "
-            f"v.assign_add(x), v.assign_sub(x), or v.update(lambda old: old * x)\n  written at {user_location()}"
+            f"v.assign_add(x), v.assign_sub(x), or v.update(lambda old: old * x)"
         )
 
     if not TYPE_CHECKING:  # a type checker takes them for the operators without an equals sign, which give tensors
@@ -329,7 +331,7 @@ def _update(variable: Variable, graph: Graph, fn: Callable[..., TensorLike], inp
     try:
         spec = _update_spec(variable=variable, function=body)
     except GraphError as error:
-        raise type(error)(f"{label}: {error}\n  written at {user_location()}") from None
+        raise type(error)(f"{label}: {error.reason}") from None
     op = USER_UPDATE if needs_host(body) else UPDATE
     node = graph.add_node(op, [*inputs, *body.captures], attrs, spec, reserved_name=label)
     for outer in body.outer_controls:

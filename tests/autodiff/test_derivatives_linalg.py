@@ -189,6 +189,17 @@ def test_einsum(subscripts: str, shapes: Any) -> None:
     assert_derivatives(built, *(complex_values(shape, seed) for seed, shape in enumerate(shapes)), known=("nothing",))
 
 
+@pytest.mark.parametrize(
+    ("subscripts", "shapes"),
+    [("...ij,jk", [(2, 2, 3), (3, 2)]), ("b...i,a...i", [(2, 3, 2), (2, 1, 2)]), ("...ii->...", [(2, 2, 2)])],
+)
+def test_einsum_with_an_ellipsis(subscripts: str, shapes: Any) -> None:
+    def built(*xs: Any) -> Any:
+        return linalg.einsum(subscripts, *xs)
+
+    assert_derivatives(built, *(values(shape, seed) for seed, shape in enumerate(shapes)), known=("rank",))
+
+
 @pytest.mark.parametrize(("subscripts", "shapes"), EINSUMS[:17])
 def test_einsum_twice(subscripts: str, shapes: Any) -> None:
     def built(*xs: Any) -> Any:

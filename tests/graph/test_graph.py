@@ -80,7 +80,7 @@ def test_failed_look_ups_suggest(graph: Graph) -> None:
     constant(0, name="layer/weights")
     with pytest.raises(GraphError, match=r"no node is named 'layer/weight'; did you mean 'layer/weights'\?"):
         graph.node("layer/weight")
-    with pytest.raises(GraphError, match=r"no node is named 'zzz'$"):
+    with pytest.raises(GraphError, match=r"no node is named 'zzz'\n"):
         graph.node("zzz")
 
 

@@ -391,7 +391,7 @@ def test_bad_values_are_refused(value: str, message: str) -> None:
 def test_errors_point_at_the_place() -> None:
     with pytest.raises(GraphError) as caught:
         parse_graph(HEADER + "\n%x = identity(%gone) : bool[]\n")
-    assert str(caught.value) == (
+    assert caught.value.reason == (
         "text line 3, column 15: %gone is not built in this graph or body; a body gets at tensors outside by "
         "'%inner = capture %outer'\n"
         "  3 | %x = identity(%gone) : bool[]\n"

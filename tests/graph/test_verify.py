@@ -138,7 +138,7 @@ def test_a_fault_shows_its_place_and_neighbours() -> None:
     _wrong_dtype(graph)
     with pytest.raises(GraphError) as caught:
         verify(graph)
-    assert str(caught.value) == (
+    assert caught.value.reason == (
         "node 'c' (identity): its outputs are int8[2], but its op makes float32[2] of float32[2]\n"
         f"  built at {graph.node('c').location}\n"
         "  it stands here:\n"

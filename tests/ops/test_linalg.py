@@ -149,6 +149,24 @@ def test_einsum(evaluate: Any, subscripts: Any, shapes: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("subscripts", "shapes"),
+    [
+        ("...ij,...jk", [(5, 2, 3), (3, 4)]),
+        ("b...i, a...i", [(2, 5, 3), (4, 1, 3)]),
+        ("i...->...", [(2, 3, 4)]),
+        ("...ii->...i", [(2, 3, 3)]),
+        ("...,...->...", [(2, 1), (3,)]),
+        ("ij...->ji", [(2, 3)]),
+        ("...i,...", [(4, 2), ()]),
+    ],
+)
+def test_einsum_with_an_ellipsis(evaluate: Any, subscripts: Any, shapes: Any) -> None:
+    arrays = [sample(shape, "float64", seed) for seed, shape in enumerate(shapes)]
+    want = np.einsum(subscripts, *arrays)
+    compare(evaluate, lambda *xs: linalg.einsum(subscripts, *xs), want, *arrays, known=("all", "rank"), exact=False)
+
+
+@pytest.mark.parametrize(
     ("a", "b", "message"),
     [
         ((2, 3), (4, 2), r"\[2,3\] and \[4,2\] must be equal, found 3 and 4"),
@@ -172,7 +190,12 @@ def test_matmul_refuses_shapes(a: Any, b: Any, message: Any) -> None:
         (lambda x: linalg.tensordot(x, x, axes=ONE_SIDED), GraphError, "an int or two sequences"),
         (lambda x: linalg.tensordot(x, x, axes=1), ShapeError, "found 3 and 2"),
         (lambda x: linalg.vecdot(x, indexing.getitem(x, (slice(None), slice(2)))), ShapeError, "found 3 and 2"),
-        (lambda x: linalg.einsum("i...,i", x, x), GraphError, "letters, commas"),
+        (lambda x: linalg.einsum("i..,i", x, x), GraphError, "letters, commas"),
+        (lambda x: linalg.einsum("i......", x), GraphError, "letters, commas"),
+        (lambda x: linalg.einsum("i...->i", x), GraphError, r"must hold '\.\.\.': it stands for 1 axes"),
+        (lambda x: linalg.einsum("ijk...", x), ShapeError, r"fewer axes than 'ijk\.\.\.' has letters"),
+        (lambda x: linalg.einsum("...i", placeholder("float64")), ShapeError, "unknown rank.*a letter for each axis"),
+        (lambda x: linalg.einsum(ONE_SIDED, x), GraphError, "takes its subscripts first"),
         (lambda x: linalg.einsum("ij->k", x), GraphError, "must name letters of the operands"),
         (lambda x: linalg.einsum("ijk", x), ShapeError, "does not have the 3 axes"),
         (lambda x: linalg.einsum("ij,jk", x), ShapeError, "for 2 operands, got 1"),

@@ -73,7 +73,7 @@ def test_a_name_is_made_up_where_none_is_given() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: af.Variable(0, name=""), "a name is not empty"),
+        (lambda: af.Variable(0, name=""), "a name is a string that is not empty"),
         (lambda: af.Variable(0, name="a:0"), "has no ':'"),
         (lambda: af.Variable(0, container="shared"), "container 'shared' needs a name"),
         (

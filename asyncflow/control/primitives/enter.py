@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import GraphError, ShapeError, user_location
+from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.frames import FramePath, format_frame, output_frame
 from asyncflow.graph.graph import is_name
@@ -71,7 +71,6 @@ def enter(
     if not is_name(frame):
         raise GraphError(
             f"enter(data, frame): a frame's name is a string that is not empty and has no ':' in it; got {frame!r}"
-            f"\n  written at {user_location()}"
         )
     attrs: dict[str, Any] = {} if isinstance(shape, EllipsisType) else {"shape": as_shape(shape)}
     with graph_for(data) as graph:
