@@ -12,9 +12,11 @@ and whose caller is gone by then                                is forgotten
 ==============================================================  ====================================================
 
 How long a run will take is the median of what the last runs of its plan took, so that one slow run refuses no others.
-While nothing is in flight any run starts, whatever is expected of it: that is how an expectation that has become wrong
-is put right. Runs asked for by a run of the same session are part of that one: they never wait here, where they might
-wait for themselves.
+That is enough for one that can start at once. Under load there are always more to choose from than can run, and those
+that wait come to the edge of their time: if only the median had to fit, half of them would be computed for nobody. So
+one that waits has to fit with the second longest of those times. While nothing is in flight any run starts, whatever is
+expected of it: that is how an expectation that has become wrong is put right. Runs asked for by a run of the same
+session are part of that one: they never wait here, where they might wait for themselves.
 """
 
 from __future__ import annotations
@@ -59,9 +61,19 @@ class Ticket:
         """How long it will take."""
         return 0.0 if self.plan is None else self.plan.expected_s
 
+    @property
+    def likely_s(self) -> float:
+        """What it will hardly take longer than."""
+        recent_s = () if self.plan is None else self.plan.recent_s
+        return max(self.expected_s, *sorted(recent_s)[-2:-1], 0.0)
+
     def is_late(self, start_s: float) -> bool:
-        """Whether it would end too late if it started then."""
+        """Whether it would end too late if it started then, as far as can be expected."""
         return self.deadline_s is not None and start_s + self.expected_s > self.deadline_s
+
+    def may_be_late(self, start_s: float) -> bool:
+        """Whether it might well end too late if it started then."""
+        return self.deadline_s is not None and start_s + self.likely_s > self.deadline_s
 
 
 class Admission:
@@ -98,7 +110,7 @@ class Admission:
                 self._refuse(now, "would take too long to end in time")
         elif self._max_queued is not None and len(self._queue) >= self._max_queued:
             self._refuse(now, f"would have to wait, as {len(self._queue)} do (max_queued={self._max_queued})")
-        elif ticket.is_late(now + self._wait_s(now)):
+        elif ticket.may_be_late(now + self._wait_s(now)):
             self._refuse(now, "would have to wait too long to end in time")
         return ticket
 
@@ -171,7 +183,7 @@ class Admission:
             assert ticket.turn is not None
             if ticket.turn.done():  # cancelled, in this pass of the event loop
                 continue
-            if ticket.is_late(now):
+            if ticket.may_be_late(now):
                 ticket.turn.set_exception(_too_late())
             else:
                 self._start(ticket, now)

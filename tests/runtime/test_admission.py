@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -87,6 +89,45 @@ def test_97_overload() -> None:
         _, ends, computed = clock.run(serve())
     assert ends["in time"] <= 5  # the card worked for all sixty, and for nobody
     assert computed == 60
+
+
+@pytest.mark.parametrize(("spread", "timeout"), [(0.5, 1.5), (0.8, 3.0)])
+def test_97_what_runs_take_is_not_known_exactly(spread: float, timeout: float) -> None:
+    """F44: runs that take more or less, each of use within `timeout` times what most take, five times too many."""
+    random = Random(97)
+    taken: dict[int, float] = {}
+    in_time: list[int] = []
+    with af.Graph() as graph:
+        number = af.placeholder("int64", ())
+
+        @af.op(outputs=INT)
+        async def serve(number: Any) -> Any:
+            began_s = asyncio.get_running_loop().time()
+            try:
+                await asyncio.sleep(random.uniform(1 - spread, 1 + spread))
+            finally:
+                taken[int(number)] = asyncio.get_running_loop().time() - began_s
+            return number
+
+        answer = serve(number)
+
+    async def main() -> None:
+        async with af.Session(graph, max_runs=2) as session:
+
+            async def ask(k: int) -> None:
+                with suppress(af.OverloadedError, af.DeadlineExceeded):
+                    in_time.append(await session.run(answer, {number: np.int64(k)}, timeout=timeout))
+
+            async with asyncio.TaskGroup() as group:
+                for k in range(200):
+                    group.create_task(ask(k))
+                    await asyncio.sleep(0.1)
+
+    with virtual_clock("1 x v100") as clock:
+        clock.run(main())
+    useful = sum(taken[k] for k in in_time) / sum(taken.values())
+    assert useful >= 0.85, useful
+    assert sum(taken.values()) >= 0.9 * 2 * 20, "it was idle"
 
 
 async def test_97_a_refusal_comes_at_once_and_says_when_to_ask_again(program: Program) -> None:
