@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from zlib import crc32
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import asyncflow as af
 from asyncflow.devices import cuda_graph
@@ -50,6 +51,12 @@ CARD_BYTES, PINNED_BYTES = 64 << 20, 4 << 20
 
 JITTER = 0.3
 """How much its kernels and copies vary, so that work that nothing orders comes in any order."""
+
+# What a test does, and whether it passes, depends neither on chance nor on how fast the machine is.
+settings.register_profile(
+    "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("steady")
 
 _selection = pytest.StashKey[Selection]()
 _loop = pytest.StashKey[str]()

@@ -213,8 +213,8 @@ async def test_second_write(graph: af.Graph, run: Run) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("seed", [None, 1, 2])
-async def test_second_read(graph: af.Graph, whole: bool, seed: int | None) -> None:
+@pytest.mark.parametrize("seed", [None, 1])
+async def test_second_read(whole: bool, seed: int | None) -> None:
     def make(clear: bool) -> af.TensorArray:
         array = af.TensorArray("int64", 2, clear_after_read=clear)
         return array.unstack([5, 6]) if whole else array.write(0, 5).write(1, 6)
@@ -228,12 +228,13 @@ async def test_second_read(graph: af.Graph, whole: bool, seed: int | None) -> No
     async with af.Session(seed=seed, regions=seed is None) as session:
         for first in reads:
             for second in reads:
-                array = make(True)
-                error = await cause(session.run, [first(array), second(array)])
+                with af.Graph():
+                    array, kept = make(True), make(False)
+                    once, often = [first(array), second(array)], [first(kept), second(kept)]
+                error = await cause(session.run, once)
                 assert isinstance(error, ValueError)
                 assert "of the TensorArray is read a second time" in str(error)
-                array = make(False)
-                await session.run([first(array), second(array)])
+                await session.run(often)
 
 
 async def test_a_read_in_one_lineage_uses_the_element_up_in_all(graph: af.Graph) -> None:

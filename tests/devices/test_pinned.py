@@ -454,7 +454,7 @@ class FirstFit(RuleBasedStateMachine):
 
 
 TestFirstFit = FirstFit.TestCase
-TestFirstFit.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFirstFit.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 @given(st.lists(st.integers(1, 5 * ALIGNMENT), max_size=40), st.randoms(use_true_random=False))

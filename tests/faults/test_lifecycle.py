@@ -6,10 +6,14 @@ import asyncio
 import gc
 import signal
 import threading
+from typing import Any
 
 import pytest
 
 import asyncflow as af
+from asyncflow.compiler.pipeline import compile_plan
+from asyncflow.runtime import plans as plans_module
+from asyncflow.runtime import session as session_module
 from tests.faults import programs
 from tests.faults.kernels import CoroutineGate, ThreadGate, ticks, until
 from tests.patience import PATIENCE_S
@@ -367,15 +371,22 @@ async def test_f51_a_cancelled_close_still_closes(graph: af.Graph) -> None:
     assert session.statistics().runs == 0
 
 
-async def test_f51_close_while_a_large_graph_is_compiled(graph: af.Graph) -> None:
+async def test_f51_close_while_a_large_graph_is_compiled(graph: af.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """FAULTS F51: the run that waited for its plan does not start in a closed session."""
-    total = af.constant(0)
-    for _ in range(3000):
-        total = total + 1
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def held(*args: Any, **options: Any) -> Any:
+        compiling.set()
+        assert go_on.wait(PATIENCE_S)
+        return compile_plan(*args, **options)
+
+    monkeypatch.setattr(session_module, "compile_plan", held)
+    monkeypatch.setattr(plans_module, "_COMPILED_INLINE", 0)
     session = af.Session(graph)
-    run = asyncio.ensure_future(session.run(total))
-    await ticks(2)
+    run = asyncio.ensure_future(session.run(af.constant(0) + 1))
+    await until(compiling.is_set)
     await session.aclose()
+    go_on.set()
     with pytest.raises(af.SessionClosedError):
         await run
 

@@ -177,26 +177,27 @@ async def test_a_predicate_of_the_device_costs_one_ticket(
         assert tickets[1] - tickets[0] <= 8 + 1  # eight iterations more, and a mark of the throttle
 
 
-@pytest.mark.parametrize("streams", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(4))
-async def test_concurrent_runs_some_of_them_cancelled(make: Make, seed: int, streams: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+async def test_concurrent_runs_some_of_them_cancelled(make: Make, seed: int) -> None:
+    """With one to three streams a device, with regions and without."""
     make(devices=2, seed=seed)
+    streams = 1 + seed % 3
     rng = random.Random(seed)
     with af.Graph() as graph:
         x = af.placeholder("float32", (None, 8))
         total = af.Variable(np.zeros(8, "float32"), name="total")
         _, y = af.while_loop(
-            lambda i, _: i < 8, lambda i, y: (i + 1, af.tanh(y.mT @ y @ y.mT).mT + x), (af.constant(0), x)
+            lambda i, _: i < 5, lambda i, y: (i + 1, af.tanh(y.mT @ y @ y.mT).mT + x), (af.constant(0), x)
         )
         parts = af.concat([af.sum(y * k, axis=0) for k in (1.0, 2.0, 3.0)])
         added = total.assign_add(af.constant(np.ones(8, "float32")))
     devices = ["cuda:0", "cuda:1", "cuda:2"]
     async with opened(graph, devices, compute_streams=streams, placement_seed=seed, regions=bool(seed % 2)) as session:
-        feeds = [np.random.default_rng(n).random((rng.choice((1, 5, 300)), 8), "float32") for n in range(9)]
+        feeds = [np.random.default_rng(n).random((rng.choice((1, 5, 300)), 8), "float32") for n in range(6)]
         alone = [await session.run(parts, {x: value}) for value in feeds]
         runs = [asyncio.ensure_future(session.run((parts, added), {x: value})) for value in feeds]
-        doomed = set(rng.sample(range(9), 3))
-        for number in rng.sample(range(9), 9):
+        doomed = set(rng.sample(range(6), 2))
+        for number in rng.sample(range(6), 6):
             for _ in range(rng.randrange(3)):
                 await asyncio.sleep(0)
             if number in doomed:
@@ -208,7 +209,7 @@ async def test_concurrent_runs_some_of_them_cancelled(make: Make, seed: int, str
             else:
                 assert isinstance(result, asyncio.CancelledError) and number in doomed
         assert session.statistics().runs == 0
-        assert (await session.run(total))[0] <= 9
+        assert (await session.run(total))[0] <= 6
 
 
 async def test_two_sessions_with_three_devices_each_on_one_card(make: Make) -> None:
