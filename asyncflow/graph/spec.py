@@ -8,7 +8,7 @@ from typing import Union, get_args, get_origin
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name
-from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape
+from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape, is_compatible
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +52,17 @@ def spec(dtype: DTypeLike, shape: ShapeLike = None) -> Spec:
     'float32[2,?]'
     """
     return Spec(as_dtype(dtype), as_shape(shape))
+
+
+def specs_agree(inferred: Spec | tuple[Spec, ...], given: Spec | tuple[Spec, ...]) -> bool:
+    """Whether the outputs of a node can be what its op's shape rule says: same number and dtypes, fitting shapes."""
+    if isinstance(inferred, Spec) and isinstance(given, Spec):
+        return inferred.dtype == given.dtype and is_compatible(inferred.shape, given.shape)
+    if not isinstance(inferred, tuple) or not isinstance(given, tuple) or len(inferred) != len(given):
+        return False
+    return all(map(specs_agree, inferred, given))
+
+
+def show_specs(specs: Spec | tuple[Spec, ...]) -> str:
+    """Specs as an op's shape rule gives them: one, or a tuple in parentheses."""
+    return f"({', '.join(map(str, specs))})" if isinstance(specs, tuple) else str(specs)

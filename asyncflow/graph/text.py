@@ -26,18 +26,18 @@ of the text. Newlines and indentation mean nothing, and ``#`` begins a comment.
 
 from __future__ import annotations
 
-import base64
 import math
-import sys
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from asyncflow.errors import GraphError, brief
+from asyncflow.graph.array_text import encode, python_values
 from asyncflow.graph.dtypes import VARIANT, dtype_name, is_supported
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
-from asyncflow.graph.tokens import MAX_DEPTH, quote, quote_name, quote_word
+from asyncflow.graph.tokens import MAX_DEPTH, NAME, WORD
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -50,6 +50,9 @@ READABLE_SIZE = 32
 KEY_TYPES = (str, int, float, bool, type(None))
 """What the keys of a dict in an attr may be."""
 _LINE_WIDTH = 160
+_PLAIN_NAME = re.compile(NAME)
+_PLAIN_WORD = re.compile(WORD)
+_ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t", '"': r"\"", "\\": r"\\"}
 
 
 def print_graph(graph: Graph) -> str:
@@ -223,11 +226,11 @@ class Printer:
     def _data(self, array: np.ndarray[Any, Any]) -> str:
         is_text = isinstance(array.dtype, np.dtypes.StringDType)
         if is_text or array.size <= READABLE_SIZE:
-            items = _python_values(array)
+            items = python_values(array)
             # Digits do not tell NaNs apart, and long doubles have more of them than Python's floats.
             if is_text or np.array(items, array.dtype).reshape(array.shape).tobytes() == array.tobytes():
                 return self._nested(items, array.shape)
-        return f"base64 {quote(base64.b64encode(little_endian(array).tobytes()).decode('ascii'))}"
+        return f"base64 {quote(encode(array))}"
 
     def _nested(self, items: list[Any], shape: tuple[int, ...]) -> str:
         texts = [_plain(item) for item in items]
@@ -236,10 +239,21 @@ class Printer:
         return texts[0]
 
 
-def little_endian(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array with the byte order of the text form (an involution)."""
-    swaps = array.dtype.kind in "iufc" and sys.byteorder == "big"
-    return array.byteswap() if swaps else array
+def quote(text: str) -> str:
+    """`text` in double quotes, on one line, with everything unprintable escaped."""
+    if text.isprintable() and '"' not in text and "\\" not in text:
+        return f'"{text}"'
+    return '"' + "".join(_ESCAPES.get(c) or (c if c.isprintable() else f"\\u{{{ord(c):x}}}") for c in text) + '"'
+
+
+def quote_name(name: str) -> str:
+    """A node's or resource's name, quoted if it has to be."""
+    return name if _PLAIN_NAME.fullmatch(name) else quote(name)
+
+
+def quote_word(word: str) -> str:
+    """An op's name, quoted if it has to be."""
+    return word if _PLAIN_WORD.fullmatch(word) else quote(word)
 
 
 def is_subgraph(value: object) -> bool:
@@ -267,16 +281,6 @@ def _plain(value: bool | int | float | complex | str | None) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 1024:
         return hex(value)
     return str(value).lower()
-
-
-def _python_values(array: np.ndarray[Any, Any]) -> list[Any]:
-    """The elements in C order; floats with the fewest digits that tell them apart in their own dtype."""
-    flat = array.ravel()
-    if array.dtype.kind == "c":
-        return [complex(float(str(x.real)), float(str(x.imag))) for x in flat]
-    if array.dtype.kind == "f" or array.dtype.name == "bfloat16":
-        return [float(str(x)) for x in flat]
-    return flat.tolist()
 
 
 def _after(nodes: Iterable[Node]) -> str:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from asyncflow.errors import GraphError, told
 from asyncflow.graph.dtypes import bool_
 from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph
-from asyncflow.graph.parse import show_specs, specs_agree
 from asyncflow.graph.shapes import is_compatible
+from asyncflow.graph.spec import show_specs, specs_agree
 from asyncflow.graph.text import neighbourhood
 
 if TYPE_CHECKING:
@@ -144,9 +144,8 @@ def _check_outputs(node: Node) -> None:
     except Exception as error:
         # Inputs and attrs that never went through `apply` may trip the rule anywhere.
         raise _fault(node, f"its op does not take {seen}: {told(error)}") from error
-    given = [output.spec for output in node.outputs]
-    if not specs_agree(inferred, given, single=node.single):
-        claimed = given[0] if node.single else tuple(given)
+    claimed = node.outputs[0].spec if node.single else tuple(output.spec for output in node.outputs)
+    if not specs_agree(inferred, claimed):
         raise _fault(node, f"its outputs are {show_specs(claimed)}, but its op makes {show_specs(inferred)} of {seen}")
 
 

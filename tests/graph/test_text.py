@@ -322,6 +322,8 @@ BAD = [
     (HEADER + "%x = no_op() after(%y) : ()\n%y = no_op() : ()", "%y is used before the line that builds it"),
     (HEADER + "%x = no_op() : ()\n%x = no_op() : ()", "line 3, column 1: two nodes are named 'x'"),
     (HEADER + '%"" = no_op() : ()', "may not be empty"),
+    (HEADER + '%"a:b" = no_op() : ()', "line 2, column 1: a node is named 'a:b'; .* has no ':' in it"),
+    (HEADER + "%x = identity(%y) : bool[]\n%z = (", "line 2, column 15: %y is not built"),
     (HEADER + "%x = no_op() : ()\n%y = identity(%x) : bool[]", "%x has 0 outputs"),
     (HEADER + "%x = placeholder() {spec=bool[]} : int8[]", r"gives bool\[\], but the text says int8\[\]"),
     (HEADER + "%x = placeholder() {spec=bool[]} : (bool[],)", r"gives bool\[\], but the text says \(bool\[\]\)"),
