@@ -39,9 +39,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
 from asyncflow.pickling import portable, revived
 
-_OURS = (str(Path(__file__).resolve().parent) + "/", contextlib.__file__)
+_OURS = (str(Path(__file__).resolve().parent) + "/", str(Path(np.__file__).parent) + "/", contextlib.__file__)
+"""Folders and files whose frames a user has not written: NumPy's, which asks tensors for values, among them."""
 _STARTERS = (str(Path(asyncio.__file__).parent) + "/", threading.__file__)
 """Files that stand below a task or thread in the call stack."""
 
@@ -82,7 +85,7 @@ def located_at(function: Callable[..., object]) -> Iterator[None]:
 
 
 def is_users(file: str) -> bool:
-    """Whether code in a file is neither asyncflow's own nor what it enters context managers with."""
+    """Whether code in a file may be what a user has written."""
     return not file.startswith(_OURS)
 
 
@@ -112,8 +115,11 @@ def told(error: BaseException) -> str:
 
 
 def brief(value: object) -> str:
-    """`repr(value)` for a message: 60 characters at most."""
-    text = repr(value)
+    """`repr(value)` for a message: 60 characters at most; users' classes may fail to give theirs."""
+    try:
+        text = repr(value)
+    except Exception as failure:
+        text = f"<{type(value).__name__} without a repr: {type(failure).__name__}>"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.errors import UNKNOWN_LOCATION, user_location
+from tests.patience import PATIENCE_S
 
 NOTHING: Any = []
 WRONG: Any = 3
@@ -74,5 +75,5 @@ def test_what_starts_a_thread_is_no_line_of_the_users() -> None:
     exec(compile(source, str(Path(af.__file__).parent / "inside.py"), "exec"), inside)
     thread = threading.Thread(target=inside["ask"])
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert found == [UNKNOWN_LOCATION]

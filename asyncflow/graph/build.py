@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, brief, user_location
+from asyncflow.errors import DTypeError, GraphError, brief, told, user_location
 from asyncflow.graph import builtin
 from asyncflow.graph.dtypes import VARIANT, as_dtype, is_supported, string
 from asyncflow.graph.frames import frame_of
@@ -136,8 +137,18 @@ def constant(value: TensorLike, dtype: DTypeLike | None = None, *, name: str | N
 
 def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
     """A fresh NumPy array of `value`; refuses what a tensor cannot hold."""
+    try:
+        return _as_array(value, dtype)
+    except RecursionError:
+        kind = type(value).__name__
+        raise GraphError(f"cannot make a tensor of a {kind} that is nested too deep, or contains itself") from None
+
+
+def _as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
     if isinstance(value, Operators):
         raise GraphError(f"{value!r} already is a tensor, or reads as one: use it as it is; convert it with af.astype")
+    if is_masked(value):
+        raise GraphError("a masked array would lose its mask; fill it first, with .filled(value)")
     try:
         array = np.array(_on_host(value))
     except GraphError:  # a tensor's, in a list or in place of it: it has no value
@@ -146,9 +157,11 @@ def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
     except (ValueError, OverflowError) as error:
         _refuse_tensors(value)
         raise GraphError(f"cannot make a tensor of {brief(value)}: {error}") from error
-    except (TypeError, RuntimeError) as error:  # what libraries raise whose arrays NumPy may not read
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # objects with __array__, __len__ and the like raise what they like
         raise DTypeError(
-            f"cannot make a tensor of a {type(value).__name__}: NumPy cannot read it ({error}); give a NumPy "
+            f"cannot make a tensor of a {type(value).__name__}: NumPy cannot read it ({told(error)}); give a NumPy "
             "array of its values"
         ) from error
     if array.dtype.kind in "UT":
@@ -166,6 +179,13 @@ def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return array if dtype is None or array.dtype == dtype else _convert(array, value, dtype)
+
+
+def is_masked(value: object) -> bool:
+    """Whether it is a masked array, of which NumPy makes others without a word of its mask."""
+    # There is none before somebody has imported the module, which takes 10 ms.
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(value, masked.MaskedArray)
 
 
 def _on_host(value: Any) -> Any:
@@ -322,6 +342,7 @@ __all__ = [
     "graph_for",
     "group",
     "identity",
+    "is_masked",
     "placeholder",
     "refuse_coroutines",
 ]

@@ -11,6 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.errors import GraphError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -129,9 +131,16 @@ def _open(nest: Any) -> tuple[tuple[Hashable, ...], tuple[Any, ...], Hashable] |
 
 
 def flatten(nest: Any) -> tuple[list[Any], Structure]:
-    """Leaves, in order, and the structure that puts them back."""
+    """Leaves, in order, and the structure that puts them back.
+
+    Raises:
+        GraphError: it contains itself.
+    """
     leaves: list[Any] = []
-    return leaves, _flatten(nest, leaves)
+    try:
+        return leaves, _flatten(nest, leaves)
+    except RecursionError:
+        raise GraphError(f"a {type(nest).__name__} is nested too deep, or contains itself") from None
 
 
 def _flatten(nest: Any, leaves: list[Any]) -> Structure:

@@ -22,8 +22,10 @@ def as_shape(shape: ShapeLike) -> Shape:
     """The shape that an int, a sequence of ints and Nones, or None stands for."""
     if shape is None:
         return None
-    # What is neither is named below.
-    dims = tuple(shape) if hasattr(shape, "__iter__") else (shape,)
+    try:
+        dims = tuple(shape)  # type: ignore[arg-type]
+    except TypeError:
+        dims = (shape,)  # type: ignore[assignment]
     for dim in dims:
         if dim is not None and (isinstance(dim, bool) or not hasattr(dim, "__index__") or dim < 0):
             raise ShapeError(f"a shape holds non-negative ints, or None where unknown; got {dims!r}")

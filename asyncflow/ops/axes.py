@@ -6,7 +6,7 @@ import math
 import operator
 from typing import TYPE_CHECKING, TypeAlias
 
-from asyncflow.errors import AxisError, GraphError, ShapeError
+from asyncflow.errors import AxisError, GraphError, ShapeError, brief
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
 
@@ -23,9 +23,12 @@ def static_int(value: object, what: str) -> int:
     Raises:
         GraphError: it is a tensor or no integer.
     """
-    if isinstance(value, Tensor | bool) or not hasattr(value, "__index__"):
-        raise GraphError(f"{what} must be an int known while the graph is built, got {value!r}")
-    return operator.index(value)
+    if not isinstance(value, Tensor | bool) and hasattr(value, "__index__"):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass  # an array of several integers
+    raise GraphError(f"{what} must be an int known while the graph is built, got {brief(value)}")
 
 
 def as_axes(axis: Axes | Sequence[int]) -> Axes:

@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, brief
 from asyncflow.graph import nest
-from asyncflow.graph.build import SupportsTensor, TensorLike, as_tensor, graph_for
+from asyncflow.graph.build import SupportsTensor, TensorLike, as_tensor, graph_for, is_masked
 from asyncflow.graph.dtypes import dtype_name, string
 from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Tensor
@@ -401,6 +401,11 @@ def _checked(spec: Spec, value: Any, what: str = "its result") -> Any:
     if isinstance(value, bool | int | float | complex | str) and not isinstance(value, np.generic):
         value = _from_python(spec, value, what)
     elif isinstance(value, np.ndarray):
+        if is_masked(value):
+            raise TypeError(
+                f"the function returned a masked array as {what}, which would lose its mask; fill it first, with "
+                f".filled(value), or return the mask as an output of its own"
+            )
         # Subclasses such as matrices compute by rules of their own.
         value = np.asarray(value)
     elif not isinstance(value, np.generic) and not hasattr(value, "__cuda_array_interface__"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, ShapeError
+from asyncflow.errors import DTypeError, ShapeError, brief
 from asyncflow.graph.build import SupportsTensor, as_tensor
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.ir import Tensor
@@ -50,7 +50,11 @@ def split_extents(shape: ExtentsLike | None) -> tuple[Shape, tuple[Tensor, ...]]
         return None, (whole,)
     if shape is None:
         raise ShapeError("the shape is None, of unknown rank while the graph is built; take it from af.shape(x)")
-    listed = [shape] if isinstance(shape, SupportsIndex) else list(shape)
+    given: Any = shape.tolist() if isinstance(shape, np.ndarray) else shape
+    try:
+        listed = [given] if isinstance(given, SupportsIndex) else list(given)
+    except TypeError:
+        raise ShapeError(f"a shape is an int, a sequence of ints, or a tensor; got {brief(shape)}") from None
     items = [_scalar(x) if isinstance(x, Tensor | SupportsTensor) else _extent(x) for x in listed]
     template = tuple(None if isinstance(item, Tensor) else item for item in items)
     return template, tuple(item for item in items if isinstance(item, Tensor))

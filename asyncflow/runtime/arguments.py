@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import numpy as np
 
-from asyncflow.errors import FeedError, GraphError
+from asyncflow.errors import FeedError, GraphError, told
 from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor, as_array, placeholder
 from asyncflow.graph.dtypes import as_dtype
@@ -132,6 +132,9 @@ class Parameters:
                     path = list(structure.paths(name))[index]
                     reason = error.reason if isinstance(error, GraphError) else error
                     raise type(error)(f"{self.owner}: argument {path}: {reason}") from error
+                except Exception as error:  # objects with __array__, __hash__ and the like raise what they like
+                    kind = type(leaf).__name__
+                    raise FeedError(f"{self.owner}: argument {name}: a {kind} cannot be read: {told(error)}") from error
         return Arguments(self.signature, leaves, tuple(kinds), _Structures(tuple(arguments), tuple(nests)))
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +152,7 @@ class Parameters:
         if name not in self._specs:
             try:
                 return nest.flatten(value)
-            except RecursionError:
+            except GraphError:
                 raise GraphError(f"{self.owner}: argument {name} is nested too deep, or contains itself") from None
         kind = self.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:

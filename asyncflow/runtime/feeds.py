@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,8 +9,8 @@ import numpy as np
 
 from asyncflow.devices.foreign import ForeignArray
 from asyncflow.devices.memory import owner_of
-from asyncflow.errors import FeedError, GraphError
-from asyncflow.graph.build import as_array
+from asyncflow.errors import FeedError, GraphError, told
+from asyncflow.graph.build import as_array, is_masked
 from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
@@ -49,7 +48,10 @@ def as_feeds(feeds: object) -> Mapping[Any, Any]:
         raise FeedError(
             f"feeds is a mapping of tensors, or their names, to values, such as {{x: 1.0}}; got {type(feeds).__name__}"
         )
-    return feeds
+    try:
+        return dict(feeds)
+    except Exception as error:
+        raise FeedError(f"feeds, a {type(feeds).__name__}, cannot be read: {told(error)}") from error
 
 
 def feed_target(key: object, graph: Graph | None) -> Tensor:
@@ -125,19 +127,18 @@ def feed_value(tensor: Tensor, value: Any) -> Any:
         return value
     if isinstance(value, Tensor):
         raise refusal(tensor, value, "that is a tensor, which has no value yet; fetch it first")
-    if _is_masked(value):
-        raise refusal(tensor, value, "a masked array would lose its mask; fill it first")
-    array = _as_typed_array(tensor, value)
+    if is_masked(value):
+        raise refusal(tensor, value, "a masked array would lose its mask; fill it first, with .filled(value)")
+    try:
+        array = _as_typed_array(tensor, value)
+    except (FeedError, MemoryError):
+        raise
+    except Exception as error:  # objects with __array__, __dlpack__ and the like raise what they like
+        raise refusal(tensor, value, f"it cannot be read: {told(error)}") from error
     shape = array.array.shape if isinstance(array, LargeFeed) else array.shape
     if not is_compatible(shape, spec.shape):
         raise _wrong_shape(tensor, value, shape)
     return locked(array) if isinstance(array, np.ndarray) else array
-
-
-def _is_masked(value: object) -> bool:
-    # There is none before somebody has imported the module, which takes 10 ms.
-    masked = sys.modules.get("numpy.ma")
-    return masked is not None and isinstance(value, masked.MaskedArray)
 
 
 def locked(array: np.ndarray[Any, Any]) -> Any:

@@ -110,7 +110,7 @@ def read_streamed(fetches: Any, graph: Graph | None) -> tuple[list[Tensor], nest
 def _flatten(fetches: Any) -> tuple[list[Any], nest.Structure]:
     try:
         return nest.flatten(fetches)
-    except RecursionError:
+    except GraphError:
         raise FetchError("the fetches are nested too deep, or contain themselves") from None
 
 

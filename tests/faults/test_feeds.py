@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+from collections import UserDict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -255,3 +256,86 @@ async def test_f35_bytes_are_read_by_numpy(run: Run, graph: af.Graph) -> None:
     x = af.placeholder("uint8", (None,))
     with pytest.raises(af.FeedError, match=r"feed np\.frombuffer\(value, dtype\)"):
         await run(x, {x: b"1234"})
+
+
+def _with(**methods: Any) -> Any:
+    return type("Foreign", (), methods)()
+
+
+def _fails(*_: Any, **__: Any) -> Any:
+    raise LookupError("gone")
+
+
+def _containing_itself() -> list[Any]:
+    made: list[Any] = [1.0]
+    made.append(made)
+    return made
+
+
+FOREIGN: dict[str, Callable[[], Any]] = {
+    "__array__": lambda: _with(__array__=_fails),
+    "__array__ in a list": lambda: [_with(__array__=_fails)],
+    "__array__ as a property": lambda: _with(__array__=property(_fails)),
+    "__array_interface__": lambda: _with(__array_interface__=property(_fails)),
+    "__dlpack__": lambda: _with(__dlpack__=_fails, __dlpack_device__=lambda self: (1, 0)),
+    "__dlpack_device__": lambda: _with(__dlpack__=_fails, __dlpack_device__=_fails),
+    "__dlpack_device__ alone": lambda: _with(__dlpack_device__=_fails),
+    "requires_grad": lambda: _with(__dlpack__=_fails, requires_grad=property(_fails)),
+    "dtype": lambda: _with(dtype=property(_fails)),
+    "__len__": lambda: _with(__len__=_fails, __getitem__=_fails),
+    "__getitem__": lambda: _with(__len__=lambda self: 2, __getitem__=_fails),
+    "__iter__": lambda: _with(__iter__=_fails),
+    "__index__": lambda: _with(__index__=_fails),
+    "__float__": lambda: _with(__float__=_fails),
+    "__repr__": lambda: _with(__repr__=_fails),
+    "a list that contains itself": _containing_itself,
+}
+
+
+async def test_f37_what_a_foreign_object_raises(run: Run, graph: af.Graph) -> None:
+    """FAULTS F37: a FeedError that names the tensor, whatever the protocols of a fed object raise."""
+    x = af.placeholder("float64", None, name="x")
+    y = x + 1
+    for case, make in FOREIGN.items():
+        value = make()
+        print(case)
+        with pytest.raises(af.FeedError, match=r"cannot feed x:0: expected float64\[...\], got a (Foreign|list): "):
+            await run(y, {x: value})
+        with pytest.raises(af.GraphError, match=r"cannot make a tensor of "):
+            af.constant(value)
+
+
+async def test_f36_a_mapping_that_cannot_be_read(run: Run, graph: af.Graph) -> None:
+    """FAULTS F36: a FeedError with what it raised."""
+
+    class Feeds(UserDict[Any, Any]):
+        def __getitem__(self, key: object) -> Any:
+            raise LookupError("gone")
+
+    x = af.placeholder("float64", ())
+    with pytest.raises(af.FeedError, match=r"feeds, a Feeds, cannot be read: LookupError: gone"):
+        await run(x, Feeds({x: 1.0}))
+
+
+async def test_f37_an_argument_that_cannot_be_read(run: Run) -> None:
+    """FAULTS F37: of a traced function, by its name."""
+
+    @af.function
+    def double(x: Any) -> Any:
+        return x * 2
+
+    for value in (_with(__array__=_fails), _with(__hash__=_fails)):
+        with pytest.raises(af.FeedError, match=r"argument x: a Foreign cannot be read: LookupError: gone"):
+            await double(value)
+
+
+async def test_f37_masks_are_lost_nowhere(run: Run, graph: af.Graph) -> None:
+    """FAULTS F37: neither as a constant nor as what an op returns, alone or among others."""
+    masked = np.ma.masked_array(BASE, BASE > 3)
+    with pytest.raises(af.GraphError, match="masked array would lose its mask; fill it first"):
+        af.constant(masked)
+    spec = af.spec(BASE.dtype, (None, None))
+    for outputs, value in ((spec, masked), ((spec, spec), (BASE, masked))):
+        returned = af.op(outputs=outputs)(lambda value=value: value)()
+        with pytest.raises(af.KernelError, match=r"returned a masked array as (its result|output 1), which would lose"):
+            await run(returned)

@@ -61,3 +61,14 @@ def test_what_depends_on_a_run_or_is_large_is_not_known() -> None:
         deep = deep + 1
     assert static_value(deep) is None
     assert static_value(af.constant(np.int64(3)) - 1) == 2
+
+
+def test_a_shape_may_be_an_array() -> None:
+    shape: Any = np.array([2, 3])
+    assert af.zeros(shape).shape == (2, 3)
+    with pytest.raises(af.DTypeError, match=r"a shape holds integers, not 1\.0"):
+        af.zeros(shape / shape)
+    with pytest.raises(af.ShapeError, match=r"a shape is an int, a sequence of ints, or a tensor; got 1\.5"):
+        af.zeros(1.5)  # type: ignore[arg-type]
+    with pytest.raises(af.GraphError, match=r"axis must be an int known while the graph is built, got array"):
+        af.sum(af.ones((2, 3)), axis=shape)
