@@ -289,13 +289,17 @@ def _gate_variable(merges: Sequence[Tensor], loop: Node) -> int | None:
     """The loop variable whose arrival gates the predicate's device: a counter if there is one, as it is never late.
 
     In a loop over several devices nothing else will do: what waits for a slow variable would not be received in time
-    for iterations to overlap. There None asks for a control loop.
+    for iterations to overlap. A sum is such a variable too, so there the counter has to be one that the predicate
+    reads. Without one, None asks for a control loop.
     """
+    condition: Subgraph = loop.attrs["cond"]
+    read = {*condition.results, *(tensor for node in condition.nodes for tensor in node.inputs)}
     there = [index for index, merged in enumerate(merges) if merged.node.device == loop.device]
-    counter = next((index for index in there if merges[index].dtype.kind in "iu"), None)
-    if counter is not None or not there or _is_cut(loop):
-        return counter
-    return there[0]
+    counters = [index for index in there if merges[index].dtype.kind in "iu"]
+    read_ones = [index for index in counters if condition.inputs[index] in read]
+    if read_ones or not there or _is_cut(loop):
+        return read_ones[0] if read_ones else None
+    return (counters or there)[0]
 
 
 def _is_cut(loop: Node) -> bool:

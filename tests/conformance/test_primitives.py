@@ -197,6 +197,23 @@ def test_a_value_inside_a_frame_can_be_neither_fetched_nor_fed(graph: af.Graph) 
         session.plan(x, [inner])
 
 
+@pytest.mark.parametrize("constant", [False, True])
+async def test_a_dead_value_arrives_inside_a_frame(graph: af.Graph, run: Run, constant: bool) -> None:
+    """CONFORMANCE 2: what needs no more than its arrival goes on, be it a trigger or a merge that waits for it."""
+    dead, _, fed = fork()
+    arrived = af.raw.enter(dead, "frame", constant=constant)
+    y = af.placeholder("int64", ())
+    live = af.raw.enter(y, "frame")
+    with af.control_dependencies([arrived]):
+        merged, _ = af.raw.merge(live, af.identity(arrived))
+        trigger = af.raw.control_trigger()
+    with af.control_dependencies([trigger]):
+        after = live + 1
+    fetches = [af.raw.exit(merged), af.raw.exit(after), af.raw.exit(arrived)]
+    feeds = {fed["x"]: 7, fed["pred"]: True, y: 3}
+    assert await run(fetches, feeds, allow_dead=True) == [3, 4, None]
+
+
 # -- 3, 4 --------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from tests.conformance.gates import settle
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -113,6 +115,30 @@ async def test_27_parallel_iterations_never_change_the_values(run: Run, window: 
     _, total = af.while_loop(lambda i, t: i < 10, step, (0, 0.0), parallel_iterations=window)
     values = await run((total, count_to(1000, parallel_iterations=window)))
     assert values == (pytest.approx(2 * np.sqrt(np.arange(10.0)).sum()), 1000)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+async def test_27_no_more_iterations_are_under_way(run: Run, window: int) -> None:
+    """CONFORMANCE 27: as many as are allowed have begun when none can end, and not one more."""
+    begun: list[int] = []
+    full, opened = asyncio.Event(), asyncio.Event()
+
+    @af.op(outputs=lambda spec: spec)
+    async def wait(i: Any) -> Any:
+        begun.append(int(i))
+        if len(begun) == window:
+            full.set()
+        await opened.wait()
+        return i
+
+    loop = af.while_loop(lambda i, t: i < 7, lambda i, t: (i + 1, t + wait(i)), (0, 0), parallel_iterations=window)
+    pending = asyncio.ensure_future(run(loop[1]))
+    async with asyncio.timeout(20):
+        await full.wait()
+        await settle()
+        assert sorted(begun) == list(range(window))
+        opened.set()
+        assert await pending == 21
 
 
 @pytest.mark.parametrize("window", [0, -1, 1.0, True, None])

@@ -322,3 +322,39 @@ def test_36_an_effect_where_the_predicate_is_does_not_hold_up_the_loop(window: i
         assert ahead == window
 
     Cluster(2).run(main)
+
+
+def test_27_a_sum_where_the_predicate_is_does_not_hold_up_the_loop() -> None:
+    """CONFORMANCE 10, 27: it is an integer that waits for each iteration's value, and no counter."""
+
+    async def main(open_session: OpenSession) -> None:
+        release = asyncio.Event()
+        begun: list[int] = []
+
+        @af.op(outputs=lambda i: i)
+        async def wait(i: Any) -> Any:
+            begun.append(int(i))
+            await release.wait()
+            return i
+
+        def goes_on(i: Any, total: Any) -> Any:
+            with af.device("sim:0"):
+                return i < 5
+
+        def body(i: Any, total: Any) -> Any:
+            with af.device("sim:1"):
+                following, value = i + 1, wait(i)
+            with af.device("sim:0"):
+                return following, total + value
+
+        with af.Graph() as graph:
+            result = af.while_loop(goes_on, body, (0, 0), parallel_iterations=3)
+        async with open_session(graph) as session:
+            running = asyncio.ensure_future(session.run(result))
+            await settle()
+            ahead = len(begun)
+            release.set()
+            assert await running == (5, 10)
+        assert ahead == 3
+
+    Cluster(2).run(main)
