@@ -149,8 +149,10 @@ def _as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
         raise GraphError(f"{value!r} already is a tensor, or reads as one: use it as it is; convert it with af.astype")
     if is_masked(value):
         raise GraphError("a masked array would lose its mask; fill it first, with .filled(value)")
+    is_text = _is_text(value)
     try:
-        array = np.array(_on_host(value))
+        # Else NumPy would make each string as long as the longest of them.
+        array = np.array(_on_host(value), string if is_text else None)
     except GraphError:  # a tensor's, in a list or in place of it: it has no value
         _refuse_tensors(value)
         raise
@@ -164,7 +166,7 @@ def _as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
             f"cannot make a tensor of a {type(value).__name__}: NumPy cannot read it ({told(error)}); give a NumPy "
             "array of its values"
         ) from error
-    if array.dtype.kind in "UT":
+    if array.dtype.kind in "UT" and not is_text:
         if isinstance(value, list | tuple) and not _only_strings(value):
             raise DTypeError(f"cannot make a tensor of {brief(value)}: strings and other values do not mix")
         array = array.astype(string)
@@ -263,6 +265,16 @@ def _only_strings(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return set(map(type, value)) <= {str} or all(map(_only_strings, value))
     return isinstance(value, str) or (isinstance(value, np.ndarray) and value.dtype.kind in "UT")
+
+
+def _is_text(value: Any) -> bool:
+    """Whether `value` is a list of nothing but strings."""
+    return isinstance(value, list | tuple) and isinstance(_first(value), str) and _only_strings(value)
+
+
+def _first(value: Any) -> Any:
+    """What comes first in nested lists."""
+    return _first(value[0]) if isinstance(value, list | tuple) and value else value
 
 
 def _refuse_tensors(value: Any) -> None:

@@ -17,7 +17,7 @@ from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.nn.masks import as_lengths, sequence_mask
 from asyncflow.ops.checks import assert_that
-from asyncflow.ops.cost import elements, free
+from asyncflow.ops.cost import free, moving
 from asyncflow.ops.derivatives.shapes import ensure_shape
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import gather, getitem
@@ -77,13 +77,9 @@ def _first_kernel(xp: Any) -> Kernel:
     return lambda x, like: x[: len(like)]
 
 
-def _flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
-    return float(elements(outputs[0]))
-
-
-TAKE_ROWS = register(Op(name="take_rows", infer=_take_spec, kernel=_take_kernel, flops=_flops))
+TAKE_ROWS = register(Op(name="take_rows", infer=_take_spec, kernel=_take_kernel, flops=moving))
 PLACE_ROWS = register(
-    Op(name="place_rows", infer=_place_spec, kernel=_place_kernel, flops=_flops, host_inputs=inputs_from(2))
+    Op(name="place_rows", infer=_place_spec, kernel=_place_kernel, flops=moving, host_inputs=inputs_from(2))
 )
 
 
@@ -103,7 +99,7 @@ def _pad_kernel(xp: Any, *, extent: Shape) -> Kernel:
 
 FIRST_ROWS = register(Op(name="first_rows", infer=_first_spec, kernel=_first_kernel, flops=free))
 
-PAD_ROWS = register(Op(name="pad_rows", infer=_pad_spec, kernel=_pad_kernel, flops=_flops, host_inputs=inputs_from(1)))
+PAD_ROWS = register(Op(name="pad_rows", infer=_pad_spec, kernel=_pad_kernel, flops=moving, host_inputs=inputs_from(1)))
 
 
 def first_rows(x: Tensor, like: Tensor) -> Tensor:

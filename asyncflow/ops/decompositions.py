@@ -95,12 +95,19 @@ def _same_square(x: Spec) -> Spec:
     return Spec(x.dtype, _square(x))
 
 
+_STEPS = 150
+"""Operations on each element in whose time LAPACK does the rest."""
+
+
 def _cubic(factor: float) -> Callable[..., float]:
-    """An estimate of `factor` times rows times columns times the smaller of the two, for each matrix."""
+    """An estimate of `factor` times rows times columns times the smaller of the two, for each matrix.
+
+    With small ones LAPACK's own steps take longer than the arithmetic.
+    """
 
     def flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
         known = [1 if dim is None else dim for dim in inputs[0] or ()][-2:] or [1]
-        return factor * elements(inputs[0]) * min(known)
+        return factor * elements(inputs[0]) * (min(known) + _STEPS)
 
     return flops
 

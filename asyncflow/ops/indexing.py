@@ -21,7 +21,7 @@ from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axi
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
 from asyncflow.ops.axes import replaced, static_int
-from asyncflow.ops.cost import elements, free
+from asyncflow.ops.cost import PASS, elements, free, moving
 from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, encode, host_indices, indexed_shape, is_flag
 from asyncflow.ops.promotion import require_kind
 
@@ -65,7 +65,7 @@ def _key_inputs(first: int) -> Callable[[Node], Collection[int]]:
 def _getitem_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, key: Key) -> float:
     # An integer from a tensor indexes as a written one does: the result is a view.
     views = all(index == () for index in inputs[1:])
-    return free(inputs, outputs) if views else float(elements(outputs[0]))
+    return free(inputs, outputs) if views else moving(inputs, outputs)
 
 
 GETITEM = register(
@@ -252,7 +252,7 @@ def _add_kernel(xp: Any, *, key: Key) -> Kernel:
 
 
 def _changed_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
-    return float(elements(outputs[0]) + elements(inputs[1]))
+    return PASS * elements(outputs[0]) + moving((), inputs[1:])
 
 
 INDEX_UPDATE = register(

@@ -15,7 +15,7 @@ from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import normalize_axes, static_int
-from asyncflow.ops.cost import elements, free, per_input_element
+from asyncflow.ops.cost import PASS, elements, free, per_input_element
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
 
@@ -330,7 +330,8 @@ def _einsum_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, subscrip
     for shape, term in zip(inputs, terms, strict=True):
         for letter, dim in zip(term, shape or (), strict=False):
             extents[letter] = max(extents.get(letter, 1), 1 if dim is None else dim)
-    return float(len(inputs) * elements(tuple(extents.values())))
+    # What is no product of two goes element by element.
+    return (1.0 if len(inputs) < 3 else PASS) * len(inputs) * elements(tuple(extents.values()))
 
 
 def _einsum_kernel(xp: Any, *, subscripts: str, dtype: DType) -> Kernel:

@@ -18,7 +18,7 @@ from asyncflow.graph.op import Op, inputs_from, register
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, normalize_axes, reduced, static_int
-from asyncflow.ops.cost import elements
+from asyncflow.ops.cost import PASS, elements, several_passes
 from asyncflow.ops.extents import Extent, shape_reader, split_extents, template_shape
 from asyncflow.ops.promotion import kind_of, require_kind
 
@@ -48,7 +48,7 @@ def _float_spec(x: Spec) -> Spec:
 
 def _activation(name: str, function: Callable[[Any, Any], Any], flops: float) -> Op:
     def cost(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
-        return flops * elements(outputs[0])
+        return flops * PASS * elements(outputs[0])
 
     return register(
         Op(name=name, infer=_float_spec, kernel=lambda xp: _wide(partial(function, xp)), is_total=True, flops=cost)
@@ -148,9 +148,21 @@ def _log_softmax(xp: Any, axis: int, x: Any) -> Any:
     return shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
 
 
-SOFTMAX = register(Op(name="softmax", infer=_softmax_spec, kernel=lambda xp, axis: _wide(partial(_softmax, xp, axis))))
+SOFTMAX = register(
+    Op(
+        name="softmax",
+        infer=_softmax_spec,
+        kernel=lambda xp, axis: _wide(partial(_softmax, xp, axis)),
+        flops=several_passes,
+    )
+)
 LOG_SOFTMAX = register(
-    Op(name="log_softmax", infer=_softmax_spec, kernel=lambda xp, axis: _wide(partial(_log_softmax, xp, axis)))
+    Op(
+        name="log_softmax",
+        infer=_softmax_spec,
+        kernel=lambda xp, axis: _wide(partial(_log_softmax, xp, axis)),
+        flops=several_passes,
+    )
 )
 
 
@@ -188,7 +200,7 @@ def _logsumexp_kernel(xp: Any, *, axis: Axes, keepdims: bool) -> Kernel:
     return _wide(partial(_logsumexp, xp, axis, keepdims))
 
 
-LOGSUMEXP = register(Op(name="logsumexp", infer=_logsumexp_spec, kernel=_logsumexp_kernel))
+LOGSUMEXP = register(Op(name="logsumexp", infer=_logsumexp_spec, kernel=_logsumexp_kernel, flops=several_passes))
 
 
 def logsumexp(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:

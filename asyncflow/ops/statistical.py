@@ -13,7 +13,7 @@ from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, require_elements, static_int
-from asyncflow.ops.cost import per_input_element
+from asyncflow.ops.cost import per_input_element, several_passes
 from asyncflow.ops.promotion import kind_of, real_dtype, require_kind
 
 if TYPE_CHECKING:
@@ -228,8 +228,8 @@ def _spread(name: str) -> Any:
 
 
 MEAN = register(Op(name="mean", infer=_mean_spec, kernel=_mean_kernel, is_total=True, flops=per_input_element))
-STD = register(Op(name="std", infer=_spread_spec, kernel=_spread("std"), is_total=True, flops=per_input_element))
-VAR = register(Op(name="var", infer=_spread_spec, kernel=_spread("var"), is_total=True, flops=per_input_element))
+STD = register(Op(name="std", infer=_spread_spec, kernel=_spread("std"), is_total=True, flops=several_passes))
+VAR = register(Op(name="var", infer=_spread_spec, kernel=_spread("var"), is_total=True, flops=several_passes))
 
 
 def mean(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:

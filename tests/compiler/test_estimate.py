@@ -14,9 +14,9 @@ from asyncflow.compiler.node_costs import NodeCosts
 from asyncflow.devices.cpu import CpuDevice
 from asyncflow.graph.op import registered_ops
 from asyncflow.nn.packing import first_rows, place_rows, take_rows
-from asyncflow.ops.cost import free, per_input_element, sorting
+from asyncflow.ops.cost import free, moving, moving_all, per_input_element, several_passes, sorting
 
-ANY_SHAPES = (free, per_input_element, sorting)
+ANY_SHAPES = (free, moving, moving_all, per_input_element, several_passes, sorting)
 """Rules that are given nothing but shapes, of which any will do."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import ml_dtypes
@@ -143,6 +144,19 @@ def test_lists_with_tensors_are_refused() -> None:
     for listed in ([1, [constant(2)]], [constant([1, 2]), [3, 4]], (1, (2, (constant(3),)))):
         with pytest.raises(GraphError, match=r"a list with tensors in it is not a constant; use af.stack"):
             constant(listed)
+
+
+def test_a_list_of_strings_takes_the_memory_of_its_strings() -> None:
+    """And not, for each of them, that of the longest."""
+    value = ["a" * 200_000, *("b" for _ in range(199))]
+    tracemalloc.start()
+    try:
+        tensor = constant([value])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert value_of(tensor).tolist() == [value]
+    assert peak < 2_000_000
 
 
 @pytest.mark.parametrize("value", [[1.0] * 500, [[1, 2]] * 500, ["a"] * 500], ids=["flat", "nested", "strings"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op, derivative, register
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.cost import elements
+from asyncflow.ops.cost import PASS, elements
 from asyncflow.ops.creation import zeros_like
 from asyncflow.ops.derivatives.datatypes import conjugated
 from asyncflow.ops.derivatives.indexing import sliced
@@ -40,8 +40,12 @@ def _recurrence_kernel(xp: Any, *, axis: int, reverse: bool) -> Kernel:
     return recur
 
 
-def _recurrence_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
-    return 2.0 * elements(outputs[0])
+_TURN = 25_000.0
+"""The cost of a turn of the kernel's loop in Python, for each place along the axis."""
+
+
+def _recurrence_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, axis: int, **attrs: object) -> float:
+    return _TURN * elements((outputs[0] or ())[axis:][:1]) + 2 * PASS * elements(outputs[0])
 
 
 LINEAR_RECURRENCE = register(

@@ -18,7 +18,7 @@ from asyncflow.graph.op import Op, derivative, inputs_from, register
 from asyncflow.graph.shapes import format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
-from asyncflow.ops.cost import elements
+from asyncflow.ops.cost import moving_all
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import GETITEM, take_along_axis
@@ -176,16 +176,12 @@ def _checked(rows: Any, extent: int, axis: int) -> Any:
     return np.where(counted < 0, counted + extent, counted)
 
 
-def _scatter_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) -> float:
-    return float(elements(outputs[0]) + elements(inputs[0]))
-
-
 SCATTER_TO = register(
     Op(
         name="scatter_to",
         infer=_scatter_spec,
         kernel=_scatter_kernel,
-        flops=_scatter_flops,
+        flops=moving_all,
         host_inputs=host_places,
     )
 )
@@ -318,7 +314,7 @@ SCATTER_ALONG_AXIS = register(
         name="scatter_along_axis",
         infer=_along_spec,
         kernel=_along_kernel,
-        flops=_scatter_flops,
+        flops=moving_all,
         host_inputs=inputs_from(2),
     )
 )
