@@ -14,7 +14,7 @@ SOURCES := asyncflow tests examples benchmarks docs
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full check reference doctest bench gpu-check package clean
+.PHONY: help setup demo test test-full check reference doctest bench size gpu-check package clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,10 @@ doctest: $(STAMP) ## Run the examples in docstrings and in the README
 
 bench: $(STAMP) ## Measure beside NumPy, TensorFlow, PyTorch and JAX, where they are installed
 	$(BIN)/python -m benchmarks
+
+BASE ?=
+size: $(STAMP) ## Count the lines of code of each room, and what changed since main, or since BASE=commit
+	@$(BIN)/python -m benchmarks.code_size $(BASE)
 
 # On the Python that has CuPy, which `.venv` has not; it needs pytest besides, and nothing else of what `setup` installs.
 OUT ?= gpu-out
