@@ -1,4 +1,4 @@
-"""Stores of values that a loop saves for its gradient (EuroSys '18 §5, DESIGN §8).
+"""Stores of values that a loop saves for its gradient (EuroSys '18 §5; docs/design/gradients.md).
 
 One ordered store per value and loop: the forward loop saves its value in each iteration, and the gradient loop reads
 them from the last to the first. A store is a value like any other, a VARIANT that the loop carries: saving gives a new

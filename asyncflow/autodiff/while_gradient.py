@@ -3,7 +3,7 @@
 Its loop variables are a counter, what reaches each loop variable of the forward loop, and what has reached each capture
 and variable so far (EuroSys '18 §5). Values of the forward body that it needs are saved, one store per value
 (`saved_values`); what is cheap is computed again from what is there: constants, captures, counters, casts and reshapes
-(DESIGN §8).
+(docs/design/gradients.md).
 """
 
 from __future__ import annotations
