@@ -6,6 +6,7 @@ of NumPy's that is called with one (`asyncflow.graph.no_value`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Final, NoReturn
@@ -27,7 +28,7 @@ _RENAMED: Final = {
     "absolute": "abs",
     "amax": "max",
     "amin": "min",
-    "append": "concat",
+    "append": "af.concat([x, y])",
     "array_split": "split",
     "arccos": "acos",
     "arccosh": "acosh",
@@ -36,12 +37,12 @@ _RENAMED: Final = {
     "arctan": "atan",
     "arctan2": "atan2",
     "arctanh": "atanh",
-    "argwhere": "nonzero",
+    "argwhere": "af.stack(af.nonzero(x), axis=-1)",
     "around": "round",
     "array": "asarray",
-    "average": "mean",
+    "average": "af.mean(x), or af.sum(x * w) / af.sum(w)",
     "bool_": "bool",
-    "column_stack": "stack",
+    "column_stack": "af.concat(xs, axis=1), or af.stack(xs, axis=1) for vectors",
     "concatenate": "concat",
     "conjugate": "conj",
     "cumprod": "cumulative_prod",
@@ -51,35 +52,35 @@ _RENAMED: Final = {
     "dot": "matmul",
     "double": "float64",
     "fabs": "abs",
-    "flatten": "reshape",
+    "flatten": "af.reshape(x, (-1,))",
     "half": "float16",
-    "hstack": "concat",
-    "inner": "vecdot",
+    "hstack": "af.concat(xs, axis=1), or axis=0 for vectors",
+    "inner": "af.vecdot(x, y) for vectors, x @ y.mT for matrices",
     "invert": "bitwise_invert",
     "left_shift": "bitwise_left_shift",
     "mT": "matrix_transpose",
     "mod": "remainder",
     "ndarray": "Tensor",
-    "median": "quantile",
-    "outer": "einsum",
-    "percentile": "quantile",
+    "median": "af.quantile(x, 0.5)",
+    "outer": "linalg.outer",
+    "percentile": "af.quantile(x, percent / 100)",
     "power": "pow",
-    "put": "index_update",
-    "ravel": "reshape",
+    "put": "af.index_update(x, key, values)",
+    "ravel": "af.reshape(x, (-1,))",
     "right_shift": "bitwise_right_shift",
     "rint": "round",
     "single": "float32",
-    "swapaxes": "permute_dims",
-    "transpose": "permute_dims",
+    "swapaxes": "af.permute_dims(x, axes), or x.mT for the last two",
+    "transpose": "af.permute_dims(x, axes), or x.mT for the last two",
     "true_divide": "divide",
     "unique": "unique_values",
-    "vstack": "concat",
+    "vstack": "af.concat(xs, axis=0), or af.stack(xs) for vectors",
     # TensorFlow
     "Assert": "assert_that",
     "Function": "function",
-    "GradientTape": "gradients",
+    "GradientTape": "af.gradients(ys, xs)",
     "Print": "print",
-    "TensorShape": "shape",
+    "TensorShape": "a tuple, with None for an extent that is not known",
     "TensorSpec": "spec",
     "cast": "astype",
     "clip_by_value": "clip",
@@ -87,8 +88,8 @@ _RENAMED: Final = {
     "fill": "full",
     "get_variable": "Variable",
     "no_op": "group",
-    "numpy_function": "op",
-    "py_function": "op",
+    "numpy_function": "@af.op above the function",
+    "py_function": "@af.op above the function",
     "range": "arange",
     "rank": "rank",
     "reduce_all": "all",
@@ -114,17 +115,17 @@ _RENAMED: Final = {
     "from_numpy": "constant",
     "ge": "greater_equal",
     "gt": "greater",
-    "index_select": "take",
+    "index_select": "af.take(x, indices, axis=axis)",
     "le": "less_equal",
     "lt": "less",
-    "masked_fill": "where",
+    "masked_fill": "af.where(mask, value, x)",
     "mm": "matmul",
     "mul": "multiply",
     "mv": "matmul",
     "ne": "not_equal",
     "neg": "negative",
     "no_grad": "stop_gradient",
-    "permute": "permute_dims",
+    "permute": "af.permute_dims(x, axes)",
     "sub": "subtract",
     "tensor": "constant",
     "topk": "top_k",
@@ -132,25 +133,48 @@ _RENAMED: Final = {
     "view": "reshape",
     # JAX
     "fori_loop": "while_loop",
-    "grad": "gradients",
+    "grad": "af.gradients(ys, xs), or af.value_and_grad(f)",
     "jit": "function",
     "vmap": "map_fn",
+    # Of matrices, and Fourier transforms
+    "eig": "af.linalg.eigh, for symmetric and Hermitian matrices",
+    "eigvals": "af.linalg.eigvalsh, for symmetric and Hermitian matrices",
+    "fft2": "af.fft.fftn(x, axes=(-2, -1))",
+    "ifft2": "af.fft.ifftn(x, axes=(-2, -1))",
+    "inverse": "linalg.inv",
+    "irfft2": "af.fft.irfftn(x, axes=(-2, -1))",
+    "lstsq": "af.linalg.pinv(a) @ b",
+    "multi_dot": "a @ b @ c",
+    "norm": "af.linalg.vector_norm or af.linalg.matrix_norm",
+    "rfft2": "af.fft.rfftn(x, axes=(-2, -1))",
 }
-FUNCTIONS: Final[Mapping[str, str]] = {name: name for name in _ALSO_IN_NUMPY.split()} | _RENAMED
-"""Names of functions and methods elsewhere, to those of the functions in ``asyncflow``."""
+_ROOMS: Final = {
+    "linalg": "cholesky cross det diagonal eigh eigvalsh inv matrix_norm matrix_power matrix_rank pinv qr slogdet "
+    "solve svd svdvals vector_norm",
+    "fft": "fft fftfreq fftn fftshift hfft ifft ifftn ifftshift ihfft irfft irfftn rfft rfftfreq rfftn",
+}
+FUNCTIONS: Final[Mapping[str, str]] = (
+    {name: name for name in _ALSO_IN_NUMPY.split()}
+    | {name: f"{room}.{name}" for room, names in _ROOMS.items() for name in names.split()}
+    | _RENAMED
+)
+"""Names of functions and methods elsewhere, to those of the functions in ``asyncflow``, or to what to write."""
+
+
+def in_place_of(name: str, arguments: str = "") -> str | None:
+    """What to write for a function or method that is called so elsewhere; None for one of which nothing is known."""
+    known = FUNCTIONS.get(name)
+    return f"af.{known}{arguments}" if known is not None and re.fullmatch(r"[\w.]+", known) else known
+
 
 _ADVICE: Final[Mapping[str, Mapping[str, str]]] = {
     "asyncflow": {
         "InteractiveSession": "async with af.Session(graph) as session",
         "autograd": "af.gradients(ys, xs)",
+        "bfloat16": 'the name "bfloat16" as a dtype, with the package ml_dtypes installed',
         "cuda": "af.device('cuda:0') around what is to run there, and Session(devices=['cuda:0'])",
         "global_variables_initializer": "nothing: a variable begins with the value it is made of",
-        "cholesky": "af.linalg.cholesky",
-        "cross": "af.linalg.cross",
-        "det": "af.linalg.det",
-        "diagonal": "af.linalg.diagonal",
-        "eigh": "af.linalg.eigh",
-        "inv": "af.linalg.inv",
+        "isin": "af.any(af.expand_dims(x, axis=-1) == values, axis=-1)",
         "jacobian": "af.gradients, once for each element of y",
         "keras": "af.nn and af.optim, which are functions",
         "lax": "af.while_loop, af.cond and af.scan",
@@ -158,13 +182,8 @@ _ADVICE: Final[Mapping[str, Mapping[str, str]]] = {
         "numpy": "the functions of asyncflow itself: af.sum, af.matmul, ...",
         "set_random_seed": "af.Graph(seed=...)",
         "testing": "import asyncflow.testing first",
-        "norm": "af.linalg.vector_norm or af.linalg.matrix_norm",
-        "qr": "af.linalg.qr",
-        "solve": "af.linalg.solve",
-        "svd": "af.linalg.svd",
         "train": "af.optim",
     },
-    "asyncflow.linalg": {"norm": "af.linalg.vector_norm or af.linalg.matrix_norm"},
     "asyncflow.nn": {
         "BCEWithLogitsLoss": "af.nn.sigmoid_cross_entropy",
         "CrossEntropyLoss": "af.nn.softmax_cross_entropy",
@@ -245,7 +264,7 @@ def _hint(module: str, public: Sequence[str], name: str) -> str:
         return ""
     if (advice := _ADVICE.get(module, {}).get(name)) is not None:
         return f"; use {advice}"
-    if module == "asyncflow" and name in FUNCTIONS:
-        return f"; use af.{FUNCTIONS[name]}"
+    if (known := in_place_of(name)) is not None:
+        return f"; use {known}"
     close = close_names(name, public)
     return f"; did you mean {' or '.join(close)}?" if close else ""

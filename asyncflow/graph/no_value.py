@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncflow.errors import GraphError
-from asyncflow.foreign_names import FUNCTIONS
+from asyncflow.foreign_names import in_place_of
 
 FETCHING = frozenset({"cpu", "data", "detach", "eval", "get", "item", "numpy", "tobytes", "tolist", "value", "values"})
 """Attributes that, elsewhere, give the value."""
@@ -67,14 +67,14 @@ class NoValue:
             advice = ""
             if name in FETCHING:
                 advice = "; it has no value before a run: fetch it with await session.run(x)"
-            elif name in FUNCTIONS:
-                advice = f"; use af.{FUNCTIONS[name]}(x)"
+            elif (known := in_place_of(name, "(x)")) is not None:
+                advice = f"; use {known}"
             kind = type(self).__name__
             raise AttributeError(f"{kind!r} object has no attribute {name!r}{advice}", name=name, obj=self)
 
 
 def refusal(shown: str, name: str, value: object) -> str:
     """Why a function of NumPy's cannot have `value`, and which one of asyncflow's can."""
-    known = FUNCTIONS.get(name)
-    advice = f"use af.{known}" if known else "compute with functions of asyncflow, or call it in an op made with @af.op"
+    known = in_place_of(name)
+    advice = f"use {known}" if known else "compute with functions of asyncflow, or call it in an op made with @af.op"
     return f"{shown} computes at once, and {value!r} has no value before a run; {advice}"

@@ -162,7 +162,7 @@ async def test_other_operators_with_numpy_on_the_left(use: Callable[..., Any], e
 ATTRIBUTES = {
     "sum": r"use af\.sum\(x\)$",
     "cumsum": r"use af\.cumulative_sum\(x\)$",
-    "transpose": r"use af\.permute_dims\(x\)$",
+    "transpose": r"use af\.permute_dims\(x, axes\), or x\.mT for the last two$",
     "item": r"await session\.run\(x\)$",
     "numpy": r"await session\.run\(x\)$",
     "no_such_thing": "has no attribute 'no_such_thing'$",
