@@ -1,4 +1,4 @@
-"""The pages of the design name what is there: links lead somewhere, modules exist, words are few and told once."""
+"""The pages of the design and of the rooms name what is there: links, modules, and few words, each told once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs" / "design").glob("*.md"))
 LEADING_HERE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+ROOMS = sorted((ROOT / "asyncflow").rglob("README.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # A module or folder of the package, such as `graph/verify.py` or `control/primitives/`.
 CODE = re.compile(r"`((?:[a-z_]+/)+(?:[a-z_0-9]+\.py)?)`")
@@ -34,7 +35,7 @@ def broken(page: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [*PAGES, *LEADING_HERE], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *LEADING_HERE, *ROOMS], ids=lambda page: f"{page.parent.name}-{page.name}")
 def test_links_resolve(page: Path) -> None:
     assert broken(page) == []
 
@@ -50,6 +51,23 @@ def test_modules_that_a_page_names_exist(page: Path) -> None:
     named = CODE.findall(page.read_text(encoding="utf-8"))
     assert [path for path in named if not (ROOT / "asyncflow" / path).exists()] == []
     assert named or page.name == "words.md"
+
+
+@pytest.mark.parametrize("page", ROOMS, ids=lambda page: page.parent.name)
+def test_what_a_room_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    near = (page.parent, ROOT / "asyncflow", ROOT)
+    named = re.findall(r"`((?:[a-z_]+/)*(?:[a-z_0-9]+\.(?:py|md))|(?:[a-z_]+/)+)`", text)
+    assert named
+    assert [path for path in named if not any((folder / path).exists() for folder in near)] == []
+
+
+def test_rooms_with_many_modules_have_a_page_that_names_the_first_to_read() -> None:
+    large = [
+        init.parent for init in (ROOT / "asyncflow").glob("*/__init__.py") if len(list(init.parent.glob("*.py"))) > 10
+    ]
+    assert len(large) > 5
+    assert [room.name for room in large if not (room / "README.md").exists()] == []
 
 
 def test_the_first_page_and_readers_of_the_code_lead_to_every_page() -> None:
