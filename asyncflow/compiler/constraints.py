@@ -1,10 +1,10 @@
 """Pass: what the user asked of placement: device requests, colocation, and which kinds of device have kernels.
 
 Before a graph is optimised, nodes that have to be on one device become a *group* (union-find): a node and the one it is
-placed with, all nodes that touch one resource (a variable lives on one device), and all nodes of a graph in which
-control flow was written by hand, with everything inside it: its frames are not cut. Where devices have a memory of
-their own, so do all nodes that a variant (the state of a TensorArray) passes through: what it holds stays where it was
-written, and what asks for a variant's use elsewhere is not heard.
+placed with, all nodes that touch one resource (a variable lives on one device), and, where control flow was written by
+hand, what `hand_written` finds no way to cut. A loop written by hand is kept together as well, unless its nodes ask for
+several devices. Where devices have a memory of their own, so do all nodes that a variant (the state of a TensorArray)
+passes through: what it holds stays where it was written, and what asks for a variant's use elsewhere is not heard.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 from asyncflow.autodiff.saved_values import SAVE
 from asyncflow.compiler.extract import EMIT, FETCH
 from asyncflow.compiler.frames import has_primitives
+from asyncflow.compiler.hand_written import HandWritten
 from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import has_own_memory
 from asyncflow.errors import PlacementError
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.frames import format_frame, output_frame
+from asyncflow.graph.graph import STRUCTURED, Subgraph
 from asyncflow.graph.op import runs_on_host
 from asyncflow.graph.resource import resources_of
 
@@ -63,7 +65,9 @@ def usable_devices(
     return (chosen, True) if chosen else (usable, False)
 
 
-def resolve_requests(graph: Graph, source: Graph, devices: Sequence[Device], *, soft: bool = True) -> None:
+def resolve_requests(
+    graph: Graph, source: Graph, devices: Sequence[Device], *, soft: bool = True, spread: bool = False
+) -> tuple[str, ...]:
     """Checks the constraints, and leaves each node with those of its whole group.
 
     Afterwards `node.device` is what the group's requests come to (``"sim:1"`` for ``"sim"`` and ``"sim:1"``), or None,
@@ -75,6 +79,10 @@ def resolve_requests(graph: Graph, source: Graph, devices: Sequence[Device], *, 
         source: the user's graph, in which nodes are looked up that are not needed and yet name a device.
         devices: those of the session.
         soft: a request for a kind of device that has no kernel is let pass, and `place` finds another device.
+        spread: cut loops written by hand although nothing asks for it.
+
+    Returns:
+        Notes for people: which control flow written by hand stays on one device, and why.
 
     Raises:
         PlacementError: no device of the session fits all requests of a group, or one of them names no device; or, not
@@ -82,8 +90,12 @@ def resolve_requests(graph: Graph, source: Graph, devices: Sequence[Device], *, 
     """
     nodes = list(graph.walk())
     if len(devices) == 1 and not any(node.device or node.colocated_with for node in nodes):
-        return  # groups only matter where there is a choice
-    _Groups(graph, nodes, source, devices).resolve(devices, soft=soft)
+        return ()  # groups only matter where there is a choice
+    groups = _Groups(graph, nodes, source, devices)
+    if not spread:
+        groups.gather_loops(devices)
+    groups.resolve(devices, soft=soft)
+    return tuple(dict.fromkeys(groups.notes))
 
 
 class _Groups:
@@ -99,6 +111,9 @@ class _Groups:
         self.pruned: dict[str, Node] = {}
         self.hubs: dict[Tensor, object] = {}
         """What stands for a variant, at each place that holds it."""
+        self.notes: list[str] = []
+        self.loops: list[list[Node]] = []
+        """The nodes of each loop written by hand, those of loops in it included."""
         self.keepers: list[Node] = []
         """Those that save values for a gradient, and ask for a device."""
         # Kernels cannot follow a reference into the memory of another card.
@@ -107,8 +122,7 @@ class _Groups:
             self._add(node)
         for part in _graphs(graph):
             if has_primitives(part.nodes):
-                for node in part.walk():
-                    self._join(node.name, part, f"{node.name} is in a graph with control flow written by hand")
+                self._add_hand_written(part)
         waiting = deque(nodes)
         while waiting:
             target = waiting.popleft().colocated_with
@@ -130,6 +144,36 @@ class _Groups:
             self._join(node.name, target, f"{node.name} is colocated with {target}, as written at {node.location}")
         for resource in resources_of(node):
             self._join(node.name, resource.effect_key, f"{node.name} uses {resource!r}, built at {node.location}")
+
+    def _add_hand_written(self, part: Graph) -> None:
+        found = HandWritten(part)
+        if isinstance(part, Subgraph) and found.is_whole:
+            self.notes.append(f"{part.label} stays on one device: {found.whole_because}")
+            for node in part.walk():
+                self._join(node.name, part, f"{node.name} is in a body whose {found.whole_because}")
+            return
+        for frame in found.frames.values():
+            if frame.trouble is not None:
+                self.notes.append(f"{format_frame(frame.path)} stays on one device: {frame.trouble}")
+        for node, other, why in found.together():
+            self._join(node.name, other.name, why)
+        loops: dict[str, list[Node]] = {}
+        for node, around in found.frame_of.items():
+            path = around or output_frame(node, around)
+            if path:
+                inside = (inner for body in node.subgraphs for inner in body.walk())
+                loops.setdefault(path[0], []).extend((node, *inside))
+        self.loops.extend(loops.values())
+
+    def gather_loops(self, devices: Sequence[Device]) -> None:
+        """Keeps each loop written by hand together for which nodes ask for devices that one device can be."""
+        for members in self.loops:
+            roots = {self._root(node.name) for node in members}
+            asking = (_parse(node) for name, node in self.askers.items() if self._root(name) in roots)
+            specs = set(asking)
+            if any(all(spec.matches(device.name) for spec in specs) for device in devices):
+                for node in members:
+                    self._join(node.name, members[0].name, f"{node.name} is in one loop with {members[0].name}")
 
     def _join_variants(self, node: Node) -> None:
         """Joins what makes a variant with what uses it, through branches and loops."""

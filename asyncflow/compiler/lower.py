@@ -16,38 +16,32 @@ producer and a Recv, gated like any node, beside its users. A control edge betwe
 over several devices has a *control loop* on each that does not own the predicate: an Enter, Merge, Switch and
 NextIteration that do nothing but receive the predicate in each iteration, and so start the next one or end. A branch on
 a device of its own has a Switch of the predicate there, so its Recvs are dead without any message when it is not taken.
-Captures are sent once, before the loop, whose constant Enters are on every device that uses them.
+Captures are sent once, before the loop, whose constant Enters are on every device that uses them. Primitives that were
+written by hand stay as they are, and are cut in the same way (`lower_by_hand`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from asyncflow.compiler.extract import EMIT, FETCH
 from asyncflow.compiler.frames import has_primitives
+from asyncflow.compiler.hand_written import HandWritten
 from asyncflow.compiler.layout import is_everywhere
-from asyncflow.compiler.places import NEWS, Device, Emitter, Loop, Place, enter_attrs
+from asyncflow.compiler.lower_by_hand import PlacesByHand
+from asyncflow.compiler.places import INDEX, NEWS, Device, Emitter, Loop, Place
 from asyncflow.compiler.transfers import TO_HOST
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.merge import MERGE
-from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
-from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
-from asyncflow.graph.dtypes import int32
-from asyncflow.graph.graph import Graph
-from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from asyncflow.graph.graph import Subgraph
-
-_INDEX = Spec(int32, ())
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.ir import Node, Tensor
 
 
 def lower(
@@ -66,7 +60,7 @@ def lower(
         truncate: send float32 values as their upper 16 bits.
         reads: positions of a node's inputs that Python looks at when it runs; None for none of any node.
         delay: adds control inputs to Recvs, given the result and the places of its nodes; see `delay_recvs`. Not called
-            where control flow is written by hand: then places are not known.
+            where control flow is written by hand.
     """
     if delay is not None and has_primitives(graph.walk()):
         delay = None
@@ -89,13 +83,30 @@ class _Lowering(Emitter):
         self.read_values: dict[tuple[Tensor, Device, Place], Tensor] = {}
 
     def put_nodes(self, source: Graph, place: Place) -> None:
+        if has_primitives(source.nodes):
+            found = HandWritten(source)
+            if not found.is_whole:
+                self.put_by_hand(source, PlacesByHand(self, found, place))
+                return
         for node in source.nodes:
-            if node.op.name == "cond":
-                self.put_cond(node, place)
-            elif node.op.name == "while":
-                self.put_while(node, place)
-            elif node.op.name != "parameter":
-                self.move(node, place)
+            self.put_node(node, place)
+
+    def put_by_hand(self, source: Graph, places: PlacesByHand) -> None:
+        for node in source.nodes:
+            if node.op is not ENTER or not places.capture(node):
+                before = places.before(node)
+                self.put_node(node, places.place_of(node))
+                node.control_inputs += before
+                places.tell(node)
+        places.close()
+
+    def put_node(self, node: Node, place: Place) -> None:
+        if node.op.name == "cond":
+            self.put_cond(node, place)
+        elif node.op.name == "while":
+            self.put_while(node, place)
+        elif node.op.name != "parameter":
+            self.move(node, place)
 
     def move(self, node: Node, place: Place) -> None:
         """Puts a node that needs no rewriting."""
@@ -170,22 +181,17 @@ class _Lowering(Emitter):
                 self.gated(result, branch, node, device)
                 for result, branch in zip(results, (on_false, on_true), strict=True)
             ]
-            specs = output.spec, _INDEX
+            specs = output.spec, INDEX
             value, _ = self.put(node, "merge", MERGE, sides, place, device=device, specs=specs)
             self.tensors[output] = value
             merges.append(value.node)
         if not merges and node in self.awaited:
             # Nobody wants a result, but the order of what is before and after has to hold.
             gates = [self.gate(branch, node.device) for branch in (on_false, on_true)]
-            specs = gates[0].spec, _INDEX
+            specs = gates[0].spec, INDEX
             decided, _ = self.put(node, "merge", MERGE, gates, place, device=node.device, specs=specs)
             merges.append(decided.node)
         self.completion[node] = merges
-
-    def put_switch(self, node: Node, data: Tensor, pred: Tensor, place: Place, device: Device) -> tuple[Tensor, Tensor]:
-        specs = data.spec, data.spec
-        false_side, true_side = self.put(node, "switch", SWITCH, [data, pred], place, device=device, specs=specs)
-        return false_side, true_side
 
     # -- while ---------------------------------------------------------------------------------------------------
 
@@ -193,7 +199,8 @@ class _Lowering(Emitter):
         condition: Subgraph = node.attrs["cond"]
         body: Subgraph = node.attrs["body"]
         n_vars: int = node.attrs["n_vars"]
-        loop = Loop(node, place, self.controls(node.control_inputs))
+        before, window = self.controls(node.control_inputs), node.attrs["parallel_iterations"]
+        loop = Loop(node, place, before, node.name, window)
         outer = self.values(node.inputs)
         in_cond, in_body = Place(), Place()
         merges = self.put_merges(loop, outer[:n_vars], body, in_cond)
@@ -227,6 +234,7 @@ class _Lowering(Emitter):
         (pred,) = self.values(condition.results)
         pred = self.host_value(pred, node, in_cond, is_predicate=True)
         (pred,) = self.put(node, "loop_cond", LOOP_COND, [pred], in_cond, device=node.device)
+        self.drivers.add(pred.node)
         switches = [self.put_switch(node, merged, pred, in_cond, merged.node.device) for merged in merges]
         for inner_body, sides in zip(body.inputs[:n_vars], switches, strict=True):
             self.value_places.update(dict.fromkeys(sides, in_body))
@@ -247,22 +255,6 @@ class _Lowering(Emitter):
             for value, inner in zip(initial, body.inputs, strict=False)
         ]
 
-    def put_merge(self, loop: Loop, prefix: str, initial: Tensor, spec: Spec, in_cond: Place, device: Device) -> Tensor:
-        """The Enter and Merge of a loop variable or, prefixed ``control``, of a control loop."""
-        attrs = enter_attrs(loop.node, constant=False)
-        enter, merge = (f"{prefix}_{op}" if prefix else op for op in ("enter", "merge"))
-        (entered,) = self.put(
-            loop.node, enter, ENTER, [initial], loop.around, device=device, controls=loop.before, **attrs
-        )
-        merged, _ = self.put(loop.node, merge, MERGE, [entered], self.outside, device=device, specs=(spec, _INDEX))
-        self.places[merged.node] = in_cond
-        return merged
-
-    def put_back_edge(self, loop: Node, merged: Tensor, value: Tensor, in_body: Place) -> None:
-        device = merged.node.device
-        (again,) = self.put(loop, "next_iteration", NEXT_ITERATION, [value], in_body, device=device)
-        merged.node.inputs.append(again)
-
     def put_exits(self, node: Node, false_sides: Sequence[Tensor], around: Place) -> None:
         """One Exit per result in use; all of them if something waits for the loop as a whole."""
         exits = []
@@ -274,15 +266,6 @@ class _Lowering(Emitter):
                 self.tensors[output] = left
                 exits.append(left.node)
         self.completion[node] = exits
-
-    def always(self) -> Tensor:
-        """A constant that starts control loops."""
-        if self.true is None:
-            node = self.flat.add_node(CONSTANT, (), {"value": np.array(True)}, NEWS, name="always")
-            self.true = node.outputs[0]
-            self.constants.add(self.true)
-            self.ungated.add(self.true)
-        return self.true
 
 
 def _gate_variable(merges: Sequence[Tensor], loop: Node) -> int | None:

@@ -86,12 +86,18 @@ class _OrderByHand:
         same_frame = [earlier for earlier in before if self.frames[earlier] == self.frames[node]]
         if not same_frame:
             return
-        trigger = self.graph.add_node(CONTROL_TRIGGER, (), {}, (), name="order", location=node.location)
-        trigger.device, trigger.colocated_with = node.device, node.colocated_with
-        self.graph.nodes.insert(self.graph.nodes.index(node), self.graph.nodes.pop())
-        self.frames[trigger] = self.frames[node]
-        _wait_for(trigger, same_frame)
-        _wait_for(node, [trigger])
+        # On the devices of the earlier ones: the news may have to go to another, and must not be dead.
+        labels: dict[str, list[Node]] = {}
+        for earlier in same_frame:
+            earlier.colocated_with = earlier.colocated_with or earlier.name
+            labels.setdefault(earlier.colocated_with, []).append(earlier)
+        for members in labels.values():
+            trigger = self.graph.add_node(CONTROL_TRIGGER, (), {}, (), name="order", location=node.location)
+            trigger.device, trigger.colocated_with = members[0].device, members[0].colocated_with
+            self.graph.nodes.insert(self.graph.nodes.index(node), self.graph.nodes.pop())
+            self.frames[trigger] = self.frames[node]
+            _wait_for(trigger, members)
+            _wait_for(node, [trigger])
 
 
 def _order_branches(node: Node, has_side_effect: bool) -> None:

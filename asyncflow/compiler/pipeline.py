@@ -86,7 +86,8 @@ def compile_plan(
     check = verify if options.debug else _do_not_verify
     if homes:
         _send_home(working, homes)
-    resolve_requests(working, request.graph, devices, soft=options.soft_placement)
+    spread = options.placement_seed is not None
+    notes = resolve_requests(working, request.graph, devices, soft=options.soft_placement, spread=spread)
     check(working)
     if options.optimize:
         run_optimizations(
@@ -100,7 +101,7 @@ def compile_plan(
     order_effects(working)
     check(working)
     saved = find_saved(working)
-    placement = place(working, devices, costs, seed=options.placement_seed)
+    placement = place(working, devices, costs, seed=options.placement_seed, notes=notes)
     if homes is not None:
         homes.update((key, node.device) for node, key in _state_of(working) if node.device is not None)
     states = frozenset(key for _, key in _state_of(working))

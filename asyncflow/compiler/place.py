@@ -49,14 +49,15 @@ _MANY = 128.0
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the nodes of a graph are, and why; both by node name."""
+    """Where the nodes of a graph are, and why, both by node name; and what else there is to say of it."""
 
     devices: dict[str, str]
     reasons: dict[str, str]
+    notes: tuple[str, ...] = ()
 
     def explain(self) -> str:
-        """One line a node, device by device."""
-        lines: list[str] = []
+        """One line a node, device by device, after the notes."""
+        lines: list[str] = list(self.notes)
         for device in dict.fromkeys(self.devices.values()):
             names = [name for name, on in self.devices.items() if on == device]
             lines.append(f"{device}: {len(names)} nodes")
@@ -65,7 +66,12 @@ class Placement:
 
 
 def place(
-    graph: Graph, devices: Sequence[Device], costs: Mapping[str, float] | None = None, *, seed: int | None = None
+    graph: Graph,
+    devices: Sequence[Device],
+    costs: Mapping[str, float] | None = None,
+    *,
+    seed: int | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Placement:
     """Gives every node of `graph`, bodies included, the full name of one device in `node.device`.
 
@@ -75,6 +81,7 @@ def place(
         costs: mean ns of a firing by node name, from earlier runs; what is missing is estimated.
         seed: puts nodes at random where they may be, to show that results do not depend on it. None: where they finish
             first.
+        notes: what else the placement is to say.
     """
     nodes = list(graph.walk())
     if len(devices) == 1:
@@ -90,7 +97,8 @@ def place(
     place_followers(graph, choices, where, why)
     for node in nodes:
         node.device = devices[where[node]].name
-    return Placement({node.name: devices[where[node]].name for node in nodes}, {node.name: why[node] for node in nodes})
+    found = {node.name: devices[where[node]].name for node in nodes}
+    return Placement(found, {node.name: why[node] for node in nodes}, notes)
 
 
 def _at_random(nodes: Sequence[Node], choices: Choices, random: Random) -> tuple[dict[Node, int], dict[Node, str]]:

@@ -1,7 +1,7 @@
 """Putting nodes into a flat graph: each on its device, held back until it may run, its inputs brought to it.
 
-The part of lowering that knows neither branches nor loops; `asyncflow.compiler.lower` tells what gating is, and how
-values cross from device to device.
+The part of lowering that knows neither branches nor loops, only what both are made of; `asyncflow.compiler.lower` tells
+what gating is, and how values cross from device to device.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from asyncflow.compiler.extract import FEED
 from asyncflow.compiler.transfers import EXPAND, RECV, SEND, TO_HOST, TRUNCATE
+from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.enter import ENTER
-from asyncflow.control.primitives.loop_cond import LOOP_COND
+from asyncflow.control.primitives.merge import MERGE
+from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
-from asyncflow.graph.builtin import IDENTITY
-from asyncflow.graph.dtypes import bool_, float32, uint16
+from asyncflow.graph.builtin import CONSTANT, IDENTITY
+from asyncflow.graph.dtypes import bool_, float32, int32, uint16
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.spec import Spec
 
@@ -29,6 +33,7 @@ Device: TypeAlias = str | None
 """A full name; None for the only device of a plan that was not placed."""
 
 NEWS = Spec(bool_, ())
+INDEX = Spec(int32, ())
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +53,27 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loop:
-    """What is known of a loop around the places in it."""
+    """What is known of a loop around the places in it.
+
+    Attributes:
+        node: on whose behalf its primitives are put.
+        around: where it stands.
+        before: what it waits for.
+        frame: name of its frame.
+        parallel_iterations: how many of them may be live at once.
+        holds_back: constants that enter have to wait until it is known that it is live.
+    """
 
     node: Node
     around: Place
     before: list[Node]
+    frame: str
+    parallel_iterations: int
+    holds_back: bool = False
+
+    def enter_attrs(self, *, constant: bool) -> dict[str, Any]:
+        """The attributes of an Enter into it."""
+        return {"frame": self.frame, "constant": constant, "parallel_iterations": self.parallel_iterations}
 
 
 class Emitter:
@@ -78,6 +99,8 @@ class Emitter:
         # Places of nodes; and of values, where they are not those of their nodes.
         self.places: dict[Node, Place] = {}
         self.value_places: dict[Tensor, Place] = {}
+        # LoopConds: whoever gets the predicate from one says when the iteration has ended.
+        self.drivers: set[Node] = set()
         self.n_transfers = 0
         self.true: Tensor | None = None
         self.awaited: set[Node] = set()
@@ -207,7 +230,10 @@ class Emitter:
     ) -> tuple[Tensor, ...]:
         """A Send beside `source` and a Recv on `device`; without anything sent, the news that `source` has run."""
         self.n_transfers += 1
-        is_acknowledged = source.op is LOOP_COND and len(sent) > 0  # not for the news, which may come besides
+        is_acknowledged = source in self.drivers and len(sent) > 0  # not for the news, which may come besides
+        controls = [] if sent else [source]
+        if source.op is CONTROL_TRIGGER and place.open is not None:
+            controls.append(self.pivot(place, source.device))  # it runs where nobody receives that it has, too
         self.put(
             source,
             "send",
@@ -216,7 +242,7 @@ class Emitter:
             place,
             device=source.device,
             specs=(),
-            controls=() if sent else (source,),
+            controls=controls,
             transfer=self.n_transfers,
             target=device,
             is_acknowledged=is_acknowledged,
@@ -245,9 +271,10 @@ class Emitter:
     def enter_constant(self, inner: Tensor, device: Device) -> Tensor:
         """The constant Enter of a capture on `device`."""
         value, loop = self.captures[inner]
-        attrs = enter_attrs(loop.node, constant=True)
-        (entered,) = self.put(loop.node, "enter", ENTER, [value], loop.around, device=device, **attrs)
-        return entered
+        attrs: dict[str, Any] = loop.enter_attrs(constant=True) | {"specs": inner.spec}
+        if loop.holds_back:
+            attrs["controls"] = [self.pivot(loop.around, device)]
+        return self.put(loop.node, "enter", ENTER, [value], loop.around, device=device, **attrs)[0]
 
     def arrived(self, nodes: Iterable[Node], device: Device) -> list[Node]:
         """What nodes on `device` wait for in place of `nodes`."""
@@ -279,7 +306,7 @@ class Emitter:
         return self.on_host[tensor, place]
 
     def place_of(self, tensor: Tensor) -> Place:
-        """Where a value is live; hand-written primitives say nothing of it, and are on one device."""
+        """Where a value is live."""
         return self.value_places.get(tensor) or self.places.get(tensor.node, self.outside)
 
     def gated(self, result: Tensor, place: Place, like: Node, device: Device) -> Tensor:
@@ -294,7 +321,38 @@ class Emitter:
         value = self.tensors.get(result, result)
         return like.device if value in self.constants else value.node.device
 
+    # -- the primitives of branches and loops ----------------------------------------------------------------------
 
-def enter_attrs(loop: Node, *, constant: bool) -> dict[str, Any]:
-    """The attributes of an Enter into a loop."""
-    return {"frame": loop.name, "constant": constant, "parallel_iterations": loop.attrs["parallel_iterations"]}
+    def put_switch(
+        self, node: Node, data: Tensor, pred: Tensor, place: Place, device: Device, **attrs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """``(false_side, true_side)`` of a Switch."""
+        specs = data.spec, data.spec
+        sides = self.put(node, "switch", SWITCH, [data, pred], place, device=device, specs=specs, **attrs)
+        return sides[0], sides[1]
+
+    def put_merge(self, loop: Loop, prefix: str, initial: Tensor, spec: Spec, in_cond: Place, device: Device) -> Tensor:
+        """The Enter and Merge of a loop variable or, prefixed ``control``, of a control loop."""
+        attrs = loop.enter_attrs(constant=False)
+        enter, merge = (f"{prefix}_{op}" if prefix else op for op in ("enter", "merge"))
+        (entered,) = self.put(
+            loop.node, enter, ENTER, [initial], loop.around, device=device, controls=loop.before, **attrs
+        )
+        merged, _ = self.put(loop.node, merge, MERGE, [entered], self.outside, device=device, specs=(spec, INDEX))
+        self.places[merged.node] = in_cond
+        return merged
+
+    def put_back_edge(self, loop: Node, merged: Tensor, value: Tensor, in_body: Place) -> None:
+        """The NextIteration that brings a Merge its next value."""
+        device = merged.node.device
+        (again,) = self.put(loop, "next_iteration", NEXT_ITERATION, [value], in_body, device=device)
+        merged.node.inputs.append(again)
+
+    def always(self) -> Tensor:
+        """A constant that starts control loops."""
+        if self.true is None:
+            node = self.flat.add_node(CONSTANT, (), {"value": np.array(True)}, NEWS, name="always")
+            self.true = node.outputs[0]
+            self.constants.add(self.true)
+            self.ungated.add(self.true)
+        return self.true

@@ -181,7 +181,7 @@ class PlanNode:
         self.controls: tuple[tuple[int, PlanNode], ...] = ()
         self.kernel: Kernel | None = None
         self.cost: Any = None
-        self.dead = Dead(source.name, str(source.location))
+        self.dead = Dead(source.attrs.get("stands_for", source.name), str(source.location))
         self.child: PlanFrame | None = None
         self.is_constant = bool(source.attrs.get("constant")) if source.op is ENTER else False
         self.is_async = source.op.is_async
@@ -343,9 +343,10 @@ class Plan:
     def explain(self, *, source: bool = False, memory: bool = False) -> str:
         """What will run: per device the frames, and every node with its inputs.
 
-        With several devices, also why each node is where it is, and how many values go from device to device; and which
-        products of loops are done for several iterations at once. With CUDA devices, also whether a card runs a loop
-        by itself (`Session(device_while=True)`), and if not, why.
+        With several devices, also why each node is where it is, which control flow written by hand stays on one device
+        and why, and how many values go from device to device; and which products of loops are done for several
+        iterations at once. With CUDA devices, also whether a card runs a loop by itself (`Session(device_while=True)`),
+        and if not, why.
 
         Args:
             source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
@@ -353,7 +354,7 @@ class Plan:
         """
         if memory:
             return "\n".join(explain_saved(self.saved))
-        lines = [*self._explain_transfers(), *self._explain_batching(), *map(str, self.loops)]
+        lines = [*self.placement.notes, *self._explain_transfers(), *self._explain_batching(), *map(str, self.loops)]
         for partition in self.partitions:
             lines.append(f"partition on {partition.device}: {_counted(len(partition.nodes), 'node')}")
             for path, frame in partition.frames.items():

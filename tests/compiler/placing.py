@@ -112,8 +112,8 @@ def placed(
 ) -> Placed:
     """`graph` extracted, its constraints resolved, and placed. Every node must have come to one of the devices."""
     copied = extracted(graph, fetches)
-    resolve_requests(copied, graph, on, soft=soft)
-    placement = place(copied, on, costs)
+    notes = resolve_requests(copied, graph, on, soft=soft)
+    placement = place(copied, on, costs, notes=notes)
     names = {device.name for device in on}
     for node in copied.walk():
         assert node.device in names

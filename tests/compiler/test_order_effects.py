@@ -169,8 +169,8 @@ def test_order_edges_do_not_carry_deadness_of_switches_written_by_hand(graph: af
         %feed = feed() {index=0, spec=bool[]} : bool[]
         %feed_1 = feed() {index=1, spec=int64[]} : int64[]
         %switch = switch(%feed_1, %feed) : (int64[], int64[])
-        %v/assign = variable_assign(%switch:1) {variable=@v} : int64[]
-        %order = control_trigger() after(%v/assign) : ()
+        %v/assign = variable_assign(%switch:1) {variable=@v} with %v/assign : int64[]
+        %order = control_trigger() after(%v/assign) with %v/assign : ()
         %v/assign_add = variable_assign_add(%feed_1) {variable=@v} after(%order) : int64[]
         %fetch = fetch(%v/assign) : ()
         %fetch_1 = fetch(%v/assign_add) : ()
@@ -185,8 +185,8 @@ def test_frames_written_by_hand_are_ordered_within(graph: af.Graph) -> None:
     assert ordered(graph, [af.raw.exit(written), outer]) == golden("""
         %feed = feed() {index=0, spec=int64[]} : int64[]
         %enter = enter(%feed) {constant=false, frame="frame"} : int64[]
-        %v/assign = variable_assign(%enter) {variable=@v} : int64[]
-        %order = control_trigger() after(%v/assign) : ()
+        %v/assign = variable_assign(%enter) {variable=@v} with %v/assign : int64[]
+        %order = control_trigger() after(%v/assign) with %v/assign : ()
         %v/assign_add = variable_assign_add(%v/assign) {variable=@v} after(%order) : int64[]
         %v/assign_sub = variable_assign_sub(%feed) {variable=@v} : int64[]
         %exit = exit(%v/assign_add) : int64[]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -227,32 +228,59 @@ def test_a_variable_used_in_a_loop_is_where_it_is_used_outside() -> None:
 # -- hand-written control flow ---------------------------------------------------------------------------------------
 
 
-def by_hand(*, spec: str | None) -> tuple[af.Graph, Any, Any]:
+def by_hand(*specs: str | None, is_regular: bool = True) -> tuple[af.Graph, Any, Any]:
+    """A loop whose sum and back edge ask for these, and work that has nothing to do with it."""
     with af.Graph() as graph:
         i = af.placeholder("int64", (), name="i")
         apart = work(x4(), ms=20)
         merged, _ = raw.merge(raw.enter(i, "loop"))
-        pred = raw.loop_cond(merged < raw.enter(3, "loop"))
+        pred = raw.loop_cond(merged < raw.enter(3, "loop", constant=is_regular))
         done, again = raw.switch(merged, pred)
-        with af.device(spec):
-            following = raw.next_iteration(again + raw.enter(1, "loop"))
+        with af.device(specs[0]):
+            total = raw.enter(1, "loop", constant=True) + again
+        with af.device(specs[-1]):
+            following = raw.next_iteration(total)
         raw.add_back_edge(merged, following)
         left = raw.exit(done)
-    return graph, left, work(apart, ms=20)
+    return graph, left, work(apart, ms=20, name="apart")
 
 
-def test_a_graph_with_primitives_stays_together() -> None:
-    graph, left, apart = by_hand(spec="sim:1")
-    found = placed(graph, [left, apart], devices("sim:0", "sim:1"))
-    assert set(found.placement.devices.values()) == {"sim:1"}
+def of_loop(found: Any) -> set[str]:
+    """The devices of the primitives."""
+    primitives = ("enter", "merge", "switch", "loop_cond", "next_iteration", "exit", "add", "less")
+    return {device for name, device in found.placement.devices.items() if name.rstrip("_0123456789") in primitives}
 
 
-def test_primitives_say_why_they_stay_together() -> None:
-    graph, left, _ = by_hand(spec="sim:1")
+def test_a_loop_by_hand_stays_together_where_one_device_is_asked_for() -> None:
+    graph, left, apart = by_hand("sim:1")
     with graph, af.device("sim:0"):
-        other = work(x4(), name="other")
-    with pytest.raises(af.PlacementError, match="other is in a graph with control flow written by hand"):
-        placed(graph, [left, other], devices("sim:0", "sim:1"))
+        other = work(apart, name="other")
+    found = placed(graph, [left, other], devices("sim:0", "sim:1"))
+    assert of_loop(found) == {"sim:1"}
+    assert found.placement.devices["other"] == "sim:0"
+
+
+def test_a_loop_by_hand_is_cut_where_two_are_asked_for() -> None:
+    """B11. What it asked for is heard, and what asked for nothing is on one of the two or anywhere."""
+    graph, left, _ = by_hand("sim:1", "sim:2")
+    found = placed(graph, [left], devices("sim:0", "sim:1", "sim:2"))
+    assert found.placement.devices["add"] == "sim:1"
+    variable = {found.placement.devices[name] for name in ("enter", "merge", "next_iteration")}
+    assert variable == {"sim:2"}, "a loop variable is on one device"
+    assert found.placement.notes == ()
+
+
+def test_a_loop_by_hand_that_cannot_be_cut_says_why() -> None:
+    graph, left, _ = by_hand("sim:1", is_regular=False)
+    found = placed(graph, [left], devices("sim:0", "sim:1"))
+    assert of_loop(found) == {"sim:1"}
+    (note,) = found.placement.notes
+    place = r"test_place_constraints.py:\d+"
+    assert re.search(rf"frame 'loop' stays on one device: less \(less, built at .*{place}\) uses enter_1", note)
+    assert note in found.placement.explain()
+    graph, left, _ = by_hand("sim:1", "sim:0", is_regular=False)
+    with pytest.raises(af.PlacementError, match=rf"in frame 'loop', which stays on one device: less .*{place}"):
+        placed(graph, [left], devices("sim:0", "sim:1"))
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ def check_predicate(pred: Spec) -> None:
         )
 
 
-def _infer(data: Spec, pred: Spec) -> tuple[Spec, Spec]:
+def _infer(data: Spec, pred: Spec, *, stands_for: str = "") -> tuple[Spec, Spec]:
+    """`stands_for`: the name of the Switch that the user wrote, of which this does the same on another device."""
     check_predicate(pred)
     return data, data
 
