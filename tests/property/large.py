@@ -157,17 +157,18 @@ class _Writer:
     def run(self, fed: Mapping[str, Any]) -> dict[str, Any]:
         """All that the outermost block has."""
         scope = Scope([(_kind_of(self.program.feeds[name]), value) for name, value in fed.items()])
-        self.statements(Random(self.program.seed + 1), scope, 0)
+        self.statements(Random(self.program.seed + 1), scope, 0, 3)
         results = {f"value{index}": value for index, (_, value) in enumerate(scope.values)}
         results |= {f"array{index}": array.stack() for index, (_, array) in enumerate(scope.arrays)}
         return results | {name: self.machine.read(name) for name in self.variables}
 
     # -- statements ----------------------------------------------------------------------------------------------
 
-    def statements(self, random: Random, scope: Scope, depth: int) -> None:
-        for _ in range(random.randint(2, 5 - depth)):
-            kinds = [self.compute] * 4 + [self.write] * 2 + [self.array] * 2
-            kinds += [self.branch, self.loop, self.loop, self.series] if depth < 2 else []
+    def statements(self, random: Random, scope: Scope, depth: int, most: int) -> None:
+        for _ in range(random.randint(most // 2, most)):
+            kinds = [self.compute, *[self.write] * 2, *[self.array] * 2]
+            if depth < 2:
+                kinds += [self.branch] * (2 if scope.count is None else 6) + [self.loop] * 3 + [self.series]
             random.choice(kinds)(random, scope, depth)
 
     def compute(self, random: Random, scope: Scope, depth: int) -> None:
@@ -198,14 +199,18 @@ class _Writer:
             scope.arrays[place] = kind, array.write(array.size(), self.value_of(kind, random, scope))
 
     def branch(self, random: Random, scope: Scope, depth: int) -> None:
+        """One of two branches, or of three."""
         kinds = [self.a_kind(random) for _ in range(random.randint(1, 2))]
-        seeds = [random.randrange(1 << 30) for _ in range(2)]
-        predicate = self.predicate(random, scope)
+        seeds = [random.randrange(1 << 30) for _ in range(random.choice((2, 2, 3)))]
 
         def result_of(seed: int) -> Callable[[], list[Any]]:
-            return lambda: self.block(Random(seed), scope.inner(), kinds, depth + 1)
+            return lambda: self.block(Random(seed), scope.inner(), kinds, depth + 1, 2)
 
-        results = self.machine.cond(predicate, result_of(seeds[0]), result_of(seeds[1]))
+        branches = [result_of(seed) for seed in seeds]
+        if len(branches) == 2:
+            results = self.machine.cond(self.predicate(random, scope), *branches)
+        else:
+            results = self.machine.switch(self.number(random, scope), branches)
         self.bind(results, kinds, scope)
 
     def loop(self, random: Random, scope: Scope, depth: int) -> None:
@@ -219,7 +224,7 @@ class _Writer:
             inner = scope.inner(count)
             inner.values += zip(kinds, carried[: len(kinds)], strict=True)
             inner.arrays = [(kind, array) for (kind, _), array in zip(scope.arrays, carried[len(kinds) :], strict=True)]
-            results = self.block(Random(seed), inner, kinds, depth + 1)
+            results = self.block(Random(seed), inner, kinds, depth + 1, 3)
             return [rows.write(count, self.value_of(kept, Random(seed + 1), inner)), *results]
 
         rows = self.machine.rows(kept.dtype, kept.shape(self.program.extents), trips)
@@ -251,10 +256,10 @@ class _Writer:
         results = self.machine.loop(TRIPS, body, initial)
         scope.values += [(kind, value) for value in (captured, *initial, *results)]
 
-    def block(self, random: Random, scope: Scope, kinds: Sequence[Kind], depth: int) -> list[Any]:
+    def block(self, random: Random, scope: Scope, kinds: Sequence[Kind], depth: int, most: int) -> list[Any]:
         """Values of these kinds, and all arrays from outside, which the block may have changed."""
         outside = len(scope.arrays)
-        self.statements(random, scope, depth)
+        self.statements(random, scope, depth, most)
         values = [self.value_of(kind, random, scope) for kind in kinds]
         if random.randrange(3) == 0:
             values.reverse()  # variables that change places

@@ -25,6 +25,10 @@ class Machine(ABC):
         """The results of one of two branches."""
 
     @abstractmethod
+    def switch(self, index: Any, branches: Sequence[Callable[[], list[Any]]]) -> list[Any]:
+        """The results of ``branches[index]``; past the end, of the last."""
+
+    @abstractmethod
     def loop(self, trips: Any, body: Callable[..., list[Any]], initial: Sequence[Any]) -> list[Any]:
         """``body(i, *variables)`` for each ``i < trips``."""
 
@@ -77,6 +81,9 @@ class Numbers(Machine):
     def cond(self, predicate: Any, then: Callable[[], list[Any]], otherwise: Callable[[], list[Any]]) -> list[Any]:
         return then() if predicate else otherwise()
 
+    def switch(self, index: Any, branches: Sequence[Callable[[], list[Any]]]) -> list[Any]:
+        return branches[min(int(index), len(branches) - 1)]()
+
     def loop(self, trips: Any, body: Callable[..., list[Any]], initial: Sequence[Any]) -> list[Any]:
         values = list(initial)
         for count in range(int(trips)):
@@ -109,6 +116,9 @@ class Nodes(Machine):
 
     def cond(self, predicate: Any, then: Callable[[], list[Any]], otherwise: Callable[[], list[Any]]) -> list[Any]:
         return list(af.cond(predicate, then, otherwise))
+
+    def switch(self, index: Any, branches: Sequence[Callable[[], list[Any]]]) -> list[Any]:
+        return list(af.switch_case(index, branches))
 
     def loop(self, trips: Any, body: Callable[..., list[Any]], initial: Sequence[Any]) -> list[Any]:
         _, *values = af.while_loop(
