@@ -21,6 +21,8 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = "asyncflow"
 BUDGET: Final = 38_000
 """Lines of code that the package may have when everything in the design is there."""
+LIMIT_S: Final = 300.0
+"""For a git that hangs; it answers in milliseconds."""
 NO_CODE: Final = frozenset(
     (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 )
@@ -66,7 +68,9 @@ def here(root: Path = ROOT) -> dict[str, str]:
 
 def at(commit: str, root: Path = ROOT) -> dict[str, str]:
     """The modules at a commit; none if the package was not there yet."""
-    done = subprocess.run(["git", "archive", commit, PACKAGE], cwd=root, capture_output=True, check=False)
+    done = subprocess.run(
+        ["git", "archive", commit, PACKAGE], cwd=root, capture_output=True, check=False, timeout=LIMIT_S
+    )
     if done.returncode != 0:
         return {}
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as members:
@@ -96,7 +100,7 @@ def base_of(asked: str | None, root: Path = ROOT) -> str | None:
 
 def _git(root: Path, *words: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     except OSError:  # no git on this machine
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None

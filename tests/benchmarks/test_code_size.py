@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import code_size
 from benchmarks.code_size import code_lines, main, room_of, sizes, table
+from tests.patience import PATIENCE_S
 
 SOURCE = '''"""A module.
 
@@ -67,7 +68,7 @@ def test_the_table_tells_rooms_that_grew_shrank_came_and_went() -> None:
 def git(folder: Path, *words: str) -> None:
     settings = ("user.name=a", "user.email=a@b", "commit.gpgsign=false", "init.defaultBranch=main")
     options = [word for setting in settings for word in ("-c", setting)]
-    subprocess.run(["git", *options, *words], cwd=folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(["git", *options, *words], cwd=folder, check=True, capture_output=True, timeout=PATIENCE_S)
 
 
 def write(folder: Path, lines: int) -> None:
