@@ -12,6 +12,7 @@ import pytest
 
 import asyncflow as af
 from tests.conformance.gates import settle
+from tests.patience import PATIENCE_S
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -133,7 +134,7 @@ async def test_27_no_more_iterations_are_under_way(run: Run, window: int) -> Non
 
     loop = af.while_loop(lambda i, t: i < 7, lambda i, t: (i + 1, t + wait(i)), (0, 0), parallel_iterations=window)
     pending = asyncio.ensure_future(run(loop[1]))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await full.wait()
         await settle()
         ahead = sorted(begun)

@@ -13,6 +13,7 @@ import pytest
 
 import asyncflow as af
 from tests.faults.kernels import INT, CoroutineGate, in_flight, until
+from tests.patience import PATIENCE_S
 
 
 class Program:
@@ -221,7 +222,7 @@ async def test_a_run_inside_one_that_an_atomic_run_waits_for_goes_before_it(prog
     """Also where that wait leads over others: each waits for a claim behind which the other's run is."""
     nest, gate = Nest(2), asyncio.Event()
     ends: list[str] = []
-    async with af.Session() as session, asyncio.timeout(20):
+    async with af.Session() as session, asyncio.timeout(PATIENCE_S):
 
         def inside(name: str, which: int) -> Callable[[], Coroutine[Any, Any, Any]]:
             async def ask() -> None:
@@ -263,7 +264,7 @@ async def _note(ends: list[str], name: str) -> None:
 async def test_two_atomic_runs_that_need_each_others_variables_are_refused() -> None:
     """The second to ask is: it would wait for the first, which waits for it."""
     nest, started = Nest(2), []
-    async with af.Session() as session, asyncio.timeout(20):
+    async with af.Session() as session, asyncio.timeout(PATIENCE_S):
 
         def inside(mine: int) -> Callable[[], Coroutine[Any, Any, Any]]:
             async def ask() -> None:
@@ -285,7 +286,7 @@ async def test_an_atomic_run_inside_another_claims_what_that_one_has_not() -> No
     """It waits for others, is one step for them, and is refused where it would wait for those who wait for it."""
     nest, gate = Nest(3), asyncio.Event()
     order: list[str] = []
-    async with af.Session() as session, asyncio.timeout(20):
+    async with af.Session() as session, asyncio.timeout(PATIENCE_S):
 
         async def claims() -> None:
             await session.run(nest.outer([0, 1], partial(hold, "inner")), atomic=True)
@@ -325,7 +326,7 @@ async def test_what_went_before_an_atomic_run_is_waited_for_by_it() -> None:
     """Also when the run that asked for it has ended."""
     nest, gate = Nest(1), asyncio.Event()
     order: list[str] = []
-    async with af.Session() as session, asyncio.timeout(20):
+    async with af.Session() as session, asyncio.timeout(PATIENCE_S):
 
         async def leaves_one_behind() -> None:
             await until(lambda: claims_of(session))
@@ -353,7 +354,7 @@ async def test_what_went_before_an_atomic_run_is_waited_for_by_it() -> None:
 async def test_one_that_waits_goes_before_a_claim_when_it_closes_a_circle_later(is_atomic: bool) -> None:
     """A waits inside, for an atomic run that waits for B; then B needs what A, or the run around A, has."""
     nest, gate = Nest(2), asyncio.Event()
-    async with af.Session() as session, asyncio.timeout(20):
+    async with af.Session() as session, asyncio.timeout(PATIENCE_S):
 
         async def ask(*which: int, **options: Any) -> None:
             await session.run(nest.reader(*which), **options)
@@ -384,7 +385,7 @@ async def test_random_nests_see_whole_steps(seed: int) -> None:
     with af.Graph():
         x = af.placeholder("int64", ())
         writes = [variable.assign(x) for variable in nest.variables]
-    async with af.Session() as session, asyncio.timeout(20):
+    async with af.Session() as session, asyncio.timeout(PATIENCE_S):
 
         async def look(pair: int) -> None:
             a, b = await session.run(pairs[pair])
@@ -426,7 +427,7 @@ async def test_random_nests_end(seed: int) -> None:
     """Whatever waits for whatever: each run ends, or is refused; and nothing is claimed any more."""
     random = Random(seed)
     nest = Nest(3)
-    async with af.Session() as session, asyncio.timeout(20):
+    async with af.Session() as session, asyncio.timeout(PATIENCE_S):
 
         async def ask(depth: int) -> None:
             await turns(random.randrange(5))

@@ -11,6 +11,7 @@ import pytest
 import asyncflow as af
 from asyncflow.streams.holding import Part, current_part, enclosing_parts, is_within, own_context
 from tests.faults.kernels import INT, CoroutineGate, in_flight
+from tests.patience import PATIENCE_S
 
 
 async def test_parts_of_parts() -> None:
@@ -51,7 +52,7 @@ async def test_a_task_that_outlives_its_run_is_no_part_of_it(graph: af.Graph) ->
 
     ended = asyncio.Event()
     behind = leaves_one_behind(x)
-    async with af.Session(graph, max_runs=1, max_queued=0) as session, asyncio.timeout(20):
+    async with af.Session(graph, max_runs=1, max_queued=0) as session, asyncio.timeout(PATIENCE_S):
         await session.run(behind, {x: np.int64(0)})
         async with in_flight(session.run(slow, {x: np.int64(1)}), lambda: gate.started) as running:
             ended.set()
@@ -80,5 +81,5 @@ async def test_a_run_asked_for_by_way_of_another_session_is_part_of_the_first(gr
         return await second.run(there, {x: value})
 
     outer = away(x)
-    async with af.Session(graph, max_runs=1) as first, af.Session(graph) as second, asyncio.timeout(20):
+    async with af.Session(graph, max_runs=1) as first, af.Session(graph) as second, asyncio.timeout(PATIENCE_S):
         assert await first.run(outer, {x: np.int64(3)}) == 3
