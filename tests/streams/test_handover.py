@@ -35,12 +35,19 @@ class Clocks:
         self.looks = 0
         self.busy = 1.0
         """The share of a core that the thread seems to take."""
+        self._now_s = 0.0
         monkeypatch.setattr(handover, "sleep", self.gaps.append)
         monkeypatch.setattr(handover, "thread_time", self._thread_time)
+        monkeypatch.setattr(handover, "perf_counter", self._perf_counter)
 
     def _thread_time(self) -> float:
         self.looks += 1
-        return self.busy * perf_counter()
+        return self.busy * self._now_s
+
+    def _perf_counter(self) -> float:
+        """However late the loop looks: what counts is the share."""
+        self._now_s += handover.INTERVAL_S
+        return self._now_s
 
 
 @pytest.fixture
