@@ -181,7 +181,7 @@ async def test_every_trial_waits_for_idle_threads(monkeypatch: pytest.MonkeyPatc
 def test_cpu_time_of_other_threads() -> None:
     def spin() -> None:
         started = thread_time()
-        while thread_time() < started + 0.02:
+        while thread_time() < started + 0.04:
             pass
 
     start = cpu_of_other_threads()
@@ -189,7 +189,7 @@ def test_cpu_time_of_other_threads() -> None:
     thread.start()
     thread.join()
     after_the_other = cpu_of_other_threads()
-    assert after_the_other - start >= 0.02
+    assert after_the_other - start >= 0.02  # on some machines the clocks tick in steps of 10 ms
     spin()
     assert cpu_of_other_threads() - after_the_other < 0.02
 
