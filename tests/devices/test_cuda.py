@@ -485,6 +485,8 @@ async def test_a_lost_device_says_so_everywhere(cupy: FakeCupy) -> None:
         x = await fed(device, np.zeros(PINNED))
         small = await fed(device, np.zeros(4))
         cupy.pause()
+        for stream in (device.compute, device.h2d, device.d2h):  # whichever the card goes on with
+            cupy.fail_stream(stream.raw)
         waiting = [
             fetched(device, x),
             fetched(device, small),
@@ -493,7 +495,6 @@ async def test_a_lost_device_says_so_everywhere(cupy: FakeCupy) -> None:
         ]
         ended: list[BaseException | None] = []
         device.when_done(ended.append)
-        cupy.fail_stream(device.compute.raw)
         cupy.resume()
         for future in waiting:
             with pytest.raises(DeviceLostError, match=loss):

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.streams.virtual import VirtualClockLoop
+from tests.faults.kernels import until
 from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -518,15 +519,16 @@ def test_threads_of_the_program_are_announced() -> None:
 
 def test_leaving_waits_for_threads_of_the_default_executor() -> None:
     ended: list[bool] = []
-    gate = threading.Event()
+    entered, gate = threading.Event(), threading.Event()
 
     def work() -> None:
+        entered.set()
         assert gate.wait(PATIENCE_S)
         ended.append(True)
 
     async def main() -> None:
         task = asyncio.create_task(asyncio.to_thread(work))
-        await asyncio.sleep(0)
+        await until(entered.is_set)  # what has not begun would be cancelled
         task.cancel()
         clock().call_later(1, gate.set)
         await asyncio.sleep(2)
