@@ -23,7 +23,9 @@ from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives.scatter import (
+    SCATTER_ALONG_AXIS,
     SCATTER_TO,
+    along_indices,
     host_places,
     index_count,
     names_rows,
@@ -260,6 +262,9 @@ def are_parts(grad: Tensor, whole: Shape) -> bool:
     node = _maker(grad)
     if node.op is PART_OF_SUM:
         return bool(node.attrs["key"] == _WHOLE)
+    if node.op is SCATTER_ALONG_AXIS:
+        values, size = node.inputs[0].shape, size_of(whole)
+        return values is not None and (size is None or (size_of(values) or 0) * _FEW <= size)
     if node.op is not SCATTER_TO:
         return False
     parts, size = parts_of(node.inputs, node.attrs["keys"]), size_of(whole)
@@ -274,6 +279,12 @@ def with_parts(total: Tensor, grad: Tensor) -> Tensor:
     node = _maker(grad)
     if node.op is PART_OF_SUM:
         return merge_gradients(total, node.inputs[0])
+    if node.op is SCATTER_ALONG_AXIS:
+        values, _, *sizes = node.inputs
+        indices = along_indices(node)
+        key = tuple(("input", place) for place in range(len(indices)))
+        shape = node.attrs["shape"]
+        return apply(ADD_PARTS, total, values, *indices, *sizes, keys=(key,), shape=shape, known=None)[0]
     return apply(ADD_PARTS, total, *node.inputs, **node.attrs)[0]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT, differentiate_custom
 from asyncflow.autodiff.dependencies import Dependencies
+from asyncflow.autodiff.part_sums import are_parts
 from asyncflow.autodiff.store_gradients import merge_gradients
 from asyncflow.errors import GraphError, user_location
 from asyncflow.graph.builtin import PARAMETER
@@ -47,6 +48,7 @@ class Sweep:
         variables: variables whose gradients are asked for, wherever they are read.
         stopped: values that count as constants.
         structured: the derivatives of branches and loops.
+        views: values at which to stop where what reaches them is made of parts.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class Sweep:
         variables: Sequence[Variable],
         stopped: Collection[Tensor],
         structured: StructuredRule,
+        views: Collection[Tensor] = frozenset(),
     ) -> None:
         self.nodes = tuple(nodes)  # those of the gradients may join the same graph
         self.wanted = frozenset(wanted)
         self.stopped = frozenset(stopped)
+        self.views = views
         self.variables = {variable.serial: variable for variable in variables}
         self.bits = {serial: 1 << place for place, serial in enumerate(self.variables, start=1)}
         self.dependencies = Dependencies(self.bits)
@@ -76,6 +80,8 @@ class Sweep:
                 continue
             if node.op.name == "variable_read":
                 self._leave(node)
+            elif self.is_left(node.outputs[0]):
+                continue
             elif node.inputs or node.op is CUSTOM_GRADIENT:
                 self._step(node)
 
@@ -103,6 +109,10 @@ class Sweep:
     def contributions(self, x: Tensor | Variable) -> Sequence[Tensor]:
         """What has reached a value or a variable along each path, not yet added up."""
         return self._grads.get(x, ()) if isinstance(x, Tensor) else self._of_variables.get(x.serial, ())
+
+    def is_left(self, tensor: Tensor) -> bool:
+        """Whether the sweep has stopped at a value, which is one of `views`."""
+        return tensor in self.views and all(are_parts(grad, tensor.shape) for grad in self.contributions(tensor))
 
     def gradient_of_variable(self, variable: Variable) -> Tensor | None:
         """What has reached a variable; None if nothing has."""

@@ -27,20 +27,26 @@ from asyncflow.graph.captures import add_capture, add_variable
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph, current_graph, reopened
 from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import derivative_of
 from asyncflow.graph.scopes import colocate_with, device
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import free
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 from asyncflow.ops.elementwise import add, subtract
+from asyncflow.ops.indexing import GETITEM
 from asyncflow.ops.logic import greater
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from asyncflow.graph.ir import Node
     from asyncflow.state.variable import Variable
 
 _COUNT = Spec(int64, ())
+
+_MOST_VIEWS = 16
+"""Views of views that are told apart from what is computed in each iteration."""
 
 
 def differentiate_while(
@@ -58,6 +64,7 @@ class _WhileGradient:
         active: places of the loop variables between what is wanted and what has a gradient, and that change.
         fixed: places of those that do not change, and of the captures that are wanted and matter.
         variables: those that are wanted and matter.
+        twins: what is made beside the forward loop, by what its body makes.
     """
 
     def __init__(self, node: Node, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule) -> None:
@@ -70,6 +77,7 @@ class _WhileGradient:
         self.forward: Subgraph = node.attrs["body"]
         self.grads = grads
         self.kept = _kept(node)
+        self.twins: dict[Tensor, Tensor] = {}
         self.active, self.fixed, self.variables = self.find_places()
 
     def find_places(self) -> tuple[list[int], list[int], list[Variable]]:
@@ -120,7 +128,8 @@ class _WhileGradient:
         parameters = [body.add_input(spec, "var") for spec in (_COUNT, *(x.spec for x in in_body))]
         with body:
             kept.indexes[body] = subtract(parameters[0], 1)
-            reverse = Sweep(self.forward.nodes, [*in_body, *fixed], self.variables, (), self.structured)
+            views = dict.fromkeys(self.views(fixed))
+            reverse = Sweep(self.forward.nodes, [*in_body, *fixed], self.variables, (), self.structured, views)
             for result, grad in zip(results, parameters[1:], strict=True):
                 if result in reverse.connected:
                     reverse.give(result, ensure_shape(grad, result.shape))
@@ -130,6 +139,9 @@ class _WhileGradient:
             sums = LoopSums(body)
             for x, around in zip(fixed, outer, strict=True):
                 sums.add(around, reverse.contributions(x))
+            for x in views:
+                if reverse.reaches(x) and reverse.is_left(x):
+                    sums.add(self.outside(x), reverse.contributions(x))
             for variable in self.variables:
                 sums.add(variable, reverse.contributions(variable))
         starts += sums.starts()
@@ -140,11 +152,54 @@ class _WhileGradient:
         for target, total in sums.totals(loop.outputs[len(parameters) :]):
             # Each for itself, so that a loop around this one sees which of them are parts.
             if isinstance(target, Tensor):
-                self.sweep.give(target, total)
+                self.give(target, total)
             else:
                 self.sweep.give_variable(target.serial, total)
         # The forward loop may have got loop variables meanwhile, in front of its captures.
         return reached + [None] * (len(node.inputs) - len(reached))
+
+    # -- views that the body makes of what is the same in every iteration --------------------------------------------
+
+    def views(self, fixed: Collection[Tensor]) -> list[Tensor]:
+        """Those that the forward body makes of `fixed`, which it is given, and of one another.
+
+        What reaches parts of one is added up as such, and goes through the view once, behind the loop. In each
+        iteration it would be as large as the whole.
+        """
+        depths = {x: 0 for x in fixed if x.dtype.kind in "fc"}
+
+        def is_same(x: Tensor) -> bool:
+            return x in depths or is_constant(x) or self.kept.captured(x) is not None
+
+        for node in self.forward.nodes:
+            depth = depths.get(node.inputs[0], _MOST_VIEWS) if node.inputs else _MOST_VIEWS
+            is_view = node.single and node.op.is_pure and (node.op is GETITEM or node.op.flops is free)
+            if depth < _MOST_VIEWS and is_view and not node.control_inputs and all(map(is_same, node.inputs)):
+                depths[node.outputs[0]] = depth + 1
+        return [x for x, depth in depths.items() if depth]
+
+    def outside(self, x: Tensor) -> Tensor:
+        """A value that is the same in every iteration, beside the forward loop."""
+        capture = self.kept.captured(x)
+        if capture is not None:
+            return capture
+        if x not in self.twins:
+            inputs = [] if is_constant(x) else [self.outside(each) for each in x.node.inputs]
+            with reopened(self.node.graph) as graph, device(x.node.device):
+                twin = graph.add_node(x.node.op, inputs, x.node.attrs, x.spec, location=x.node.location)
+            self.twins[x] = twin.outputs[0]
+        return self.twins[x]
+
+    def give(self, target: Tensor, total: Tensor) -> None:
+        """Gives what has reached a value outside, or a view that is made there."""
+        if target not in set(self.twins.values()):
+            self.sweep.give(target, total)
+            return
+        rule = derivative_of(target.node.op)
+        assert rule is not None
+        for x, grad in zip(target.node.inputs, rule(target.node, total), strict=True):
+            if grad is not None:
+                self.give(x, grad)
 
     def start(self, place: int) -> Tensor:
         """What reaches a loop variable after the last iteration."""

@@ -25,6 +25,11 @@ pytestmark = pytest.mark.usefixtures("graph")
 
 ROWS = 12
 
+
+def flat(x: Any) -> Any:
+    return x.reshape(-1) if isinstance(x, np.ndarray) else af.reshape(x, (-1,))
+
+
 READS: dict[str, Read] = {
     "row": lambda x, t, stack: x[t],
     "row from the end": lambda x, t, stack: x[-t - 1],
@@ -42,6 +47,10 @@ READS: dict[str, Read] = {
     "part of a row": lambda x, t, stack: x[t, 1:],
     "column of a window": lambda x, t, stack: x[t : t + 2, 0],
     "rows and columns": lambda x, t, stack: x[stack([t, t]), stack([0, 1])],
+    "row of a view": lambda x, t, stack: x.T[1:][:, t],
+    "element of a view": lambda x, t, stack: flat(x)[t],
+    "window of a row": lambda x, t, stack: x[0][t : t + 2],
+    "window of a column": lambda x, t, stack: x[:, 1][t : t + 2],
 }
 
 
@@ -92,6 +101,17 @@ def pairs(x: Any, t: Any, stack: Any) -> Any:
     return af.while_loop(lambda k, _: k < 2, lambda k, y: (k + 1, y + x[t] * x[k + t]), (0, np.zeros(2)))[1]
 
 
+def along(x: Any, t: Any, stack: Any) -> Any:
+    """One element a column, each by a number of its own."""
+    return af.take_along_axis(x, af.reshape(stack([t, t + 1]), (1, 2)), axis=0)
+
+
+def views(x: Any, t: Any, stack: Any) -> Any:
+    """Views that the body makes, one of another, read in one iteration in several ways."""
+    rows = af.reshape(x.T, (2, 1, -1))
+    return af.sum(rows[0, 0, t : t + 2]) + af.sum(rows[1, :, t]) + x.T[0, t] * x[t, 1] + af.sum(x.T[:, stack([t, t])])
+
+
 def several(x: Any, t: Any, stack: Any) -> Any:
     return af.sum(x[t]) + af.sum(x[t : t + 2]) + af.sum(af.take(x, stack([t, t]), axis=0))
 
@@ -101,6 +121,8 @@ WORK: dict[str, Read] = {
     "in a branch": one_of_two,
     "in a loop": pairs,
     "several": several,
+    "along an axis": along,
+    "views": views,
 }
 
 _MOVED = {"enter", "exit", "merge", "next_iteration", "switch", "variable_read"}

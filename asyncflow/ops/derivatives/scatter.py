@@ -19,11 +19,13 @@ from asyncflow.graph.shapes import format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
 from asyncflow.ops.cost import moving_all
+from asyncflow.ops.creation import arange
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import GETITEM, take_along_axis
 from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, host_indices, indexed_shape, is_flag
-from asyncflow.ops.manipulation import concat
+from asyncflow.ops.manipulation import concat, reshape
+from asyncflow.ops.shape import shape as shape_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -337,10 +339,32 @@ def scatter_along_axis(
     return apply(SCATTER_ALONG_AXIS, *inputs, axis=axis, distinct=distinct, shape=template)[0]
 
 
+def along_indices(node: Node) -> list[Tensor]:
+    """Indices, one for each axis, that name where a scatter along an axis puts its values; their rank is known."""
+    values, indices = node.inputs[:2]
+    assert values.shape is not None
+    dims = values.shape
+    rank = len(dims)
+
+    def counted(axis: int) -> Tensor:
+        extent = dims[axis] if dims[axis] is not None else shape_tensor(values)[axis]
+        return reshape(arange(extent), [-1 if k == axis else 1 for k in range(rank)])
+
+    return [indices if i == node.attrs["axis"] % rank else counted(i) for i in range(rank)]
+
+
 @derivative(SCATTER_ALONG_AXIS)
 def _scatter_along_axis(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     _, indices, *sizes = node.inputs
     return [take_along_axis(grad, indices, axis=node.attrs["axis"]), None, *[None] * len(sizes)]
 
 
-__all__ = ["SCATTER_ALONG_AXIS", "SCATTER_TO", "WHOLE", "scatter_along_axis", "scatter_to", "sum_of_gradients"]
+__all__ = [
+    "SCATTER_ALONG_AXIS",
+    "SCATTER_TO",
+    "WHOLE",
+    "along_indices",
+    "scatter_along_axis",
+    "scatter_to",
+    "sum_of_gradients",
+]
