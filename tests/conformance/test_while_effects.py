@@ -189,6 +189,24 @@ async def test_35_a_predicate_reads_what_the_body_changes(run: Run, graph: af.Gr
     assert await run([result, a, b]) == [0, 10, 10]
 
 
+async def test_35_effects_of_a_predicate_come_before_those_of_the_body(run: Run, graph: af.Graph) -> None:
+    """CONFORMANCE 35: also where the predicate is known before it has done them."""
+    v = af.Variable(0)
+
+    @af.op(outputs=lambda i: i)
+    async def slowly(i: Any) -> Any:
+        for _ in range(30):
+            await asyncio.sleep(0)
+        return i
+
+    def goes_on(i: Any, seen: Any) -> Any:
+        v.assign_add(slowly(i) * 0 + 1)
+        return i < 3
+
+    _, seen = af.while_loop(goes_on, lambda i, seen: (i + 1, seen * 10 + v.read()), (0, 0))
+    assert await run([seen, v.read()]) == [123, 4]
+
+
 async def test_35_many_iterations_in_flight_keep_the_order(run: Run, graph: af.Graph) -> None:
     """CONFORMANCE 35: x = 2 x + i does not commute, so one swap would show."""
     x = af.Variable(np.uint64(1))
