@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from math import inf
 from time import perf_counter_ns
@@ -30,7 +29,8 @@ from asyncflow.runtime.grace import GRACE_S, leave_behind
 from asyncflow.runtime.ports import Ports
 from asyncflow.runtime.provenance import as_kernel_error, with_provenance
 from asyncflow.runtime.recorder import Recorder
-from asyncflow.runtime.region_firing import RegionFiring, Stopped, size_of
+from asyncflow.runtime.region_firing import size_of
+from asyncflow.runtime.region_launch import Regions
 from asyncflow.runtime.scheduler import Scheduler, SchedulingError
 from asyncflow.streams.holding import Hold, holding, may_wait_for_itself, refuse_to_queue
 
@@ -69,8 +69,8 @@ class Executor:
         "_grace",
         "_is_driven",
         "_ports",
+        "_regions",
         "_run",
-        "_suspended",
         "_tasks",
         "_throttled",
         "failures",
@@ -99,7 +99,6 @@ class Executor:
         self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
         self._charge = None if self._asynchronous is None else self._asynchronous.charge
         self._throttled = False
-        self._suspended: deque[RegionFiring] = deque()
         # In the order they started, in which they are cancelled; and who is told of the end.
         self._tasks: dict[asyncio.Task[Any], Callable[..., None]] = {}
         self._grace: asyncio.TimerHandle | None = None
@@ -107,6 +106,7 @@ class Executor:
             self.recorder = Recorder(run.trace, run.id, device, run.now)
             self.scheduler.ready = self.recorder.ready
         self._ports = Ports(self, device, run)
+        self._regions = Regions(self, self._asynchronous)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -161,6 +161,7 @@ class Executor:
         # Where nothing is waited for, an iteration has ended when it is launched, and others wait to hear of it.
         is_eager = self._asynchronous is not None
         charge = self._charge
+        regions = self._regions
         budget = _CHECK_EVERY
         node = iteration = None
         inputs: Sequence[Any] = ()
@@ -185,8 +186,8 @@ class Executor:
                         budget -= 7
                 elif scheduler.ready:
                     budget -= 7
-                elif self._suspended:
-                    self._step_region(self._suspended.popleft(), deadline_ns)
+                elif regions.suspended:
+                    regions.step(deadline_ns)
                     if self.stopped:
                         break
                     budget = 0
@@ -270,7 +271,7 @@ class Executor:
         scheduler = self.scheduler
         ports = self._ports
         return self.stopped or not (
-            scheduler.ready or scheduler.ended or self._suspended or ports.untaken or ports.incoming
+            scheduler.ready or scheduler.ended or self._regions.suspended or ports.untaken or ports.incoming
         )
 
     def check_quiet(self) -> None:
@@ -284,6 +285,7 @@ class Executor:
         if self._grace is not None:
             self._grace.cancel()
         self._ports.close()
+        self._regions.close()
         del self._run
 
     # -- launching -----------------------------------------------------------------------------------------------
@@ -300,7 +302,7 @@ class Executor:
             self._launch_coroutine(node, iteration, inputs)
             return
         if node.region is not None and node.region.is_generator:
-            self._launch_region(node, iteration, inputs)
+            self._regions.launch(node, iteration, inputs)
             return
         if self._asynchronous is not None:
             self._launch_asynchronous(self._asynchronous, node, iteration, inputs)
@@ -309,7 +311,7 @@ class Executor:
         cost: MeasuredCost | None = node.cost
         if cost is None:
             cost = node.cost = first_guess(node, inputs)
-        if self._goes_to_a_thread(cost.predict_ns(size)) or self._has_to_queue(node):
+        if self.goes_to_a_thread(cost.predict_ns(size)) or self._has_to_queue(node):
             self._launch_on_stream(node, iteration, inputs, size)
             return
         started = perf_counter_ns()
@@ -368,9 +370,10 @@ class Executor:
                     node.cost.observe(size, times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
                 self.complete(node, iteration, inputs, result)
 
-        self._submit(node, size, work, args, take)
+        self.submit(node, size, work, args, take)
 
-    def _goes_to_a_thread(self, expected_ns: float) -> bool:
+    def goes_to_a_thread(self, expected_ns: float) -> bool:
+        """Whether what takes so long is not for the event loop."""
         # What nobody knows is found out on the loop where a thread might wait for itself.
         return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(self._run.context))
 
@@ -379,7 +382,7 @@ class Executor:
         owner = node.source.op.alone
         return owner is not None and cast("CpuDevice", self._device).lanes.holds(owner)
 
-    def _submit(
+    def submit(
         self, node: PlanNode, size: int, work: Callable[..., object], args: tuple[Any, ...], take: Callable[..., None]
     ) -> None:
         """Gives work to a thread of the device; ``take(result, error, times)`` is called at its end."""
@@ -405,7 +408,7 @@ class Executor:
         started = run.now()
         assert node.kernel is not None
         with ExitStack() as undone:
-            with self._recording(spans):
+            with self.recording(spans):
                 coroutine = node.kernel(*inputs)
                 undone.callback(coroutine.close)
             undone.pop_all()
@@ -429,65 +432,9 @@ class Executor:
         self._tasks[task] = deliver = self.expect(take)
         task.add_done_callback(lambda task: deliver(*_outcome(task)))
 
-    def _launch_region(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
-        assert node.kernel is not None and node.estimate is not None
-        spans = self.new_spans()
-        with self._recording(spans):
-            clock = None if self._asynchronous is None else self._asynchronous.now_ns
-            is_traced = self.recorder is not None and self._asynchronous is None
-            firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), spans, clock, is_traced=is_traced)
-        # A thread would gain nothing where steps only launch.
-        if self._asynchronous is None and self._goes_to_a_thread(firing.expected_hold_ns()):
-            self._region_on_stream(firing)
-        else:
-            self._suspended.append(firing)
-
-    def _step_region(self, firing: RegionFiring, deadline_ns: int) -> None:
-        """Runs slices of a region until it ends, the turn does, or it proves too heavy for the event loop."""
-        node, iteration, device = firing.node, firing.iteration, self._asynchronous
-        began, now = perf_counter_ns(), 0
-        try:
-            with self._recording(firing.spans):
-                while now < deadline_ns:
-                    now = firing.run_slice()
-                    if device is not None:
-                        break  # whether to go on is for the throttle to say
-                    if firing.is_heavy:  # looked at first: a heavy slice ends behind the deadline
-                        self._record_part(firing, "inline", began, now)
-                        firing.learn_hold()
-                        self._region_on_stream(firing)
-                        return
-        except StopIteration as ended:
-            if device is None:
-                self._record_part(firing, "inline", began, perf_counter_ns(), ended.value)
-                firing.learn()
-            else:
-                self.record_spans(firing.spans, device, node, iteration, ended.value)
-            self.complete(node, iteration, firing.inputs, ended.value)
-        except BaseException as error:
-            self._record_part(firing, "inline", began, perf_counter_ns(), status="error")
-            self.kernel_failed(error, node, iteration, firing.inputs)
-        else:
-            if device is None:
-                self._record_part(firing, "inline", began, now)
-            self._suspended.append(firing)
-
-    def _recording(self, spans: list[Any] | None) -> AbstractContextManager[None]:
+    def recording(self, spans: list[Any] | None) -> AbstractContextManager[None]:
+        """Inside, an asynchronous device records into `spans`."""
         return nullcontext() if self._asynchronous is None else recording(self._asynchronous, spans)
-
-    def _region_on_stream(self, firing: RegionFiring) -> None:
-        node, iteration = firing.node, firing.iteration
-
-        def take(result: object, error: BaseException | None, times: Times) -> None:
-            status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
-            self._record_part(firing, times.lane, times.started_ns, times.ended_ns, result, status, times.queued_ns)
-            if error is None and not self.stopped:
-                firing.learn(times.computed_ns)
-                self.complete(node, iteration, firing.inputs, result)
-            elif error is not None and not isinstance(error, Stopped):
-                self.kernel_failed(error, node, iteration, firing.inputs)
-
-        self._submit(node, firing.size, firing.run_to_end, (lambda: self.stopped,), take)
 
     def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], result: Any) -> None:
         """Accounts for the result and hands it to the scheduler."""
@@ -555,11 +502,8 @@ class Executor:
             task.cancel()
         if self._tasks:
             self._grace = self._run.loop.call_later(GRACE_S, leave_behind, self._tasks)
-        while self._suspended:
-            try:
-                self._suspended.popleft().generator.close()
-            except BaseException as error:
-                self.failures.append((self._run.turn.count(), -1, self._named(error)))
+        for error in self._regions.stop():
+            self.failures.append((self._run.turn.count(), -1, self._named(error)))
 
     def _record(
         self,
@@ -574,24 +518,6 @@ class Executor:
     ) -> None:
         if self.recorder is not None:
             self.recorder.firing(node, iteration, stream, started, ended, result, status, queued_ns)
-
-    def _record_part(
-        self,
-        firing: RegionFiring,
-        stream: str,
-        started: int,
-        ended: int,
-        result: Any = (),
-        status: str = "ok",
-        queued_ns: int | None = None,
-    ) -> None:
-        """Records a time in which a region computed without a pause."""
-        if self.recorder is not None:
-            self.recorder.region(firing, stream, started, ended, result, status, queued_ns)
-        firing.parts += 1
-        firing.paused_ns = ended
-        if queued_ns is None:
-            firing.inline_ns += ended - started
 
     def new_spans(self) -> list[Any] | None:
         """What an asynchronous device is to record into; None if the run is not traced."""
