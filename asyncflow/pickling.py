@@ -47,20 +47,29 @@ def revived(
 
 
 class NotPickled:
-    """Copies like any object, but is not pickled."""
+    """Copies like any object, unless it says otherwise, but is not pickled."""
 
     __slots__ = ()
 
     _instead: ClassVar[str]
     """Why, and what to do."""
 
+    _not_copied: ClassVar[str] = ""
+    """Why it is not copied either; empty if it is."""
+
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise TypeError(f"cannot pickle {self!r}: {self._instead}")
 
+    def _check_copied(self) -> None:
+        if self._not_copied:
+            raise TypeError(f"cannot copy {self!r}: {self._not_copied}")
+
     def __copy__(self) -> Self:
+        self._check_copied()
         return self._filled(type(self).__new__(type(self)), self.__getstate__())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self._check_copied()
         made = memo[id(self)] = type(self).__new__(type(self))
         return self._filled(made, copy.deepcopy(self.__getstate__(), memo))
 

@@ -156,3 +156,30 @@ async def test_graphs_are_copied_as_ever(session: af.Session, graph: af.Graph) -
     with twin:
         assert af.identity(twin.tensor("x")).graph is twin
     assert copy.copy(y).name == y.name
+    with pytest.raises(af.GraphError, match=r"would share its nodes, .*; use copy\.deepcopy\(graph\)"):
+        copy.copy(graph)
+
+
+async def test_a_graph_that_has_run_is_copied_without_its_plans(session: af.Session, graph: af.Graph) -> None:
+    x, v = af.placeholder("float32", (), name="x"), af.Variable(np.float32(1.0), name="v")
+    y = x + v.read()
+    v.assign(x)
+    assert await session.run(y, {x: 1.0}, trace=af.Trace()) == 2.0
+    for copied in (copy.deepcopy(graph), copy.deepcopy({"nest": [y]})["nest"][0].graph):
+        assert copied is not graph
+        assert not copied.compiled
+        assert await session.run(copied.tensor(y.name), {copied.tensor("x"): 1.0}) == 2.0
+
+
+async def test_variables_and_sessions_are_not_doubled(session: af.Session, graph: af.Graph) -> None:
+    """98: a copy of a variable is the variable, whose value stays; a session says that there is no copy."""
+    v = af.Variable(1.0)
+    assert copy.copy(v) is v
+    assert copy.deepcopy({"nest": [v]})["nest"][0] is v
+    held = {"session": session, "call": session.prepare(v.read())}
+    for value in (session, held, held["call"]):
+        with pytest.raises(TypeError, match=r"cannot copy <Session on .*>: .*; make another session"):
+            copy.deepcopy(value)
+    with pytest.raises(TypeError, match="cannot copy <Session"):
+        copy.copy(session)
+    assert await session.run(v.read()) == 1.0

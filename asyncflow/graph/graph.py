@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
 
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, user_location
@@ -118,6 +118,15 @@ class Graph(NotPickled):
 
     def __exit__(self, *exc: object) -> None:
         _current.leave(self)
+
+    def __copy__(self) -> NoReturn:
+        raise GraphError(
+            "a shallow copy of a graph would share its nodes, which know one graph; use copy.deepcopy(graph)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.compiled)] = {}  # of this graph alone
+        return super().__deepcopy__(memo)
 
     def __repr__(self) -> str:
         return f"<Graph of {len(self.nodes)} nodes>"

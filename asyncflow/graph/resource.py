@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -17,7 +17,7 @@ class Resource:
     """A named thing that nodes refer to and whose state a session keeps.
 
     A resource belongs to no graph: any graph may use it. Its state lives in the session, or, when `container` is
-    given, in the container of that name, which all sessions of the process share.
+    given, in the container of that name, which all sessions of the process share. A copy is the resource itself.
     """
 
     def __init__(self, name: str, container: str | None) -> None:
@@ -33,6 +33,12 @@ class Resource:
     def create_state(self) -> Any:
         """The initial state; called once per session (or container)."""
         raise NotImplementedError
+
+    def __copy__(self) -> Self:
+        return self  # its state in each session is found by its serial, and goes with it
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

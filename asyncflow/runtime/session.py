@@ -120,6 +120,7 @@ class Session(NotPickled):
     np.float32(42.0)
     """
 
+    _not_copied = "it has devices, threads and variables of its own; make another session"
     _instead = (
         "it has devices, threads and an event loop of this process; make a session in the other one, and send values "
         "there as NumPy arrays"

@@ -60,7 +60,8 @@ class Variable(Resource, Operators):
     order they were written.
 
     A value stays in the memory of the device that wrote it. Where another device, or the host, reads it next, in this
-    session or in one that shares the container, it is copied, once a write.
+    session or in one that shares the container, it is copied, once a write. `copy.copy` and `copy.deepcopy` give the
+    variable itself; for one of its own, make another, of ``await session.run(v)``.
 
     Args:
         value: the initial value: an array, a number or nested lists of numbers; copied. Or a `Spec`, for a variable
