@@ -21,7 +21,7 @@ class Entered(Generic[T]):
         self._stack: ContextVar[tuple[T, ...]] = ContextVar(name, default=())
 
     def innermost(self) -> T | None:
-        """What was entered last; None if nothing is entered."""
+        """The one entered last; None if nothing is entered."""
         stack = self._stack.get()
         return stack[-1] if stack else None
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def differentiate_cond(
     node: Node, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
 ) -> Sequence[Tensor | None]:
-    """What reaches each input of a `cond`, in the current graph."""
+    """Gives what reaches each input of a `cond`, in the current graph."""
     graph = current_graph()
     assert graph is not None
     offset = body_offset(node)

@@ -207,7 +207,7 @@ def differentiate_custom(
     connected: Collection[Tensor],
     variables: Mapping[int, Variable],
 ) -> Sequence[Tensor | None]:
-    """What reaches each input of the node, in the current graph.
+    """Gives what reaches each input of the node, in the current graph.
 
     Args:
         node: of `CUSTOM_GRADIENT`.

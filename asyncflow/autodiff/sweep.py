@@ -40,7 +40,7 @@ class StructuredRule(Protocol):
 
 
 class Sweep:
-    """What reaches the values of one graph or body.
+    """Gradients on their way to the values of one graph or body.
 
     Args:
         nodes: of the graph, in its order: at least those behind what is given.

@@ -52,7 +52,7 @@ _MOST_VIEWS = 16
 def differentiate_while(
     node: Node, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
 ) -> Sequence[Tensor | None]:
-    """What reaches each input of a `while`, in the current graph."""
+    """Gives what reaches each input of a `while`, in the current graph."""
     return _WhileGradient(node, grads, sweep, structured).run()
 
 

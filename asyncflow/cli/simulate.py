@@ -31,7 +31,7 @@ from asyncflow.streams.virtual import VirtualClockLoop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """What ``asyncflow simulate`` was asked for.
+    """Options of ``asyncflow simulate``.
 
     Attributes:
         machine: cards and links.

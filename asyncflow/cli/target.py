@@ -20,7 +20,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is to be called, before anything is imported."""
+    """A thing that is to be called, before anything is imported."""
 
     module: str
     """Dotted name; of a file, its stem."""

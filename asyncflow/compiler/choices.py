@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Choices:
-    """What every node of a graph may choose from.
+    """The devices that every node of a graph may choose from.
 
     A group with members in different branches or loops, such as a variable's, is settled at once, on the first device
     it may use that has room, so that the parts of the graph can be placed one by one.

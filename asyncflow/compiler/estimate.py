@@ -99,7 +99,7 @@ def assumed(shape: Shape) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RegionEstimate:
-    """What is known of a region's running time.
+    """An estimate of a region's running time.
 
     Attributes:
         once_ns: every node once, loops as if they ran one iteration.

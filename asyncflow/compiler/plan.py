@@ -70,7 +70,7 @@ _CROSSINGS: dict[Op, Crossing] = {
 
 
 class Kind(enum.IntEnum):
-    """What the scheduler does with a node."""
+    """How the scheduler treats a node."""
 
     KERNEL = 0
     SWITCH = 1
@@ -215,7 +215,7 @@ class PlanNode:
 
     @property
     def label(self) -> str:
-        """What timelines call it: its name, or what its region holds."""
+        """Its name on timelines: the node's, or one for what its region holds."""
         return self.name if self.region is None else self.region.label
 
     def region_nodes(self) -> Iterator[Node]:
@@ -275,7 +275,7 @@ class PlanFrame:
 
 @dataclass(slots=True, kw_only=True)
 class Partition:
-    """What runs on one device.
+    """The part of a plan that runs on one device.
 
     Attributes:
         device: its name.
@@ -341,7 +341,7 @@ class Plan:
         return f"<Plan: {where}; explain() tells more>"
 
     def explain(self, *, source: bool = False, memory: bool = False) -> str:
-        """What will run: per device the frames, and every node with its inputs.
+        """Tells in words what will run: per device the frames, and every node with its inputs.
 
         With several devices, also why each node is where it is, which control flow written by hand stays on one device
         and why, and how many values go from device to device; and which products of loops are done for several

@@ -45,7 +45,7 @@ class Phase:
 
     @property
     def label(self) -> str:
-        """What it is, in the user's names."""
+        """Its name, as a user knows it."""
         return self.nodes[0].name.removesuffix("/while") if self.is_loop else label_of(self.nodes)
 
     @property
@@ -84,7 +84,7 @@ class RegionCode:
 
     @property
     def label(self) -> str:
-        """What it holds, in the user's names."""
+        """Its content, in the user's names."""
         loops = [phase.label for phase in self.phases if phase.is_loop]
         return ", ".join(loops) if loops else label_of([node for phase in self.phases for node in phase.nodes])
 

@@ -31,7 +31,7 @@ class PlanRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What is the same for all plans of a session."""
+    """Options that all plans of a session share."""
 
     optimize: bool = True
     """Fold constants, join equal nodes, move invariant ones out of loops, and leave out what does nothing."""

@@ -58,7 +58,7 @@ def element_shape(declared: Shape, common: Common) -> Shape:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ArrayKind:
-    """What all states of one array have in common; two arrays can stand in for each other if these are equal.
+    """The properties that all states of one array share; two arrays can stand in for each other if these are equal.
 
     Attributes:
         dtype: of the elements.

@@ -52,7 +52,7 @@ class ArrayValue:
 
     @property
     def kind(self) -> ArrayKind:
-        """What all states of the array have in common."""
+        """The properties that all states of the array share."""
         return self._store.kind
 
     def current_size(self) -> int:

@@ -312,7 +312,7 @@ class TensorArray:
 
     @property
     def kind(self) -> ArrayKind:
-        """What this array has in common with those written from it."""
+        """The properties that this array shares with those written from it."""
         return self._kind
 
     @property

@@ -54,7 +54,7 @@ def acquire_blas_threads(threads: int) -> BlasLease:
 
 
 def blas_libraries() -> list[dict[str, Any]]:
-    """What threadpoolctl knows of each BLAS that is loaded; none without it."""
+    """Facts of threadpoolctl about each BLAS that is loaded; none without it."""
     known = [] if ThreadpoolController is None else ThreadpoolController().info()
     return [info for info in known if info["user_api"] == "blas"]
 

@@ -67,7 +67,7 @@ def blas_library() -> str:
 
 
 def blas_hindrance() -> str | None:
-    """What keeps NumPy's BLAS from the kernels that it would choose by itself; None if nothing does.
+    """Says what keeps NumPy's BLAS from the kernels that it would choose by itself; None if nothing does.
 
     Another process, without the variables, is asked what it would choose: to set the very same kernels hinders nothing.
     """

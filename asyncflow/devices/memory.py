@@ -39,7 +39,7 @@ Buffer = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 class Held(Protocol):
-    """What the states of one store share; a state has it as its attribute ``held``.
+    """Values that the states of one store share; a state has it as its attribute ``held``.
 
     Attributes:
         entry_nbytes: what an entry takes beside its value.

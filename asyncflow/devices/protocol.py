@@ -20,7 +20,7 @@ ArraySpec: TypeAlias = tuple["np.dtype[Any]", Shape]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelInfo:
-    """What a device that launches kernels has to know of one, beside the function.
+    """Facts about a kernel that a device which launches it has to know, beside the function.
 
     Attributes:
         name: the node's, for timelines and errors.

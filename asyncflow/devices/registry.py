@@ -116,7 +116,7 @@ def check_event_loop(devices: Sequence[Device], loop: asyncio.AbstractEventLoop)
 
 
 def available_devices() -> tuple[DeviceDescription, ...]:
-    """What this machine has, and for what it has not, why."""
+    """The devices that this machine has, and for those it has not, why."""
     memory = hardware.usable_memory()
     parts = (
         hardware.processor(),

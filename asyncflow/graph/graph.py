@@ -44,7 +44,7 @@ class Lock:
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """What nodes that join a graph are given: the prefix of their names, and requests."""
+    """The scope that nodes which join a graph are given: the prefix of their names, and requests."""
 
     graph: Graph
     name_scope: str = ""
@@ -135,7 +135,7 @@ class Graph(NotPickled):
 
     @property
     def scope(self) -> Scope:
-        """What nodes that this task or thread adds are given."""
+        """The scope of nodes that this task or thread adds."""
         for scope in reversed(_scopes.all()):
             if scope.graph is self:
                 return scope

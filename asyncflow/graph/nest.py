@@ -197,7 +197,7 @@ def _prefix(path: str) -> str:
 
 
 def describe(structure: Structure) -> str:
-    """What a nest is, in words: ``a tuple of 2 values``."""
+    """Says in words what a nest is: ``a tuple of 2 values``."""
     kind = structure.kind
     if kind is None:
         return "one value"

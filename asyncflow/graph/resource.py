@@ -27,7 +27,7 @@ class Resource:
 
     @property
     def effect_key(self) -> Hashable:
-        """What tells states apart: two resources may share one."""
+        """The key that tells states apart: two resources may share one."""
         return self
 
     def create_state(self) -> Any:

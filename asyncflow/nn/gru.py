@@ -19,7 +19,7 @@ from asyncflow.state.variable import Variable
 
 
 class GRUWeights(NamedTuple):
-    """What `gru_cell` multiplies by and adds, the three gates side by side: reset, update, candidate."""
+    """The weights and biases of `gru_cell`, the three gates side by side: reset, update, candidate."""
 
     input: TensorLike
     """Of what enters: ``(n_in, 3 * hidden)``."""

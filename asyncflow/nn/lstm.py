@@ -19,7 +19,7 @@ from asyncflow.state.variable import Variable
 
 
 class LSTMWeights(NamedTuple):
-    """What `lstm_cell` multiplies by and adds, the four gates side by side: input, forget, candidate, output."""
+    """The weights and biases of `lstm_cell`, the four gates side by side: input, forget, candidate, output."""
 
     input: TensorLike
     """Of what enters: ``(n_in, 4 * hidden)``."""

@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What is to be drawn."""
+    """A picture that is to be drawn."""
 
     title: str
     wall_ns: int

@@ -59,7 +59,7 @@ class NodeSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSummary:
-    """What one device did over all its streams."""
+    """The work of one device over all its streams."""
 
     device: str
     compute_ns: int
@@ -90,7 +90,7 @@ class TransferSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a trace amounts to."""
+    """The totals of a trace."""
 
     wall_ns: int
     """From the first to the last recorded moment."""

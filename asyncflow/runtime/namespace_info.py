@@ -15,7 +15,7 @@ _NAMES: Final = (
 
 
 class NamespaceInfo:
-    """What `asyncflow` can do, in the words of the standard; made by ``af.__array_namespace_info__()``."""
+    """The capabilities of `asyncflow`, in the words of the standard; made by ``af.__array_namespace_info__()``."""
 
     def capabilities(self) -> dict[str, bool | int]:
         """Boolean indexing and data-dependent shapes are supported; the most dimensions that arrays have."""

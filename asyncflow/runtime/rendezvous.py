@@ -28,7 +28,7 @@ class Party(Protocol):
 
 
 class RendezvousStatistics(NamedTuple):
-    """What a rendezvous holds; all zero after a run."""
+    """Counts of what a rendezvous holds; all zero after a run."""
 
     sent: int
     """Values that no Recv has taken."""
@@ -87,7 +87,7 @@ class Rendezvous:
         self._unacknowledged.clear()
 
     def statistics(self) -> RendezvousStatistics:
-        """What is held right now."""
+        """Counts of what is held right now."""
         return RendezvousStatistics(len(self._sent), len(self._waiting), len(self._unacknowledged))
 
     def waiting(self) -> list[str]:

@@ -76,7 +76,7 @@ class SchedulingError(Exception):
 
 
 class Statistics(NamedTuple):
-    """What a scheduler holds at one moment; all zero after a run."""
+    """Counts of what a scheduler holds at one moment; all zero after a run."""
 
     ready: int
     running: int
@@ -229,7 +229,7 @@ class Scheduler:
         self.done = True
 
     def statistics(self) -> Statistics:
-        """What is held right now."""
+        """Counts of what is held right now."""
         return Statistics(len(self.ready), self._running, self._frames, self._iterations, self._parked)
 
     def waiting(self) -> list[str]:

@@ -400,7 +400,7 @@ class Session(NotPickled):
         allow_dead: bool = False,
         atomic: bool = False,
     ) -> Coroutine[Any, Any, Any]:
-        """What `run`, a `Prepared` and a `Function` do, once it is known what to run."""
+        """Does what `run`, a `Prepared` and a `Function` do, once it is known what to run."""
         self._bind()
         return self._runs.call(call, values, timeout, trace, allow_dead, atomic)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class SessionStatistics(NamedTuple):
-    """What a session holds at one moment.
+    """Counts of what a session holds at one moment.
 
     Attributes:
         runs: runs in flight, streams that are iterated over among them.

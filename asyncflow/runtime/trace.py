@@ -56,7 +56,7 @@ class Firing(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What people read: the node, and of a loop how often it went around."""
+        """The name that people read: the node, and of a loop how often it went around."""
         if self.op != LOOP:
             return self.node
         return f"{self.node} (loop)" if self.iterations is None else f"{self.node} (loop, {self.iterations} iterations)"

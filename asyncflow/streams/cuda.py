@@ -283,7 +283,7 @@ class CudaStream:
 
     @property
     def lost(self) -> BaseException | None:
-        """What the device failed with, as far as this stream knows."""
+        """The error that the device failed with, as far as this stream knows."""
         return self._reaper.lost
 
     def notify(self, deliver: Notice, *holds: object) -> None:

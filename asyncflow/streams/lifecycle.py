@@ -11,7 +11,7 @@ from asyncflow.streams.latch import Latch
 
 
 class Lifecycle:
-    """What a stream and its thread both know of its end; the base of what they share.
+    """The state that a stream and its thread both know of its end; the base of what they share.
 
     Attributes:
         name: of the stream.

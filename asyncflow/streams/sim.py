@@ -30,7 +30,7 @@ _Seen: TypeAlias = "Mapping[SimStream, int]"
 
 
 class HostClock:
-    """What the host knows of every stream, and what time it is.
+    """Knowledge that the host has of every stream, and what time it is.
 
     Attributes:
         loop: the event loop on virtual time.

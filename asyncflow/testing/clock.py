@@ -67,7 +67,7 @@ def virtual_clock(
 
 
 class VirtualClock:
-    """What `virtual_clock` gives. Like `asyncio.Runner`, it has one loop, on which `run` may be called again and again.
+    """A clock of `virtual_clock`. Like `asyncio.Runner`, it has one loop, on which `run` may be called many times.
 
     Use it once, in a plain function: it starts an event loop, so it cannot be inside a coroutine.
     """
