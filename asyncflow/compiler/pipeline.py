@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from asyncflow.compiler.assign_streams import assign_streams
@@ -17,10 +18,12 @@ from asyncflow.compiler.extract import FEED, extract
 from asyncflow.compiler.frames import assign_frames
 from asyncflow.compiler.fuse import fuse_region
 from asyncflow.compiler.host_values import find_host_values
+from asyncflow.compiler.join_regions import RegionCosts
 from asyncflow.compiler.kernels import bind_kernel, bind_launch, bind_member, bind_region
 from asyncflow.compiler.layout import build_partition, is_everywhere
 from asyncflow.compiler.loop_drivers import find_loop_drivers
 from asyncflow.compiler.lower import lower
+from asyncflow.compiler.node_costs import NodeCosts
 from asyncflow.compiler.optimize import optimize as run_optimizations
 from asyncflow.compiler.order_effects import order_effects
 from asyncflow.compiler.place import place
@@ -32,7 +35,7 @@ from asyncflow.devices.names import DeviceSpec
 from asyncflow.devices.protocol import has_own_memory
 from asyncflow.errors import PlacementError
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import has_side_effect
+from asyncflow.graph.graph import STRUCTURED, has_side_effect
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.resource import resources_of
 from asyncflow.graph.verify import verify
@@ -112,7 +115,8 @@ def compile_plan(
     on_host, loops = _decide_loops(working, enqueuing, devices, options, check)
     streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
     if request.regions:
-        streams = make_regions(working, streams, asynchronous - enqueuing, enqueuing, on_host)
+        region_costs = _region_costs(devices) if enqueuing else None
+        streams = make_regions(working, streams, asynchronous - enqueuing, enqueuing, on_host, region_costs)
         if options.fusion:
             _fuse(working, enqueuing)
         check(working)
@@ -182,6 +186,19 @@ def _decide_loops(
     else:
         on_host = find_host_values(graph)
     return on_host, find_loop_drivers(graph, enqueuing, on_host, device_while=may_run)
+
+
+def _region_costs(devices: Sequence[Device]) -> RegionCosts:
+    """What regions cost on `devices`, as far as it is known beforehand; nobody knows of branches and loops."""
+    costs = NodeCosts(devices, {})
+    calls = {device.name: cast("AsynchronousDevice", device).region_ns for device in devices if runs_regions(device)}
+
+    def kernel_ns(node: Node) -> float:
+        by_device = zip(devices, costs.times(node), strict=True)
+        is_known = node.op.name not in STRUCTURED
+        return next((ns for device, ns in by_device if device.name == node.device), 0.0) if is_known else inf
+
+    return RegionCosts(calls, kernel_ns)
 
 
 def _fuse(graph: Graph, enqueuing: Collection[str]) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncflow.compiler.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.frames import has_primitives
 from asyncflow.compiler.host_values import mixes_vectors
+from asyncflow.compiler.join_regions import Body, Lane, join_regions
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.errors import InternalError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
@@ -35,6 +36,7 @@ from asyncflow.graph.op import Op, host_inputs, runs_on_host
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
+    from asyncflow.compiler.join_regions import RegionCosts
     from asyncflow.graph.ir import Node, Tensor
 
 _LARGEST = 400
@@ -77,17 +79,13 @@ class Region:
 REGION = Op(name="region", infer=lambda *_, region: tuple(tensor.spec for tensor in region.outputs))
 
 
-class _Lane(NamedTuple):
-    device: str | None
-    stream: int
-
-
 def make_regions(
     graph: Graph,
     streams: Mapping[Node, int] = _ONE_STREAM,
     asynchronous: Collection[str] = (),
     enqueuing: Collection[str] = (),
     on_host: Collection[Tensor] = (),
+    costs: RegionCosts | None = None,
 ) -> dict[Node, int]:
     """Replaces clusters by `region` nodes, in place.
 
@@ -97,12 +95,13 @@ def make_regions(
         asynchronous: names of the devices that launch kernels one by one.
         enqueuing: names of the devices whose regions enqueue kernels and do not wait for them.
         on_host: tensors whose values are on the host; see `find_host_values`.
+        costs: those of `enqueuing` devices, by which regions are joined; None if they are not.
 
     Returns:
         `streams`, with the region nodes added.
     """
-    clustering = _Clustering(streams, asynchronous, enqueuing, on_host)
-    clustering.cluster(graph, results=())
+    clustering = _Clustering(streams, asynchronous, enqueuing, on_host, costs)
+    clustering.cluster(graph, _Level())
     return {**streams, **clustering.regions}
 
 
@@ -137,19 +136,33 @@ def _has_no_lane(node: Node) -> bool:
     return node.op in (FEED, PARAMETER) or _is_everywhere(node)
 
 
+class _Level(NamedTuple):
+    """What is known of a graph or body as a whole.
+
+    Attributes:
+        results: of a body.
+        carried: the variables of a loop's body: where each stands, and the result that it gets its next value from.
+        wanted: results that others wait for than the next iteration of the body.
+        is_loop: whether it is a loop's body.
+    """
+
+    results: Sequence[Tensor] = ()
+    carried: Sequence[tuple[Tensor, Tensor]] = ()
+    wanted: Sequence[Tensor] = ()
+    is_loop: bool = False
+
+
 @dataclass(slots=True)
 class _Clustering:
     streams: Mapping[Node, int]
     asynchronous: Collection[str]
     enqueuing: Collection[str]
     on_host: Collection[Tensor]
+    costs: RegionCosts | None
     regions: dict[Node, int] = field(default_factory=dict)
 
-    def cluster(self, graph: Graph, results: Iterable[Tensor], carried: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        """Makes the regions of one level, and of the bodies that are not part of one.
-
-        `carried` are the loop variables of a body: where each stands, and the result that it gets its next value from.
-        """
+    def cluster(self, graph: Graph, level: _Level) -> None:
+        """Makes the regions of one level, and of the bodies that are not part of one."""
         if has_primitives(graph.nodes):
             return
         lanes = {node: self.lane(node) for node in graph.nodes}
@@ -160,36 +173,65 @@ class _Clustering:
         barriers = [node for node in graph.nodes if node not in joins and self.is_barrier(node, lanes[node])]
         if len(barriers) > _MOST_BARRIERS:
             return
-        crossings = _crossings(graph, lanes, joins, set(barriers), carried)
+        crossings = _crossings(graph, lanes, joins, set(barriers), level.carried)
         keys = _keys(graph, barriers, crossings)
         clusters: dict[Hashable, list[Node]] = {}
         for node in graph.nodes:
             if node in joins and node.op is not PARAMETER and not _is_everywhere(node):
                 clusters.setdefault((lanes[node], keys[node]), []).append(node)
-        chosen = [part for cluster in clusters.values() for part in _cut(cluster) if _worthwhile(part)]
+        cut = [part for cluster in clusters.values() for part in _cut(cluster)]
+        chosen = [part for part in self.joined(graph, level, cut, lanes) if _worthwhile(part)]
         if chosen:
-            made = _replace(graph, chosen, set(results))
+            made = _replace(graph, chosen, set(level.results))
             for region, part in zip(made, chosen, strict=True):
                 lane = lanes[part[0]]
                 assert lane is not None
                 region.device, self.regions[region] = lane
 
+    def joined(
+        self, graph: Graph, level: _Level, clusters: list[list[Node]], lanes: Mapping[Node, Lane | None]
+    ) -> list[list[Node]]:
+        """`clusters`; those of cards are fewer where it does not pay to call so many."""
+        if self.costs is None:
+            return clusters
+
+        def lane_of(cluster: Sequence[Node]) -> Lane | None:
+            lane = lanes[cluster[0]]
+            if lane is None or lane.device not in self.enqueuing:
+                return None
+            # Counters run ahead of kernels, and take others with them.
+            is_ahead = all(tensor in self.on_host for node in cluster for tensor in node.outputs)
+            return None if is_ahead else lane
+
+        body = Body(graph, level.carried, level.is_loop, level.wanted, self.on_host, _has_no_lane)
+        return join_regions(body, clusters, lane_of, self.costs, _LARGEST)
+
     def cluster_bodies(self, node: Node) -> None:
         for body in _bodies(node):
-            is_loop_body = node.op.name == "while" and body is node.attrs["body"]
-            # The result of a loop's body that a variable takes over stands at the variable's own place.
-            carried = list(zip(body.inputs, body.results, strict=False)) if is_loop_body else ()
-            self.cluster(body, body.results, carried)
+            if node.op.name != "while":
+                self.cluster(body, _Level(body.results, wanted=body.results))
+            elif body is node.attrs["body"]:
+                # The result of a loop's body that a variable takes over stands at the variable's own place.
+                carried = list(zip(body.inputs, body.results, strict=False))
+                asked = {tensor for inner in node.attrs["cond"].nodes for tensor in inner.inputs}
+                decisive = [
+                    result
+                    for variable, result in zip(node.attrs["cond"].inputs, body.results, strict=False)
+                    if variable in asked
+                ]
+                self.cluster(body, _Level(body.results, carried, decisive, is_loop=True))
+            else:
+                self.cluster(body, _Level(body.results, wanted=body.results))
 
-    def lane(self, node: Node) -> _Lane | None:
+    def lane(self, node: Node) -> Lane | None:
         """Where the node runs; None for a branch or loop that is spread over several lanes."""
         found = list(dict.fromkeys(self.lanes_inside(node))) or [self.own_lane(node)]
         return found[0] if len(found) == 1 else None
 
-    def own_lane(self, node: Node) -> _Lane:
-        return _Lane(node.device, self.streams.get(node, 0))
+    def own_lane(self, node: Node) -> Lane:
+        return Lane(node.device, self.streams.get(node, 0))
 
-    def lanes_inside(self, node: Node) -> Iterator[_Lane]:
+    def lanes_inside(self, node: Node) -> Iterator[Lane]:
         for body in _bodies(node):
             for inner in body.nodes:
                 if _has_no_lane(inner):
@@ -197,7 +239,7 @@ class _Clustering:
                 within = list(dict.fromkeys(self.lanes_inside(inner)))
                 yield from within or [self.own_lane(inner)]
 
-    def may_join(self, node: Node, lane: _Lane | None) -> bool:
+    def may_join(self, node: Node, lane: Lane | None) -> bool:
         return (
             lane is not None
             and lane.device not in self.asynchronous
@@ -218,7 +260,7 @@ class _Clustering:
             return False
         return all(self.never_waits(inner) for body in _bodies(node) for inner in body.nodes)
 
-    def is_barrier(self, node: Node, lane: _Lane | None) -> bool:
+    def is_barrier(self, node: Node, lane: Lane | None) -> bool:
         if node.op in (FEED, FETCH, PARAMETER):
             return False
         return lane is None or lane.device not in self.asynchronous
@@ -241,14 +283,14 @@ class _Crossings:
 
 def _crossings(
     graph: Graph,
-    lanes: Mapping[Node, _Lane | None],
+    lanes: Mapping[Node, Lane | None],
     joins: Collection[Node],
     barriers: Collection[Node],
     carried: Sequence[tuple[Tensor, Tensor]],
 ) -> _Crossings:
     """Those that a region might hold up: one end may be in a region, and neither is a barrier anyway."""
     found = _Crossings()
-    numbers: dict[tuple[Tensor | Node, _Lane | None], int] = {}
+    numbers: dict[tuple[Tensor | Node, Lane | None], int] = {}
     sent_by = {variable: result.node for variable, result in carried}
 
     def cross(value: Tensor | Node, source: Node, target: Node) -> None:

@@ -39,6 +39,7 @@ from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
 from asyncflow.devices.pinned import PinnedSlab, shared_slab
+from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
 from asyncflow.devices.values import stays_on_host
 from asyncflow.errors import PlacementError
@@ -220,6 +221,11 @@ class CudaDevice(Progress):
     def runs_regions(self) -> bool:
         """True: one call enqueues all kernels of a region."""
         return True
+
+    @property
+    def region_ns(self) -> float:
+        """The time of a call of a region, as measured on the host of another card."""
+        return DEFAULT_HOST.region_s * 1e9
 
     @property
     def runs_loops(self) -> bool:

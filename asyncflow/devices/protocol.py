@@ -191,6 +191,11 @@ class AsynchronousDevice(Device, Protocol):
         ...
 
     @property
+    def region_ns(self) -> float:
+        """The expected time that calling a region takes the host, without its kernels."""
+        ...
+
+    @property
     def runs_loops(self) -> bool:
         """Whether loops that decide by its arrays may run on it, without the host."""
         ...

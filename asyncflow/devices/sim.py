@@ -189,6 +189,11 @@ class SimDevice(Timeline):
         return self._is_card and self.machine.launches != "nodes"
 
     @property
+    def region_ns(self) -> float:
+        """The time of a call of a region by the machine's host."""
+        return self.machine.driver.region_s * _NS_PER_S
+
+    @property
     def runs_loops(self) -> bool:
         """False: the host drives all loops."""
         return False
