@@ -37,7 +37,7 @@ class Host:
         run_s: starting a run on one device, and ending it.
         node_s: interpreting a node, without what it launches.
         primitive_s: passing a value on in a loop or branch that is interpreted: Enter, Merge, Switch and the like.
-        step_s: a number that a region computes on the host.
+        step_s: a number that a region computes on the host, or a value that it saves or finds again.
         view_s: an array that looks into another, made by a region.
         region_s: calling a region.
         launch_s: launching a kernel.

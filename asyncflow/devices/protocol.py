@@ -31,6 +31,7 @@ class KernelInfo:
         may_run_on_host: all outputs are integers or booleans of rank 0, so that with such inputs it need not be
             launched at all.
         keeps_arrays: it may hold on to its inputs, or hand out what others hold on to (state, tensor arrays).
+        moves_references: it puts values away, or finds what was put away, as they are: a few lines of Python.
         uses_state: it touches a variable; on the host it may have to wait for what a device has written.
         host_inputs: positions of inputs that the kernel reads on the host, such as shapes.
         on_host: the kernel for NumPy, where its outputs belong on the host if its inputs are there; None on a device
@@ -53,6 +54,7 @@ class KernelInfo:
     is_async: bool = False
     may_run_on_host: bool = False
     keeps_arrays: bool = False
+    moves_references: bool = False
     uses_state: bool = False
     host_inputs: frozenset[int] = frozenset()
     on_host: Callable[..., Any] | None = None

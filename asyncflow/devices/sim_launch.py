@@ -18,6 +18,7 @@ from asyncflow.errors import InternalError, ShapeError
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
+    from asyncflow.devices.host import Call
     from asyncflow.devices.protocol import ArraySpec, KernelInfo, Span
     from asyncflow.devices.sim import SimDevice
     from asyncflow.streams.sim import SimEvent
@@ -264,7 +265,9 @@ class Launcher:
         return self._followed(SimArray(data, output.dtype, output.shape, storage, written, self._info.name))
 
     def _view(self) -> None:
-        self._device.run_on_host(self._info.name, "view" if self._info.in_region else "node")
+        info = self._info
+        in_region: Call = "step" if info.moves_references else "view"
+        self._device.run_on_host(info.name, in_region if info.in_region else "node")
 
     def _followed(self, array: SimArray) -> SimArray:
         """An array made on this stream, which has waited for whatever wrote the memory it looks into."""

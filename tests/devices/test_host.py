@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -101,6 +102,28 @@ def test_however_kernels_are_launched_the_values_are_the_same(launches: Any) -> 
         assert clock.machine.hazards == []
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_values_that_a_region_saves_and_finds_again_are_no_views() -> None:
+    """What a loop saves for its gradient stays where it is: an entry of a list, and no call of a library of arrays."""
+    with af.Graph() as graph:
+        x, steps = af.placeholder("float32", (8, 8)), af.placeholder("int32", ())
+        _, y = af.while_loop(lambda i, _: i < steps, lambda i, y: (i + 1, af.tanh(af.exp(y) * x)), (np.int32(0), x))
+        slope = af.gradients(af.sum(y), x)
+
+    async def calls(count: int) -> Counter[str]:
+        async with af.Session(graph) as session:
+            for _ in range(2):
+                (thread,) = clock.machine.threads.values()
+                before = Counter(thread.calls)
+                await session.run(slope, {x: np.zeros((8, 8), np.float32), steps: count})
+            return Counter(thread.calls) - before
+
+    with virtual_clock("v100", host=SLOW) as clock:
+        SimDevice(clock.machine)  # so that there is a thread to be counted
+        more = clock.run(calls(7)) - clock.run(calls(3))
+    assert more["launch"] > 0 and more["view"] == 0
+    assert more["step"] >= 4 * (2 + 2), "at least two values are saved, and found again"
 
 
 def test_a_hazard_in_a_region_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
