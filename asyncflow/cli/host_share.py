@@ -19,6 +19,9 @@ BOUND = 0.8
 
 _MOST_SHOWN = 4
 
+_WORTHWHILE = 0.05
+"""What saves less of the host's time is not worth an option."""
+
 _WORDS: Mapping[Call, str] = {
     "run": "runs",
     "node": "interpreted nodes",
@@ -44,26 +47,31 @@ class HostShare:
         threads: how many threads drove devices.
         calls: what that thread did, and how often.
         busy_ns: how long each took in all.
+        saved_by_graphs_ns: how much less of its time CUDA graphs would take, where the program has none.
     """
 
     busy: float
     threads: int
     calls: Mapping[Call, int]
     busy_ns: Mapping[Call, int]
+    saved_by_graphs_ns: int = 0
 
 
 def host_share(machines: Sequence[SimMachine], wall_ns: int) -> HostShare:
     """The share of `wall_ns` that the host was busy, on machines that were there one after the other."""
     calls: dict[str, Counter[Call]] = {}
     busy_ns: dict[str, Counter[Call]] = {}
+    saved_ns: Counter[str] = Counter()
     for machine in machines:
         for driven, thread in machine.threads.items():
             calls.setdefault(driven, Counter()).update(thread.calls)
             busy_ns.setdefault(driven, Counter()).update(thread.busy_ns)
+            saved_ns[driven] += thread.saved_by_graphs_ns
     if not busy_ns:
         return HostShare(0.0, 0, {}, {})
     busiest = max(busy_ns, key=lambda driven: busy_ns[driven].total())
-    return HostShare(busy_ns[busiest].total() / max(wall_ns, 1), len(busy_ns), calls[busiest], busy_ns[busiest])
+    busy = busy_ns[busiest].total() / max(wall_ns, 1)
+    return HostShare(busy, len(busy_ns), calls[busiest], busy_ns[busiest], saved_ns[busiest])
 
 
 def format_host(share: HostShare, summary: Summary, launches: Launches) -> list[str]:
@@ -80,7 +88,7 @@ def format_host(share: HostShare, summary: Summary, launches: Launches) -> list[
     if share.busy > BOUND and share.busy > device:
         lines.append(
             f"bound by   the host: no device computes for more than {device:.0%} of the time, and faster ones, or more "
-            f"of them, would not help. {_help(launches)}"
+            f"of them, would not help. {_help(share, launches, len({lane.device for lane in lanes}))}"
         )
     elif max(share.busy, device) < 1 - BOUND / 2 and len(lanes) > 1:
         lines.append(
@@ -90,15 +98,18 @@ def format_host(share: HostShare, summary: Summary, launches: Launches) -> list[
     return lines
 
 
-def _help(launches: Launches) -> str:
-    """What helps one whose launches take too long."""
-    fewer = {
-        "nodes": "Fewer launches would: --launches regions",
-        "regions": "Fewer launches would: CUDA graphs (Session(cuda_graphs=True), --launches graphs), loops that are "
-        "not cut over devices",
-        "graphs": "Fewer launches would: loops that are not cut over devices",
-    }[launches]
-    return f"{fewer}, and bigger batches, which take no more launches; parallel_iterations would not"
+def _help(share: HostShare, launches: Launches, devices: int) -> str:
+    """What helps one whose launches take too long, as far as the model says so."""
+    fewer = []
+    if launches == "nodes":
+        fewer.append("--launches regions")
+    if share.saved_by_graphs_ns > _WORTHWHILE * sum(share.busy_ns.values()):
+        saved = share.saved_by_graphs_ns / sum(share.busy_ns.values())
+        fewer.append(f"CUDA graphs (Session(cuda_graphs=True), --launches graphs), by {saved:.0%} of its time")
+    if devices > 1 and share.calls.get("primitive", 0):
+        fewer.append("loops that are not cut over devices")
+    bigger = "bigger batches, which take no more launches; parallel_iterations would not"
+    return f"Fewer launches would: {', '.join(fewer)}, and {bigger}" if fewer else f"What would: {bigger}"
 
 
 __all__ = ["HostShare", "format_host", "host_share"]

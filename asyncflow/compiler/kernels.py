@@ -182,7 +182,8 @@ def bind_region(
     stream: int,
     on_host: Collection[Tensor] = (),
     *,
-    captures: bool = False,
+    could_capture: bool = False,
+    asked: bool = False,
 ) -> Kernel:
     """What a firing of a region calls on a device that enqueues it as a whole."""
     region: Region = node.attrs["region"]
@@ -195,7 +196,8 @@ def bind_region(
         needs_context=code.needs_context,
         vectors=tuple(first + index for index in find_unknown_vectors(region.inputs, on_host)),
         launches=launches,
-        captures=captures,
+        captures=could_capture and device.captures(asked),
+        could_capture=could_capture,
         flops=partial(_flops, node),
         infer=partial(_infer, node),
     )

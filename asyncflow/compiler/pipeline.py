@@ -324,6 +324,7 @@ class _Binding:
 
         code = generate_region(bind, track=None, enqueues=True)
         # A graph that is replayed raises nothing.
-        may_capture = launching.captures(self.options.cuda_graphs) and not self.options.check_numerics
-        captures = may_capture and can_capture(region, self.on_host)
-        return code, bind_region(node, code, launching, stream, self.on_host, captures=captures)
+        asks = launching.captures(self.options.cuda_graphs) or launching.charge is not None
+        could_capture = asks and not self.options.check_numerics and can_capture(region, self.on_host)
+        asked = self.options.cuda_graphs
+        return code, bind_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)

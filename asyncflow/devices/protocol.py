@@ -42,6 +42,7 @@ class KernelInfo:
             host; they are copied in.
         launches: how many kernels a region launches at a time.
         captures: a region may become a CUDA graph.
+        could_capture: it might, if the session asked for it; known on simulated devices only.
         flops: ``flops(input_shapes, output_shapes)``, for the cost model.
         infer: ``infer(input_specs)`` gives the specs of the outputs for those of the inputs; None where they depend on
             data.
@@ -63,6 +64,7 @@ class KernelInfo:
     vectors: tuple[int, ...] = ()
     launches: int = 1
     captures: bool = False
+    could_capture: bool = False
     flops: Callable[[Sequence[Shape], Sequence[Shape]], float]
     infer: Callable[[Sequence[ArraySpec]], Sequence[ArraySpec] | None]
 

@@ -50,8 +50,10 @@ class RegionLauncher:
         inputs = self._begin(args)
         outputs = self._captured(inputs)
         if outputs is None:
+            before_ns = self._device.thread.busy_ns.total()
             self._device.charge("region")
             outputs = self._whole(*inputs)
+            self._note(self._device.thread.busy_ns.total() - before_ns, inputs, outputs)
         return outputs
 
     def _steps(
@@ -60,9 +62,25 @@ class RegionLauncher:
         inputs = self._begin(args)
         outputs = self._captured(inputs)
         if outputs is None:
+            busy_ns, taken_ns = self._device.thread.busy_ns, -self._device.thread.busy_ns.total()
             self._device.charge("region")
-            outputs = yield from function(*inputs)
+            generator, budget = function(*inputs), None
+            while True:
+                try:
+                    paused = generator.send(budget)
+                except StopIteration as ended:
+                    outputs = ended.value
+                    break
+                taken_ns += busy_ns.total()
+                budget = yield paused
+                taken_ns -= busy_ns.total()
+            self._note(taken_ns + busy_ns.total(), inputs, outputs)
         return outputs
+
+    def _note(self, taken_ns: int, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Remember what a graph would have saved, if it could be one and is none."""
+        if self._info.could_capture and self._graphs is None:
+            self._device.thread.note_region(taken_ns, len(_arrays([*inputs, *outputs])))
 
     def _begin(self, args: Sequence[Any]) -> list[Any]:
         """What the function is called with: its stream waits for all of it, and vectors of the host are copied in."""
