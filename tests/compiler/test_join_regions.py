@@ -15,6 +15,7 @@ from asyncflow.compiler.host_values import find_host_values
 from asyncflow.compiler.join_regions import RegionCosts
 from asyncflow.compiler.order_effects import order_effects
 from asyncflow.compiler.regions import make_regions
+from asyncflow.devices.host import Call
 from asyncflow.testing import virtual_clock
 from tests.fake_cupy.stand_in import stand_in
 
@@ -157,16 +158,16 @@ def _training(kind: str) -> tuple[af.Graph, Any, af.Tensor]:
     return graph, slopes, steps
 
 
-def _calls(graph: af.Graph, slopes: Any, steps: af.Tensor, count: int) -> tuple[Counter[str], list[Any]]:
+def _calls(graph: af.Graph, slopes: Any, steps: af.Tensor, count: int) -> tuple[Counter[Call], list[Any]]:
     """What the host does in a run of so many time steps, and what comes of it."""
 
-    async def main() -> tuple[Counter[str], list[Any]]:
+    async def main() -> tuple[Counter[Call], list[Any]]:
         async with af.Session(graph) as session:
             await session.run(slopes, {steps: 1})
             (thread,) = clock.machine.threads.values()
             before = thread.calls.copy()
             found = await session.run(slopes, {steps: count})
-            return Counter(thread.calls) - before, found
+            return thread.calls - before, found
 
     with virtual_clock("3 x v100, nvlink2") as clock:
         return clock.run(main())
@@ -191,6 +192,6 @@ async def test_99_cuda_devices_get_the_regions_of_simulated_ones() -> None:
     graph, slopes, steps = _training("cuda")
     with stand_in(devices=3):
         async with af.Session(graph, ["cuda:0", "cuda:1", "cuda:2"]) as session:
-            plan = session.plan(slopes, {steps: 7})
+            plan = session.plan(slopes, [steps])
     found = Counter(node.device for node in plan.graph.nodes if node.op.name == "region" and "/body/" in node.name)
     assert found == {"cuda:0": 2, "cuda:1": 2, "cuda:2": 2}
