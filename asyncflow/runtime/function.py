@@ -173,11 +173,12 @@ class Function(Generic[P]):
         with located_at(self.fn), Graph(effects=self._effects, seed=self._seed) as graph:
             inputs, returned = arguments.call(lambda *args, **kwargs: self._inlined(args, kwargs))
             try:
-                outputs = nest.map_leaves(_output, returned)
-            except RecursionError:
+                leaves, structure = nest.flatten(returned)
+            except GraphError:
                 raise GraphError(
                     f"what {self.fn.__qualname__} returned is nested too deep, or contains itself"
                 ) from None
+            outputs = structure.unflatten([_output(leaf) for leaf in leaves])
         return Traced(graph, inputs, outputs)
 
     def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
