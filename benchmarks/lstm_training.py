@@ -46,34 +46,40 @@ async def measure(
     hidden: int = 512,
     threads: Sequence[int] = (1, 2),
 ) -> list[Result]:
-    """ms per training step, for every number of threads."""
+    """ms per training step, for every number of threads: inside products, and of those above one between them too."""
     model = random_model(steps, batch, hidden)
     results = []
     for count in threads:
         case = f"hidden {hidden}, batch {batch}, {steps} steps, {count} thread{'s' * (count > 1)}"
         with _threads(peers, count):
-            results += await _compare(case, model, peers, count, repeats)
+            results += await _compare(case, model, peers, repeats, inside=count)
+    for count in threads:
+        if count > 1:
+            # Not beside the others: the session with the fewest threads inside products decides for the process.
+            case = f"hidden {hidden}, batch {batch}, {steps} steps, {count} threads between products"
+            results += await _compare(case, model, peers, repeats, between=count)
     return results
 
 
-async def _compare(case: str, model: Model, peers: Peers, threads: int, repeats: int) -> list[Result]:
+async def _compare(
+    case: str, model: Model, peers: Peers, repeats: int, *, inside: int = 1, between: int = 1
+) -> list[Result]:
     outputs = model.xs.size
     fed = [np.array(len(model.xs), np.int32)]
     ours = {
-        ASYNCFLOW: AsyncflowStep(model, looped, outputs, fed, threads=threads),
-        JOINED: AsyncflowStep(model, looped_joined, outputs, fed, threads=threads),
+        system: AsyncflowStep(model, program, outputs, fed, threads=inside, compute_streams=between)
+        for system, program in {ASYNCFLOW: looped, JOINED: looped_joined}.items()
     }
-    if threads > 1:
-        ours[f"{ASYNCFLOW}, {threads} streams"] = AsyncflowStep(model, looped, outputs, fed, compute_streams=threads)
     trials: dict[str, Trial] = {system: timed_step_await(outputs, step.run) for system, step in ours.items()}
-    trials[NUMPY] = timed_step(outputs, ByHand(model))
     if (tensorflow := peers.tensorflow) is not None:
-        run = tensorflow_step(tensorflow, model, looped, outputs, fed, threads=threads)
+        run = tensorflow_step(tensorflow, model, looped, outputs, fed, threads=max(inside, between))
         trials[TENSORFLOW_1] = timed_step(outputs, run)
-    if peers.torch is not None:
-        trials[TORCH] = timed_step(outputs, torch_loop(peers.torch, model, outputs))
-        trials[TORCH_MODULE] = timed_step(outputs, torch_module(peers.torch, model, outputs))
-    if peers.jax is not None and threads == 1:
+    if between == 1:
+        trials[NUMPY] = timed_step(outputs, ByHand(model))
+        if peers.torch is not None:
+            trials[TORCH] = timed_step(outputs, torch_loop(peers.torch, model, outputs))
+            trials[TORCH_MODULE] = timed_step(outputs, torch_module(peers.torch, model, outputs))
+    if peers.jax is not None and inside == between == 1:
         # Its number of threads is that of the process.
         trials[JAX] = timed_step(outputs, jax_scan(peers.jax, model, outputs))
     try:

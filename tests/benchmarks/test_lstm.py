@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,7 +108,24 @@ async def test_every_number_of_threads_is_a_case() -> None:
     assert [result.case.rpartition(", ")[2] for result in results if result.system == ASYNCFLOW] == [
         "1 thread",
         "2 threads",
+        "2 threads between products",
     ]
+
+
+async def test_all_of_a_case_get_the_threads_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BLAS has one number of threads a process, and of sessions that are open the one with the fewest decides."""
+    options: list[dict[str, int]] = []
+
+    class Noted(AsyncflowStep):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            options.append({name: given[name] for name in ("threads", "compute_streams")})
+            super().__init__(*args, **given)
+
+    monkeypatch.setattr(lstm_training, "AsyncflowStep", Noted)
+    await lstm_training.measure(repeats=1, steps=2, batch=2, hidden=4)
+    inside = [each["threads"] for each in options]
+    between = [each["compute_streams"] for each in options]
+    assert (inside, between) == ([1, 1, 2, 2, 1, 1], [1, 1, 1, 1, 2, 2])
 
 
 def _result(system: str, case: str, *values: float) -> Result:
