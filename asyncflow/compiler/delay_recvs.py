@@ -28,7 +28,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.extract import FEED
-from asyncflow.compiler.node_costs import NodeCosts, spec_nbytes
+from asyncflow.compiler.node_costs import SMALL_NBYTES, NodeCosts, spec_nbytes
 from asyncflow.compiler.regions import REGION
 from asyncflow.compiler.transfers import EXPAND, RECV, SEND
 from asyncflow.control.primitives.enter import ENTER
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
-
-SMALL_NBYTES = 64 * 1024
-"""A smaller value is taken when it comes: what it saves is not worth a control edge."""
 
 _MOST_VISITED = 256
 """How many nodes before a user are looked at for one that it comes after, so that large graphs compile in linear time.

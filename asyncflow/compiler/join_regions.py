@@ -6,6 +6,7 @@ takes as long as many a kernel. So two regions of one lane become one where
 
 - none of the two waits for what it would not have to wait for anyway, unless the other is all that wants its values;
 - no third node runs between them;
+- they do not wait for different large values of other devices, all of which would have to be there at once;
 - what is delayed all the same is worth a call: kernels that no longer run while the region waits for its inputs, and
   kernels that run before others get what the region gives.
 
@@ -20,6 +21,7 @@ from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.compiler.estimate import ASSUMED_ITERATIONS
+from asyncflow.compiler.node_costs import SMALL_NBYTES, tensor_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -120,6 +122,7 @@ class _Unit:
         before: those it needs, directly or not, in the same iteration.
         behind: those that need it.
         waits: those it needs directly, but for numbers of the host.
+        received: those on other devices that give it large values.
         carried: those whose values of the iteration before it needs directly.
         late: likewise directly, or by way of those before it.
         wanted: those that want its values, in this iteration or the next; the bit behind the last unit's is for others.
@@ -132,6 +135,7 @@ class _Unit:
     before: int = 0
     behind: int = 0
     waits: int = 0
+    received: int = 0
     carried: int = 0
     late: int = 0
     wanted: int = 0
@@ -160,6 +164,7 @@ class _Units:
                     self.add_carried(given_by[tensor], index, is_awaited)
                 else:
                     self.add_edge(tensor.node, index, is_awaited)
+                    self.add_received(tensor, node)
         for tensor in body.wanted:
             if tensor.node in self.owner:
                 self.units[self.owner[tensor.node]].wanted |= outside
@@ -170,6 +175,11 @@ class _Units:
             self.units[index].before |= 1 << giver
             self.units[index].waits |= is_awaited << giver
             self.units[giver].wanted |= 1 << index
+
+    def add_received(self, tensor: Tensor, node: Node) -> None:
+        giver = self.owner.get(tensor.node)
+        if giver is not None and tensor.node.device != node.device and tensor_nbytes(tensor) >= SMALL_NBYTES:
+            self.units[self.owner[node]].received |= 1 << giver
 
     def add_carried(self, result: Tensor, index: int, is_awaited: bool) -> None:
         giver = self.owner.get(result.node)
@@ -218,7 +228,8 @@ class _Units:
     def may_join(self, one: _Unit, other: _Unit) -> bool:
         """Whether nothing has to run between them, and nobody loses more than time of kernels."""
         is_between = one.behind & other.before or other.behind & one.before
-        return not is_between and _may_wait(one, other) and _may_wait(other, one)
+        receives_more = one.received & ~other.received and other.received & ~one.received
+        return not (is_between or receives_more) and _may_wait(one, other) and _may_wait(other, one)
 
     def lost_ns(self, one: _Unit, other: _Unit) -> float:
         """The time lost where they run as one."""
@@ -248,7 +259,7 @@ class _Units:
         """Makes `other` part of `one`."""
         one.nodes += other.nodes
         one.kernels_ns += other.kernels_ns
-        for name in ("own", "before", "behind", "waits", "carried", "late", "wanted", "returns"):
+        for name in ("own", "before", "behind", "waits", "received", "carried", "late", "wanted", "returns"):
             setattr(one, name, getattr(one, name) | getattr(other, name))
         other.own = 0
         for name in ("before", "behind", "waits"):

@@ -25,7 +25,10 @@ _STRING_NBYTES = 16
 _VARIANT_NBYTES = 1024 * 1024
 """TensorArrays and the like hold many values: moving one is worth avoiding."""
 
-_SMALL_FLOPS, _SMALL_NBYTES = 20_000, 64 * 1024
+SMALL_NBYTES = 64 * 1024
+"""The memory of a value of fewer bytes does not count."""
+
+_SMALL_FLOPS = 20_000
 
 
 class NodeCosts:
@@ -54,7 +57,7 @@ class NodeCosts:
     def is_small(self, node: Node) -> bool:
         """Whether every device is done with it about as soon as it has begun."""
         flops, nbytes = self._work(node)
-        return flops <= _SMALL_FLOPS and nbytes <= _SMALL_NBYTES and self.measured.get(node.name, 0.0) <= _SMALL_FLOPS
+        return flops <= _SMALL_FLOPS and nbytes <= SMALL_NBYTES and self.measured.get(node.name, 0.0) <= _SMALL_FLOPS
 
     def _work(self, node: Node) -> tuple[float, float]:
         """Arithmetic operations and bytes read and written."""
