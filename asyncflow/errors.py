@@ -92,7 +92,7 @@ def is_users(file: str) -> bool:
 def user_location() -> SourceLocation:
     """The innermost line of the call stack that lies outside asyncflow."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith(_STARTERS):
         # A task's own stack ends here: the line that started the event loop says nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 
@@ -109,8 +109,9 @@ def as_tensor(value: TensorLike, dtype: DTypeLike | None = None) -> Tensor:
         DTypeError: a value that no tensor can hold, or a tensor of another dtype than asked for.
         GraphError: a ragged list.
     """
-    if not isinstance(value, Tensor) and isinstance(value, SupportsTensor):
-        value = value.__asyncflow_tensor__()
+    # Its type is asked: isinstance of a protocol takes longer than all else that a constant needs.
+    if not isinstance(value, Tensor) and hasattr(type(value), "__asyncflow_tensor__"):
+        value = cast("SupportsTensor", value).__asyncflow_tensor__()
     if not isinstance(value, Tensor):
         return constant(value, dtype)
     if dtype is not None and value.dtype != as_dtype(dtype):

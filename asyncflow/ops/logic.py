@@ -150,7 +150,7 @@ def signbit(x: TensorLike, /) -> Tensor:
     return unary(SIGNBIT, x)
 
 
-_COMPARABLE = (Tensor, SupportsTensor, np.ndarray, np.generic, bool, int, float, complex, str, list, tuple)
+_COMPARABLE = (Tensor, np.ndarray, np.generic, bool, int, float, complex, str, list, tuple, SupportsTensor)
 
 
 def _eq(x1: TensorLike, x2: TensorLike) -> Tensor | NotImplementedType:
