@@ -38,13 +38,16 @@ class CpuDevice:
 
     __slots__ = ("_d2h", "_h2d", "_memory", "_name", "lanes")
 
-    def __init__(self, index: int = 0, *, memory_limit: int | None = None, compute_streams: int = 1) -> None:
+    def __init__(
+        self, index: int = 0, *, memory_limit: int | None = None, compute_streams: int = 1, sharing: int = 1
+    ) -> None:
         """Make the device ``cpu:<index>``.
 
         Args:
             index: its number among the CPU devices.
             memory_limit: most bytes it may hold; None for no limit.
             compute_streams: over how many streams the compiler divides a plan; see `asyncflow.devices.lanes`.
+            sharing: how many CPU devices of a session share the cores.
 
         Raises:
             ValueError: ``memory_limit`` is no positive number of bytes, or there is not one compute stream.
@@ -55,7 +58,7 @@ class CpuDevice:
                 "leave it out for one"
             )
         self._name = str(DeviceName("cpu", index))
-        self.lanes = Lanes(self._name, compute_streams)
+        self.lanes = Lanes(self._name, compute_streams, sharing)
         """The threads that firings go to."""
         self._h2d = ThreadStream(f"{self._name}/h2d")
         self._d2h = ThreadStream(f"{self._name}/d2h")

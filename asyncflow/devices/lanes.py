@@ -11,7 +11,7 @@ writes are atomic on any threads (`VariableState`). What is left is code that ke
 
 Which threads there are. A firing is *short*, *medium* or *long* by what it is expected to take, or *unmeasured*::
 
-    lane                  0 ... n-1    n    n+1    n: as many as cores, at most 8, at least one for each planned stream
+    lane                  0 ... n-1    n    n+1    n: the device's share of the cores, at most 8, at least `planned`
     long                     x
     medium, unmeasured       x         x           so that one that proves long does not hold up short ones
     unmeasured, with others
@@ -134,10 +134,13 @@ class Lanes:
 
     __slots__ = ("_holds", "_lanes", "_long", "_planned", "_unmeasured")
 
-    def __init__(self, device: str, planned: int) -> None:
-        """``planned``: how many streams the compiler divides plans over."""
+    def __init__(self, device: str, planned: int, sharing: int = 1) -> None:
+        """``planned``: how many streams the compiler divides plans over; ``sharing``: CPU devices of the session.
+
+        More threads than cores for all devices together would only take turns, and lose what their caches hold.
+        """
         self._planned = planned
-        self._long = max(planned, min(_MOST, usable_cores()))
+        self._long = max(planned, min(_MOST, usable_cores() // sharing))
         self._lanes = tuple(_Lane(device, number) for number in range(self._long + 2))
         self._holds: dict[int, _Hold] = {}
         self._unmeasured: Counter[Hashable] = Counter()

@@ -69,10 +69,11 @@ def open_devices(
         if names.count(name) > 1:
             raise PlacementError(f"device {name} is named {names.count(name)} times in devices=; name each once")
     if machine is None:
+        sharing = sum(name.kind == "cpu" for name in names)
         return tuple(
             _open_cuda(name.index, memory_limit, compute_streams)
             if name.kind == "cuda"
-            else CpuDevice(name.index, memory_limit=memory_limit, compute_streams=compute_streams)
+            else CpuDevice(name.index, memory_limit=memory_limit, compute_streams=compute_streams, sharing=sharing)
             for name in names
         )
     return tuple(

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+import asyncflow as af
 from asyncflow.devices import lanes as lanes_module
+from asyncflow.devices.cpu import CpuDevice
 from asyncflow.devices.lanes import MEDIUM_NS, SHORT_NS, Lanes
 from tests.patience import PATIENCE_S
 
@@ -57,6 +59,15 @@ async def held(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Held]:
 
 async def test_long_ones_have_as_many_lanes_as_there_are_cores(held: Held) -> None:
     assert [held.give(LONG_NS) for _ in range(4)] == ["compute", "compute:1", "compute", "compute:1"]
+
+
+@pytest.mark.parametrize(("devices", "each"), [(1, 4), (2, 2), (3, 1), (9, 1)])
+def test_cpu_devices_of_a_session_share_the_cores(monkeypatch: pytest.MonkeyPatch, devices: int, each: int) -> None:
+    """A thread a core for every device would be more threads than cores; beside them are two for short firings."""
+    monkeypatch.setattr(lanes_module, "usable_cores", lambda: 4)
+    session = af.Session(devices=[f"cpu:{index}" for index in range(devices)])
+    found = [len(device.lanes.streams) - 2 for device in session.devices if isinstance(device, CpuDevice)]
+    assert found == [each] * devices
 
 
 async def test_what_is_not_measured_has_one_more(held: Held) -> None:
