@@ -105,9 +105,9 @@ def compile_plan(
     check(working)
     saved = find_saved(working)
     placement = place(working, devices, costs, seed=options.placement_seed, notes=notes)
+    touched = list(_state_of(working))
     if homes is not None:
-        homes.update((key, node.device) for node, key in _state_of(working) if node.device is not None)
-    states = frozenset(key for _, key in _state_of(working))
+        homes.update((key, node.device) for node, key in touched if node.device is not None)
     is_repeatable = not any(map(_is_noticed, working.walk()))
     read_on_host = _states_for_host(working, devices, resolve)
     asynchronous = {device.name for device in devices if device.is_asynchronous}
@@ -139,7 +139,7 @@ def compile_plan(
         loops=loops,
         read_on_host=read_on_host,
         is_repeatable=is_repeatable,
-        states=states,
+        states=frozenset(key for _, key in touched),
     )
 
 

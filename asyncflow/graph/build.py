@@ -102,6 +102,14 @@ def _record_frame(graph: Graph, node: Node) -> None:
             unknown.pop()
 
 
+def symbolic(value: TensorLike) -> TensorLike:
+    """The tensor that `value` is or reads as, such as a `Variable`; else `value` itself."""
+    # Its type is asked: isinstance of a protocol takes longer than all else that a constant needs.
+    if isinstance(value, Tensor) or not hasattr(type(value), "__asyncflow_tensor__"):
+        return value
+    return cast("SupportsTensor", value).__asyncflow_tensor__()
+
+
 def as_tensor(value: TensorLike, dtype: DTypeLike | None = None) -> Tensor:
     """`value` as a tensor of the current graph; a constant unless it already is symbolic.
 
@@ -109,9 +117,7 @@ def as_tensor(value: TensorLike, dtype: DTypeLike | None = None) -> Tensor:
         DTypeError: a value that no tensor can hold, or a tensor of another dtype than asked for.
         GraphError: a ragged list.
     """
-    # Its type is asked: isinstance of a protocol takes longer than all else that a constant needs.
-    if not isinstance(value, Tensor) and hasattr(type(value), "__asyncflow_tensor__"):
-        value = cast("SupportsTensor", value).__asyncflow_tensor__()
+    value = symbolic(value)
     if not isinstance(value, Tensor):
         return constant(value, dtype)
     if dtype is not None and value.dtype != as_dtype(dtype):
@@ -358,4 +364,5 @@ __all__ = [
     "is_masked",
     "placeholder",
     "refuse_coroutines",
+    "symbolic",
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError
-from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, graph_for, identity
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, identity, symbolic
 from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, bfloat16, dtype_name, float32, string
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, inputs_from, register
@@ -151,8 +151,7 @@ def broadcast_to(x: TensorLike, /, shape: ExtentsLike) -> Tensor:
 
 
 def _dtype_of(x: TensorLike | DTypeLike) -> DType:
-    if not isinstance(x, Tensor) and isinstance(x, SupportsTensor):
-        x = x.__asyncflow_tensor__()
+    x = symbolic(x)
     if isinstance(x, Tensor | np.ndarray | np.generic):
         return as_dtype(x.dtype)
     return as_dtype(x)
