@@ -9,8 +9,8 @@ What that gains is memory of the device that receives: the value stays where it 
 asynchronous device *p* counts as done once it is launched, and the host launches far ahead; but memory is used again in
 the order of launches, so what counts is that the Recv comes after *p*, and that what is copied to is free again once
 its users are launched (`asyncflow.devices.cuda_values.Landing`). Measured on two simulated v100, one straight line of
-12 steps of three products each, to which the other card gives 12 values of 5 MiB: a peak of 69.9 MiB without and 20.0
-with, in 9.77 ms both; on this runtime's own host 69.9 and 30.0, in 11.11 and 10.63 ms.
+12 steps of two products each, to which the other card gives 12 values of 5 MiB: a peak of 75.0 MiB without and 25.0
+with, in 6.77 ms both; on this runtime's own host 75.0 and 35.0, in 7.95 and 7.48 ms.
 
 The edge can neither deadlock nor change what is live. All users of the Recv already come after *p*, so nothing but the
 Recv itself has to wait for more than before; in particular *p* does not wait for the Recv, whatever edges are added to
