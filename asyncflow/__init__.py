@@ -203,15 +203,15 @@ from asyncflow.ops.splitting import split
 from asyncflow.ops.statistical import cumulative_prod, cumulative_sum, max, mean, min, prod, std, sum, var
 from asyncflow.ops.utility import all, any, diff
 from asyncflow.ops.windows import dynamic_slice
-from asyncflow.runtime.fetches import on_device
-from asyncflow.runtime.function import Function, function
 from asyncflow.runtime.loop import run
-from asyncflow.runtime.namespace_info import NamespaceInfo as _NamespaceInfo
-from asyncflow.runtime.prepared import Prepared
-from asyncflow.runtime.session import Session
-from asyncflow.runtime.session_statistics import SessionStatistics
+from asyncflow.runtime.session.function import Function, function
+from asyncflow.runtime.session.namespace_info import NamespaceInfo as _NamespaceInfo
+from asyncflow.runtime.session.prepared import Prepared
+from asyncflow.runtime.session.session import Session
+from asyncflow.runtime.session.session_statistics import SessionStatistics
+from asyncflow.runtime.session.value_and_grad import value_and_grad
 from asyncflow.runtime.trace import Trace
-from asyncflow.runtime.value_and_grad import value_and_grad
+from asyncflow.runtime.values.fetches import on_device
 from asyncflow.state.containers import reset_container
 from asyncflow.state.variable import Variable
 

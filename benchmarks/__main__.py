@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from threadpoolctl import threadpool_limits
 
 import asyncflow as af
-from asyncflow.devices.cuda_backend import cuda_backend
+from asyncflow.devices.cuda.backend import cuda_backend
 from benchmarks import (
     concurrent_runs,
     dependency_patterns,

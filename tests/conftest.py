@@ -20,16 +20,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import asyncflow as af
-from asyncflow.devices import cuda_graph
-from asyncflow.devices.cuda_backend import cuda_backend
+from asyncflow.devices.cuda.backend import cuda_backend
+from asyncflow.devices.cuda.experimental import graph as cuda_graph
+from asyncflow.devices.cuda.pinned import shared_slab
 from asyncflow.devices.memory import LiveBuffer
-from asyncflow.devices.pinned import shared_slab
 from asyncflow.devices.presets import parse_machine
-from asyncflow.devices.sim import SimDevice
-from asyncflow.devices.sim_machine import SimMachine, use_machine
-from asyncflow.runtime import runs as runs_module
-from asyncflow.runtime.run import Run
-from asyncflow.runtime.scheduler import Statistics
+from asyncflow.devices.sim.device import SimDevice
+from asyncflow.devices.sim.machine import SimMachine, use_machine
+from asyncflow.runtime.run import runs as runs_module
+from asyncflow.runtime.run.run import Run
+from asyncflow.runtime.scheduler.scheduler import Statistics
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.cells import LOOPS, Arrangement, LoopFactory, Selection
 from tests.fake_cupy.stand_in import stand_in

@@ -19,7 +19,7 @@ import numpy as np
 
 import asyncflow as af
 from asyncflow.devices import hardware
-from asyncflow.devices.cuda_backend import cuda_backend
+from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.host import COSTS, Call
 from asyncflow.testing import virtual_clock
 

@@ -11,7 +11,7 @@ from asyncflow.profiler.summary import COPY_STREAMS
 
 if TYPE_CHECKING:
     from asyncflow.devices.host import Call, Launches
-    from asyncflow.devices.sim_machine import SimMachine
+    from asyncflow.devices.sim.machine import SimMachine
     from asyncflow.profiler import Summary
 
 BOUND = 0.8

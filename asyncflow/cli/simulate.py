@@ -20,7 +20,7 @@ from asyncflow.cli.target import Target
 from asyncflow.devices.host import Host, Launches
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.presets import DEFAULT_HOST, Card, MachineSpec, format_machine
-from asyncflow.devices.sim_machine import SimMachine, use_machine
+from asyncflow.devices.sim.machine import SimMachine, use_machine
 from asyncflow.profiler import Summary, save, summarize
 from asyncflow.profiler.save import check_destination
 from asyncflow.profiler.summary import COPY_STREAMS, align, format_duration

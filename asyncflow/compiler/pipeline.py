@@ -7,30 +7,30 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
-from asyncflow.compiler.assign_streams import assign_streams
-from asyncflow.compiler.batch_loops import block_bytes
-from asyncflow.compiler.capturable import can_capture
-from asyncflow.compiler.codegen import generate
-from asyncflow.compiler.constraints import resolve_requests
-from asyncflow.compiler.delay_recvs import delay_recvs
-from asyncflow.compiler.device_loops import DEVICE_WHILE, bind_device_loop, make_device_loops
-from asyncflow.compiler.extract import FEED, extract
-from asyncflow.compiler.frames import assign_frames
-from asyncflow.compiler.fuse import fuse_region
-from asyncflow.compiler.host_values import find_host_values
-from asyncflow.compiler.join_regions import RegionCosts
-from asyncflow.compiler.kernels import bind_kernel, bind_launch, bind_member, bind_region
-from asyncflow.compiler.layout import build_partition, is_everywhere
-from asyncflow.compiler.loop_drivers import find_loop_drivers
-from asyncflow.compiler.lower import lower
-from asyncflow.compiler.node_costs import NodeCosts
-from asyncflow.compiler.optimize import optimize as run_optimizations
-from asyncflow.compiler.order_effects import order_effects
-from asyncflow.compiler.place import place
+from asyncflow.compiler.batching.batch_loops import block_bytes
+from asyncflow.compiler.lowering.delay_recvs import delay_recvs
+from asyncflow.compiler.lowering.layout import build_partition
+from asyncflow.compiler.lowering.lower import lower
+from asyncflow.compiler.lowering.straight import find_straight
+from asyncflow.compiler.optimize.passes import optimize as run_optimizations
+from asyncflow.compiler.placement.assign_streams import assign_streams
+from asyncflow.compiler.placement.constraints import resolve_requests
+from asyncflow.compiler.placement.node_costs import NodeCosts
+from asyncflow.compiler.placement.place import place
 from asyncflow.compiler.plan import Plan
-from asyncflow.compiler.regions import REGION, make_regions
-from asyncflow.compiler.saved import find_saved
-from asyncflow.compiler.straight import find_straight
+from asyncflow.compiler.program.extract import FEED, extract
+from asyncflow.compiler.program.frames import assign_frames, is_everywhere
+from asyncflow.compiler.program.host_values import find_host_values
+from asyncflow.compiler.program.kernels import bind_kernel, bind_launch, bind_member, bind_region
+from asyncflow.compiler.program.order_effects import order_effects
+from asyncflow.compiler.program.saved import find_saved
+from asyncflow.compiler.regions.capturable import can_capture
+from asyncflow.compiler.regions.codegen import generate
+from asyncflow.compiler.regions.device_loops import DEVICE_WHILE, bind_device_loop, make_device_loops
+from asyncflow.compiler.regions.fuse import fuse_region
+from asyncflow.compiler.regions.join_regions import RegionCosts
+from asyncflow.compiler.regions.loop_drivers import find_loop_drivers
+from asyncflow.compiler.regions.regions import REGION, make_regions
 from asyncflow.devices.names import DeviceSpec
 from asyncflow.devices.protocol import has_own_memory
 from asyncflow.errors import PlacementError
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
     from types import ModuleType
 
-    from asyncflow.compiler.extract import Extract
-    from asyncflow.compiler.kernels import Resolve
-    from asyncflow.compiler.loop_drivers import LoopDriver
     from asyncflow.compiler.plan import Partition
-    from asyncflow.compiler.region_code import RegionCode
-    from asyncflow.compiler.regions import Region
-    from asyncflow.compiler.request import PlanOptions, PlanRequest
+    from asyncflow.compiler.program.extract import Extract
+    from asyncflow.compiler.program.kernels import Resolve
+    from asyncflow.compiler.program.request import PlanOptions, PlanRequest
+    from asyncflow.compiler.regions.loop_drivers import LoopDriver
+    from asyncflow.compiler.regions.region_code import RegionCode
+    from asyncflow.compiler.regions.regions import Region
     from asyncflow.devices.memory import MemoryAccount
     from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.graph.graph import Graph

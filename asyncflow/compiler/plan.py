@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.compiler.estimate import estimate_region
-from asyncflow.compiler.extract import EMIT, FEED, FETCH
-from asyncflow.compiler.fused import FUSED, kernel_source
-from asyncflow.compiler.kernels import is_small_spec
-from asyncflow.compiler.pending_sums import ADD_PRODUCTS
-from asyncflow.compiler.region_code import RegionCode
-from asyncflow.compiler.regions import REGION
-from asyncflow.compiler.rows_ahead import ROW_AHEAD
-from asyncflow.compiler.saved import explain_saved
-from asyncflow.compiler.transfers import RECV, SEND, TO_HOST
+from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS
+from asyncflow.compiler.batching.rows_ahead import ROW_AHEAD
+from asyncflow.compiler.program.estimate import estimate_region
+from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
+from asyncflow.compiler.program.fused import FUSED, kernel_source
+from asyncflow.compiler.program.kernels import is_small_spec
+from asyncflow.compiler.program.saved import explain_saved
+from asyncflow.compiler.program.transfers import RECV, SEND, TO_HOST
+from asyncflow.compiler.regions.region_code import RegionCode
+from asyncflow.compiler.regions.regions import REGION
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
@@ -35,12 +35,12 @@ from asyncflow.graph.builtin import IDENTITY
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from asyncflow.compiler.estimate import RegionEstimate
-    from asyncflow.compiler.loop_drivers import LoopDriver
-    from asyncflow.compiler.place import Placement
-    from asyncflow.compiler.regions import Region
-    from asyncflow.compiler.saved import Saved
-    from asyncflow.compiler.straight import Straight
+    from asyncflow.compiler.lowering.straight import Straight
+    from asyncflow.compiler.placement.place import Placement
+    from asyncflow.compiler.program.estimate import RegionEstimate
+    from asyncflow.compiler.program.saved import Saved
+    from asyncflow.compiler.regions.loop_drivers import LoopDriver
+    from asyncflow.compiler.regions.regions import Region
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncflow.devices.blas import BlasLease, acquire_blas_threads
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
-from asyncflow.devices.cpu import CpuDevice
+from asyncflow.devices.cpu.device import CpuDevice
 from asyncflow.devices.memory import (
     TRACKED_BYTES,
     LiveBuffer,
@@ -15,8 +15,8 @@ from asyncflow.devices.memory import (
 from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import AsynchronousDevice, Device, KernelInfo, Span
 from asyncflow.devices.registry import DeviceDescription, available_devices, open_devices
-from asyncflow.devices.sim import SimDevice
-from asyncflow.devices.sim_machine import SimMachine, current_machine, use_machine
+from asyncflow.devices.sim.device import SimDevice
+from asyncflow.devices.sim.machine import SimMachine, current_machine, use_machine
 
 __all__ = [
     "INLINE_LIMIT_NS",

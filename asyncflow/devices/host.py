@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 if TYPE_CHECKING:
-    from asyncflow.streams.sim import HostClock
+    from asyncflow.streams.sim.stream import HostClock
 
 Launches: TypeAlias = Literal["regions", "nodes", "graphs"]
 """How kernels come to a card: by regions with fused chains, one node at a time, or by regions made CUDA graphs."""

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncflow.devices import hardware
-from asyncflow.devices.cpu import CpuDevice
-from asyncflow.devices.cuda import CudaDevice
-from asyncflow.devices.cuda_backend import cuda_backend
+from asyncflow.devices.cpu.device import CpuDevice
+from asyncflow.devices.cuda.backend import cuda_backend
+from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import Device, has_own_memory
-from asyncflow.devices.sim import SimDevice
-from asyncflow.devices.sim_machine import SimMachine, current_machine
+from asyncflow.devices.sim.device import SimDevice
+from asyncflow.devices.sim.machine import SimMachine, current_machine
 from asyncflow.errors import PlacementError
 
 _DEFAULT = ("cpu:0",)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.devices.cuda_bindings import LEAST_VERSION, cuda_bindings
+from asyncflow.devices.cuda.bindings import LEAST_VERSION, cuda_bindings
 from asyncflow.errors import PlacementError
 from asyncflow.graph.graph import Graph
 from asyncflow.runtime.trace import Trace
@@ -18,7 +18,7 @@ from asyncflow.runtime.trace import Trace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.compiler.request import PlanOptions
+    from asyncflow.compiler.program.request import PlanOptions
     from asyncflow.devices.protocol import Device
 
 _FOR_EVER_S = 1e9

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from asyncflow.streams.beside import call_beside
+from asyncflow.streams.cpu.stream import ThreadEvent, ThreadStream
 from asyncflow.streams.latch import Latch
 from asyncflow.streams.protocol import Deliver, Event, Stream
-from asyncflow.streams.thread import ThreadEvent, ThreadStream
 from asyncflow.streams.virtual import VirtualClockLoop
 
 __all__ = ["Deliver", "Event", "Latch", "Stream", "ThreadEvent", "ThreadStream", "VirtualClockLoop", "call_beside"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from asyncflow.devices.host import Host, Launches
 from asyncflow.devices.presets import DEFAULT_HOST, MachineSpec, host_named, parse_machine
-from asyncflow.devices.sim_machine import SimMachine, check_chance, check_launches, current_machine, use_machine
+from asyncflow.devices.sim.machine import SimMachine, check_chance, check_launches, current_machine, use_machine
 from asyncflow.streams.virtual import VirtualClockLoop
 
 if TYPE_CHECKING:

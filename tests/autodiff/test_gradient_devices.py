@@ -8,7 +8,7 @@ import numpy as np
 
 import asyncflow as af
 from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
-from asyncflow.compiler.transfers import SEND
+from asyncflow.compiler.program.transfers import SEND
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.testing import virtual_clock
 

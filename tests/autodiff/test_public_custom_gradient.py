@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.simplify import simplify
+from asyncflow.compiler.optimize.simplify import simplify
 
 Run = Callable[..., Awaitable[Any]]
 

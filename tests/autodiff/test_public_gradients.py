@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.simplify import simplify
+from asyncflow.compiler.optimize.simplify import simplify
 from asyncflow.graph.dtypes import bfloat16
 
 Run = Callable[..., Awaitable[Any]]

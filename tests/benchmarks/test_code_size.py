@@ -140,4 +140,4 @@ def test_a_base_that_is_not_there_is_told(clone: Path, capsys: pytest.CaptureFix
 def test_the_package_is_counted_whole() -> None:
     counted = code_size.here()
     assert "asyncflow/__init__.py" in counted
-    assert "asyncflow/runtime/scheduler.py" in counted
+    assert "asyncflow/runtime/scheduler/scheduler.py" in counted

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from asyncflow.devices.cuda_backend import CudaBackend
+from asyncflow.devices.cuda.backend import CudaBackend
 from benchmarks import __main__ as command
 from benchmarks import gpu
 from benchmarks.harness import ASYNCFLOW

@@ -14,7 +14,7 @@ import uvloop
 from asyncflow.cli.main import main
 from asyncflow.cli.simulate import SimulationOptions, format_report, simulated_loops
 from asyncflow.devices.presets import parse_machine
-from asyncflow.devices.sim_machine import current_machine
+from asyncflow.devices.sim.machine import current_machine
 from asyncflow.runtime import loop as asyncflow_loops
 from asyncflow.runtime.trace import Firing, MemorySample, RunSpan, Trace
 from asyncflow.streams.virtual import VirtualClockLoop

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import asyncflow as af
-from asyncflow.compiler.extract import extract
-from asyncflow.compiler.lower import lower
-from asyncflow.compiler.order_effects import order_effects
+from asyncflow.compiler.lowering.lower import lower
+from asyncflow.compiler.program.extract import extract
+from asyncflow.compiler.program.order_effects import order_effects
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import asyncflow as af
-from asyncflow.compiler.constraints import resolve_requests
-from asyncflow.compiler.extract import extract
-from asyncflow.compiler.place import Placement, place
+from asyncflow.compiler.placement.constraints import resolve_requests
+from asyncflow.compiler.placement.place import Placement, place
+from asyncflow.compiler.program.extract import extract
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op

@@ -6,10 +6,10 @@ from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 import asyncflow as af
-from asyncflow.compiler.extract import extract
-from asyncflow.compiler.lower import lower
-from asyncflow.compiler.order_effects import order_effects
-from asyncflow.compiler.regions import make_regions
+from asyncflow.compiler.lowering.lower import lower
+from asyncflow.compiler.program.extract import extract
+from asyncflow.compiler.program.order_effects import order_effects
+from asyncflow.compiler.regions.regions import make_regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.assign_streams import assign_streams, cut_evenly
-from asyncflow.compiler.extract import extract
-from asyncflow.compiler.order_effects import order_effects
+from asyncflow.compiler.placement.assign_streams import assign_streams, cut_evenly
+from asyncflow.compiler.program.extract import extract
+from asyncflow.compiler.program.order_effects import order_effects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.batch_loops import batch_loops, block_bytes
-from asyncflow.devices.cpu import CpuDevice
+from asyncflow.compiler.batching.batch_loops import batch_loops, block_bytes
+from asyncflow.devices.cpu.device import CpuDevice
 from tests.compiler.batching import WIDTH, Recurrent, run_both
 from tests.compiler.stages import optimized
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.rows_ahead import ROWS_AHEAD
+from asyncflow.compiler.batching.rows_ahead import ROWS_AHEAD
 from tests.compiler.batching import WIDTH, Array, Recurrent, run_both, values, where
 
 if TYPE_CHECKING:

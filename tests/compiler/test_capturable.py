@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.capturable import CAPTURABLE, can_capture, is_device_loop, may_be_captured
-from asyncflow.compiler.device_loops import DEVICE_WHILE, make_device_loops
-from asyncflow.compiler.extract import extract
-from asyncflow.compiler.host_values import find_host_values
-from asyncflow.compiler.regions import Region
+from asyncflow.compiler.program.extract import extract
+from asyncflow.compiler.program.host_values import find_host_values
+from asyncflow.compiler.regions.capturable import CAPTURABLE, can_capture, is_device_loop, may_be_captured
+from asyncflow.compiler.regions.device_loops import DEVICE_WHILE, make_device_loops
+from asyncflow.compiler.regions.regions import Region
 from asyncflow.graph.graph import STRUCTURED, Graph
 from asyncflow.graph.op import find_op
 from asyncflow.graph.verify import verify

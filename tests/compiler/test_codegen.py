@@ -17,10 +17,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.compiler.buffers import READERS
-from asyncflow.compiler.codegen import generate
-from asyncflow.compiler.kernels import bind_kernel
-from asyncflow.compiler.region_code import RegionCode
+from asyncflow.compiler.program.kernels import bind_kernel
+from asyncflow.compiler.regions.buffers import READERS
+from asyncflow.compiler.regions.codegen import generate
+from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.graph.graph import is_name
 from asyncflow.graph.op import KernelContext, find_op
 from asyncflow.graph.parse import parse_graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncflow as af
-from asyncflow.compiler.cse import eliminate_common_subexpressions as cse
+from asyncflow.compiler.optimize.cse import eliminate_common_subexpressions as cse
 from tests.compiler.stages import golden, optimized
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler import delay_recvs as module
 from asyncflow.compiler import pipeline
-from asyncflow.compiler.delay_recvs import delay_recvs
-from asyncflow.compiler.frames import assign_frames
-from asyncflow.compiler.node_costs import NodeCosts
+from asyncflow.compiler.lowering import delay_recvs as module
+from asyncflow.compiler.lowering.delay_recvs import delay_recvs
+from asyncflow.compiler.placement.node_costs import NodeCosts
+from asyncflow.compiler.program.frames import assign_frames
 from asyncflow.testing import virtual_clock
 from tests.compiler.cut import cut
 from tests.compiler.placing import FakeDevice, work

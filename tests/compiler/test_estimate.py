@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.estimate import assumed_ns, estimate_region
-from asyncflow.compiler.node_costs import NodeCosts
-from asyncflow.devices.cpu import CpuDevice
+from asyncflow.compiler.placement.node_costs import NodeCosts
+from asyncflow.compiler.program.estimate import assumed_ns, estimate_region
+from asyncflow.devices.cpu.device import CpuDevice
 from asyncflow.graph.op import registered_ops
 from asyncflow.nn.packing import first_rows, place_rows, take_rows
 from asyncflow.ops.cost import free, moving, moving_all, per_input_element, several_passes, sorting

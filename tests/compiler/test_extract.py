@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.extract import extract
+from asyncflow.compiler.program.extract import extract
 from tests.compiler.stages import extracted, golden
 
 

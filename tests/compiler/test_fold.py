@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.fold import fold
-from asyncflow.compiler.prune import prune
+from asyncflow.compiler.optimize.fold import fold
+from asyncflow.compiler.optimize.prune import prune
 from tests.compiler.stages import golden, optimized
 
 

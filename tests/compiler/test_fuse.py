@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.compiler.codegen import generate
-from asyncflow.compiler.fuse import fuse_line, fuse_region
-from asyncflow.compiler.fused import FUSED, kernel_source
-from asyncflow.compiler.kernels import bind_kernel
+from asyncflow.compiler.program.fused import FUSED, kernel_source
+from asyncflow.compiler.program.kernels import bind_kernel
+from asyncflow.compiler.regions.codegen import generate
+from asyncflow.compiler.regions.fuse import fuse_line, fuse_region
 from asyncflow.graph.graph import Graph
 from asyncflow.state.containers import StateStore
 from tests.compiler.elementwise_kernel import CompiledNumpy

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.extract import extract
-from asyncflow.compiler.host_values import find_host_values, mixes_vectors
-from asyncflow.compiler.regions import make_regions
+from asyncflow.compiler.program.extract import extract
+from asyncflow.compiler.program.host_values import find_host_values, mixes_vectors
+from asyncflow.compiler.regions.regions import make_regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.extract import extract
-from asyncflow.compiler.host_values import find_host_values
-from asyncflow.compiler.join_regions import RegionCosts
-from asyncflow.compiler.order_effects import order_effects
-from asyncflow.compiler.regions import make_regions
+from asyncflow.compiler.program.extract import extract
+from asyncflow.compiler.program.host_values import find_host_values
+from asyncflow.compiler.program.order_effects import order_effects
+from asyncflow.compiler.regions.join_regions import RegionCosts
+from asyncflow.compiler.regions.regions import make_regions
 from asyncflow.devices.host import Call
 from asyncflow.testing import virtual_clock
 from tests.fake_cupy.stand_in import stand_in

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncflow as af
-from asyncflow.compiler.cse import eliminate_common_subexpressions as cse
-from asyncflow.compiler.loop_variables import reduce_loop_variables
-from asyncflow.compiler.prune import prune
+from asyncflow.compiler.optimize.cse import eliminate_common_subexpressions as cse
+from asyncflow.compiler.optimize.loop_variables import reduce_loop_variables
+from asyncflow.compiler.optimize.prune import prune
 from tests.compiler.stages import golden, optimized
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.place import place
+from asyncflow.compiler.placement.place import place
 from tests.compiler.placing import MS, Placed, devices, extracted, placed, work
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow import raw
-from asyncflow.compiler.constraints import resolve_requests, runs_on
+from asyncflow.compiler.placement.constraints import resolve_requests, runs_on
 from tests.compiler.placing import devices, extracted, placed, work
 
 

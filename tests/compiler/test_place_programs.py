@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.constraints import resolve_requests
-from asyncflow.compiler.extract import extract
-from asyncflow.compiler.optimize import optimize
-from asyncflow.compiler.order_effects import order_effects
-from asyncflow.compiler.place import place
+from asyncflow.compiler.optimize.passes import optimize
+from asyncflow.compiler.placement.constraints import resolve_requests
+from asyncflow.compiler.placement.place import place
+from asyncflow.compiler.program.extract import extract
+from asyncflow.compiler.program.order_effects import order_effects
 from asyncflow.graph.graph import STRUCTURED
 from tests.compiler.placing import MS, devices
 from tests.property.graphs import build

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
-from asyncflow.compiler import regions as regions_module
-from asyncflow.compiler.extract import extract
-from asyncflow.compiler.order_effects import order_effects
-from asyncflow.compiler.regions import Region, is_compilable, make_regions
+from asyncflow.compiler.program.extract import extract
+from asyncflow.compiler.program.order_effects import order_effects
+from asyncflow.compiler.regions import regions as regions_module
+from asyncflow.compiler.regions.regions import Region, is_compilable, make_regions
 from asyncflow.graph.graph import Graph
 from tests.compiler.stages import regions_made
 from tests.conformance.gates import Gate, settle

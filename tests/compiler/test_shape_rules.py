@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.extract import extract
+from asyncflow.compiler.program.extract import extract
 
 
 def ops_of(graph: af.Graph, fetch: Any, *feeds: af.Tensor) -> list[str]:

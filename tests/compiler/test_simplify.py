@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncflow as af
-from asyncflow.compiler.prune import prune
-from asyncflow.compiler.simplify import simplify
+from asyncflow.compiler.optimize.prune import prune
+from asyncflow.compiler.optimize.simplify import simplify
 from tests.compiler.stages import golden, optimized
 
 

@@ -75,7 +75,7 @@ async def test_what_a_loop_joins_is_made_ahead_in_part(
     name: str, known: bool, graph: af.Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it stands; the same in regions and interpreted, bit for bit, and within rounding as without."""
-    monkeypatch.setattr("asyncflow.compiler.batch_rows._WORTH_FLOPS", 1000)
+    monkeypatch.setattr("asyncflow.compiler.batching.batch_rows._WORTH_FLOPS", 1000)
     product, rows = CELLS[name]
     cell = Joined(product, rows, known=known)
     y = cell.loop()

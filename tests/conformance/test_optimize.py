@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import asyncflow as af
-from asyncflow.compiler.cse import eliminate_common_subexpressions as cse
+from asyncflow.compiler.optimize.cse import eliminate_common_subexpressions as cse
 from tests.compiler.stages import optimized
 from tests.conftest import OpenSession
 

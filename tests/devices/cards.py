@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.devices.cuda_memory import CudaPool, install_allocator
-from asyncflow.streams.cuda import CudaStream
+from asyncflow.devices.cuda.memory import CudaPool, install_allocator
+from asyncflow.streams.cuda.stream import CudaStream
 
 if TYPE_CHECKING:
     from tests.fake_cupy import FakeCupy

@@ -10,7 +10,7 @@ import numpy as np
 from asyncflow.devices.host import Host
 from asyncflow.devices.presets import Card, Link, MachineSpec
 from asyncflow.devices.protocol import ArraySpec, KernelInfo
-from asyncflow.devices.sim import SimDevice, SimMachine
+from asyncflow.devices.sim.device import SimDevice, SimMachine
 from asyncflow.streams.virtual import VirtualClockLoop
 
 US = 1_000

@@ -13,14 +13,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asyncflow.devices.cuda import CudaDevice
-from asyncflow.devices.cuda_copies import COPY_INLINE_BYTES, SMALL_BYTES
-from asyncflow.devices.cuda_memory import home_of
-from asyncflow.devices.cuda_progress import MARK_EVERY, MOST_AHEAD
-from asyncflow.devices.cuda_values import CudaArray, CudaOpaque
-from asyncflow.devices.pinned import PinnedBuffer, PinnedSlab
+from asyncflow.devices.cuda.copies import COPY_INLINE_BYTES, SMALL_BYTES
+from asyncflow.devices.cuda.device import CudaDevice
+from asyncflow.devices.cuda.memory import home_of
+from asyncflow.devices.cuda.pinned import PinnedBuffer, PinnedSlab
+from asyncflow.devices.cuda.progress import MARK_EVERY, MOST_AHEAD
+from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.errors import DeviceLostError, PlacementError
-from asyncflow.streams.cuda import CudaStream
+from asyncflow.streams.cuda.stream import CudaStream
 from tests.fake_cupy import FakeCupy
 from tests.patience import PATIENCE_S
 

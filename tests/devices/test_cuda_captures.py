@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.devices import cuda, cuda_graph
-from asyncflow.devices.cuda import CudaDevice
-from asyncflow.devices.cuda_graph import WARM_UPS, CapturedRegion, PrivateMemory, capture
-from asyncflow.devices.cuda_values import CudaArray
-from asyncflow.devices.pinned import PinnedSlab
-from asyncflow.streams.cuda import capturing
+from asyncflow.devices.cuda import device as cuda
+from asyncflow.devices.cuda.device import CudaDevice
+from asyncflow.devices.cuda.experimental import graph as cuda_graph
+from asyncflow.devices.cuda.experimental.graph import WARM_UPS, CapturedRegion, PrivateMemory, capture
+from asyncflow.devices.cuda.pinned import PinnedSlab
+from asyncflow.devices.cuda.values import CudaArray
+from asyncflow.streams.cuda.stream import capturing
 from tests.fake_cupy import FakeCupy
 from tests.patience import PATIENCE_S
 

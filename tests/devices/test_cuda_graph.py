@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.devices import MemoryLimitExceeded
-from asyncflow.devices.cuda_graph import MOST_KEYS, WARM_UPS, CapturedRegion, captured
+from asyncflow.devices.cuda.experimental.graph import MOST_KEYS, WARM_UPS, CapturedRegion, captured
 from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
 

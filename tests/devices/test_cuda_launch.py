@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.devices.cuda import CudaDevice
-from asyncflow.devices.cuda_launch import LONG_ELEMENTS, STEP_LAUNCHES, is_coroutine_function
-from asyncflow.devices.cuda_values import CudaArray, CudaOpaque
+from asyncflow.devices.cuda.device import CudaDevice
+from asyncflow.devices.cuda.launch import LONG_ELEMENTS, STEP_LAUNCHES, is_coroutine_function
+from asyncflow.devices.cuda.pinned import PinnedSlab
+from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.devices.pinned import PinnedSlab
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import DeviceLostError, InternalError
-from asyncflow.streams.cuda import active_stream
+from asyncflow.streams.cuda.stream import active_stream
 from tests.fake_cupy import FakeCupy
 from tests.patience import PATIENCE_S
 

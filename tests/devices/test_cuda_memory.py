@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.devices import LiveBuffer, MemoryLimitExceeded, MemoryStatistics
-from asyncflow.devices.cuda_memory import CudaMemoryAccount, CudaPool, DeviceMemoryExhausted, install_allocator
-from asyncflow.streams.cuda import CudaStream
+from asyncflow.devices.cuda.memory import CudaMemoryAccount, CudaPool, DeviceMemoryExhausted, install_allocator
+from asyncflow.streams.cuda.stream import CudaStream
 from tests.fake_cupy import FakeCupy
 from tests.patience import PATIENCE_S
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda_namespace import cuda_namespace
+from asyncflow.devices.cuda.namespace import cuda_namespace
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import host_inputs
 from asyncflow.ops.add_at import add_at

@@ -18,10 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.devices import hardware
-from asyncflow.devices.cuda_bindings import cuda_bindings, using_bindings
-from asyncflow.devices.cuda_conditional import ENDED, GIVEN_UP, SOURCE, STOPPED, TOO_LONG, Limits, node_params
-from asyncflow.devices.cuda_graph import MOST_KEYS
-from asyncflow.devices.cuda_while import DeviceLoop, Iterated
+from asyncflow.devices.cuda.bindings import cuda_bindings, using_bindings
+from asyncflow.devices.cuda.experimental.conditional import (
+    ENDED,
+    GIVEN_UP,
+    SOURCE,
+    STOPPED,
+    TOO_LONG,
+    Limits,
+    node_params,
+)
+from asyncflow.devices.cuda.experimental.graph import MOST_KEYS
+from asyncflow.devices.cuda.experimental.loop import DeviceLoop, Iterated
 from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.bindings import (

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.devices import cuda_while_launch
-from asyncflow.devices.cuda import CudaDevice
-from asyncflow.devices.cuda_conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG
-from asyncflow.devices.cuda_decisions import Branch, Loop
-from asyncflow.devices.cuda_values import CudaArray
-from asyncflow.devices.cuda_while_launch import Patience, WhileLauncher
+from asyncflow.devices.cuda.decisions import Branch, Loop
+from asyncflow.devices.cuda.device import CudaDevice
+from asyncflow.devices.cuda.experimental import loop_launch as cuda_while_launch
+from asyncflow.devices.cuda.experimental.conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG
+from asyncflow.devices.cuda.experimental.loop_launch import Patience, WhileLauncher
+from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.devices.protocol import KernelInfo, is_coroutine_kernel
 from tests.fake_cupy.stand_in import stand_in
 from tests.patience import PATIENCE_S

@@ -12,9 +12,9 @@ import pytest
 import asyncflow as af
 from asyncflow.devices.host import COSTS, LAUNCHES, Call, HostThread
 from asyncflow.devices.presets import DEFAULT_HOST, HOSTS, host_named
-from asyncflow.devices.sim import SimDevice
+from asyncflow.devices.sim.device import SimDevice
 from asyncflow.errors import HazardError
-from asyncflow.streams.sim import HostClock
+from asyncflow.streams.sim.stream import HostClock
 from asyncflow.streams.virtual import VirtualClockLoop
 from asyncflow.testing import virtual_clock
 from tests.devices.sim_machines import HOST, machine_of

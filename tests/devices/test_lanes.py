@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import asyncflow as af
-from asyncflow.devices import lanes as lanes_module
-from asyncflow.devices.cpu import CpuDevice
-from asyncflow.devices.lanes import MEDIUM_NS, SHORT_NS, Lanes
+from asyncflow.devices.cpu import lanes as lanes_module
+from asyncflow.devices.cpu.device import CpuDevice
+from asyncflow.devices.cpu.lanes import MEDIUM_NS, SHORT_NS, Lanes
 from tests.patience import PATIENCE_S
 
 LONG_NS = 20 * MEDIUM_NS

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from asyncflow.devices import SimMachine, available_devices, current_machine, hardware, open_devices, use_machine
-from asyncflow.devices.cuda_backend import _probe
+from asyncflow.devices.cuda.backend import _probe
 from asyncflow.errors import PlacementError
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.devices.sim_machines import CARD, machine_of

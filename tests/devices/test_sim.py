@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.devices.cpu import CpuDevice
+from asyncflow.devices.cpu.device import CpuDevice
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import AsynchronousDevice, Span, recording
-from asyncflow.devices.sim import SimArray, SimDevice, SimMachine
-from asyncflow.devices.sim_links import Lane, first_common_gap
+from asyncflow.devices.sim.device import SimArray, SimDevice, SimMachine
+from asyncflow.devices.sim.links import Lane, first_common_gap
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.devices.sim_machines import (

@@ -12,8 +12,8 @@ import pytest
 
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import Span
-from asyncflow.devices.sim import SimArray, SimDevice, SimMachine
-from asyncflow.devices.sim_values import no_data
+from asyncflow.devices.sim.device import SimArray, SimDevice, SimMachine
+from asyncflow.devices.sim.values import no_data
 from asyncflow.errors import FetchError, ShapeError
 from asyncflow.state.immutable import immutable
 from asyncflow.streams.virtual import VirtualClockLoop

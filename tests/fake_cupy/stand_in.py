@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.devices.cuda_backend import using_cupy
-from asyncflow.devices.cuda_bindings import using_bindings
-from asyncflow.devices.pinned import close_shared_slab, shared_slab
+from asyncflow.devices.cuda.backend import using_cupy
+from asyncflow.devices.cuda.bindings import using_bindings
+from asyncflow.devices.cuda.pinned import close_shared_slab, shared_slab
 from tests.fake_cupy.module import FakeCupy
 
 if TYPE_CHECKING:

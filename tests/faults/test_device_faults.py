@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cpu import CpuDevice
-from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cpu.device import CpuDevice
+from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.devices.protocol import AsynchronousDevice, Device
-from asyncflow.devices.sim import SimDevice
+from asyncflow.devices.sim.device import SimDevice
 from asyncflow.errors import DeviceLostError
+from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.protocol import Stream
-from asyncflow.streams.thread import ThreadStream
 from asyncflow.testing import virtual_clock
 from tests.conftest import small_cards
 from tests.patience import PATIENCE_S

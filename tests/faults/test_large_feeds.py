@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime import feeds as feeds_module
-from asyncflow.runtime.copies import Copies
+from asyncflow.runtime.values import feeds as feeds_module
+from asyncflow.runtime.values.copies import Copies
 from tests.faults.kernels import CoroutineGate, in_flight
 from tests.patience import PATIENCE_S
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.devices.cuda import CudaDevice
-from asyncflow.devices.cuda_backend import cuda_backend
-from asyncflow.devices.cuda_bindings import Bindings, cuda_bindings
-from asyncflow.streams.cuda import CudaStream
+from asyncflow.devices.cuda.backend import cuda_backend
+from asyncflow.devices.cuda.bindings import Bindings, cuda_bindings
+from asyncflow.devices.cuda.device import CudaDevice
+from asyncflow.streams.cuda.stream import CudaStream
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.elementwise import _loaded
 from tests.fake_cupy.engine import Item

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import pytest
 
-from asyncflow.devices.cuda_backend import cuda_backend
+from asyncflow.devices.cuda.backend import cuda_backend
 
 HERE = Path(__file__).parent
 PARTS: Mapping[str, range] = {"A": range(12), "B": range(12, 21)}

@@ -17,7 +17,7 @@ from zlib import crc32
 
 import pytest
 
-from asyncflow.devices.cuda_backend import cuda_backend
+from asyncflow.devices.cuda.backend import cuda_backend
 from tests.gpu.card import Card, card_is_there, opened_card
 from tests.gpu.figures import Figures
 

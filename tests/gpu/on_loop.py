@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import asyncflow as af
-from asyncflow.streams.cuda import CudaStream
+from asyncflow.streams.cuda.stream import CudaStream
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import asyncflow as af
-from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.errors import DeviceLostError
 from tests.gpu.card import GRACE_S, Card, opened_card
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda import CudaDevice
-from asyncflow.devices.pinned import PinnedSlab, shared_slab
-from asyncflow.streams.cuda import CudaStream
+from asyncflow.devices.cuda.device import CudaDevice
+from asyncflow.devices.cuda.pinned import PinnedSlab, shared_slab
+from asyncflow.streams.cuda.stream import CudaStream
 from tests.gpu.card import Card, now_us
 from tests.gpu.figures import Figures
 from tests.gpu.on_loop import on_loop, ticket

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.devices.cuda import CudaDevice
-from asyncflow.devices.cuda_conditional import ENDED, STOPPED, TOO_LONG, Limits
-from asyncflow.devices.cuda_decisions import Branch, Decision, Loop
-from asyncflow.devices.cuda_graph import WARM_UPS, CapturedRegion, capture
-from asyncflow.devices.cuda_values import CudaArray
-from asyncflow.devices.cuda_while import DeviceLoop
+from asyncflow.devices.cuda.decisions import Branch, Decision, Loop
+from asyncflow.devices.cuda.device import CudaDevice
+from asyncflow.devices.cuda.experimental.conditional import ENDED, STOPPED, TOO_LONG, Limits
+from asyncflow.devices.cuda.experimental.graph import WARM_UPS, CapturedRegion, capture
+from asyncflow.devices.cuda.experimental.loop import DeviceLoop
+from asyncflow.devices.cuda.values import CudaArray
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures
 from tests.gpu.on_loop import on_loop, ticket

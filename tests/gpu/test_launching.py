@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda import CudaDevice
-from asyncflow.devices.cuda_progress import MOST_AHEAD
-from asyncflow.devices.cuda_values import CudaArray
-from asyncflow.streams.cuda import CudaStream, active_stream
+from asyncflow.devices.cuda.device import CudaDevice
+from asyncflow.devices.cuda.progress import MOST_AHEAD
+from asyncflow.devices.cuda.values import CudaArray
+from asyncflow.streams.cuda.stream import CudaStream, active_stream
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures
 from tests.gpu.on_loop import Heartbeat, on_loop, ticket

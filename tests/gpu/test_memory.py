@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda.device import CudaDevice
+from asyncflow.devices.cuda.pinned import PinnedBuffer, shared_slab
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.devices.pinned import PinnedBuffer, shared_slab
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures
 from tests.gpu.on_loop import on_loop, ticket

@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda.device import CudaDevice
 from tests.gpu.card import Card, now_us
 from tests.gpu.figures import Figures
 from tests.gpu.on_loop import Heartbeat, on_loop, percentile, ticket

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda import CudaDevice
+from asyncflow.devices.cuda.device import CudaDevice
 from tests.gpu import cupti
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.devices.cuda_backend import CudaBackend
+from asyncflow.devices.cuda.backend import CudaBackend
 from asyncflow.errors import DeviceLostError
-from asyncflow.runtime import device_feeds
+from asyncflow.runtime.values import device_feeds
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
 from tests.interop.libraries import Library

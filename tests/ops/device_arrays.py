@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from asyncflow.devices.cuda_namespace import cuda_namespace
+from asyncflow.devices.cuda.namespace import cuda_namespace
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import host_inputs, runs_on_host

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.devices import cuda_backend, cuda_bindings
+from asyncflow.devices.cuda import backend as cuda_backend
+from asyncflow.devices.cuda import bindings as cuda_bindings
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "asyncflow"

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime import executor
-from asyncflow.runtime.scheduler import Scheduler, Statistics
+from asyncflow.runtime.scheduler import executor
+from asyncflow.runtime.scheduler.scheduler import Scheduler, Statistics
 
 SEEDS = 200
 NOTHING_LEFT = Statistics(ready=0, running=0, frames=0, iterations=0, parked=0)

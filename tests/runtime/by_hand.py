@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import asyncflow as af
-from asyncflow.runtime.feeds import feed_value
-from asyncflow.runtime.frame import Iteration
-from asyncflow.runtime.scheduler import Scheduler
+from asyncflow.runtime.scheduler.frame import Iteration
+from asyncflow.runtime.scheduler.scheduler import Scheduler
+from asyncflow.runtime.values.feeds import feed_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from asyncflow.compiler.plan import Partition, PlanNode
-    from asyncflow.runtime.scheduler import Firing
+    from asyncflow.runtime.scheduler.scheduler import Firing
 
 NOTHING = (0, 0, 0, 0, 0)
 """The statistics of a scheduler that holds nothing."""

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.runtime.feeds import feed_value
-from asyncflow.runtime.frame import Frame, Iteration
-from asyncflow.runtime.scheduler import Scheduler
+from asyncflow.runtime.scheduler.frame import Frame, Iteration
+from asyncflow.runtime.scheduler.scheduler import Scheduler
+from asyncflow.runtime.values.feeds import feed_value
 from tests.runtime.by_hand import NOTHING, partition_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import asyncflow as af
     from asyncflow.compiler.plan import Partition, PlanNode
-    from asyncflow.runtime.scheduler import Firing
+    from asyncflow.runtime.scheduler.scheduler import Firing
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.admission import Admission
+from asyncflow.runtime.run.admission import Admission
 from asyncflow.testing import virtual_clock
 from tests.faults.kernels import DEADLINES_S, INT, CoroutineGate, in_flight
 

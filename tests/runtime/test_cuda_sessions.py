@@ -21,10 +21,10 @@ import pytest
 
 import asyncflow as af
 from asyncflow.cli.devices import list_devices
-from asyncflow.devices.cuda_backend import CudaBackend, cuda_backend
-from asyncflow.devices.pinned import shared_slab
+from asyncflow.devices.cuda.backend import CudaBackend, cuda_backend
+from asyncflow.devices.cuda.pinned import shared_slab
 from asyncflow.errors import DeviceLostError, PlacementError
-from asyncflow.streams.cuda import CudaStream
+from asyncflow.streams.cuda.stream import CudaStream
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.memory_turns import MemoryTurns
+from asyncflow.runtime.run.memory_turns import MemoryTurns
 from tests.conftest import OpenSession
 from tests.faults.kernels import CoroutineGate, ticks, until
 from tests.patience import PATIENCE_S

@@ -123,7 +123,7 @@ async def test_a_graph_nested_too_deep(session: af.Session, graph: af.Graph, mon
     def exhausted(*args: Any, **kwargs: Any) -> Any:
         raise RecursionError("maximum recursion depth exceeded")
 
-    monkeypatch.setattr("asyncflow.runtime.session.compile_plan", exhausted)
+    monkeypatch.setattr("asyncflow.runtime.session.session.compile_plan", exhausted)
     with pytest.raises(af.GraphError, match="nests branches and loops too deep"):
         await session.run(af.constant(1) + 1)
 

@@ -14,9 +14,9 @@ import pytest
 import asyncflow as af
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.compiler.plan import Partition, Plan, PlanNode
-from asyncflow.compiler.request import PlanRequest
-from asyncflow.runtime import function as function_module
-from asyncflow.runtime import session as session_module
+from asyncflow.compiler.program.request import PlanRequest
+from asyncflow.runtime.session import function as function_module
+from asyncflow.runtime.session import session as session_module
 
 ONE = np.float32(1)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.request import PlanRequest
-from asyncflow.runtime.plans import PlanCache
+from asyncflow.compiler.program.request import PlanRequest
+from asyncflow.runtime.session.plans import PlanCache
 from asyncflow.testing import virtual_clock
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import pytest
 import asyncflow as af
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op
-from asyncflow.runtime import region_firing
-from asyncflow.runtime.region_firing import RegionFiring, Stopped
+from asyncflow.runtime.scheduler import region_firing
+from asyncflow.runtime.scheduler.region_firing import RegionFiring, Stopped
 from tests.conftest import assert_baseline
 from tests.faults.kernels import DEADLINES_S, until
 from tests.patience import PATIENCE_S

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.rendezvous import Rendezvous, RendezvousStatistics
+from asyncflow.runtime.scheduler.rendezvous import Rendezvous, RendezvousStatistics
 
 if TYPE_CHECKING:
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.runtime.frame import Iteration
+    from asyncflow.runtime.scheduler.frame import Iteration
 
 NOTHING = RendezvousStatistics(sent=0, waiting=0, unacknowledged=0)
 

@@ -7,7 +7,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.compiler.plan import Dead
-from asyncflow.runtime.scheduler import Scheduler, SchedulingError
+from asyncflow.runtime.scheduler.scheduler import Scheduler, SchedulingError
 from tests.runtime.by_hand import NOTHING, ByHand, partition_of, step
 from tests.runtime.hand_written import counting_loop
 

@@ -11,7 +11,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.errors import SessionClosedError
-from asyncflow.runtime.session import current_session
+from asyncflow.runtime.session.session import current_session
 from asyncflow.state.containers import StateStore
 from tests.conftest import small_cards
 

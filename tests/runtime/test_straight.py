@@ -11,8 +11,8 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
-from asyncflow.runtime import runs as runs_module
-from asyncflow.runtime.run import Run
+from asyncflow.runtime.run import runs as runs_module
+from asyncflow.runtime.run.run import Run
 
 WEIGHTS = np.eye(64, dtype=np.float32)
 ROWS = np.ones((2, 64), np.float32)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.frame import Iteration
+from asyncflow.runtime.scheduler.frame import Iteration
 from asyncflow.testing import virtual_clock
 
 if TYPE_CHECKING:

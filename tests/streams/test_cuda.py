@@ -19,7 +19,7 @@ import pytest
 
 from asyncflow.errors import InternalError, SessionClosedError
 from asyncflow.streams import Stream, ThreadStream
-from asyncflow.streams.cuda import CudaEvent, CudaStream, active_stream
+from asyncflow.streams.cuda.stream import CudaEvent, CudaStream, active_stream
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.errors import CUDARuntimeError
 from tests.patience import PATIENCE_S
@@ -654,7 +654,7 @@ def _use_in_child(stream: CudaStream, unused: CudaStream) -> str:
 
 
 def test_importing_asyncflow_and_its_cuda_streams_imports_no_cupy() -> None:
-    code = "import asyncflow, asyncflow.streams.cuda, sys; sys.exit('cupy' in sys.modules)"
+    code = "import asyncflow, asyncflow.streams.cuda.stream, sys; sys.exit('cupy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=100).returncode == 0
 
 

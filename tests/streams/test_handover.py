@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from asyncflow.streams import handover
+from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.handover import awaiting_a_thread, handover_of
-from asyncflow.streams.thread import ThreadStream
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.patience import PATIENCE_S
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from asyncflow.errors import SessionClosedError
-from asyncflow.streams.pooled_event import EventPool, PooledEvent
-from asyncflow.streams.reaper import MAX_BATCH, MOST_ASLEEP, Reaper, Ticket
+from asyncflow.streams.cuda.pooled_event import EventPool, PooledEvent
+from asyncflow.streams.cuda.reaper import MAX_BATCH, MOST_ASLEEP, Reaper, Ticket
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.engine import Kind
 from tests.fake_cupy.errors import CUDARuntimeError

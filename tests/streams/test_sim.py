@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import SessionClosedError
+from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.protocol import Event, Stream
-from asyncflow.streams.sim import HostClock, SimStream
-from asyncflow.streams.thread import ThreadStream
+from asyncflow.streams.sim.stream import HostClock, SimStream
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.patience import PATIENCE_S
 

@@ -1,0 +1,79 @@
+"""Pass: matrix products of many iterations of a loop become one (Cavs' lazy batching, for any loop).
+
+Two kinds of work in a loop's body do not need to wait for their iteration, or need not be done in it:
+
+- products whose rows depend on captures and the loop's counter alone, such as ``xs[t] @ W``, are made ahead, a block of
+  iterations at a time (`batch_rows`); products of rows that are so in part are taken apart for it (`take_apart`);
+- sums over iterations that nothing in the loop reads, such as the gradients of weights, are made up for, a block of
+  iterations at a time (`batch_sums`).
+
+Only pure nodes that stand on one device are moved, and only floats, for which a product of many rows is faster: their
+results are the same within rounding. What may fail stays in the loop as well, and fails there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.batching.batch_rows import batch_rows
+from asyncflow.compiler.batching.batch_sums import batch_sums
+from asyncflow.compiler.batching.take_apart import take_apart
+from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.graph.graph import STRUCTURED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.devices.protocol import Device
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node
+
+_BLOCK_BYTES = 24 << 20
+"""Most bytes of a block. Larger ones gain nothing more: their products are as fast as one of all rows. From 32 MiB on,
+the C library would give the memory back to the system after each step."""
+
+_OVERLAPPED = 16
+"""Blocks are so much smaller where iterations overlap: while a block is made, others wait for what goes from lane to
+lane."""
+
+_SHARE = 64
+"""A block takes at most so small a part of a device's memory limit."""
+
+
+def block_bytes(devices: Sequence[Device]) -> int | None:
+    """Most bytes of a block on these devices; None if there is one that is no CPU, where kernels are launched ahead."""
+    if any(device.kind != "cpu" for device in devices):
+        return None
+    limits = (device.memory.limit for device in devices)
+    most = _BLOCK_BYTES
+    if any(len(device.compute_streams) > 1 for device in devices):
+        most //= _OVERLAPPED
+    return min([most, *(limit // _SHARE for limit in limits if limit is not None)])
+
+
+def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
+    """Batches in all loops of `graph`, inner ones first, in place; after what does not change has been hoisted."""
+    replaced = Replacements()
+    ordered: list[Node] = []
+    for node in graph.nodes:
+        if replaced:
+            replaced.apply(node)
+        if node.op.name in STRUCTURED:
+            for body in node.subgraphs:
+                batch_loops(body, block_bytes)
+        if node.op.name == "while":
+            most = block_bytes // _OVERLAPPED if _is_cut(node) else block_bytes
+            apart = take_apart(node)
+            ahead = batch_rows(node, most)
+            before, after = batch_sums(node, most, replaced)
+            ordered += [*apart, *ahead, *before, node, *after]
+        else:
+            ordered.append(node)
+    graph.nodes[:] = ordered
+    replaced.apply_to_results(graph)
+
+
+def _is_cut(loop: Node) -> bool:
+    """Whether nodes of the loop's body ask for different devices."""
+    asked = {node.device for node in loop.attrs["body"].walk() if node.device is not None}
+    return len(asked) > 1

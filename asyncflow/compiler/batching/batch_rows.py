@@ -1,0 +1,350 @@
+"""Half of a pass: matrix products in a loop's body that depend on its counter and its captures are made ahead.
+
+Found are the products themselves and what their rows are made of: rows of captured arrays, and what cheap ops make of
+them. All that becomes a small program, which a node in front of the loop holds; in the body a product becomes a look
+at what the program has made (`rows_ahead`). What its rows were made of is then dropped from the body, but for what may
+fail there: that runs in its own iteration as before, and the product waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.compiler.batching.rows_ahead import ENOUGH_ROWS, ROW_AHEAD, ROWS_AHEAD
+from asyncflow.compiler.program.detached import detached_node
+from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, has_variants
+from asyncflow.control.tensor_array import READ, UNSTACK
+from asyncflow.graph.builtin import CONSTANT, is_constant
+from asyncflow.graph.captures import add_capture
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.shapes import size_of
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import free
+from asyncflow.ops.elementwise import ADD, SUBTRACT
+from asyncflow.ops.indexing import GETITEM
+from asyncflow.ops.linalg import MATMUL
+from asyncflow.ops.logic import GREATER, GREATER_EQUAL, LESS, LESS_EQUAL, LOGICAL_AND
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from asyncflow.graph.graph import Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Op
+
+FAST = frozenset({"float32", "float64", "complex64", "complex128"})
+"""Dtypes that have a matrix product in BLAS."""
+
+_WORTH_FLOPS = 200_000
+"""Smaller products take no longer than looking for the row that was made ahead."""
+
+_STORES = frozenset({"element_gradient", "part_of_sum", "saved_value"})
+"""Ops that read from a store of values and leave it as it is."""
+
+
+def batch_rows(loop: Node, block_bytes: int) -> list[Node]:
+    """Makes products of `loop` ahead, in place; gives what is to stand in front of it."""
+    moved: list[Node] = []
+    for place, step in counters(loop):
+        found = _find(loop, place)
+        if found is not None:
+            moved += _Move(loop, place, step, found, block_bytes).run()
+    return moved
+
+
+# -- what can be made ahead ------------------------------------------------------------------------------------------
+
+
+def counters(loop: Node) -> list[tuple[int, int]]:
+    """Places of the loop variables that go up or down by one, and which of the two."""
+    body: Subgraph = loop.attrs["body"]
+    found: list[tuple[int, int]] = []
+    for place, (variable, result) in enumerate(zip(body.inputs, body.results, strict=False)):
+        if result.node.op in (ADD, SUBTRACT) and variable.dtype.kind in "iu" and variable.shape == ():
+            step = _step(result.node, variable)
+            if step in (1, -1):
+                found.append((place, step))
+    return found
+
+
+def _step(node: Node, variable: Tensor) -> int:
+    """By how much an addition or subtraction changes `variable`; 0 if that is not known."""
+    left, right = node.inputs
+    if node.op is ADD and right is variable:
+        left, right = right, left
+    if left is not variable or not is_constant(right) or right.shape != ():
+        return 0
+    return int(right.node.attrs["value"]) * (1 if node.op is ADD else -1)
+
+
+@dataclass(slots=True)
+class Classes:
+    """What the tensors of a body depend on.
+
+    Attributes:
+        captured: captures, and the tensors outside that they stand for.
+        fixed: tensors that are the same in every iteration.
+        varying: those that depend on the counter as well.
+        products: matrix products among the nodes of `varying` that are faster with many rows.
+    """
+
+    captured: dict[Tensor, Tensor]
+    fixed: set[Tensor] = field(default_factory=set)
+    varying: set[Tensor] = field(default_factory=set)
+    products: dict[Node, None] = field(default_factory=dict)
+
+    def classify(self, node: Node) -> None:
+        """Finds what the outputs of a node depend on; those that it uses are known."""
+        if node.outputs and is_constant(node.outputs[0]):
+            self.fixed.update(node.outputs)
+        elif self._may_move(node):
+            if self.varying.isdisjoint(node.inputs):
+                self.fixed.update(node.outputs)
+            elif _is_cheap(node):
+                self.varying.update(node.outputs)
+            elif self._is_row_product(node):
+                self.varying.update(node.outputs)
+                self.products[node] = None
+
+    def _may_move(self, node: Node) -> bool:
+        if node.op.kernel is None or not (node.op.is_pure and node.single) or node.control_inputs:
+            return False
+        if not node.inputs or not all(tensor in self.varying or tensor in self.fixed for tensor in node.inputs):
+            return False
+        if node.op is READ:  # uses up the array: the value it was made of is read instead
+            return self.captured[node.inputs[0]].node.op is UNSTACK
+        return node.op.name in _STORES or not has_variants((*node.inputs, *node.outputs))
+
+    def _is_row_product(self, node: Node) -> bool:
+        if node.op is not MATMUL:
+            return False
+        left, right = node.inputs
+        is_left = right in self.fixed
+        row, matrix = (left, right) if is_left else (right, left)
+        return matrix in self.fixed and pays_ahead(row.spec, matrix.spec, is_left=is_left)
+
+
+def pays_ahead(row: Spec, matrix: Spec, *, is_left: bool) -> bool:
+    """Whether a product with a fixed matrix is one that many rows at once make faster.
+
+    Args:
+        row: what changes from iteration to iteration.
+        matrix: what does not.
+        is_left: the row stands on the left.
+    """
+    if row.dtype.name not in FAST or row.dtype != matrix.dtype:
+        return False
+    if matrix.rank != 2 or row.shape is None or not row.shape:
+        return False
+    if not is_left and len(row.shape) > 1:
+        return False
+    rows, size = size_of(row.shape[:-1]), size_of(matrix.shape)
+    if rows is None or size is None:
+        return True
+    return 4 * rows <= ENOUGH_ROWS and 2 * rows * size >= _WORTH_FLOPS
+
+
+def _is_cheap(node: Node) -> bool:
+    """Whether running it a second time costs next to nothing beside a product."""
+    return node.op.flops in (None, free) or node.op is GETITEM
+
+
+@dataclass(slots=True)
+class _Found:
+    """What can be made ahead by one counter.
+
+    Attributes:
+        classes: what the tensors of the body depend on.
+        program: all nodes that are needed for it, in order.
+        products: the products among them, and for each the nodes that it is made by.
+    """
+
+    classes: Classes
+    program: list[Node]
+    products: dict[Node, set[Node]]
+
+
+def classified(loop: Node, place: int) -> Classes:
+    """What the tensors of a loop's body depend on, of which the loop variable at `place` is the counter."""
+    body: Subgraph = loop.attrs["body"]
+    n_vars: int = loop.attrs["n_vars"]
+    classes = Classes(dict(zip(body.inputs[n_vars:], loop.inputs[n_vars:], strict=True)))
+    classes.fixed.update(classes.captured)
+    classes.varying.add(body.inputs[place])
+    for node in body.nodes:
+        classes.classify(node)
+    return classes
+
+
+def _find(loop: Node, place: int) -> _Found | None:
+    body: Subgraph = loop.attrs["body"]
+    classes = classified(loop, place)
+    program: set[Node] = set()
+    products: dict[Node, set[Node]] = {}
+    for product in classes.products:
+        members = _ancestors(product, body.inputs[place].node, classes.captured)
+        devices = {node.device for node in (*program, *members) if node.op is not CONSTANT}
+        if len(devices) == 1:
+            program |= members
+            products[product] = members
+    if not products:
+        return None
+    return _Found(classes, [node for node in body.nodes if node in program], products)
+
+
+def _ancestors(product: Node, counter: Node, captured: Iterable[Tensor]) -> set[Node]:
+    """`product` and all it is made by, down to the counter and captures."""
+    ends = {counter, *(tensor.node for tensor in captured)}
+    found, stack = {product}, [product]
+    while stack:
+        for tensor in stack.pop().inputs:
+            if tensor.node not in found and tensor.node not in ends:
+                found.add(tensor.node)
+                stack.append(tensor.node)
+    return found
+
+
+# -- how far the loop goes -------------------------------------------------------------------------------------------
+
+_BOUNDS: dict[Op, tuple[int, int]] = {LESS: (1, 0), LESS_EQUAL: (1, 1), GREATER: (-1, 0), GREATER_EQUAL: (-1, 1)}
+"""Comparisons of a counter with a bound: the step that leads there, and how many iterations there are at the bound."""
+_SWAPPED: dict[Op, Op] = {LESS: GREATER, LESS_EQUAL: GREATER_EQUAL, GREATER: LESS, GREATER_EQUAL: LESS_EQUAL}
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    value: Tensor
+    margin: int
+    is_exact: bool
+
+
+def _bound(loop: Node, place: int, step: int) -> _Bound | None:
+    """What the counter runs up to, as the predicate has it; `value` is a tensor outside, or a constant inside."""
+    condition: Subgraph = loop.attrs["cond"]
+    outer = dict(zip(condition.inputs[loop.attrs["n_vars"] :], loop.inputs[loop.attrs["n_vars"] :], strict=True))
+    terms = list(_terms(condition.results[0]))
+    for term in terms:
+        if term.node.op not in _BOUNDS:
+            continue
+        op, (counter, value) = term.node.op, term.node.inputs
+        if value is condition.inputs[place]:
+            op, counter, value = _SWAPPED[op], value, counter
+        leads_there = counter is condition.inputs[place] and _BOUNDS[op][0] == step
+        is_known = (value in outer or is_constant(value)) and value.dtype.kind in "iu" and value.shape == ()
+        if leads_there and is_known:
+            return _Bound(outer.get(value, value), _BOUNDS[op][1], len(terms) == 1)
+    return None
+
+
+def _terms(predicate: Tensor) -> Iterator[Tensor]:
+    """All that must hold."""
+    if predicate.node.op is LOGICAL_AND:
+        for part in predicate.node.inputs:
+            yield from _terms(part)
+    else:
+        yield predicate
+
+
+# -- the move --------------------------------------------------------------------------------------------------------
+
+
+class _Move:
+    """Moves what was found by one counter out of a loop's body."""
+
+    def __init__(self, loop: Node, place: int, step: int, found: _Found, block_bytes: int) -> None:
+        self.loop = loop
+        self.body: Subgraph = loop.attrs["body"]
+        self.place = place
+        self.step = step
+        self.found = found
+        self.block_bytes = block_bytes
+        self.outer: dict[Tensor, int] = {}
+        """Tensors outside, and their numbers in the program."""
+
+    def run(self) -> list[Node]:
+        like = next(iter(self.found.products))
+        front: list[Node] = []
+        sources = [[self._source(node, tensor) for tensor in node.inputs] for node in self.found.program]
+        outer = list(self.outer)
+        bound = _bound(self.loop, self.place, self.step)
+        if bound is not None:
+            value = bound.value
+            if is_constant(value):
+                front.append(detached_node(self.loop.graph, CONSTANT, (), value.node.attrs, like, value.spec))
+                value = front[-1].outputs[0]
+            outer.append(value)
+        numbers = {node: 1 + len(outer) + place for place, node in enumerate(self.found.program)}
+        steps = tuple(
+            _as_step(node, tuple(each if isinstance(each, int) else numbers[each] for each in inputs))
+            for node, inputs in zip(self.found.program, sources, strict=True)
+        )
+        counter = self.body.inputs[self.place]
+        ahead = detached_node(self.loop.graph, ROWS_AHEAD, outer, {}, like, Spec(VARIANT))
+        rows = add_capture(self.loop, ahead.outputs[0])[self.loop.subgraphs.index(self.body)]
+        kept = self._replace(rows, counter)
+        ahead.attrs.update(
+            steps=steps,
+            results=tuple(numbers[node] for node in kept),
+            n_inputs=len(outer),
+            counter=counter.dtype,
+            step=self.step,
+            margin=None if bound is None else bound.margin,
+            is_exact=bound is not None and bound.is_exact,
+            block_bytes=self.block_bytes,
+        )
+        return [*front, ahead]
+
+    def _source(self, node: Node, tensor: Tensor) -> int | Node:
+        """The number of an input of a node of the program, or the node that makes it."""
+        if tensor is self.body.inputs[self.place]:
+            return 0
+        captured = self.found.classes.captured
+        if tensor not in captured:
+            return tensor.node
+        outer = captured[tensor]
+        if node.op is READ and tensor is node.inputs[0]:
+            outer = outer.node.inputs[1]
+        return self.outer.setdefault(outer, 1 + len(self.outer))
+
+    def _replace(self, rows: Tensor, counter: Tensor) -> list[Node]:
+        """Makes products of the body look at `rows`, and drops what is then not used; the products that are left."""
+        products = self.found.products
+        droppable = {node for node in self.found.program if cannot_fail(node)}
+        for product, members in products.items():
+            needed = {
+                node.outputs[0]: None
+                for node in self.found.program
+                if node in members and node not in products and node not in droppable
+            }
+            if product not in droppable:
+                needed |= dict.fromkeys(product.inputs)
+            row = next(tensor for tensor in product.inputs if tensor in self.found.classes.varying)
+            summed = (row.shape or (None,))[-1] or 1
+            product.attrs = {"which": 0, "value": product.outputs[0].spec, "summed": summed}
+            product.op = ROW_AHEAD
+            product.inputs = [rows, counter, *needed]
+        self._drop(droppable)
+        kept = [node for node in self.body.nodes if node in products]
+        for which, node in enumerate(kept):
+            node.attrs["which"] = which
+        return kept
+
+    def _drop(self, droppable: set[Node]) -> None:
+        used = {*awaited_nodes(self.body), *(result.node for result in self.body.results)}
+        kept: list[Node] = []
+        for node in reversed(self.body.nodes):
+            if node in droppable and node not in used:
+                continue
+            kept.append(node)
+            used.update(tensor.node for tensor in node.inputs)
+        self.body.nodes[:] = kept[::-1]
+
+
+def _as_step(node: Node, inputs: tuple[int, ...]) -> tuple[str, dict[str, Any], tuple[int, ...]]:
+    if node.op is READ:
+        return GETITEM.name, {"key": (("input", 0),)}, inputs
+    return node.op.name, node.attrs, inputs
+
+
+__all__ = ["FAST", "Classes", "batch_rows", "classified", "counters", "pays_ahead"]

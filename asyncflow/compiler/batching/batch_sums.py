@@ -1,0 +1,184 @@
+"""Half of a pass: sums of matrix products over a loop's iterations, which nothing in the loop reads, are made up for.
+
+A loop variable that is only ever ``total = total + a @ g`` gives way to one that several such sums with the same `g`
+share, and to which the body adds the operands; behind the loop stand the sums themselves (`pending_sums`). The sum of
+the rows of `g`, the gradient of a bias, joins them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.batching.batch_rows import FAST
+from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS, SUMS, pays
+from asyncflow.compiler.program.detached import detached_node
+from asyncflow.compiler.program.purity import awaited_nodes
+from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.graph.captures import add_variable, drop_inputs, keep_variables
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.shapes import is_compatible, is_static
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, SUM_TO
+from asyncflow.ops.elementwise import ADD
+from asyncflow.ops.linalg import MATMUL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.graph import Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+
+
+def batch_sums(loop: Node, block_bytes: int, replaced: Replacements) -> tuple[list[Node], list[Node]]:
+    """Batches sums of `loop`, in place.
+
+    Args:
+        loop: a `while`.
+        block_bytes: most bytes of a block of rows.
+        replaced: gets what stands for the loop's results.
+
+    Returns:
+        What is to stand in front of the loop, and what behind it.
+    """
+    before: list[Node] = []
+    after: list[Node] = []
+    for group in _groups(_sums(loop)):
+        new, made = _move(loop, group, block_bytes)
+        before.append(new)
+        after.append(made)
+        replaced.tensors.update(zip((total.output for total in group), made.outputs, strict=True))
+    return before, after
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A loop variable that adds up products.
+
+    Attributes:
+        output: what the loop leaves in it.
+        adding: the nodes of the body between the product and its result.
+        product: a `matmul`, or a `sum_to` of the rows.
+    """
+
+    output: Tensor
+    adding: tuple[Node, ...]
+    product: Node
+
+    @property
+    def right(self) -> Tensor:
+        """The operand that other sums may share."""
+        return self.product.inputs[-1 if self.product.op is MATMUL else 0]
+
+    @property
+    def origin(self) -> Tensor:
+        """What `right` is if its shape is what it is expected to be: only a run knows that."""
+        found = self.right
+        while found.node.op in (ENSURE_SHAPE, SUM_TO):
+            before = found.node.inputs[0]
+            if before.spec.rank != 2 or not is_compatible(before.shape, found.shape):
+                break
+            found = before
+        return found
+
+
+def _sums(loop: Node) -> list[_Sum]:
+    condition: Subgraph = loop.attrs["cond"]
+    body: Subgraph = loop.attrs["body"]
+    uses = Counter(id(tensor) for node in body.nodes for tensor in node.inputs)
+    uses.update(id(tensor) for tensor in body.results)
+    in_condition = {tensor for node in condition.nodes for tensor in node.inputs} | set(condition.results)
+    awaited = awaited_nodes(body) | awaited_nodes(condition)
+    found: list[_Sum] = []
+    for place in range(loop.attrs["n_vars"]):
+        variable, seen = body.inputs[place], condition.inputs[place]
+        if seen in in_condition or seen.node in awaited or uses[id(variable)] != 1 or variable.node in awaited:
+            continue
+        chain = _chain(variable, body.results[place])
+        if chain is None:
+            continue
+        *adding, product = chain
+        is_free = all(
+            uses[id(node.outputs[0])] == 1 and node not in awaited and not node.control_inputs for node in chain
+        )
+        if is_free and len({node.device for node in chain}) == 1 and _is_summed_up(product, variable):
+            found.append(_Sum(loop.outputs[place], tuple(adding), product))
+    return found
+
+
+def _chain(variable: Tensor, result: Tensor) -> list[Node] | None:
+    """The nodes from the result back to what is added to `variable`; None if it is not a plain sum."""
+    chain: list[Node] = []
+    node = result.node
+    while node.op is ENSURE_SHAPE:
+        chain.append(node)
+        node = node.inputs[0].node
+    if node.op is not ADD:
+        return None
+    left, right = node.inputs
+    if variable is not left and variable is not right:
+        return None
+    term = right if variable is left else left
+    return [*chain, node, term.node]
+
+
+def _is_summed_up(product: Node, variable: Tensor) -> bool:
+    """Whether products of many iterations can be one product, and that is faster."""
+    if product.op not in (MATMUL, SUM_TO):
+        return False
+    right = product.inputs[-1 if product.op is MATMUL else 0]
+    if variable.dtype.name not in FAST or product.inputs[0].dtype != right.dtype:
+        return False
+    if right.shape is None or len(right.shape) != 2:
+        return False
+    if product.op is SUM_TO:
+        columns = right.shape[1]
+        return columns is not None and product.attrs["shape"] == (columns,) == variable.shape
+    if product.inputs[0].spec.rank != 2 or variable.spec.rank != 2:
+        return False
+    left = product.inputs[0].shape
+    assert left is not None
+    if not is_static(left) or not is_static(right.shape):
+        return True
+    return variable.shape in (None, (left[0], right.shape[1])) and pays(left[1] or 0, left[0] or 0, right.shape[1] or 0)
+
+
+def _groups(sums: Sequence[_Sum]) -> list[list[_Sum]]:
+    """Sums that may share their right operand, with a product among them."""
+    groups: dict[tuple[int, str | None], list[_Sum]] = {}
+    for each in sums:
+        groups.setdefault((id(each.origin), each.product.device), []).append(each)
+    return [group for group in groups.values() if any(each.product.op is MATMUL for each in group)]
+
+
+def _move(loop: Node, group: Sequence[_Sum], block_bytes: int) -> tuple[Node, Node]:
+    """Replaces the variables of `group` by one; gives its first value, and what is behind the loop."""
+    body: Subgraph = loop.attrs["body"]
+    places = [total.output.index for total in group]
+    like = next(total.product for total in group if total.product.op is MATMUL)
+    initial = [loop.inputs[place] for place in places]
+    specs = tuple(total.output.spec for total in group)
+    new = detached_node(loop.graph, NEW_SUMS, initial, {"block_bytes": block_bytes}, like, Spec(VARIANT))
+    inner, pending = add_variable(loop, new.outputs[0])
+    numbers: dict[Tensor, int] = {}
+    for total in group:
+        for operand in (total.right, *total.product.inputs[:1]):
+            numbers.setdefault(operand, len(numbers))
+    operands = tuple(
+        (numbers[total.right], numbers[total.product.inputs[0]] if total.product.op is MATMUL else -1)
+        for total in group
+    )
+    attrs = {"operands": operands}
+    adding = detached_node(body, ADD_PRODUCTS, [inner, *numbers], attrs, like, Spec(VARIANT), reserved_name=like.name)
+    leaving = {node for total in group for node in (*total.adding, total.product)}
+    last = max(index for index, node in enumerate(body.nodes) if node in leaving)
+    body.nodes[:] = [
+        *(node for node in body.nodes[:last] if node not in leaving),
+        adding,
+        *body.nodes[last + 1 :],
+    ]
+    body.results.append(adding.outputs[0])
+    drop_inputs(loop, places)
+    keep_variables(loop, [place for place in range(loop.attrs["n_vars"]) if place not in places])
+    return new, detached_node(loop.graph, SUMS, [pending], {"values": specs}, like, specs)

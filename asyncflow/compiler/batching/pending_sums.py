@@ -1,0 +1,219 @@
+"""Sums of matrix products over a loop's iterations, many iterations at a time (Cavs' lazy ops).
+
+``total = total + x.T @ g`` in every iteration, as for the gradient of weights, is one product of all the x and all the
+g, one below the other. Both are copied into a block of so many rows as pays, and when that is full its product is added
+to the total. Sums that share g share its block and are one product: ``(x; h; 1).T @ g``, where a column of ones gives
+the sum of g itself.
+
+A `PendingSums` is changed in place. It is a loop variable that only this pass makes, and of which the next iteration,
+or what is behind the loop, is the one and only user.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from asyncflow.compiler.batching.rows_ahead import most_at_once
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.op import Op
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import elements, free
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.shapes import Shape
+
+Array = np.ndarray[Any, Any]
+
+_ENOUGH_ROWS = 1024
+"""With so many rows the product takes far longer than adding it to the total."""
+
+
+class _Block:
+    """Rows to be multiplied, and the sum of the products so far.
+
+    Attributes:
+        edges: where the columns of each sum begin on the left, and the last one's end.
+        capacity: number of rows.
+    """
+
+    __slots__ = ("_filled", "_left", "_product", "_right", "_sum", "capacity", "edges")
+
+    def __init__(self, right: Array, lefts: Sequence[Array | None], capacity: int) -> None:
+        widths = [1 if left is None else left.shape[0] for left in lefts]
+        self.edges = [0]
+        for width in widths:
+            self.edges.append(self.edges[-1] + width)
+        self.capacity = capacity
+        self._left = np.empty((capacity, self.edges[-1]), right.dtype)
+        self._right = np.empty((capacity, right.shape[1]), right.dtype)
+        for place, left in enumerate(lefts):
+            if left is None:
+                self._left[:, self.edges[place]] = 1
+        self._product: Array | None = None
+        self._sum: Array | None = None
+        self._filled = 0
+
+    def takes(self, right: Array, lefts: Sequence[Array | None]) -> bool:
+        """Whether these are of the shapes the block was made for, but for the number of rows."""
+        rows, columns = right.shape
+        return (
+            columns == self._right.shape[1]
+            and rows <= self.capacity
+            and all(
+                left is None or left.shape == (end - start, rows)
+                for left, (start, end) in zip(lefts, pairwise(self.edges), strict=True)
+            )
+        )
+
+    def add(self, right: Array, lefts: Sequence[Array | None]) -> None:
+        """The sums with the products of each of `lefts` and `right`; None stands for a row of ones."""
+        start, end = self._filled, self._filled + len(right)
+        if end > self.capacity:
+            self._multiply()
+            start, end = 0, len(right)
+        self._right[start:end] = right
+        for left, first, last in zip(lefts, self.edges[:-1], self.edges[1:], strict=True):
+            if left is not None:
+                self._left[start:end, first:last] = left.T
+        self._filled = end
+
+    def sums(self) -> list[Array]:
+        """What the products come to, below one another; their memory is the block's no more."""
+        self._multiply()
+        assert self._sum is not None
+        found, self._sum = self._sum, None
+        return [found[first:last] for first, last in pairwise(self.edges)]
+
+    def _multiply(self) -> None:
+        left, right = self._left[: self._filled], self._right[: self._filled]
+        if self._sum is None:
+            self._sum = np.matmul(left.T, right)
+        else:
+            self._product = np.matmul(left.T, right, out=self._product)
+            np.add(self._sum, self._product, out=self._sum)
+        self._filled = 0
+
+
+class PendingSums:
+    """Totals, and what has yet to be added to them."""
+
+    __slots__ = ("_block", "_block_bytes", "_totals")
+
+    def __init__(self, totals: Sequence[Array], block_bytes: int) -> None:
+        self._totals = list(totals)
+        self._block: _Block | None = None
+        self._block_bytes = block_bytes
+
+    def add(self, rights: Sequence[Array], lefts: Sequence[Array | None]) -> None:
+        """Adds ``left @ right`` to each total; the sum of the rows of `right` where `left` is None."""
+        right, block = rights[0], self._block
+        is_shared = all(other is right for other in rights)
+        if block is not None and is_shared and block.takes(right, lefts):
+            block.add(right, lefts)
+            return
+        self.settle()
+        self._block = block = self._new_block(right, lefts) if is_shared else None
+        if block is not None:
+            block.add(right, lefts)
+            return
+        for place, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+            product = np.sum(right, axis=0) if left is None else np.matmul(left, right)
+            self._totals[place] = np.add(self._totals[place], product)
+
+    def settle(self) -> list[Array]:
+        """The totals, with all that was pending."""
+        if self._block is not None:
+            found = zip(self._totals, self._block.sums(), strict=True)
+            self._totals = [np.add(total, added.reshape(total.shape)) for total, added in found]
+            self._block = None
+        return self._totals
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the totals; those of a block are bounded."""
+        return sum(total.nbytes for total in self._totals)
+
+    def _new_block(self, right: Array, lefts: Sequence[Array | None]) -> _Block | None:
+        """Room for several iterations; None if the products are better added one by one."""
+        if not self._fits(right, lefts):
+            return None
+        rows, columns = right.shape
+        widths = sum(1 if left is None else left.shape[0] for left in lefts)
+        if not pays(rows, widths, columns):
+            return None
+        nbytes = rows * (widths + columns) * right.itemsize
+        most = most_at_once(rows, _ENOUGH_ROWS, nbytes, 2.0 * rows * widths * columns, self._block_bytes)
+        return _Block(right, lefts, most * rows) if most > 1 else None
+
+    def _fits(self, right: Array, lefts: Sequence[Array | None]) -> bool:
+        if right.ndim != 2:
+            return False
+        columns = right.shape[1]
+        for total, left in zip(self._totals, lefts, strict=True):
+            if left is None:
+                if total.shape != (columns,):
+                    return False
+            elif left.ndim != 2 or left.shape[1] != len(right) or total.shape != (left.shape[0], columns):
+                return False
+        return True
+
+
+def pays(rows: int, width: int, columns: int) -> bool:
+    """Whether copying ``width + columns`` numbers a row costs less than adding ``width * columns`` to totals."""
+    return 0 < rows * (width + columns) < 3 * width * columns
+
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+
+def _new_spec(*totals: Spec, block_bytes: int) -> Spec:
+    return Spec(VARIANT)  # of unknown shape: it may be large
+
+
+def _new_kernel(xp: ModuleType, *, block_bytes: int) -> Kernel:
+    return lambda *totals: PendingSums(totals, block_bytes)
+
+
+Operands: TypeAlias = tuple[tuple[int, int], ...]
+"""Per total, the numbers of its right operand among the inputs, and of its left one: -1 for a row of ones."""
+
+
+def _add_spec(pending: Spec, *inputs: Spec, operands: Operands) -> Spec:
+    return Spec(VARIANT)
+
+
+def _add_kernel(xp: ModuleType, *, operands: Operands) -> Kernel:
+    rights, lefts = zip(*operands, strict=True)
+
+    def add(pending: PendingSums, *inputs: Any) -> PendingSums:
+        pending.add([inputs[place] for place in rights], [None if place < 0 else inputs[place] for place in lefts])
+        return pending
+
+    return add
+
+
+def _add_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, operands: Operands) -> float:
+    values = inputs[1:]
+    return sum(
+        2.0 * elements((values[left] or (1,))[:1]) * elements(values[right]) for right, left in operands if left >= 0
+    )
+
+
+def _sums_spec(pending: Spec, *, values: tuple[Spec, ...]) -> tuple[Spec, ...]:
+    return values
+
+
+def _sums_kernel(xp: ModuleType, *, values: tuple[Spec, ...]) -> Kernel:
+    return lambda pending: tuple(pending.settle())
+
+
+NEW_SUMS = Op(name="pending_sums", infer=_new_spec, kernel=_new_kernel, is_random=True, flops=free)
+ADD_PRODUCTS = Op(name="add_products", infer=_add_spec, kernel=_add_kernel, is_random=True, flops=_add_flops)
+SUMS = Op(name="sums", infer=_sums_spec, kernel=_sums_kernel, is_random=True)

@@ -1,0 +1,326 @@
+"""Matrix products whose rows are known ahead of a loop's iterations, several iterations at a time (Cavs' eager ops).
+
+Of ``xs[t] @ W`` nothing depends on what the loop carries, but for the counter `t`. So the products of the next
+iterations are one product, of all their rows at once, made when the first of them is asked for. What makes the rows
+(``xs[t]``) is run once for each iteration as it would be in the loop, only earlier.
+
+Blocks begin with one iteration and double, so that a loop that ends early has made no more than it has used; where
+the predicate says how many iterations are left, they are as long as pays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import repeat
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.op import Op, find_op
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import elements, free
+from asyncflow.ops.indexing import GETITEM
+from asyncflow.ops.linalg import MATMUL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.shapes import Shape
+
+Array = np.ndarray[Any, Any]
+
+ENOUGH_ROWS = 4096
+"""With so many rows a matrix product is as fast as it gets; with 512 of them it takes a fifth longer."""
+
+INLINE_FLOPS = 8e6
+"""What is done in one go of work that is done on the event loop: less than 0.2 ms on one core."""
+
+LONG_FLOPS = 2e6
+"""A product of so many is not expected to run there (`asyncflow.compiler.program.estimate`)."""
+
+
+def most_at_once(rows: int, enough: int, nbytes: int, flops: float, block_bytes: int) -> int:
+    """How many iterations are worth doing at once, at least 1.
+
+    Args:
+        rows: of one iteration.
+        enough: of all together.
+        nbytes: of the operands and results of one.
+        flops: of its products.
+        block_bytes: most bytes of all together.
+    """
+    most = min(enough / max(rows, 1), block_bytes / max(nbytes, 1))
+    if flops < LONG_FLOPS:
+        most = min(most, INLINE_FLOPS / max(flops, 1))
+    return max(1, int(most))
+
+
+# -- what makes the rows ---------------------------------------------------------------------------------------------
+
+Steps = tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]
+"""Ops with their attributes, and the numbers of their inputs: 0 is the loop's counter, then come the inputs of the
+node, then the results of the steps before."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """The size of one iteration's products."""
+
+    rows: int = 0
+    nbytes: int = 0
+    flops: float = 0.0
+
+    def add(self, row: Array, matrix: Array, product: Array) -> None:
+        rows = row.size // max(row.shape[-1], 1)
+        self.rows = max(self.rows, rows)
+        self.nbytes += row.nbytes + product.nbytes
+        self.flops += 2.0 * row.size * matrix.size / max(row.shape[-1], 1)
+
+
+class _Step:
+    """One op of a program, bound."""
+
+    __slots__ = ("inputs", "is_product", "is_slice", "kernel", "row_input", "varies")
+
+    def __init__(self, op: Op, attrs: dict[str, Any], kernel: Kernel, inputs: tuple[int, ...], varying: list[bool]):
+        self.kernel = kernel
+        self.inputs = inputs
+        self.varies = tuple(varying[place] for place in inputs)
+        self.is_product = op is MATMUL and any(self.varies)
+        self.is_slice = op is GETITEM and attrs["key"] == (("input", 0),) and self.varies == (False, True)
+        self.row_input = self.varies.index(True) if any(self.varies) else -1
+
+    def once(self, values: Sequence[Any]) -> Any:
+        """For all iterations alike."""
+        return self.kernel(*(values[place] for place in self.inputs))
+
+    def each(self, values: Sequence[Any], count: int) -> Sequence[Any]:
+        """One by one, up to the first that fails; that is an error only if it is the very first."""
+        if self.is_slice:
+            array, indices = (values[place] for place in self.inputs)
+            rows: Sequence[Any] | None = _neighbours(array, indices, count)
+            if rows is not None:
+                return rows
+        columns = [values[place] if varies else repeat(values[place]) for place, varies in self._columns()]
+        found: list[Any] = []
+        for arguments in zip(range(count), *columns, strict=False):
+            try:
+                found.append(self.kernel(*arguments[1:]))
+            except Exception:
+                if not found:
+                    raise
+                break
+        return found
+
+    def _columns(self) -> zip[tuple[int, bool]]:
+        return zip(self.inputs, self.varies, strict=True)
+
+    def product(self, values: Sequence[Any], count: int, work: _Work) -> list[Any]:
+        """All in one product, as far as the rows fit below one another."""
+        rows: Sequence[Array] | Array = values[self.inputs[self.row_input]][:count]
+        matrix = values[self.inputs[1 - self.row_input]]
+        first = rows[0]
+        is_left = self.row_input == 0
+        by = matrix if is_left or matrix.ndim != 2 else matrix.T
+        fits = matrix.ndim == 2 and first.ndim >= 1 and (is_left or first.ndim == 1) and first.shape[-1] == by.shape[0]
+        alike = _alike(rows) if fits else 1
+        if alike > 1:
+            rows = rows[:alike]
+            products = _split(self.kernel(_below_one_another(rows, by.shape[0]), by), rows)
+            work.add(first, matrix, products[0])
+            return products
+        only = self.kernel(first, matrix) if is_left else self.kernel(matrix, first)
+        work.add(first, matrix, only)
+        return [only]
+
+
+def _alike(rows: Sequence[Array] | Array) -> int:
+    """How many of the first of `rows` fit below one another: matrices may have different numbers of rows."""
+    if isinstance(rows, np.ndarray):
+        return len(rows)
+    first = rows[0]
+    fixed = 1 if first.ndim == 2 else 0
+    others = (
+        place for place, row in enumerate(rows) if row.ndim != first.ndim or row.shape[fixed:] != first.shape[fixed:]
+    )
+    return next(others, len(rows))
+
+
+def _below_one_another(rows: Sequence[Array] | Array, columns: int) -> Array:
+    if isinstance(rows, np.ndarray):
+        return rows.reshape(-1, columns)
+    return np.concatenate([row.reshape(-1, columns) for row in rows])
+
+
+def _split(product: Array, rows: Sequence[Array] | Array) -> list[Any]:
+    """The products of each of `rows`, which were one below the other."""
+    found, start = [], 0
+    for row in rows:
+        end = start + prod(row.shape[:-1])
+        found.append(product[start:end].reshape(*row.shape[:-1], product.shape[1]))
+        start = end
+    return found
+
+
+def _neighbours(array: Array, indices: Sequence[Any], count: int) -> Any:
+    """The rows of `array` at `indices`, if they follow each other; None if not, or if there are none."""
+    first, last = int(indices[0]), int(indices[count - 1])
+    if array.ndim < 2 or not (0 <= first < len(array) and 0 <= last < len(array)):
+        return None
+    step = 1 if first <= last else -1
+    if any(index != first + step * place for place, index in enumerate(indices[:count])):
+        return None
+    return array[first : last + 1] if step > 0 else array[last : first + 1][::-1]
+
+
+class _Program:
+    """What a block is made by; bound once for all runs."""
+
+    def __init__(self, xp: ModuleType, steps: Steps, outputs: Sequence[int], n_inputs: int) -> None:
+        varying = [True, *[False] * n_inputs]
+        self.outputs = outputs
+        self.steps: list[_Step] = []
+        for name, attrs, inputs in steps:
+            op = find_op(name)
+            assert op.kernel is not None
+            step = _Step(op, attrs, op.kernel(xp, **attrs), inputs, varying)
+            self.steps.append(step)
+            varying.append(any(step.varies))
+
+    def run(self, counters: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Sequence[Any]], int, _Work]:
+        """The outputs for these iterations, for how many of them they could be made, and the work of one."""
+        values: list[Any] = [counters, *inputs]
+        count, work = len(counters), _Work()
+        for step in self.steps:
+            if not any(step.varies):
+                values.append(step.once(values))
+                continue
+            found = step.product(values, count, work) if step.is_product else step.each(values, count)
+            count = len(found)
+            values.append(found)
+        return [values[place] for place in self.outputs], count, work
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What was made for the iterations from the one with the counter `first` on."""
+
+    first: int
+    step: int
+    count: int
+    outputs: list[Sequence[Any]]
+
+    def has(self, index: int) -> bool:
+        """Whether the iteration with this counter is one of them."""
+        return 0 <= (index - self.first) * self.step < self.count
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """How the counter goes.
+
+    Attributes:
+        dtype: of the counter.
+        step: 1 or -1.
+        margin: the iterations left are the distance to the bound, and so many more; None without a bound.
+        is_exact: the loop runs up to the bound, if nothing fails.
+    """
+
+    dtype: np.dtype[Any]
+    step: int
+    margin: int | None
+    is_exact: bool
+
+
+class RowsAhead:
+    """The products of a loop's next iterations. It holds the last two blocks, as iterations overlap."""
+
+    __slots__ = ("_block_bytes", "_blocks", "_bound", "_course", "_inputs", "_lock", "_next", "_program")
+
+    def __init__(self, program: _Program, course: _Course, block_bytes: int, inputs: Sequence[Any]) -> None:
+        self._program = program
+        self._course = course
+        self._block_bytes = block_bytes
+        self._bound = None if course.margin is None else int(inputs[-1])
+        self._inputs = inputs
+        self._blocks: tuple[_Block, ...] = ()
+        self._next = 1
+        self._lock = Lock()
+
+    def row(self, which: int, index: int) -> Any:
+        """Output number `which` in the iteration with the counter `index`."""
+        for block in self._blocks:
+            place = (index - block.first) * block.step
+            if 0 <= place < block.count:
+                return block.outputs[which][place]
+        with self._lock:
+            block = next((block for block in self._blocks if block.has(index)), None) or self._make(index)
+        return block.outputs[which][(index - block.first) * block.step]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows it holds."""
+        return sum(row.nbytes for block in self._blocks for rows in block.outputs for row in rows)
+
+    def _make(self, index: int) -> _Block:
+        outputs, count, work = self._program.run(self._counters(index), self._inputs)
+        block = _Block(index, self._course.step, count, outputs)
+        self._blocks = (block, *self._blocks[:1])
+        most = most_at_once(work.rows, ENOUGH_ROWS, work.nbytes, work.flops, self._block_bytes)
+        self._next = most if self._course.is_exact else min(2 * self._next, most)
+        return block
+
+    def _counters(self, index: int) -> Sequence[Any]:
+        course, count = self._course, self._next
+        if self._bound is not None and course.margin is not None:
+            count = min(count, (self._bound - index) * course.step + course.margin)
+        limits = np.iinfo(course.dtype)
+        count = min(count, limits.max - index + 1 if course.step > 0 else index - limits.min + 1)
+        ahead = range(index, index + course.step * max(count, 1), course.step)
+        return list(np.array(ahead, course.dtype))
+
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+
+def _ahead_spec(*inputs: Spec, **attrs: object) -> Spec:
+    return Spec(VARIANT)  # of unknown shape: it may be large
+
+
+def _ahead_kernel(
+    xp: ModuleType,
+    *,
+    steps: Steps,
+    results: tuple[int, ...],
+    n_inputs: int,
+    counter: np.dtype[Any],
+    step: int,
+    margin: int | None,
+    is_exact: bool,
+    block_bytes: int,
+) -> Kernel:
+    program, course = _Program(xp, steps, results, n_inputs), _Course(counter, step, margin, is_exact)
+    return lambda *inputs: RowsAhead(program, course, block_bytes, inputs)
+
+
+def _row_kernel(xp: ModuleType, *, which: int, value: Spec, summed: int) -> Kernel:
+    return lambda rows, counter, *needed: rows.row(which, int(counter))
+
+
+def _row_spec(rows: Spec, counter: Spec, *needed: Spec, which: int, value: Spec, summed: int) -> Spec:
+    return value
+
+
+def _row_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, which: int, value: Spec, summed: int) -> float:
+    return 2.0 * elements(outputs[0]) * summed  # its share of what is done at once
+
+
+# Each belongs to one activation of one loop, so it is never shared with an equal one.
+ROWS_AHEAD = Op(name="rows_ahead", infer=_ahead_spec, kernel=_ahead_kernel, is_random=True, flops=free)
+ROW_AHEAD = Op(name="row_ahead", infer=_row_spec, kernel=_row_kernel, flops=_row_flops)
+"""One row of a `RowsAhead`; further inputs are what fails in this iteration if its rows cannot be made."""

@@ -1,0 +1,211 @@
+"""Half of a pass: matrix products in a loop's body are taken apart where a part need not wait for its iteration.
+
+LSTM cells are mostly written as ``concat([x, h]) @ W``. That is ``x @ W[:k] + h @ W[k:]``, of which the first can be
+made ahead for many iterations (`batch_rows`); the second is what the loop has to do. The other way round, a gradient
+that is made for all that was joined, and of which only pieces are used, is made for these alone.
+
+The sum is added up in another order, so it is the same within rounding, as all products are that are made ahead.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.compiler.batching.batch_rows import classified, counters, pays_ahead
+from asyncflow.compiler.program.detached import detached_node
+from asyncflow.compiler.program.purity import awaited_nodes
+from asyncflow.graph.builtin import is_constant
+from asyncflow.graph.captures import add_capture
+from asyncflow.graph.op import Op
+from asyncflow.graph.shapes import format_shape, is_static
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.derivatives.scatter import sliced_axis
+from asyncflow.ops.elementwise import ADD
+from asyncflow.ops.indexing import GETITEM
+from asyncflow.ops.keys import ELLIPSIS
+from asyncflow.ops.linalg import MATMUL
+from asyncflow.ops.manipulation import CONCAT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+    from asyncflow.compiler.batching.batch_rows import Classes
+    from asyncflow.graph.graph import Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+
+
+def take_apart(loop: Node) -> list[Node]:
+    """Takes products of `loop` apart, in place; gives what is to stand in front of it."""
+    apart = _Apart(loop)
+    for place, _ in counters(loop):
+        classes = classified(loop, place)
+        for node in list(apart.body.nodes):
+            if node.op is MATMUL and node.outputs[0] not in classes.varying:
+                apart.take(node, classes)
+    apart.narrow()
+    return apart.front
+
+
+class _Apart:
+    """What is taken apart in one loop.
+
+    Attributes:
+        front: new nodes that stand in front of the loop.
+    """
+
+    def __init__(self, loop: Node) -> None:
+        self.loop = loop
+        self.body: Subgraph = loop.attrs["body"]
+        self.front: list[Node] = []
+        n_vars: int = loop.attrs["n_vars"]
+        self.captured = dict(zip(self.body.inputs[n_vars:], loop.inputs[n_vars:], strict=True))
+
+    def is_outside(self, matrix: Tensor) -> bool:
+        """Whether a tensor of the body is a matrix that is there before the loop."""
+        return matrix.spec.rank == 2 and (matrix in self.captured or is_constant(matrix))
+
+    def take(self, product: Node, classes: Classes) -> None:
+        """Makes a sum of products of a product of joined rows, if one of them can be made ahead."""
+        is_left = product.inputs[1] in classes.fixed
+        joined, matrix = product.inputs if is_left else reversed(product.inputs)
+        widths = _widths(joined, is_left)
+        axis = 0 if is_left else 1
+        if widths is None or not self.is_outside(matrix) or (matrix.shape or ())[axis] != sum(widths):
+            return
+        ends = list(accumulate(widths, initial=0))
+        runs = [
+            [place for place, _ in run]
+            for _, run in groupby(enumerate(joined.node.inputs), lambda pair: _need_not_wait(pair[1], classes))
+        ]
+        cuts = [(ends[run[0]], ends[run[-1] + 1]) for run in runs]
+        rows = [[joined.node.inputs[place] for place in run] for run in runs]
+        if len(runs) == 1 or not any(
+            not classes.varying.isdisjoint(row)
+            and _need_not_wait(row[0], classes)
+            and pays_ahead(_joined_spec(row), _cut_spec(matrix, cut, axis), is_left=is_left)
+            for row, cut in zip(rows, cuts, strict=True)
+        ):
+            return
+        made: list[Node] = []
+        terms = [
+            self._product(product, row, self._cut(product, matrix, cut, axis, made), is_left, made)
+            for row, cut in zip(rows, cuts, strict=True)
+        ]
+        # The sum stands where the product stood, so all that used the one uses the other.
+        op = ADD if is_static(joined.shape) else ADD_ALIKE
+        *others, last = terms
+        total = others[0]
+        for term in others[1:]:
+            made.append(detached_node(self.body, op, [total, term], {}, product, product.outputs[0].spec))
+            total = made[-1].outputs[0]
+        at = self.body.nodes.index(product)
+        self.body.nodes[at:at] = made
+        product.op, product.attrs, product.inputs = op, {}, [total, last]
+
+    def narrow(self) -> None:
+        """Makes products whose columns are cut out, and not all of them used, of these columns alone."""
+        uses: dict[Tensor, list[Node]] = {}
+        for node in self.body.nodes:
+            for tensor in node.inputs:
+                uses.setdefault(tensor, []).append(node)
+        kept = {*awaited_nodes(self.body), *(result.node for result in self.body.results)}
+        for product in list(self.body.nodes):
+            if product.op is not MATMUL or product in kept:
+                continue
+            rows, matrix = product.inputs
+            (whole,) = product.outputs
+            cuts = [_columns(node, whole) for node in uses.get(whole, ())]
+            known = {cut for cut in cuts if cut is not None}
+            if None in cuts or not self.is_outside(matrix) or whole.shape is None or not whole.shape:
+                continue
+            columns = whole.shape[-1]
+            if columns is None or sum(stop - start for start, stop in known) >= columns:
+                continue
+            for node, cut in zip(uses[whole], cuts, strict=True):
+                assert cut is not None
+                made: list[Node] = []
+                piece = self._cut(product, matrix, cut, 1, made)
+                at = self.body.nodes.index(node)
+                self.body.nodes[at:at] = made
+                node.op, node.attrs, node.inputs = MATMUL, product.attrs, [rows, piece]
+
+    def _cut(self, like: Node, matrix: Tensor, cut: tuple[int, int], axis: int, made: list[Node]) -> Tensor:
+        """Rows or columns of a matrix, as the body sees them."""
+        spec = _cut_spec(matrix, cut, axis)
+        entry = ("slice", *cut, None)
+        attrs = {"key": (ELLIPSIS, entry) if axis else (entry,)}
+        if is_constant(matrix):
+            made.append(detached_node(self.body, GETITEM, [matrix], attrs, like, spec))
+            return made[-1].outputs[0]
+        self.front.append(detached_node(self.loop.graph, GETITEM, [self.captured[matrix]], attrs, like, spec))
+        outer = self.front[-1].outputs[0]
+        inner = add_capture(self.loop, outer)[self.loop.subgraphs.index(self.body)]
+        self.captured[inner] = outer
+        return inner
+
+    def _product(self, like: Node, row: Sequence[Tensor], matrix: Tensor, is_left: bool, made: list[Node]) -> Tensor:
+        operand = row[0]
+        if len(row) > 1:
+            made.append(detached_node(self.body, CONCAT, row, {"axis": -1}, like, _joined_spec(row)))
+            operand = made[-1].outputs[0]
+        inputs = [operand, matrix] if is_left else [matrix, operand]
+        spec = MATMUL.infer(*(tensor.spec for tensor in inputs), **like.attrs)
+        assert isinstance(spec, Spec)
+        made.append(detached_node(self.body, MATMUL, inputs, like.attrs, like, spec))
+        return made[-1].outputs[0]
+
+
+def _widths(joined: Tensor, is_left: bool) -> list[int] | None:
+    """Extents of what is joined along the last axis; None for anything else."""
+    node = joined.node
+    if node.op is not CONCAT or node.control_inputs or joined.shape is None:
+        return None
+    rank, axis = len(joined.shape), node.attrs["axis"]
+    if not (is_left or rank == 1) or axis not in (-1, rank - 1) or any(x.dtype != joined.dtype for x in node.inputs):
+        return None
+    widths = [x.shape[-1] if x.shape else None for x in node.inputs]
+    known = [width for width in widths if width is not None]
+    return known if len(known) == len(widths) else None
+
+
+def _columns(node: Node, product: Tensor) -> tuple[int, int] | None:
+    """The columns that a node cuts out of a product; None if it does anything else."""
+    if node.op is not GETITEM or len(node.inputs) > 1 or product.shape is None:
+        return None
+    cut = sliced_axis(node.attrs["key"], product.shape)
+    return cut[1:] if cut is not None and cut[0] == len(product.shape) - 1 > 0 else None
+
+
+def _need_not_wait(row: Tensor, classes: Classes) -> bool:
+    return row in classes.varying or row in classes.fixed
+
+
+def _joined_spec(row: Sequence[Tensor]) -> Spec:
+    spec = CONCAT.infer(*(x.spec for x in row), axis=-1)
+    assert isinstance(spec, Spec)
+    return spec
+
+
+def _cut_spec(matrix: Tensor, cut: tuple[int, int], axis: int) -> Spec:
+    assert matrix.shape is not None
+    extent, (rows, columns) = cut[1] - cut[0], matrix.shape
+    return Spec(matrix.dtype, (rows, extent) if axis else (extent, columns))
+
+
+def _add_alike_kernel(xp: ModuleType) -> Kernel:
+    def add(left: Any, right: Any) -> Any:
+        if left.shape != right.shape:
+            raise ValueError(
+                f"concat: what is joined along the last axis is alike in all others; the products of the pieces have "
+                f"shapes {format_shape(left.shape)} and {format_shape(right.shape)}"
+            )
+        return xp.add(left, right)
+
+    return add
+
+
+ADD_ALIKE = Op(name="add_alike", infer=ADD.infer, kernel=_add_alike_kernel)
+"""The sum of the products of pieces whose rows only a run knows: joining them would not have broadcast."""

@@ -1,0 +1,216 @@
+"""Last pass: lays the nodes of one device out for the scheduler, as a `Partition`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.compiler.plan import Crossing, Dead, Kind, Partition, PlanFrame, PlanNode
+from asyncflow.compiler.program.frames import is_everywhere
+from asyncflow.compiler.regions.regions import REGION
+from asyncflow.control.primitives.enter import ENTER, require_one_window
+from asyncflow.control.primitives.exit import EXIT
+from asyncflow.control.primitives.loop_cond import LOOP_COND
+from asyncflow.control.primitives.merge import MERGE
+from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
+from asyncflow.devices.protocol import is_coroutine_kernel
+from asyncflow.errors import GraphError
+from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.frames import output_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from asyncflow.compiler.regions.region_code import RegionCode
+    from asyncflow.graph.frames import FramePath
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+
+
+def build_partition(
+    nodes: Sequence[Node],
+    frames: Mapping[Node, FramePath],
+    *,
+    device: str,
+    streams: Mapping[Node, int],
+    feeds: Mapping[Node, int],
+    fetches: Mapping[Node, int],
+    n_fetches: int,
+    bind: Callable[[Node], Kernel],
+    bind_region: Callable[[Node], tuple[RegionCode, Kernel]],
+) -> Partition:
+    """The nodes of one device of a flat graph, laid out.
+
+    Args:
+        nodes: constants of all devices among them, since each partition has its own copy of what it uses.
+        frames: of every node.
+        device: its name.
+        streams: which compute stream a node runs on; 0 for those left out.
+        feeds: nodes that take fed values, with the position of each among the plan's feeds.
+        fetches: nodes that fetch, with their positions among the plan's fetched values.
+        n_fetches: how many those are in all.
+        bind: gives a node's kernel.
+        bind_region: gives a region's code, and what a firing of it calls.
+    """
+    layout = _Layout(nodes, frames, streams, bind, bind_region)
+    return layout.build(device, feeds, fetches, n_fetches)
+
+
+class _Layout:
+    def __init__(
+        self,
+        sources: Sequence[Node],
+        frames: Mapping[Node, FramePath],
+        streams: Mapping[Node, int],
+        bind: Callable[[Node], Kernel],
+        bind_region: Callable[[Node], tuple[RegionCode, Kernel]],
+    ) -> None:
+        self.sources = sources
+        self.frame_of = frames
+        self.streams = streams
+        self.bind = bind
+        self.bind_region = bind_region
+        self.frames: dict[FramePath, PlanFrame] = {(): PlanFrame((), 1)}
+        self.nodes: dict[Node, PlanNode] = {}
+        self.targets: dict[Tensor, tuple[list[Any], list[Any]]] = {}
+        self.control_targets: dict[Node, list[tuple[int, PlanNode]]] = {}
+        self.constants: dict[Node, Any] = {}
+        # A LoopCond without control inputs only gives a name to its input.
+        self.aliases: dict[Tensor, Tensor] = {}
+        self.indexed_merges = {
+            tensor.node for node in sources for tensor in node.inputs if tensor.node.op is MERGE and tensor.index == 1
+        }
+        controls = {control for node in sources for control in node.control_inputs}
+        for node in sources:
+            if node.op is LOOP_COND and not node.control_inputs and node not in controls:
+                self.aliases[node.outputs[0]] = node.inputs[0]
+
+    def build(self, device: str, feeds: Mapping[Node, int], fetches: Mapping[Node, int], n_fetches: int) -> Partition:
+        for node in self.sources:
+            if not is_everywhere(node):
+                self.place(node)
+        for plan_node in list(self.nodes.values()):
+            self.connect(plan_node)
+        for source, plan_node in self.nodes.items():
+            self.finish(source, plan_node)
+        for fetch, index in fetches.items():
+            self.nodes[fetch].fetch_index = index
+        root = self.frames[()]
+        root.initial = [n for n in root.nodes if not root.pending[n.position] and n.kind != Kind.FEED]
+        return Partition(
+            device=device,
+            root=root,
+            feeds=[self.nodes[feed] for feed in feeds],
+            feed_indexes=list(feeds.values()),
+            n_fetches=n_fetches,
+            fetch_indexes=list(fetches.values()),
+            frames=self.frames,
+        )
+
+    def place(self, node: Node) -> None:
+        """Gives the node its place in its frame's tables."""
+        if node.outputs and node.outputs[0] in self.aliases:
+            return
+        frame = self.frames[self.frame_of[node]]
+        planned = self.nodes[node] = PlanNode(node, frame, self.streams.get(node, 0))
+        planned.slot = len(frame.values)
+        frame.nodes.append(planned)
+        if node.op is MERGE:
+            self.place_merge(node, planned, frame)
+            return
+        frame.values.extend([None] * len(node.inputs))
+        frame.pending.append(len(node.inputs) + len(node.control_inputs))
+        if node.op is ENTER:
+            path = output_frame(node, self.frame_of[node])
+            if path not in self.frames:
+                self.frames[path] = PlanFrame(path, node.attrs["parallel_iterations"])
+            require_one_window(node, path, self.frames[path].parallel_iterations)
+            planned.child = self.frames[path]
+            planned.child.n_enters += 1
+        elif node.op is EXIT:
+            frame.exits.append(planned)
+        if node.op is REGION:
+            planned.set_region(*self.bind_region(node), node.attrs["region"])
+        elif planned.crossing:
+            if planned.crossing == Crossing.RECV and planned.is_acknowledged:
+                frame.acknowledges = planned.transfer
+        elif planned.kind == Kind.KERNEL:
+            planned.kernel = self.bind(node)
+            if is_coroutine_kernel(planned.kernel):
+                planned.is_async, planned.is_small = True, False
+
+    def place_merge(self, node: Node, planned: PlanNode, frame: PlanFrame) -> None:
+        """A Merge has one slot for its value and one for the index; it waits for one live input, and its controls."""
+        back_edges = sum(tensor.node.op is NEXT_ITERATION for tensor in node.inputs)
+        planned.n_inputs -= back_edges
+        if back_edges and (back_edges, planned.n_inputs) != (1, 1):
+            raise GraphError(
+                f"{node.name}: the merge of a loop takes one enter and one next_iteration; it has {planned.n_inputs} "
+                f"and {back_edges}\n  built at {node.location}"
+            )
+        if any(tensor.node.op is ENTER and tensor.node.attrs["constant"] for tensor in node.inputs):
+            raise GraphError(
+                f"{node.name}: a constant enter reaches every iteration, so a merge never gets it as its only live "
+                f"input; use an enter that is not constant, or an identity of it\n  built at {node.location}"
+            )
+        planned.index_values = tuple(np.int32(index) for index in range(len(node.inputs)))
+        frame.values.extend([None, None])
+        frame.pending.append(1 + len(node.control_inputs))
+
+    def connect(self, planned: PlanNode) -> None:
+        """Enters the node's inputs into the target lists of what feeds them."""
+        node, frame = planned.source, planned.frame
+        is_loop_merge = any(tensor.node.op is NEXT_ITERATION for tensor in node.inputs)
+        for index, tensor in enumerate(node.inputs):
+            tensor = self.aliases.get(tensor, tensor)
+            if tensor.node.op is CONSTANT and tensor.node not in self.nodes:
+                self.prefill(planned, index, tensor)
+                continue
+            plain, merges = self.targets.setdefault(tensor, ([], []))
+            if node.op is not MERGE:
+                plain.append((planned.position, planned.slot + index, planned))
+            elif is_loop_merge and node not in self.indexed_merges:
+                plain.append((planned.position, planned.slot, planned))
+            else:
+                merges.append((planned.position, planned.slot, planned, index))
+        for control in node.control_inputs:
+            if control not in self.nodes:  # a constant is always there
+                frame.pending[planned.position] -= 1
+                continue
+            self.control_targets.setdefault(control, []).append((planned.position, planned))
+
+    def prefill(self, planned: PlanNode, index: int, tensor: Tensor) -> None:
+        """Puts a constant outside all loops where it is needed, so that it costs nothing in a run."""
+        frame = planned.frame
+        value = self.constant(tensor.node)
+        if planned.kind == Kind.MERGE:
+            if frame.values[planned.slot] is not None:
+                raise GraphError(
+                    f"{planned.name}: the merge always gets two live inputs, {index} and "
+                    f"{frame.values[planned.slot + 1]}, which are constants\n  built at {planned.source.location}"
+                )
+            frame.values[planned.slot : planned.slot + 2] = [value, index]
+            frame.pending[planned.position] -= 1
+            return
+        frame.values[planned.slot + index] = value
+        frame.pending[planned.position] -= 1
+
+    def constant(self, node: Node) -> Any:
+        if node not in self.constants:
+            self.constants[node] = self.bind(node)()
+        return self.constants[node]
+
+    def finish(self, source: Node, planned: PlanNode) -> None:
+        targets, dead_targets = [], []
+        for tensor in source.outputs:
+            plain, merges = self.targets.get(tensor, ([], []))
+            targets.append((tuple(plain), tuple(merges)))
+            stopped = (Kind.EXIT, Kind.NEXT_ITERATION)
+            dead_plain = tuple((position, target) for position, _, target in plain if target.kind not in stopped)
+            dead_targets.append((dead_plain, tuple(merges)))
+        planned.targets, planned.dead_targets = tuple(targets), tuple(dead_targets)
+        planned.controls = tuple(self.control_targets.get(source, ()))
+        planned.uses_index = source in self.indexed_merges
+        if source.op is EXIT:
+            planned.dead = Dead(source.inputs[0].node.name, str(source.location))

@@ -1,0 +1,125 @@
+"""Pass: nodes that compute the same value become one, the first (common-subexpression elimination).
+
+The same are nodes of one graph or body with the same op, inputs, control inputs, device constraint and attributes, down
+to the bits of floats. Ops with effects, state, randomness, the user's code or TensorArrays are never joined.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.compiler.program.purity import has_variants
+from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.graph.captures import body_offset, drop_inputs, first_capture
+from asyncflow.graph.dtypes import string
+from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.spec import Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node
+
+_LARGEST = 64 * 1024
+"""Bytes of an array among the attributes; comparing larger ones costs more than it is likely to gain."""
+
+
+class Unhashable(Exception):
+    """An attribute is not plain data that can be compared."""
+
+
+def eliminate_common_subexpressions(graph: Graph) -> None:
+    """Joins nodes of `graph`, and of each of its bodies, in place."""
+    seen: dict[Hashable, Node] = {}
+    replaced = Replacements()
+    kept: list[Node] = []
+    for node in graph.nodes:
+        if replaced:
+            replaced.apply(node)
+        if node.op.name in STRUCTURED:
+            _join_captures(node)
+            for body in node.subgraphs:
+                eliminate_common_subexpressions(body)
+        elif node.op.is_pure and node.outputs:
+            first = _first(node, seen)
+            if first is not node:
+                replaced.nodes[node] = first
+                replaced.tensors.update(zip(node.outputs, first.outputs, strict=True))
+                continue
+        kept.append(node)
+    if len(kept) < len(graph.nodes):
+        replaced.apply_to_results(graph)
+        graph.nodes[:] = kept
+
+
+def _first(node: Node, seen: dict[Hashable, Node]) -> Node:
+    try:
+        attrs = attrs_key(node)
+    except Unhashable:
+        return node
+    # By their ids: `==` of tensors builds a node.
+    key = (node.op, *map(id, node.inputs), attrs, node.device, node.colocated_with, *node.control_inputs)
+    first = seen.setdefault(key, node)
+    return node if first is not node and has_variants((*node.inputs, *node.outputs)) else first
+
+
+def _join_captures(node: Node) -> None:
+    """Makes the bodies see each outer tensor once."""
+    first: dict[object, int] = {}
+    captures = range(first_capture(node), len(node.inputs))
+    doubled = [place for place in captures if first.setdefault(node.inputs[place], place) != place]
+    if not doubled:
+        return
+    offset = body_offset(node)
+    for body in node.subgraphs:
+        joined = Replacements()
+        for place in doubled:
+            inner, same = body.inputs[place - offset], body.inputs[first[node.inputs[place]] - offset]
+            joined.tensors[inner] = same
+            joined.nodes[inner.node] = same.node
+        for user in body.nodes:
+            joined.apply(user)
+        joined.apply_to_results(body)
+    drop_inputs(node, doubled)
+
+
+def attrs_key(node: Node) -> Hashable:
+    """Equal for nodes with equal attributes only.
+
+    Raises:
+        Unhashable: an attribute is not plain data.
+    """
+    return tuple([(name, _key(value)) for name, value in node.attrs.items()]) if node.attrs else ()
+
+
+_PLAIN = frozenset({int, bool, str, bytes, type(None), type(...), type, Spec})
+
+
+def _key(value: Any) -> Hashable:
+    """`value` as something that is equal for equal values of one type: not for 1 and True, nor for 0.0 and -0.0."""
+    kind = type(value)
+    if kind is np.ndarray:
+        return _array_key(value)
+    if kind in _PLAIN or isinstance(value, np.dtype):
+        return kind, value
+    if kind in (float, complex):
+        return kind, np.asarray(value).tobytes()
+    if kind in (tuple, list):
+        return kind, *[_key(item) for item in value]
+    if kind is slice:
+        return kind, _key(value.start), _key(value.stop), _key(value.step)
+    if isinstance(value, np.generic):
+        return kind, value.dtype, value.tobytes()
+    raise Unhashable(f"{kind.__name__} {value!r}")
+
+
+def _array_key(value: np.ndarray[Any, Any]) -> Hashable:
+    if value.nbytes > _LARGEST or value.dtype.kind == "O":
+        raise Unhashable(f"an array of {value.nbytes} bytes")
+    if value.dtype == string:
+        return string, value.shape, tuple(value.ravel().tolist())
+    # Sums and products round by the order in memory: equal values at other strides are not the same.
+    return value.dtype, value.shape, value.strides, value.tobytes()

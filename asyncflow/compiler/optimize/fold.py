@@ -1,0 +1,188 @@
+"""Pass: computes what is constant while compiling.
+
+A pure node with constant inputs and a small result becomes a constant under its own name. A kernel that fails, or gives
+NaN or infinity, is left for the run, which reports it as the session asks. A `cond` on a constant is replaced by the
+branch that is taken, and a `while` that never begins by its initial values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.compiler.program.kernels import bind_kernel
+from asyncflow.compiler.program.purity import awaited_nodes, has_variants, nbytes
+from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
+from asyncflow.graph.captures import body_offset, drop_inputs, first_capture
+from asyncflow.graph.graph import STRUCTURED, has_side_effect
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+
+_LARGEST = 64 * 1024
+"""Bytes of a result; larger constants would be kept for as long as the plan."""
+
+_LARGEST_INPUT = 1024 * 1024
+"""Bytes of an input: compiling must not take long."""
+
+
+def fold(graph: Graph) -> None:
+    """Folds `graph` and its bodies, in place."""
+    _Fold(graph).run()
+
+
+class _Fold:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.replaced = Replacements()
+        self.kept: list[Node] = []
+        self.awaited: set[Node] | None = None
+
+    def run(self) -> None:
+        pending = self.graph.nodes[::-1]
+        while pending:
+            node = pending.pop()
+            if self.replaced:
+                self.replaced.apply(node)
+            if node.op.name in STRUCTURED:
+                inlined = self._structured(node)
+                if inlined is not None:
+                    pending.extend(reversed(inlined))
+                    continue
+            elif node.op is not CONSTANT and node.op is not PARAMETER and not node.control_inputs:
+                _fold_node(node)
+            self.kept.append(node)
+        self.replaced.apply_to_results(self.graph)
+        self.graph.nodes[:] = self.kept
+
+    def _structured(self, node: Node) -> list[Node] | None:
+        """Folds inside; returns what takes the place of the node, or None if it stays."""
+        is_free = not node.control_inputs and not self._is_awaited(node)
+        if node.op.name == "cond" and is_free and is_constant(node.inputs[0]):
+            return self._take_branch(node)
+        _sink_constants(node)
+        for body in node.subgraphs:
+            fold(body)
+        if node.op.name == "while" and is_free and _never_begins(node):
+            self.replaced.tensors.update(zip(node.outputs, node.inputs, strict=False))
+            return []
+        return None
+
+    def _is_awaited(self, node: Node) -> bool:
+        if self.awaited is None:
+            self.awaited = awaited_nodes(self.graph)
+        return node in self.awaited
+
+    def _take_branch(self, node: Node) -> list[Node]:
+        predicate, *captured = node.inputs
+        taken = node.subgraphs[0 if predicate.node.attrs["value"].item() else 1]
+        if self.awaited is not None:
+            self.awaited |= awaited_nodes(taken)
+        for parameter, outer in zip(taken.inputs, captured, strict=True):
+            self.replaced.tensors[parameter] = outer
+            self.replaced.nodes[parameter.node] = outer.node
+        self.replaced.tensors.update(zip(node.outputs, taken.results, strict=True))
+        nodes = [inner for inner in taken.nodes if inner.op is not PARAMETER]
+        for inner in nodes:
+            inner.graph = self.graph
+            for body in inner.subgraphs:
+                body.parent = self.graph
+        return nodes
+
+
+def _fold_node(node: Node) -> None:
+    for tensor in node.inputs:
+        if not is_constant(tensor) or tensor.node.device != node.device:
+            return
+    if not _is_foldable(node):
+        return
+    value = _compute(node, [tensor.node.attrs["value"] for tensor in node.inputs])
+    if value is not None:
+        node.op, node.inputs, node.attrs = CONSTANT, [], {"value": value}
+
+
+def _is_foldable(node: Node) -> bool:
+    if not node.single or not node.op.is_pure or has_variants(node.inputs):
+        return False
+    return _is_small(node.outputs[0], _LARGEST) and all(_is_small(tensor, _LARGEST_INPUT) for tensor in node.inputs)
+
+
+def _is_small(tensor: Tensor, limit: int) -> bool:
+    size = nbytes(tensor.spec)
+    return size is not None and size <= limit
+
+
+def _compute(node: Node, inputs: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
+    try:
+        with np.errstate(all="ignore"):
+            # As the run would bind it, so the bits are the same.
+            kernel = bind_kernel(node, np, _no_state, check_outputs=True, check_numerics=True)
+            value = np.asarray(kernel(*(_as_in_a_run(value) for value in inputs)))
+    except Exception:
+        # Whatever went wrong happens again in the run, if it gets there, and is reported with tag and place.
+        return None
+    value.flags.writeable = False
+    return value
+
+
+def _as_in_a_run(value: np.ndarray[Any, Any]) -> Any:
+    kernel = CONSTANT.kernel
+    assert kernel is not None
+    return kernel(np, value=value)()
+
+
+def _no_state(resource: object) -> Any:
+    raise TypeError(f"{resource!r} has a state, which only a session knows")
+
+
+# -- branches and loops ----------------------------------------------------------------------------------------------
+
+
+def _sink_constants(node: Node) -> None:
+    """Makes captures of small constants constants of the bodies."""
+    sunk = [
+        place
+        for place, outer in enumerate(node.inputs)
+        if place >= first_capture(node) and is_constant(outer) and _is_small(outer, _LARGEST)
+    ]
+    for place in sunk:
+        outer = node.inputs[place].node
+        for body in node.subgraphs:
+            stand_in = body.inputs[place - body_offset(node)].node
+            stand_in.op, stand_in.attrs, stand_in.device = CONSTANT, dict(outer.attrs), outer.device
+    drop_inputs(node, sunk)
+
+
+def _never_begins(node: Node) -> bool:
+    """Whether the predicate is sure to be false at once."""
+    condition: Subgraph = node.attrs["cond"]
+    values: dict[Tensor, Any] = {
+        inner: outer.node.attrs["value"]
+        for inner, outer in zip(condition.inputs, node.inputs, strict=True)
+        if is_constant(outer)
+    }
+    if has_side_effect(node):
+        return False
+    for inner in condition.nodes:
+        if inner.op is not PARAMETER and not _compute_predicate_node(inner, values):
+            return False
+    result = condition.results[0]
+    return result in values and not values[result].item()
+
+
+def _compute_predicate_node(node: Node, values: dict[Tensor, Any]) -> bool:
+    if node.op is CONSTANT and not node.control_inputs:
+        values[node.outputs[0]] = node.attrs["value"]
+        return True
+    known = all(tensor in values for tensor in node.inputs)
+    if not known or node.control_inputs or node.op.name in STRUCTURED or not _is_foldable(node):
+        return False
+    value = _compute(node, [values[tensor] for tensor in node.inputs])
+    if value is not None:
+        values[node.outputs[0]] = value
+    return value is not None

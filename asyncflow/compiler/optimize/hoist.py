@@ -1,0 +1,118 @@
+"""Pass: what every iteration of a loop would compute anew moves out, in front of the loop.
+
+Moved are nodes that depend on captures and constants alone. A loop may have no iterations at all, so out of its body
+only what cannot fail is moved; its predicate is evaluated at least once, so out of that whatever is pure. As the value
+is kept for as long as the loop runs, it must be no larger than what it is made of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.program.detached import detached_node
+from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, nbytes
+from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, is_constant
+from asyncflow.graph.captures import add_capture
+from asyncflow.graph.graph import STRUCTURED
+
+if TYPE_CHECKING:
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+
+_SMALL = 1024
+"""Bytes of a value that may always be kept."""
+
+
+def hoist(graph: Graph) -> None:
+    """Hoists out of all loops of `graph`, in place; out of inner ones first, so that a value may move on from there."""
+    hoisted_any = False
+    ordered: list[Node] = []
+    for node in graph.nodes:
+        if node.op.name in STRUCTURED:
+            for body in node.subgraphs:
+                hoist(body)
+        if node.op.name == "while":
+            moved = _Hoist(node).run()
+            hoisted_any = hoisted_any or bool(moved)
+            ordered.extend(moved)
+        ordered.append(node)
+    if hoisted_any:
+        graph.nodes[:] = ordered
+
+
+class _Hoist:
+    """Hoists out of the two bodies of one loop."""
+
+    def __init__(self, loop: Node) -> None:
+        self.loop = loop
+        self.moved: list[Node] = []
+        self.outside: dict[Tensor, Tensor] = {}
+        """Tensors of the body at hand, and where their values are found outside."""
+
+    def run(self) -> list[Node]:
+        """The nodes to stand in front of the loop."""
+        n_vars: int = self.loop.attrs["n_vars"]
+        for body in self.loop.subgraphs:
+            self.outside = dict(zip(body.inputs[n_vars:], self.loop.inputs[n_vars:], strict=True))
+            chosen = self._choose(body)
+            if chosen:
+                self._move(body, chosen)
+        return self.moved
+
+    def _choose(self, body: Subgraph) -> list[Node]:
+        available = set(self.outside)
+        awaited = awaited_nodes(body)
+        chosen: list[Node] = []
+        for node in body.nodes:
+            if not node.inputs or node.control_inputs or node in awaited or not available.issuperset(node.inputs):
+                if _is_constant_node(node):
+                    available.update(node.outputs)
+                continue
+            runs_anyway = body is self.loop.attrs["cond"] and _is_repeatable(node)
+            if node.op is not IDENTITY and (runs_anyway or cannot_fail(node)) and _is_worthwhile(node):
+                available.update(node.outputs)
+                chosen.append(node)
+        return chosen
+
+    def _move(self, body: Subgraph, chosen: list[Node]) -> None:
+        leaving = set(chosen)
+        body.nodes[:] = [node for node in body.nodes if node not in leaving]
+        used = {tensor for node in body.nodes for tensor in node.inputs}
+        used.update(body.results)
+        inside = Replacements()
+        which = 0 if body is self.loop.subgraphs[0] else 1
+        for node in chosen:
+            node.inputs = [self._outside(tensor) for tensor in node.inputs]
+            node.graph = self.loop.graph
+            self.moved.append(node)
+            for output in node.outputs:
+                self.outside[output] = output
+                if output in used:
+                    inside.tensors[output] = add_capture(self.loop, output)[which]
+        for node in body.nodes:
+            inside.apply(node)
+        inside.apply_to_results(body)
+
+    def _outside(self, tensor: Tensor) -> Tensor:
+        if tensor not in self.outside:
+            constant = tensor.node
+            name = constant.name.rpartition("/")[2]
+            copied = detached_node(self.loop.graph, CONSTANT, (), constant.attrs, constant, tensor.spec, name=name)
+            self.moved.append(copied)
+            self.outside[tensor] = copied.outputs[0]
+        return self.outside[tensor]
+
+
+def _is_constant_node(node: Node) -> bool:
+    return bool(node.outputs) and is_constant(node.outputs[0])
+
+
+def _is_repeatable(node: Node) -> bool:
+    """Whether running the node once gives what running it in every iteration would."""
+    return node.op.is_pure and all(nbytes(output.spec) is not None for output in node.outputs)
+
+
+def _is_worthwhile(node: Node) -> bool:
+    made = sum(nbytes(output.spec) or 0 for output in node.outputs)
+    return made <= max(_SMALL, sum(nbytes(tensor.spec) or 0 for tensor in node.inputs))

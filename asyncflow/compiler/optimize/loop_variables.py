@@ -1,0 +1,103 @@
+"""Pass: fewer loop variables.
+
+A variable that the body gives back as it is becomes a capture, and two that start and go on alike become one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.optimize.cse import Unhashable, attrs_key
+from asyncflow.compiler.program.purity import has_variants
+from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.graph.captures import drop_inputs, keep_variables
+from asyncflow.graph.graph import STRUCTURED
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+
+_DEEPEST = 4
+"""How far back the next values of two variables are compared."""
+
+
+def reduce_loop_variables(graph: Graph) -> None:
+    """Does so in all loops of `graph`, inner ones first, in place."""
+    replaced = Replacements()
+    for node in graph.nodes:
+        if replaced:
+            replaced.apply(node)
+        if node.op.name in STRUCTURED:
+            for body in node.subgraphs:
+                reduce_loop_variables(body)
+            if node.op.name == "while":
+                _capture_invariants(node, replaced)
+                _join_equal(node, replaced)
+    replaced.apply_to_results(graph)
+
+
+def _capture_invariants(node: Node, replaced: Replacements) -> None:
+    body: Subgraph = node.attrs["body"]
+    n_vars: int = node.attrs["n_vars"]
+    invariant = [place for place in range(n_vars) if body.results[place] is body.inputs[place]]
+    if len(invariant) == n_vars:
+        invariant = invariant[1:]  # a loop iterates on something
+    if not invariant:
+        return
+    moved = set(invariant)
+    variables = [place for place in range(n_vars) if place not in moved]
+    order = [*variables, *range(n_vars, len(node.inputs)), *invariant]
+    replaced.tensors.update((node.outputs[place], node.inputs[place]) for place in invariant)
+    node.inputs = [node.inputs[place] for place in order]
+    for part in node.subgraphs:
+        part.inputs = [part.inputs[place] for place in order]
+    keep_variables(node, variables)
+
+
+def _join_equal(node: Node, replaced: Replacements) -> None:
+    body: Subgraph = node.attrs["body"]
+    n_vars: int = node.attrs["n_vars"]
+    first: dict[Hashable, int] = {}
+    stands_for: dict[int, int] = {}
+    for place in range(n_vars):
+        earlier = first.setdefault(_course(node, body, place), place)
+        if earlier != place:
+            stands_for[place] = earlier
+    if not stands_for:
+        return
+    for part in node.subgraphs:
+        joined = Replacements()
+        for later, earlier in stands_for.items():
+            joined.tensors[part.inputs[later]] = part.inputs[earlier]
+            joined.nodes[part.inputs[later].node] = part.inputs[earlier].node
+        for user in part.nodes:
+            joined.apply(user)
+        joined.apply_to_results(part)
+    replaced.tensors.update((node.outputs[later], node.outputs[earlier]) for later, earlier in stands_for.items())
+    drop_inputs(node, stands_for)
+    keep_variables(node, [place for place in range(n_vars) if place not in stands_for])
+
+
+def _course(node: Node, body: Subgraph, place: int) -> Hashable:
+    """Equal for variables that have the same value in every iteration: the same first, and then by induction."""
+    variable = body.inputs[place]
+    if has_variants([variable]):
+        return place
+    return variable.spec, _value(node.inputs[place]), _value(body.results[place], variable)
+
+
+def _value(tensor: Tensor, variable: Tensor | None = None, depth: int = 0) -> Hashable:
+    """Equal for tensors of one graph that have the same value, given that the `variable` of each does."""
+    if tensor is variable:
+        return "variable"
+    node = tensor.node
+    if depth == _DEEPEST or not node.op.is_pure or node.control_inputs:
+        return id(tensor)
+    try:
+        attrs = attrs_key(node)
+    except Unhashable:
+        return id(tensor)
+    inputs = (_value(given, variable, depth + 1) for given in node.inputs)
+    return node.op, tensor.index, node.device, attrs, *inputs

@@ -1,0 +1,123 @@
+"""Which devices each node may go to, given the requests that `resolve_requests` left on a graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.placement.constraints import usable_devices
+from asyncflow.compiler.placement.node_costs import spec_nbytes
+from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.resource import resources_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from asyncflow.devices.protocol import Device
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node
+
+
+class Choices:
+    """The devices that every node of a graph may choose from.
+
+    A group with members in different branches or loops, such as a variable's, is settled at once, on the first device
+    it may use that has room, so that the parts of the graph can be placed one by one.
+
+    Attributes:
+        everywhere: the positions of all devices.
+        limits: bytes each device may hold beside the groups that are settled; None is no limit.
+        refused: nodes that are not where they asked to be, as no kernel runs there.
+    """
+
+    def __init__(self, graph: Graph, devices: Sequence[Device]) -> None:
+        self.devices = devices
+        self.everywhere = tuple(range(len(devices)))
+        self.limits: list[float | None] = [device.memory.limit for device in devices]
+        self.refused: set[Node] = set()
+        self._allowed: dict[Node, tuple[int, ...]] = {}
+        self._is_free = {device.kind for device in devices} <= {"cpu", "sim"}
+        self._settled: set[str] = set()
+        groups: dict[str, list[Node]] = {}
+        levels: dict[str, set[object]] = {}
+        for node, level in _nodes_and_levels(graph):
+            if node.colocated_with is not None:
+                groups.setdefault(node.colocated_with, []).append(node)
+                levels.setdefault(node.colocated_with, set()).add(level)
+            elif node.device is not None or not self._is_free:
+                self._allow([node])
+        for label, members in groups.items():
+            self._allow(members)
+            if len(levels[label]) > 1:
+                self._settle(label, members)
+
+    def allowed(self, node: Node) -> tuple[int, ...]:
+        """Positions of the devices the node may be on."""
+        return self._allowed.get(node, self.everywhere)
+
+    def is_bound(self, node: Node) -> bool:
+        """Whether anything was asked for it."""
+        return node.device is not None or node.colocated_with is not None
+
+    def asked_reason(self, node: Node) -> str | None:
+        """What was asked for a node, for people; None if nothing was."""
+        label = node.colocated_with
+        if node in self.refused:
+            return f"asked for {node.device!r} at {node.location}, where no kernel of it runs"
+        if label is not None and label != node.name:
+            return f"colocated with {label}"
+        if node.device is not None:
+            return f"asked for {node.device!r} at {node.location}"
+        return None
+
+    def held(self, nodes: Iterable[Node]) -> float:
+        """Bytes of the variables that nodes use, without those of groups that are settled."""
+        return _held_nbytes(node for node in nodes if node.colocated_with not in self._settled)
+
+    def common(self, nodes: Iterable[Node]) -> tuple[int, ...]:
+        """Positions of the devices that all of the nodes may be on."""
+        common = self.everywhere
+        for node in nodes:
+            allowed = self._allowed.get(node)
+            if allowed is not None:
+                common = tuple(device for device in common if device in allowed)
+        return common
+
+    def _allow(self, members: Sequence[Node]) -> None:
+        allowed, as_asked = usable_devices(members, members[0].device, self.devices)
+        self._allowed.update(dict.fromkeys(members, allowed))
+        if not as_asked:
+            self.refused.update(members)
+
+    def _settle(self, label: str, members: Sequence[Node]) -> None:
+        nbytes = _held_nbytes(members)
+        allowed = self._allowed[members[0]]
+        device = next((d for d in allowed if self._room(d) >= nbytes), max(allowed, key=self._room))
+        limit = self.limits[device]
+        if limit is not None:
+            self.limits[device] = limit - nbytes
+        self._allowed.update(dict.fromkeys(members, (device,)))
+        self._settled.add(label)
+
+    def _room(self, device: int) -> float:
+        limit = self.limits[device]
+        return float("inf") if limit is None else limit
+
+
+def _held_nbytes(nodes: Iterable[Node]) -> float:
+    held: dict[object, float] = {}
+    for node in nodes:
+        for resource in resources_of(node):
+            if hasattr(resource, "spec"):
+                held[resource.effect_key] = spec_nbytes(resource.spec)
+    return sum(held.values())
+
+
+def _nodes_and_levels(graph: Graph) -> Iterator[tuple[Node, object]]:
+    """Every node, with what is the same for nodes that are placed together: the two bodies of a loop are one level."""
+    stack: list[tuple[Graph, object]] = [(graph, graph)]
+    while stack:
+        here, level = stack.pop()
+        for node in here.nodes:
+            yield node, level
+            if node.op.name in STRUCTURED:
+                stack.extend((body, node if node.op.name == "while" else body) for body in node.subgraphs)

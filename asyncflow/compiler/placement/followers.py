@@ -1,0 +1,138 @@
+"""Where nodes go that do no work of their own: constants, fed and fetched values, parameters, `cond` and `while`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.captures import body_offset
+from asyncflow.graph.graph import STRUCTURED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from asyncflow.compiler.placement.choices import Choices
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+
+
+def place_followers(graph: Graph, choices: Choices, where: dict[Node, int], why: dict[Node, str]) -> None:
+    """Adds every node of `graph` that is not there yet to `where` and `why`.
+
+    A constant or fed value goes to its first user; a capture to where its value is; a loop variable to where its next
+    value is made, or, if it never changes, where its initial value is; a `while` and a `cond` to the predicate; and
+    what is fetched or streamed is handed out where it is.
+    """
+    _Followers(graph, choices, where, why).run()
+
+
+class _Followers:
+    def __init__(self, graph: Graph, choices: Choices, where: dict[Node, int], why: dict[Node, str]) -> None:
+        self.graph = graph
+        self.choices = choices
+        self.where = where
+        self.why = why
+        self.users: dict[Tensor, list[Node]] = {}
+        self.owners: dict[Graph, Node] = {}
+        self.positions: dict[Tensor, int] = {}
+
+    def run(self) -> None:
+        nodes = list(self.graph.walk())
+        for node in nodes:
+            for tensor in node.inputs:
+                # What has its place already needs no user to find one.
+                if tensor.node not in self.where:
+                    self.users.setdefault(tensor, []).append(node)
+            if node.op.name in STRUCTURED:
+                offset = body_offset(node)
+                for body in node.subgraphs:
+                    self.owners[body] = node
+                    self.positions.update((tensor, place) for place, tensor in enumerate(body.inputs, start=offset))
+        self.put_bound(nodes)
+        for node in nodes:
+            self.device_of_node(node)
+
+    def put_bound(self, nodes: Sequence[Node]) -> None:
+        """Puts constants and fed values that something was asked for where their group is."""
+        groups = {node.colocated_with: device for node, device in self.where.items() if node.colocated_with is not None}
+        for node in nodes:
+            if node in self.where or not self.choices.is_bound(node) or node.op not in (CONSTANT, FEED):
+                continue
+            device, label = self.choices.allowed(node)[0], node.colocated_with
+            if label is not None:
+                device = groups.setdefault(label, device)
+            self.put(node, device, self.choices.asked_reason(node) or "does no work")
+
+    def put(self, node: Node, device: int, reason: str) -> int:
+        self.where[node] = device
+        self.why[node] = reason
+        return device
+
+    def device_of_node(self, node: Node) -> int:
+        """The device of a node, which is settled if it is not."""
+        found = self.where.get(node)
+        if found is not None:
+            return found
+        if node.op is PARAMETER:
+            return self.device_of(node.outputs[0])
+        if node.op.name in STRUCTURED:
+            predicate = node.attrs["cond"].results[0] if node.op.name == "while" else node.inputs[0]
+            return self.put(node, self.device_of(predicate), "with its predicate")
+        if node.op in (FETCH, EMIT):
+            return self.put(node, self.device_of(node.inputs[0]), "where its value is")
+        user = next((user for tensor in node.outputs for user in self.working_users(tensor)), None)
+        if user is None:
+            return self.put(node, 0, "nothing uses it")
+        return self.put(node, self.where[user], f"with its first user, {user.name}")
+
+    def device_of(self, tensor: Tensor) -> int:
+        """The device that has a value first; parameters on the way to where it comes from are settled too."""
+        followed: dict[Node, str] = {}
+        while True:
+            node = tensor.node
+            if node.op.name == "while":
+                tensor = node.attrs["body"].inputs[tensor.index]
+            elif node.op.name == "cond":
+                # As the Merge of the two results: beside that of the true branch.
+                tensor = node.subgraphs[0].results[tensor.index]
+            elif node.op is PARAMETER and node not in self.where:
+                tensor, reason = self.stands_for(node, followed)
+                followed[node] = reason
+            else:
+                break
+        device = self.device_of_node(node)
+        for parameter, reason in followed.items():
+            self.put(parameter, device, reason)
+        return device
+
+    def stands_for(self, node: Node, followed: Mapping[Node, str]) -> tuple[Tensor, str]:
+        """The value whose place a parameter shares, and why."""
+        owner, position = self.owners[node.graph], self.positions[node.outputs[0]]
+        if owner.op.name == "while" and position < owner.attrs["n_vars"]:
+            body = owner.attrs["body"]
+            variable, result = body.inputs[position], body.results[position]
+            if node is not variable.node:
+                return variable, "a loop variable"
+            # One that only ever takes the values of others is where it begins.
+            if result is not variable and node not in followed:
+                return result, "a loop variable, where its next value is made"
+            return owner.inputs[position], "a loop variable, where it begins"
+        return owner.inputs[position], "where the captured value is"
+
+    def working_users(self, tensor: Tensor) -> Iterator[Node]:
+        """The nodes that use a value and have a place, in order, those in branches and loops included."""
+        stack, seen = [tensor], {tensor}
+        while stack:
+            here = stack.pop()
+            deeper: list[Tensor] = []
+            for user in self.users.get(here, ()):
+                if user.op.name not in STRUCTURED:
+                    if user in self.where and user.op not in (FETCH, EMIT):
+                        yield user
+                    continue
+                offset = body_offset(user)
+                places = [place for place, given in enumerate(user.inputs) if given is here and place >= offset]
+                deeper += [body.inputs[place - offset] for body in user.subgraphs for place in places]
+            stack.extend(inner for inner in reversed(deeper) if inner not in seen)
+            seen.update(deeper)

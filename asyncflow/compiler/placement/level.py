@@ -1,0 +1,198 @@
+"""One level of a structured graph, the root's nodes or those of a body, as a problem for `list_schedule`.
+
+A loop's level holds its predicate and its body, several iterations of them if they may overlap: what may run at once
+then does so in the simulated execution as well, and stages of a pipeline pay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.placement.node_costs import tensor_nbytes
+from asyncflow.compiler.placement.simulated_execution import Group, Places, Problem, Spread, Task, Value, loads
+from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.graph import STRUCTURED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Sequence
+
+    from asyncflow.compiler.placement.choices import Choices
+    from asyncflow.compiler.placement.list_schedule import Solution
+    from asyncflow.compiler.placement.node_costs import NodeCosts
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """A branch or loop that is placed like one node.
+
+    Attributes:
+        allowed: the devices it may be on.
+        times: ns of all it does on each device.
+        workspace: bytes it holds while it runs.
+        held: bytes of the variables in it.
+    """
+
+    allowed: tuple[int, ...]
+    times: Sequence[float]
+    workspace: float
+    held: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A branch or loop whose nodes are on several devices.
+
+    Attributes:
+        where: the device of every node in it that was placed.
+        why: the reason for each.
+        loads: ns on each device.
+        span: ns from start to end.
+        inputs: the device that needs each of its inputs; None: none does.
+        outputs: the device of each of its outputs; None: everywhere.
+    """
+
+    where: dict[Node, int]
+    why: dict[Node, str]
+    loads: Sequence[float]
+    span: float
+    inputs: Sequence[int | None]
+    outputs: Sequence[int | None]
+
+
+@dataclass(slots=True)
+class Level:
+    """Builds the problem, node by node.
+
+    Attributes:
+        choices: what nodes may choose from.
+        costs: of nodes.
+        inside: how a branch or loop is to be treated, given where its inputs are, as far as that is known.
+        counters: nodes to keep together on the device `default`.
+        default: a device.
+    """
+
+    choices: Choices
+    costs: NodeCosts
+    inside: Callable[[Node, Callable[[Tensor], int | None]], Whole | Split]
+    counters: frozenset[Node] = frozenset()
+    default: int = 0
+    problem: Problem = field(init=False)
+    group_of: dict[Node, int] = field(default_factory=dict)
+    index: dict[Tensor, int] = field(default_factory=dict)
+    """The value that a tensor is in the iteration at hand."""
+    gate: int | None = None
+    """A task that those without any other input wait for."""
+    structured: dict[Node, Whole | Split] = field(default_factory=dict)
+    _groups: dict[Hashable, int] = field(default_factory=dict)
+    _tasks: dict[Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        limits = self.choices.limits
+        self.problem = Problem(tasks=[], values=[], groups=[], limits=limits, transfer=self.costs.transfer)
+
+    def give(self, tensors: Iterable[Tensor], value: Value) -> int:
+        """Lets a value that is there from the start be what these tensors stand for; returns its number."""
+        self.problem.values.append(value)
+        number = len(self.problem.values) - 1
+        self.index.update(dict.fromkeys(tensors, number))
+        return number
+
+    def add_graph(self, graph: Graph) -> None:
+        """Adds an iteration's tasks for the nodes of a graph."""
+        for node in graph.nodes:
+            if node.op in (CONSTANT, FEED):
+                if node.outputs[0] not in self.index:
+                    self.give(node.outputs, Value(nbytes=tensor_nbytes(node.outputs[0]), is_kept=node.op is CONSTANT))
+            elif node.op.name in STRUCTURED:
+                self._add_structured(node)
+            elif node.op not in (PARAMETER, FETCH, EMIT):
+                group = self._group(node)
+                self._add_task(node, Task(group=group, times=self.costs.times(node), inputs=[], waits=[], outputs=[]))
+
+    def task(self, tensor: Tensor) -> int | None:
+        """The task that makes the tensor in the iteration at hand; None if it is there from the start."""
+        return self.problem.values[self.index[tensor]].maker
+
+    def known_home(self, tensor: Tensor) -> int | None:
+        """The device of a value, if that is settled before any search."""
+        value = self.problem.values[self.index[tensor]]
+        if value.maker is None:
+            return value.home
+        task = self.problem.tasks[value.maker]
+        if task.spread is not None:
+            return task.spread.outputs[value.slot]
+        allowed = self.problem.groups[task.group].allowed
+        return allowed[0] if len(allowed) == 1 else None
+
+    def device_of(self, number: int, solution: Solution) -> int | None:
+        """Where a value is in a solution; None: everywhere, or not known."""
+        return Places(self.problem, solution.devices).of(self.problem.values[number])
+
+    def needed_on(self, number: int, solution: Solution) -> int | None:
+        """The device of the first task that uses a value; None if none does."""
+        for user in self.problem.values[number].users:
+            task = self.problem.tasks[user]
+            device = solution.devices[task.group] if task.spread is None else task.spread.inputs[number]
+            if device is not None:
+                return device
+        return None
+
+    def loads(self, solution: Solution) -> list[float]:
+        """The ns of work on each device in a solution, of all iterations that were added."""
+        return loads(self.problem, solution.devices)
+
+    def _group(self, node: Node) -> int:
+        if node in self.counters:
+            return self._find_group("counters", (self.default,), ())
+        return self._find_group(node.colocated_with or node, self.choices.allowed(node), (node,))
+
+    def _find_group(self, key: Hashable, allowed: Sequence[int], users: Iterable[Node]) -> int:
+        groups = self.problem.groups
+        number = self._groups.get(key)
+        if number is None:
+            number = self._groups[key] = len(groups)
+            groups.append(Group(allowed=allowed))
+            groups[number].held = self.choices.held(users)
+        return number
+
+    def _add_structured(self, node: Node) -> None:
+        inside = self.structured.get(node)
+        if inside is None:
+            inside = self.structured[node] = self.inside(node, self.known_home)
+        if isinstance(inside, Whole):
+            group = self._find_group(node, inside.allowed, ())
+            self.problem.groups[group].held = inside.held
+            task = Task(group=group, times=inside.times, inputs=[], waits=[], outputs=[], workspace=inside.workspace)
+        else:
+            needed = {
+                self.index[tensor]: device
+                for tensor, device in zip(node.inputs, inside.inputs, strict=True)
+                if tensor in self.index
+            }
+            spread = Spread(loads=inside.loads, span=inside.span, inputs=needed, outputs=inside.outputs)
+            none = (0.0,) * len(self.choices.devices)
+            group = self._find_group(node, (), ())
+            task = Task(group=group, times=none, inputs=[], waits=[], outputs=[], spread=spread)
+        self._add_task(node, task)
+
+    def _add_task(self, node: Node, task: Task) -> None:
+        values, tasks = self.problem.values, self.problem.tasks
+        number = self._tasks[node] = len(tasks)
+        self.group_of[node] = task.group
+        self.problem.groups[task.group].tasks.append(number)
+        tasks.append(task)
+        # What comes round a loop written by hand is not there yet: of such a loop one iteration is simulated.
+        task.inputs = list(dict.fromkeys(self.index[tensor] for tensor in node.inputs if tensor in self.index))
+        task.waits = list(dict.fromkeys(self._tasks[before] for before in node.control_inputs if before in self._tasks))
+        if self.gate is not None and not task.waits and all(values[i].maker is None for i in task.inputs):
+            task.waits = [self.gate]
+        for i in task.inputs:
+            values[i].users.append(number)
+        for slot, tensor in enumerate(node.outputs):
+            self.index[tensor] = len(values)
+            task.outputs.append(len(values))
+            values.append(Value(nbytes=tensor_nbytes(tensor), maker=number, slot=slot))

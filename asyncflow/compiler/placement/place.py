@@ -1,0 +1,377 @@
+"""Pass: chooses a device for every node (white paper 2015 §3.2.1, §4.3).
+
+Requests, colocation and kernels say where a node may go (`constraints`, `choices`); among what is left a simulated
+execution finds where it is best, from measured or estimated times, transfers and memory limits (`list_schedule`).
+
+A branch or loop is placed from the inside out. It stays whole, to become one function, if all its requests agree and it
+is light, or cutting it gains too little. Otherwise its nodes are placed one by one, and its integer scalars (counters,
+and the predicates made of them) are kept on one device: the one the loop asks for, or all requests inside it, or the
+session's first.
+
+What does no work follows what does: a constant or fed value goes to its first user, a loop variable to where its next
+value is made, a capture to where its value is, a `cond` or `while` to its predicate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.placement.choices import Choices
+from asyncflow.compiler.placement.followers import place_followers
+from asyncflow.compiler.placement.level import Level, Split, Whole
+from asyncflow.compiler.placement.list_schedule import GAIN, search
+from asyncflow.compiler.placement.node_costs import NodeCosts, tensor_nbytes
+from asyncflow.compiler.placement.simulated_execution import Value
+from asyncflow.compiler.program.estimate import ASSUMED_ITERATIONS
+from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.graph import STRUCTURED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from asyncflow.compiler.placement.list_schedule import Solution
+    from asyncflow.devices.protocol import Device
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+
+_LIGHT_NS = 200_000.0
+"""A body whose nodes take less together is not worth cutting."""
+
+_OVERLAPPING, _MOST_UNROLLED = 4, 4_000
+"""So many iterations that may overlap are simulated, unless that makes too many nodes."""
+
+_MANY = 128.0
+"""What overlapping iterations add to the time is counted for so many: filling a pipeline then matters little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the nodes of a graph are, and why, both by node name; and what else there is to say of it."""
+
+    devices: dict[str, str]
+    reasons: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+    def explain(self) -> str:
+        """One line a node, device by device, after the notes."""
+        lines: list[str] = list(self.notes)
+        for device in dict.fromkeys(self.devices.values()):
+            names = [name for name, on in self.devices.items() if on == device]
+            lines.append(f"{device}: {len(names)} nodes")
+            lines.extend(f"  {name}: {self.reasons[name]}" for name in names)
+        return "\n".join(lines)
+
+
+def place(
+    graph: Graph,
+    devices: Sequence[Device],
+    costs: Mapping[str, float] | None = None,
+    *,
+    seed: int | None = None,
+    notes: tuple[str, ...] = (),
+) -> Placement:
+    """Gives every node of `graph`, bodies included, the full name of one device in `node.device`.
+
+    Args:
+        graph: structured, from `resolve_requests` and the optimisations; changed in place.
+        devices: those of the session, the preferred one first.
+        costs: mean ns of a firing by node name, from earlier runs; what is missing is estimated.
+        seed: puts nodes at random where they may be, to show that results do not depend on it. None: where they finish
+            first.
+        notes: what else the placement is to say.
+    """
+    nodes = list(graph.walk())
+    if len(devices) == 1:
+        names = [node.name for node in nodes]
+        for node in nodes:
+            node.device = devices[0].name
+        return Placement(dict.fromkeys(names, devices[0].name), dict.fromkeys(names, "the only device of the session"))
+    choices = Choices(graph, devices)
+    if seed is not None:
+        where, why = _at_random(nodes, choices, Random(seed))
+    else:
+        where, why = _Placer(graph, choices, NodeCosts(devices, costs or {})).run()
+    place_followers(graph, choices, where, why)
+    for node in nodes:
+        node.device = devices[where[node]].name
+    found = {node.name: devices[where[node]].name for node in nodes}
+    return Placement(found, {node.name: why[node] for node in nodes}, notes)
+
+
+def _at_random(nodes: Sequence[Node], choices: Choices, random: Random) -> tuple[dict[Node, int], dict[Node, str]]:
+    """A device for every node that does work, one for each group."""
+    where: dict[Node, int] = {}
+    groups: dict[str, int] = {}
+    for node in nodes:
+        if node.op in (PARAMETER, CONSTANT, FEED, FETCH, EMIT) or node.op.name in STRUCTURED:
+            continue
+        device = random.choice(choices.allowed(node))
+        where[node] = device if node.colocated_with is None else groups.setdefault(node.colocated_with, device)
+    return where, {node: choices.asked_reason(node) or "at random, as placement_seed= asks" for node in where}
+
+
+@dataclass(slots=True)
+class _Summary:
+    """What is known of the nodes in a branch or loop, or in the whole graph.
+
+    Attributes:
+        times: ns of all they do on each device.
+        once: ns of all of them, each once, on its fastest device.
+        is_small: none of them has much to do.
+        peak: bytes live at a time.
+    """
+
+    times: list[float]
+    once: float = 0.0
+    is_small: bool = True
+    peak: float = 0.0
+
+    @property
+    def is_light(self) -> bool:
+        return self.is_small or self.once < _LIGHT_NS
+
+
+class _Placer:
+    """Places the nodes that do work."""
+
+    def __init__(self, graph: Graph, choices: Choices, costs: NodeCosts) -> None:
+        self.graph = graph
+        self.choices = choices
+        self.costs = costs
+        self.is_limited = any(limit is not None for limit in choices.limits)
+        self.summaries: dict[Node, _Summary] = {}
+
+    def run(self) -> tuple[dict[Node, int], dict[Node, str]]:
+        """The device and the reason of every node that does work."""
+        common = self.choices.common(self.graph.walk())
+        if common and not self.is_limited and self.summarize(self.graph).is_light:
+            nodes = [node for node in self.graph.walk() if node.op is not PARAMETER]
+            asked = self.choices.asked_reason
+            light = "all the work there is takes less time than sharing it"
+            return dict.fromkeys(nodes, common[0]), {node: asked(node) or light for node in nodes}
+        level = self.level()
+        level.add_graph(self.graph)
+        return self.outcome(level, search(level.problem))
+
+    def level(self, counters: frozenset[Node] = frozenset(), default: int = 0) -> Level:
+        return Level(self.choices, self.costs, self.inside, counters, default)
+
+    # -- branches and loops --------------------------------------------------------------------------------------
+
+    def inside(self, node: Node, home: Callable[[Tensor], int | None]) -> Whole | Split:
+        """Whether a branch or loop stays whole, and else where its nodes are."""
+        inner = [member for body in node.subgraphs for member in body.walk()]
+        common = self.choices.common(inner)
+        summary = self.summary(node)
+        whole: Whole | None = None
+        if common:
+            own = tuple(device for device in self.choices.allowed(node) if device in common)
+            held = self.choices.held(inner)
+            whole = Whole(allowed=own or common, times=summary.times, workspace=summary.peak, held=held)
+            if self.fits(whole) and summary.is_light:
+                return whole
+        split = self.split_while(node, home, common) if node.op.name == "while" else self.split_cond(node, home)
+        if whole is not None and self.fits(whole):
+            together = min(whole.times[device] for device in whole.allowed)
+            if split.span > GAIN * together:
+                return whole
+        return split
+
+    def fits(self, whole: Whole) -> bool:
+        """Whether a device has room for it, were it empty."""
+        limits = (self.choices.limits[device] for device in whole.allowed)
+        return any(limit is None or whole.workspace + whole.held <= limit for limit in limits)
+
+    def split_while(self, node: Node, home: Callable[[Tensor], int | None], common: Sequence[int]) -> Split:
+        condition: Subgraph = node.attrs["cond"]
+        body: Subgraph = node.attrs["body"]
+        n_vars: int = node.attrs["n_vars"]
+        preferred = self.choices.allowed(node) if self.choices.is_bound(node) else common
+        level = self.level(_counters(condition, body), preferred[0] if preferred else 0)
+        values = [
+            level.give(inner, Value(nbytes=tensor_nbytes(outer), share=1 / ASSUMED_ITERATIONS))
+            for outer, *inner in zip(node.inputs, condition.inputs, body.inputs, strict=True)
+        ]
+        for value, outer in zip(values[n_vars:], node.inputs[n_vars:], strict=True):
+            level.problem.values[value].home = home(outer)
+        n_nodes = len(condition.nodes) + len(body.nodes)
+        n_iterations = max(1, min(node.attrs["parallel_iterations"], _OVERLAPPING, _MOST_UNROLLED // n_nodes))
+        variables = values[:n_vars]
+        for iteration in range(n_iterations):
+            level.add_graph(condition)
+            level.gate = level.task(condition.results[0])
+            level.add_graph(body)
+            results = [level.index[result] for result in body.results]
+            if iteration < n_iterations // 2:
+                level.problem.first_part = len(level.problem.tasks)
+            if iteration == 0:
+                for variable, result in zip(values, results, strict=False):
+                    level.problem.values[variable].share = 1.0
+                    if level.problem.values[result].maker is not None:
+                        level.problem.values[variable].like = result
+                variables = [
+                    variable if level.problem.values[result].maker is None else result
+                    for variable, result in zip(values, results, strict=False)
+                ]
+            for inner_cond, inner_body, result in zip(condition.inputs, body.inputs, results, strict=False):
+                level.index[inner_cond] = level.index[inner_body] = result
+        counted = float(n_iterations)
+        if n_iterations > 1:
+            level.problem.repeats = (_MANY - n_iterations) / (n_iterations - n_iterations // 2)
+            counted = _MANY
+        solution = search(level.problem)
+        where, why = self.outcome(level, solution)
+        outputs = [level.device_of(variable, solution) for variable in variables]
+        needed = [*outputs, *(level.needed_on(value, solution) for value in values[n_vars:])]
+        loads = [ASSUMED_ITERATIONS / n_iterations * load for load in level.loads(solution)]
+        span = ASSUMED_ITERATIONS / counted * solution.span
+        return Split(where=where, why=why, loads=loads, span=span, inputs=needed, outputs=outputs)
+
+    def split_cond(self, node: Node, home: Callable[[Tensor], int | None]) -> Split:
+        where: dict[Node, int] = {}
+        why: dict[Node, str] = {}
+        span = 0.0
+        loads = [0.0] * len(self.choices.devices)
+        needed: list[int | None] = [None] * len(node.inputs)
+        outputs: list[int | None] = []
+        for branch in reversed(node.subgraphs):  # the results are where the true branch has them
+            level = self.level()
+            values = [
+                level.give([inner], Value(nbytes=tensor_nbytes(outer), home=home(outer)))
+                for outer, inner in zip(node.inputs[1:], branch.inputs, strict=True)
+            ]
+            level.add_graph(branch)
+            solution = search(level.problem)
+            placed, reasons = self.outcome(level, solution)
+            where.update(placed)
+            why.update(reasons)
+            span = max(span, solution.span)
+            loads = [max(pair) for pair in zip(loads, level.loads(solution), strict=True)]
+            for position, value in enumerate(values, start=1):
+                device = level.needed_on(value, solution)
+                needed[position] = needed[position] if device is None else device
+            outputs = [level.device_of(level.index[result], solution) for result in branch.results]
+        return Split(where=where, why=why, loads=loads, span=span, inputs=needed, outputs=outputs)
+
+    # -- estimates -----------------------------------------------------------------------------------------------
+
+    def summary(self, node: Node) -> _Summary:
+        if node not in self.summaries:
+            parts = [self.summarize(body) for body in node.subgraphs]
+            pairs = zip(*(part.times for part in parts), strict=True)
+            is_loop = node.op.name == "while"
+            self.summaries[node] = _Summary(
+                times=[ASSUMED_ITERATIONS * sum(times) if is_loop else max(times) for times in pairs],
+                once=sum(part.once for part in parts),
+                is_small=all(part.is_small for part in parts),
+                peak=max(part.peak for part in parts),
+            )
+        return self.summaries[node]
+
+    def summarize(self, graph: Graph) -> _Summary:
+        """The summary of a graph's nodes, with all that is in them."""
+        summary = _Summary([0.0] * len(self.choices.devices))
+        for node in graph.nodes:
+            if node.op.name in STRUCTURED:
+                inner = self.summary(node)
+                times: Sequence[float] = inner.times
+                summary.once += inner.once
+                summary.is_small = summary.is_small and inner.is_small
+            else:
+                times = self.costs.times(node)
+                fastest = min(times)
+                summary.once += fastest
+                summary.is_small = summary.is_small and (fastest == 0.0 or self.costs.is_small(node))
+            summary.times = [total + time for total, time in zip(summary.times, times, strict=True)]
+        if self.is_limited:
+            summary.peak = self.peak(graph)
+        return summary
+
+    def peak(self, graph: Graph) -> float:
+        """The most bytes live at a time, the nodes run in their order."""
+        last = {tensor: node for node in graph.nodes for tensor in node.inputs if tensor.node.op is not CONSTANT}
+        live = peak = 0.0
+        for node in graph.nodes:
+            live += sum(map(tensor_nbytes, node.outputs))
+            extra = self.summary(node).peak if node.op.name in STRUCTURED else 0.0
+            peak = max(peak, live + extra)
+            live -= sum(tensor_nbytes(tensor) for tensor in dict.fromkeys(node.inputs) if last.get(tensor) is node)
+        return peak
+
+    # -- outcome -------------------------------------------------------------------------------------------------
+
+    def outcome(self, level: Level, solution: Solution) -> tuple[dict[Node, int], dict[Node, str]]:
+        """Devices and reasons of a level's nodes, and of all in them."""
+        where: dict[Node, int] = {}
+        why: dict[Node, str] = {}
+        for node, group in level.group_of.items():
+            device = solution.devices[group]
+            inside = level.structured.get(node)
+            if isinstance(inside, Split):
+                where.update(inside.where)
+                why.update(inside.why)
+                continue
+            where[node] = device
+            why[node] = self.reason(node, level, solution)
+            if inside is not None:
+                members = [inner for body in node.subgraphs for inner in body.walk() if inner.op is not PARAMETER]
+                where.update(dict.fromkeys(members, device))
+                why.update(
+                    (inner, self.choices.asked_reason(inner) or f"in {node.name}, which stays whole")
+                    for inner in members
+                )
+        return where, why
+
+    def reason(self, node: Node, level: Level, solution: Solution) -> str:
+        """Why a node is where it is."""
+        if node in level.counters:
+            return "kept together with the counters and predicate of its loop"
+        names = [device.name for device in self.choices.devices]
+        group = level.group_of[node]
+        device, finishes = solution.devices[group], solution.finishes[group]
+        asked = self.choices.asked_reason(node)
+        if asked is not None and (finishes is None or node.colocated_with not in (None, node.name)):
+            return asked
+        if finishes is None:
+            return (
+                "the only device that can run it" if len(level.problem.groups[group].allowed) == 1 else "does no work"
+            )
+        prefix = "" if asked is None else f"{asked}; "
+        full = solution.full[group]
+        if full and device not in full:
+            return f"{prefix}only {_listed(names, finishes)} has room, not {_listed(names, full)}"
+        if finishes.get(device, float("inf")) > min(finishes.values()):
+            together = "it stays with its neighbours, as spreading the work gains too little"
+            return prefix + (together if solution.is_gathered else "all work is done sooner that way")
+        others = ", ".join(f"{_duration(end)} on {names[d]}" for d, end in finishes.items() if d != device)
+        return f"{prefix}finishes first there: {_duration(finishes[device])}" + (f", {others}" if others else "")
+
+
+def _counters(condition: Subgraph, body: Subgraph) -> frozenset[Node]:
+    """Nodes that nothing was asked for, and that make integer or boolean scalars of such."""
+    return frozenset(node for part in (condition, body) for node in part.nodes if _is_counter(node))
+
+
+def _is_counter(node: Node) -> bool:
+    if node.device is not None or node.colocated_with is not None or node.op in (PARAMETER, CONSTANT):
+        return False
+    if node.op.kernel is None or node.op.is_user or node.op.is_async or node.op.effects is not None:
+        return False
+    return bool(node.outputs) and all(
+        tensor.shape == () and tensor.spec.dtype.kind in "biu" for tensor in (*node.inputs, *node.outputs)
+    )
+
+
+def _duration(ns: float) -> str:
+    """Nanoseconds for people: ``1.2 ms``."""
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
+        if ns >= size:
+            return f"{ns / size:.3g} {unit}"
+    return f"{ns:.3g} ns"
+
+
+def _listed(names: Sequence[str], positions: Iterable[int]) -> str:
+    return ", ".join(names[position] for position in positions)

@@ -1,0 +1,163 @@
+"""Which values are on the host for certain, on devices with a memory of their own?
+
+A kernel whose inputs are all on the host and whose outputs have rank 0 is computed there, by NumPy: counters,
+predicates and learning rates cost no launch, and a loop that decides by them needs not wait for its device. The same is
+found again in a run, by looking at the values; here it is found beforehand, for what has to be decided when a graph is
+compiled.
+
+The code of a region takes all other arrays for the device's. Some come as vectors of the host all the same, such as a
+mask that a CPU has made: they are copied in where the region begins. A branch or loop in which the one meets the other
+is no part of a region.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.program.extract import FEED
+from asyncflow.control.primitives.loop_cond import LOOP_COND
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
+from asyncflow.graph.dtypes import VARIANT
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.spec import Spec
+
+NUMBERS = "biufc"
+"""Kinds of dtype whose values of rank 0 are NumPy scalars on the host."""
+
+_METADATA = frozenset({"shape", "size", "rank", "shape_by_rule", "tensor_array_element_shape"})
+"""Ops that look at what is known of an array without its data."""
+
+
+def is_metadata(node: Node) -> bool:
+    """Whether the node looks at what is known of its input without its data."""
+    return node.op.name in _METADATA
+
+
+def is_scalar_spec(spec: Spec) -> bool:
+    """Whether values of this spec are numbers of rank 0."""
+    return spec.shape == () and spec.dtype.kind in NUMBERS
+
+
+def may_stay_on_host(node: Node) -> bool:
+    """Whether the node is computed on the host when its inputs are there."""
+    op = node.op
+    if op.kernel is None or op.is_user or op.is_async or op.effects is not None:
+        return False
+    if any(tensor.spec.dtype == VARIANT for tensor in node.inputs):
+        return False
+    return bool(node.outputs) and all(is_scalar_spec(tensor.spec) for tensor in node.outputs)
+
+
+def computes_on_host(node: Node, found: Collection[Tensor]) -> bool:
+    """Whether the host does what the node computes, as it has all inputs."""
+    return may_stay_on_host(node) and all(tensor in found for tensor in node.inputs)
+
+
+def may_be_host_vector(spec: Spec) -> bool:
+    """Whether a value of this spec that is not known to be on the host may be there: a short vector of integers.
+
+    Devices leave such a one where it was made, since it may be a shape.
+    """
+    return spec.dtype.kind in "biu" and (spec.shape is None or len(spec.shape) == 1)
+
+
+def mixes_vectors(node: Node, found: Collection[Tensor]) -> bool:
+    """Whether what a branch or loop gives is a vector that is now on the host, now in the memory of the device.
+
+    Args:
+        node: any.
+        found: what `find_host_values` has found.
+    """
+    if node.op.name == "cond":
+        places = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
+    elif node.op.name == "while":
+        body: Subgraph = node.attrs["body"]
+        places = zip(body.inputs, node.inputs, body.results, strict=False)
+    else:
+        return False
+    return any(
+        place not in found and any(value in found and value.shape != () for value in values)
+        for place, *values in places
+    )
+
+
+def find_host_values(graph: Graph) -> set[Tensor]:
+    """The tensors of a structured graph, those in branches and loops included, whose values are on the host."""
+    found: set[Tensor] = set()
+    _visit(graph.nodes, found)
+    return found
+
+
+def _visit(nodes: Iterable[Node], found: set[Tensor]) -> None:
+    for node in nodes:
+        if node.op.name == "cond":
+            _visit_cond(node, found)
+        elif node.op.name == "while":
+            _visit_while(node, found)
+        elif is_on_host(node, found):
+            found.update(node.outputs)
+
+
+def is_on_host(node: Node, found: Collection[Tensor]) -> bool:
+    """Whether the outputs of a node that is no branch or loop are on the host, as the tensors `found` are."""
+    if node.op is CONSTANT or node.op is FEED:
+        return is_scalar_spec(node.outputs[0].spec)
+    if node.op is PARAMETER:
+        return False  # whoever enters the body says so
+    if node.op is IDENTITY:
+        return node.inputs[0] in found
+    if node.op is LOOP_COND:
+        return True  # the scheduler has looked at it
+    if is_metadata(node):
+        return True
+    return computes_on_host(node, found)
+
+
+def _visit_cond(node: Node, found: set[Tensor]) -> None:
+    _pred, *captures = node.inputs
+    for branch in node.subgraphs:
+        _enter(branch, captures, found)
+        _visit(branch.nodes, found)
+    results = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
+    found.update(output for output, *each in results if all(result in found for result in each))
+
+
+def _visit_while(node: Node, found: set[Tensor]) -> None:
+    condition: Subgraph = node.attrs["cond"]
+    body: Subgraph = node.attrs["body"]
+    n_vars: int = node.attrs["n_vars"]
+    # A variable is on the host if it starts there, and each iteration that finds it there leaves it there.
+    stay = [tensor in found for tensor in node.inputs[:n_vars]]
+    captures = node.inputs[n_vars:]
+    while True:
+        inside = set(found)
+        for part in (condition, body):
+            _enter(part, captures, inside, n_vars)
+            inside.update(variable for variable, stays in zip(part.inputs, stay, strict=False) if stays)
+            _visit(part.nodes, inside)
+        after = [stays and result in inside for stays, result in zip(stay, body.results, strict=False)]
+        if after == stay:
+            break
+        stay = after
+    found |= inside
+    found.update(output for output, stays in zip(node.outputs, stay, strict=False) if stays)
+
+
+def _enter(body: Subgraph, outer: Sequence[Tensor], found: set[Tensor], first: int = 0) -> None:
+    """The inputs of a body, from position `first`, that stand for what is on the host."""
+    found.update(inner for inner, tensor in zip(body.inputs[first:], outer, strict=True) if tensor in found)
+
+
+__all__ = [
+    "find_host_values",
+    "is_metadata",
+    "is_scalar_spec",
+    "may_be_host_vector",
+    "may_stay_on_host",
+    "mixes_vectors",
+]

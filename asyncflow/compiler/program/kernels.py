@@ -1,0 +1,288 @@
+"""Binds each node's kernel to its device, attributes and state, and guards it where the session asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
+from asyncflow.compiler.program.estimate import flops_of
+from asyncflow.compiler.program.fused import alone
+from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
+from asyncflow.devices.cuda.values import as_scalar
+from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
+from asyncflow.devices.protocol import KernelInfo
+from asyncflow.errors import OutOfMemoryError
+from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.dtypes import VARIANT, dtype_name
+from asyncflow.graph.op import bound_kernel, host_inputs, runs_on_host
+from asyncflow.graph.resource import Resource, resources_of
+from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cuda_source import is_otherwise_in_cupy
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from types import ModuleType
+
+    from asyncflow.compiler.regions.region_code import RegionCode
+    from asyncflow.compiler.regions.regions import Region
+    from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, Shape
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+
+Resolve: TypeAlias = Callable[[Resource], Any]
+"""Gives the state a session keeps for a resource."""
+
+
+SMALL_BYTES = TRACKED_BYTES
+"""Kernels on known shapes of fewer bytes are never worth timing, accounting or moving off the event loop."""
+
+
+def is_small_spec(spec: Spec) -> bool:
+    """Whether values of this spec are known to be small."""
+    size = size_of(spec.shape)
+    return size is not None and size * spec.dtype.itemsize < SMALL_BYTES
+
+
+def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: bool, check_numerics: bool) -> Kernel:
+    """The callable that runs `node` on one device.
+
+    Args:
+        node: of an op with a kernel.
+        xp: the device's array namespace.
+        resolve: looks up the state of resources among the attributes.
+        check_outputs: hold every output against the op's shape rule.
+        check_numerics: fail on NaN and infinity.
+    """
+    attrs = {name: resolve(value) if isinstance(value, Resource) else value for name, value in node.attrs.items()}
+    if xp is not np and node.outputs and is_otherwise_in_cupy(node.op, node.outputs[0].dtype):
+        kernel = alone(node, xp)
+    else:
+        kernel = bound_kernel(node.op, xp, attrs, of_scalars=all(tensor.shape == () for tensor in node.inputs))
+    if node.op.is_async:
+        return kernel
+    if xp is not np and any(dtype_name(tensor.dtype) == "bfloat16" for tensor in node.outputs):
+        kernel = _casting(node, kernel)
+    if check_outputs:
+        kernel = _with_checked_outputs(node, kernel, xp)
+    if check_numerics and any(tensor.dtype.kind in "fc" for tensor in node.outputs):
+        kernel = _with_checked_numbers(node, kernel)
+    return kernel
+
+
+def bind_launch(
+    node: Node,
+    bare: Callable[[ModuleType], Kernel],
+    device: AsynchronousDevice,
+    stream: int,
+    *,
+    in_region: bool = False,
+) -> Kernel:
+    """What launches `node` on one of the device's compute streams.
+
+    Args:
+        node: of an op with a kernel.
+        bare: gives the node's kernel for an array namespace.
+        device: where it runs.
+        stream: number of the compute stream.
+        in_region: the code of a region calls it.
+    """
+    if node.op is CONSTANT and not node.control_inputs:
+        value = bare(np)()
+        if not is_host_spec(node.outputs[0].spec):
+            value = _constant_on(device, node, value)
+        return lambda: value
+    on_host = device.has_own_memory and runs_on_host(node)
+    info = KernelInfo(
+        name=node.name,
+        stream=stream,
+        single=node.single,
+        needs_context=node.op.needs_context,
+        is_async=node.op.is_async or on_host,
+        may_run_on_host=all(is_host_spec(tensor.spec) for tensor in node.outputs),
+        keeps_arrays=_keeps_arrays(node),
+        moves_references=node.op in (SAVE, READ_SAVED),
+        uses_state=any(True for _ in resources_of(node)),
+        host_inputs=host_inputs(node),
+        on_host=giving_scalars(bare(np), node) if device.has_own_memory and may_stay_on_host(node) else None,
+        is_metadata=is_metadata(node),
+        in_region=in_region,
+        flops=partial(_flops, node),
+        infer=partial(_infer, node),
+    )
+    return device.bind(bare(np if on_host else device.xp), info)
+
+
+def bind_member(
+    node: Node,
+    bare: Callable[[ModuleType], Kernel],
+    device: AsynchronousDevice,
+    stream: int,
+    on_host: Collection[Tensor],
+) -> Kernel:
+    """What the code of a region calls for one of its nodes: a kernel on the device's arrays and host values.
+
+    Where the arrays of a device are NumPy's, as those of a simulated one, they have to be told from the host's: such a
+    region is made of device values, and its kernels launch themselves.
+    """
+    if device.xp is np:
+        return bind_launch(node, bare, device, stream, in_region=True)
+    if node.op is CONSTANT and not node.control_inputs:
+        constant = _constant_on(device, node, bare(np)())
+        value = device.resident(constant, stream)
+        return lambda: value
+    if computes_on_host(node, on_host):
+        return giving_scalars(bare(np), node)
+    kernel, read = bare(device.xp), host_inputs(node)
+    vectors = [
+        index
+        for index, tensor in enumerate(node.inputs)
+        if tensor in on_host and tensor.spec.shape != () and index not in read
+    ]
+    return _uploading(kernel, vectors, device.xp, node.op.needs_context) if vectors else kernel
+
+
+def giving_scalars(kernel: Kernel, node: Node) -> Kernel:
+    """`kernel`, computed by NumPy, with scalars for arrays of rank 0: other array libraries refuse NumPy's arrays."""
+    if kernel is node.op.scalar_kernel or isinstance(kernel, np.ufunc):
+        return kernel
+    if node.single:
+        return lambda *inputs: as_scalar(kernel(*inputs))
+    return lambda *inputs: tuple([as_scalar(value) for value in kernel(*inputs)])
+
+
+def _uploading(kernel: Kernel, positions: Sequence[int], xp: ModuleType, needs_context: bool) -> Kernel:
+    """A kernel that uses vectors of the host as data, such as the sizes of an array."""
+    shift = 1 if needs_context else 0
+
+    def call(*inputs: Any) -> Any:
+        values = list(inputs)
+        for position in positions:
+            values[position + shift] = xp.asarray(values[position + shift])
+        return kernel(*values)
+
+    return call
+
+
+def find_unknown_vectors(inputs: Sequence[Tensor], on_host: Collection[Tensor]) -> tuple[int, ...]:
+    """Positions of the inputs that code takes for the device's, and that may come as vectors of the host."""
+    return tuple(
+        index for index, tensor in enumerate(inputs) if tensor not in on_host and may_be_host_vector(tensor.spec)
+    )
+
+
+def bind_region(
+    node: Node,
+    code: RegionCode,
+    device: AsynchronousDevice,
+    stream: int,
+    on_host: Collection[Tensor] = (),
+    *,
+    could_capture: bool = False,
+    asked: bool = False,
+) -> Kernel:
+    """What a firing of a region calls on a device that enqueues it as a whole."""
+    region: Region = node.attrs["region"]
+    first = 1 if code.needs_context else 0
+    launches = sum(member.op.kernel is not None and member.op is not CONSTANT for member in region.walk())
+    info = KernelInfo(
+        name=node.name,
+        stream=stream,
+        single=False,
+        needs_context=code.needs_context,
+        vectors=tuple(first + index for index in find_unknown_vectors(region.inputs, on_host)),
+        launches=launches,
+        captures=could_capture and device.captures(asked),
+        could_capture=could_capture,
+        flops=partial(_flops, node),
+        infer=partial(_infer, node),
+    )
+    return device.bind_region(code.function, info, is_generator=code.is_generator)
+
+
+def _keeps_arrays(node: Node) -> bool:
+    touched = (*node.inputs, *node.outputs)
+    return node.op.is_user or node.op.effects is not None or any(tensor.spec.dtype == VARIANT for tensor in touched)
+
+
+def _flops(node: Node, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
+    flops = flops_of(node, inputs, outputs)
+    return float(sum(size_of(shape) or 0 for shape in outputs)) if flops is None else flops
+
+
+def _infer(node: Node, inputs: Sequence[ArraySpec]) -> Sequence[ArraySpec] | None:
+    inferred = node.op.infer(*(Spec(dtype, shape) for dtype, shape in inputs), **node.attrs)
+    specs = (inferred,) if isinstance(inferred, Spec) else inferred
+    if not all(is_static(spec.shape) for spec in specs):
+        return None
+    return [(spec.dtype, tuple(dim or 0 for dim in spec.shape or ())) for spec in specs]
+
+
+def _constant_on(device: AsynchronousDevice, node: Node, value: Any) -> Any:
+    try:
+        return device.constant(value)
+    except MemoryLimitExceeded as error:
+        raise OutOfMemoryError(
+            str(error),
+            node=node.name,
+            op=node.op.name,
+            device=device.name,
+            location=node.location,
+            requested=error.requested,
+            used=error.used,
+            limit=error.limit,
+        ) from error
+
+
+def is_host_spec(spec: Spec) -> bool:
+    """Whether values of this spec stay on the host: counters, indices and predicates."""
+    return spec.shape == () and spec.dtype.kind in "biu"
+
+
+def _casting(node: Node, kernel: Kernel) -> Kernel:
+    """`kernel` with outputs of the dtypes that the graph has: CuPy widens bfloat16 here and there."""
+    dtypes = [tensor.dtype for tensor in node.outputs]
+    if node.single:
+        return lambda *inputs: kernel(*inputs).astype(dtypes[0], copy=False)
+    return lambda *inputs: tuple(
+        [value.astype(dtype, copy=False) for value, dtype in zip(kernel(*inputs), dtypes, strict=True)]
+    )
+
+
+def _with_checked_outputs(node: Node, kernel: Kernel, xp: ModuleType) -> Kernel:
+    expected = [tensor.spec for tensor in node.outputs]
+    arrays = np.ndarray, np.generic, xp.ndarray
+
+    def checked(*inputs: Any) -> Any:
+        result = kernel(*inputs)
+        values = (result,) if node.single else result
+        if len(values) != len(expected):
+            raise TypeError(f"the kernel returned {len(values)} values for {len(expected)} outputs")
+        for index, (value, spec) in enumerate(zip(values, expected, strict=True)):
+            if spec.dtype == VARIANT or isinstance(value, str):
+                continue
+            if not isinstance(value, arrays):
+                raise TypeError(f"output {index} is a {type(value).__name__}, not an array; declared {spec}")
+            if value.dtype != spec.dtype or not is_compatible(value.shape, spec.shape):
+                raise TypeError(f"output {index} is {value.dtype}{format_shape(value.shape)}; declared {spec}")
+        return result
+
+    return checked
+
+
+def _with_checked_numbers(node: Node, kernel: Kernel) -> Kernel:
+    def checked(*inputs: Any) -> Any:
+        result = kernel(*inputs)
+        for index, value in enumerate((result,) if node.single else result):
+            if getattr(value, "dtype", VARIANT).kind in "fc" and not np.isfinite(value).all():
+                nans, infinite = int(np.isnan(value).sum()), int(np.isinf(value).sum())
+                raise FloatingPointError(
+                    f"check_numerics: output {index} has {nans} NaN and {infinite} infinite values"
+                )
+        return result
+
+    return checked

@@ -1,0 +1,55 @@
+"""What a pass may do with a node: leave it out, run it elsewhere, run it while compiling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.shapes import size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.spec import Spec
+
+VIEWS = frozenset(
+    {
+        "broadcast_to",
+        "expand_dims",
+        "flip",
+        "getitem",
+        "identity",
+        "matrix_transpose",
+        "permute_dims",
+        "reshape",
+        "squeeze",
+    }
+)
+"""Ops whose result may look into their input's memory, and that keep nothing else of it."""
+
+
+def nbytes(spec: Spec) -> int | None:
+    """Bytes of a value, or None if that is not known; strings and variants count as not known."""
+    size = size_of(spec.shape)
+    return None if size is None or spec.dtype.kind in "OT" else size * spec.dtype.itemsize
+
+
+def cannot_fail(node: Node) -> bool:
+    """Whether running the node is sure to succeed, so that one may run it, or not, as is best."""
+    return (
+        node.op.is_total
+        and node.op.is_pure
+        and all(nbytes(tensor.spec) is not None for tensor in (*node.inputs, *node.outputs))
+    )
+
+
+def has_variants(tensors: Iterable[Tensor]) -> bool:
+    """Whether a TensorArray or the like is among the values: what may be used up is never shared or repeated."""
+    return any(tensor.spec.dtype == VARIANT for tensor in tensors)
+
+
+def awaited_nodes(graph: Graph) -> set[Node]:
+    """Nodes of `graph` (not of its bodies) that others wait for by a control edge."""
+    return {before for node in graph.nodes if node.control_inputs for before in node.control_inputs}

@@ -1,0 +1,224 @@
+"""Which values loops save for their gradients, how large they are, and what for: ``plan.explain(memory=True)``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
+from asyncflow.compiler.program.purity import VIEWS
+from asyncflow.graph.builtin import PARAMETER
+from asyncflow.graph.captures import body_offset
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import STRUCTURED, node_effects
+from asyncflow.graph.op import Access
+from asyncflow.graph.shapes import size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from asyncflow.errors import SourceLocation
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.spec import Spec
+
+
+_WHOLE_VIEWS = VIEWS - {"broadcast_to", "getitem"}
+"""Ops that give all of their input's buffer another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A value that a loop saves in each iteration.
+
+    Attributes:
+        loop: the loop's name.
+        location: where the loop was written.
+        value: the value's name.
+        spec: its dtype and shape.
+        readers: the forward nodes whose gradients read it.
+        is_shared: it is one value in all iterations, which share its memory.
+        same_as: a value saved before that lies in the same buffer, in this iteration or the one before; None for none.
+    """
+
+    loop: str
+    location: SourceLocation
+    value: str
+    spec: Spec
+    readers: tuple[str, ...]
+    is_shared: bool
+    same_as: str | None = None
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes an iteration; None where the shape is known only in a run.
+
+        0 for what is shared, for what an inner loop has saved, and for what counts under another name.
+        """
+        if self.spec.dtype == VARIANT or self.is_shared or self.same_as is not None:
+            return 0
+        size = size_of(self.spec.shape)
+        return None if size is None else size * self.spec.dtype.itemsize
+
+
+def find_saved(graph: Graph) -> tuple[Saved, ...]:
+    """Everything that loops of `graph` save, from the outermost loop inward."""
+    found = [
+        (node, place, result.node.inputs[2])
+        for node in graph.walk()
+        if node.op.name == "while"
+        for place, result in enumerate(node.attrs["body"].results)
+        if result.node.op is SAVE
+    ]
+    if not found:
+        return ()
+    readers = _Readers(graph)
+    names: dict[tuple[Node, Tensor], str] = {}
+    return tuple(
+        Saved(
+            loop=loop.name,
+            location=loop.location,
+            value=value.node.name,
+            spec=value.spec,
+            readers=readers.of(loop.outputs[place]),
+            is_shared=_is_shared(value, loop),
+            same_as=_name_before(names, loop, value),
+        )
+        for loop, place, value in found
+    )
+
+
+def explain_saved(saved: Iterable[Saved]) -> list[str]:
+    """Lines for people: each loop, and what it saves."""
+    loops: dict[str, list[Saved]] = {}
+    for each in saved:
+        loops.setdefault(each.loop, []).append(each)
+    if not loops:
+        return ["no loop saves values for a gradient"]
+    lines = []
+    for loop, values in loops.items():
+        sizes = [value.nbytes for value in values]
+        known = sum(size for size in sizes if size is not None)
+        more = ", and values of a size known only in a run" if None in sizes else ""
+        lines.append(f"loop {loop} ({values[0].location}) saves {known:,} bytes an iteration for its gradient{more}")
+        lines.extend(f"  {_line(value)}" for value in values)
+    return lines
+
+
+def _line(value: Saved) -> str:
+    if value.spec.dtype == VARIANT:
+        size = "the saved values or the array of an inner loop"
+    elif value.is_shared:
+        size = f"{value.spec}, the same in all iterations and kept once"
+    elif value.same_as is not None:
+        size = f"{value.spec}, which is in the buffer of {value.same_as}"
+    elif value.nbytes is None:
+        size = f"{value.spec}, of a size known only in a run"
+    else:
+        size = f"{value.spec}, {value.nbytes:,} bytes"
+    readers = ", ".join(value.readers)
+    return f"{value.value}: {size}; " + (f"for the gradient of {readers}" if readers else "not read in this run")
+
+
+def _name_before(names: dict[tuple[Node, Tensor], str], loop: Node, value: Tensor) -> str | None:
+    """The name under which the buffer of a value was saved before; else the value gives its own."""
+    if value.spec.dtype == VARIANT:
+        return None
+    found = names.setdefault((loop, _source(value, loop)), value.node.name)
+    return None if found == value.node.name else found
+
+
+def _source(value: Tensor, loop: Node) -> Tensor:
+    """What made the buffer of a value of the body: a loop variable has what the iteration before gave it."""
+    body, n_vars = loop.attrs["body"], loop.attrs["n_vars"]
+    variables = dict(zip(body.inputs[:n_vars], body.results, strict=False))
+    seen: set[Tensor] = set()
+    while value not in seen:
+        seen.add(value)
+        if value in variables:
+            value = variables[value]
+        elif value.node.op.name in _WHOLE_VIEWS:
+            value = value.node.inputs[0]
+    return value
+
+
+def _is_shared(value: Tensor, loop: Node) -> bool:
+    """Whether a value of the body is made outside the loop, or by reading a variable that the loop does not change."""
+    body = loop.attrs["body"]
+    if value.node.op is PARAMETER:
+        return all(value is not variable for variable in body.inputs[: loop.attrs["n_vars"]])
+    if value.node.op.name != "variable_read":
+        return False
+    (resource, _), *_ = node_effects(value.node)
+    return all(touched != resource or access is Access.READ for touched, access in node_effects(loop))
+
+
+class _Readers:
+    """Who reads the values of a store, through the bodies that it is passed into and the stores that keep it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._names: set[str] = set()
+        self._users: dict[Tensor, list[Node]] = {}
+        self._passed: dict[Tensor, list[Tensor]] = {}
+        self._note(graph)
+
+    def of(self, store: Tensor) -> tuple[str, ...]:
+        """The forward nodes whose gradients read what is in `store`."""
+        found: dict[str, None] = {}
+        seen: set[Tensor] = set()
+        open_ = [store]
+        while open_:
+            tensor = open_.pop()
+            if tensor in seen:
+                continue
+            seen.add(tensor)
+            open_ += self._passed.get(tensor, ())
+            for user in self._users.get(tensor, ()):
+                if user.op is READ_SAVED and user.inputs[0] is tensor:
+                    value = user.outputs[0]
+                    if value.dtype == VARIANT:
+                        open_.append(value)
+                    found.update(dict.fromkeys(self._forward(reader) for reader in self._uses(value)))
+                elif user.op is SAVE and user.inputs[2] is tensor:
+                    open_.append(user.outputs[0])
+        return tuple(sorted(found))
+
+    def _uses(self, value: Tensor) -> list[Node]:
+        """The nodes that look at a value, in inner bodies too; those that only pass it on are left out.
+
+        A branch looks at its predicate.
+        """
+        found = []
+        open_ = [value]
+        while open_:
+            tensor = open_.pop()
+            open_ += self._passed.get(tensor, ())
+            found += [
+                user
+                for user in self._users.get(tensor, ())
+                if user.op.name not in STRUCTURED or (user.op.name == "cond" and user.inputs[0] is tensor)
+            ]
+        return found
+
+    def _forward(self, reader: Node) -> str:
+        """The node that `reader` helps to differentiate: `gradients` names what it adds after it."""
+        scope = reader.name.rpartition("/")[0].rpartition("gradients/")[2]
+        name = scope
+        while name and name not in self._names:
+            name = name.rpartition("/")[0]
+        return name or scope
+
+    def _note(self, graph: Graph) -> None:
+        for node in graph.nodes:
+            self._names.add(node.name)
+            for tensor in node.inputs:
+                self._users.setdefault(tensor, []).append(node)
+            if node.op.name not in STRUCTURED:
+                continue
+            for part in node.subgraphs:
+                for inner, outer in zip(part.inputs, node.inputs[body_offset(node) :], strict=True):
+                    self._passed.setdefault(outer, []).append(inner)
+                self._note(part)
+                if part is node.attrs.get("body") or node.op.name == "cond":
+                    for result, output in zip(part.results, node.outputs, strict=True):
+                        self._passed.setdefault(result, []).append(output)

@@ -1,0 +1,1 @@
+"""Nodes that become one generated function, and what cards do by themselves."""

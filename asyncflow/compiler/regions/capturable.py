@@ -1,0 +1,220 @@
+"""What may be captured in a CUDA graph? Nodes of which it is known that they launch kernels and do nothing else.
+
+Left out are products of matrices (cuBLAS does not let CuPy capture it), sorting, linear algebra and what has shapes
+that depend on the data (they wait for the device), random numbers, state and tensor arrays (they keep what they are
+given), and the user's functions. Python decides while it captures, so branches and loops in a graph are those of the
+values on the host at that time, which are part of what the graph is valid for. Only loops that a device runs by itself
+decide by its own values, and so do branches and loops in them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.compiler.program.fused import FUSED
+from asyncflow.compiler.program.host_values import computes_on_host, is_on_host
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
+from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.op import host_inputs, runs_on_host
+from asyncflow.graph.shapes import is_static
+from asyncflow.ops.cuda_source import has_source
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from asyncflow.compiler.regions.regions import Region
+    from asyncflow.graph.graph import Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+
+_REDUCTIONS = (
+    *("all", "any", "argmax", "argmin", "count_nonzero", "max", "mean", "min", "prod", "std", "sum", "var"),
+    *("log_softmax", "logsumexp", "softmax", "layer_norm", "cumulative_prod", "cumulative_sum", "diff", "sum_to"),
+)
+_SHAPES = (
+    *("broadcast_arrays", "broadcast_to", "concat", "expand_dims", "flip", "matrix_transpose", "permute_dims"),
+    *("reshape", "reshape_to", "roll", "squeeze", "stack", "tile", "unstack", "rank", "shape", "size", "getitem"),
+)
+_OTHERS = (
+    *("arange", "complex_multiply", "eye", "full", "full_like", "imag", "one_hot", "real", "stop_gradient"),
+    *("take", "take_along_axis", "tril", "triu"),
+)
+CAPTURABLE = frozenset((*_REDUCTIONS, *_SHAPES, *_OTHERS))
+"""Names of the ops that may be captured, beside those that have C++ source."""
+
+_COPIES_A_LAUNCH = 2
+"""Launching a kernel from Python takes about as long as copying so many arrays in or out of a graph's buffers."""
+
+_LEAST_GAIN = 2
+"""Launches that looking up and launching the graph take."""
+
+
+def can_capture(region: Region, on_host: Collection[Tensor]) -> bool:
+    """Whether the region can be captured, and is launched faster as a CUDA graph.
+
+    Args:
+        region: of a device whose regions enqueue.
+        on_host: tensors whose values are on the host; see `find_host_values`.
+    """
+    if not all(may_be_captured(node, on_host) for node in region.nodes):
+        return False
+    launches = sum(_launches(node, on_host) for node in region.walk())
+    copies = sum(tensor not in on_host for tensor in (*region.inputs, *region.outputs))
+    return launches > _LEAST_GAIN + copies / _COPIES_A_LAUNCH
+
+
+def may_be_captured(node: Node, on_host: Collection[Tensor]) -> bool:
+    """Whether the node does nothing, in a region, that a CUDA graph cannot hold."""
+    if node.op in (CONSTANT, IDENTITY, NO_OP, PARAMETER):
+        return True
+    if node.op.name in STRUCTURED:
+        return _decision(node) in on_host and all(
+            may_be_captured(inner, on_host) for body in node.subgraphs for inner in body.nodes
+        )
+    if computes_on_host(node, on_host):
+        return True
+    is_known = node.op is FUSED or has_source(node.op) or node.op.name in CAPTURABLE
+    return is_known and not runs_on_host(node) and _finds_its_inputs(node, on_host)
+
+
+def _decision(node: Node) -> Tensor:
+    found: Tensor = node.attrs["cond"].results[0] if node.op.name == "while" else node.inputs[0]
+    return found
+
+
+def _launches(node: Node, on_host: Collection[Tensor]) -> bool:
+    return node.op.kernel is not None and node.op is not CONSTANT and not computes_on_host(node, on_host)
+
+
+def _finds_its_inputs(node: Node, on_host: Collection[Tensor]) -> bool:
+    """Whether no input has to be copied to the host or from there."""
+    read = host_inputs(node)
+    for index, tensor in enumerate(node.inputs):
+        if index in read:
+            is_found = tensor in on_host and (tensor.shape == () or node.op.name != "getitem")
+        else:
+            is_found = tensor not in on_host or tensor.shape == ()
+        if not is_found:
+            return False
+    return True
+
+
+# -- loops -----------------------------------------------------------------------------------------------------------
+
+
+def is_device_loop(node: Node, on_host: Collection[Tensor]) -> bool:
+    """Whether the node is a loop that decides by what a device computes, and that the device can run by itself.
+
+    Its variables have numbers and shapes that never change; variables that the host has outside, such as counters, are
+    the device's inside. In it there may be loops of that kind, whatever they decide by, and branches with such results.
+    """
+    return node.op.name == "while" and not decides_on_host(node, on_host) and why_host_drives(node, on_host) is None
+
+
+def decides_on_host(loop: Node, on_host: Collection[Tensor]) -> bool:
+    """Whether the predicate of the loop is a number that the host has anyway."""
+    return _decision(loop) in on_host
+
+
+def why_host_drives(loop: Node, on_host: Collection[Tensor]) -> str | None:
+    """Why a device cannot run a loop by itself, in a few words; None if it can."""
+    n_vars = loop.attrs["n_vars"]
+    parts = loop.attrs["cond"], loop.attrs["body"]
+    inside = host_values_inside(loop.inputs, parts, n_vars, on_host)
+    obstacle = _no_buffers(loop)
+    if obstacle is not None:
+        return obstacle
+    if parts[0].results[0] in inside:
+        return "its predicate is a number on the host"
+    if _holds_vector(loop.inputs[:n_vars], on_host) or _holds_vector(parts[1].results, inside):
+        return f"a value of it is {_HOST_VECTOR}"
+    return _first_obstacle((inner for part in parts for inner in part.nodes), inside)
+
+
+def _why_no_branch(node: Node, inside: Collection[Tensor]) -> str | None:
+    obstacle = _no_buffers(node)
+    if obstacle is not None:
+        return obstacle
+    if any(_holds_vector(branch.results, inside) for branch in node.subgraphs):
+        return f"a value of it is {_HOST_VECTOR}"
+    return _first_obstacle((inner for branch in node.subgraphs for inner in branch.nodes), inside)
+
+
+def _first_obstacle(nodes: Iterable[Node], inside: Collection[Tensor]) -> str | None:
+    """Why the first of the nodes of a body that cannot be in a device's loop cannot; None if all can."""
+    # The device's own loops inside come last: another obstacle has made them so, and is the one to name.
+    for node in sorted(nodes, key=lambda node: node.op.name == "device_while"):
+        if node.op.name in STRUCTURED:
+            obstacle = (why_host_drives if node.op.name == "while" else _why_no_branch)(node, inside)
+            if obstacle is not None:
+                return f"in {node.name}, {obstacle}"
+        elif not may_be_captured(node, inside):
+            return f"{node.name} ({node.op.name}) cannot be in a CUDA graph"
+    return None
+
+
+def _no_buffers(node: Node) -> str | None:
+    """Which output is no number, or an array of a shape that is not known; None if there is none."""
+    for tensor in node.outputs:
+        spec = tensor.spec
+        if not (spec.dtype.kind in "biufc" or spec.dtype.name == "bfloat16"):
+            return f"a value of it is {spec}, no number"
+        if not is_static(spec.shape):
+            return f"a value of it is {spec}, whose shape is not fixed"
+    return None
+
+
+_HOST_VECTOR = "an array of the host's, such as a shape"
+
+
+def _holds_vector(tensors: Sequence[Tensor], on_host: Collection[Tensor]) -> bool:
+    """Whether one of them is an array of the host's, such as a shape, which is not copied to a device in a graph."""
+    return any(tensor in on_host and tensor.shape != () for tensor in tensors)
+
+
+def host_values_inside(
+    inputs: Sequence[Tensor], parts: Sequence[Subgraph], n_vars: int, on_host: Collection[Tensor]
+) -> set[Tensor]:
+    """The tensors in the predicate and the body of a device's loop whose values are on the host: none of a variable.
+
+    Args:
+        inputs: of the loop's node: first its variables, then what it captures.
+        parts: predicate and body.
+        n_vars: how many variables there are.
+        on_host: tensors outside whose values are on the host.
+    """
+    found: set[Tensor] = set()
+    for part in parts:
+        _enter(part, inputs[n_vars:], on_host, found, first=n_vars)
+    return found
+
+
+def _enter(
+    part: Subgraph, captures: Sequence[Tensor], outside: Collection[Tensor], found: set[Tensor], first: int = 0
+) -> None:
+    """Add to `found` what is on the host in a body, whose inputs stand for `captures` from position `first` on."""
+    found.update(inner for inner, outer in zip(part.inputs[first:], captures, strict=True) if outer in outside)
+    for node in part.nodes:
+        if node.op.name == "while":
+            n_vars = node.attrs["n_vars"]
+            for inner in (node.attrs["cond"], node.attrs["body"]):
+                _enter(inner, node.inputs[n_vars:], found, found, first=n_vars)
+        elif node.op.name == "cond":
+            pred, *captured = node.inputs
+            for branch in node.subgraphs:
+                _enter(branch, captured, found, found)
+            if pred in found:  # otherwise the results are in buffers
+                results = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
+                found.update(output for output, *each in results if all(result in found for result in each))
+        elif is_on_host(node, found):
+            found.update(node.outputs)
+
+
+__all__ = [
+    "CAPTURABLE",
+    "can_capture",
+    "decides_on_host",
+    "host_values_inside",
+    "is_device_loop",
+    "may_be_captured",
+    "why_host_drives",
+]

@@ -1,0 +1,453 @@
+"""Generates the Python function of a region: straight-line calls on bound kernels, native `while` and `if`.
+
+Values of rank 0 are NumPy scalars and combine by Python operators, which give the same dtype and the same bits as the
+ufuncs. Loop variables are local variables. A region with loops is a generator: at every back edge it counts down the
+budget it was given, and yields when that is spent, so that whoever drives it can look at the clock, stop it, or carry
+it on elsewhere. So is one with kernels that may be long, each of which counts too. Any other is a plain function.
+
+Errors find their node again through the line of the generated source, and their iteration through the loop counters
+among its locals.
+"""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import linecache
+import operator
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.compiler.program.estimate import may_be_long
+from asyncflow.compiler.program.kernels import is_small_spec
+from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
+from asyncflow.compiler.regions.region_code import Phase, Place, RegionCode
+from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
+from asyncflow.graph.op import KernelContext
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from asyncflow.compiler.regions.regions import Region
+    from asyncflow.graph.graph import Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+
+_INFIX: dict[Callable[..., Any], str] = {
+    operator.add: "{} + {}",
+    operator.sub: "{} - {}",
+    operator.mul: "{} * {}",
+    operator.truediv: "{} / {}",
+    operator.floordiv: "{} // {}",
+    operator.mod: "{} % {}",
+    operator.lt: "{} < {}",
+    operator.le: "{} <= {}",
+    operator.gt: "{} > {}",
+    operator.ge: "{} >= {}",
+    operator.eq: "{} == {}",
+    operator.ne: "{} != {}",
+    operator.and_: "{} & {}",
+    operator.or_: "{} | {}",
+    operator.xor: "{} ^ {}",
+    operator.lshift: "{} << {}",
+    operator.rshift: "{} >> {}",
+    operator.neg: "-{}",
+    operator.pos: "+{}",
+    operator.invert: "~{}",
+}
+
+_SILENT = (CONSTANT, PARAMETER, NO_OP)
+"""Ops that leave no line in the source."""
+
+_serial = itertools.count(1)
+
+_LAUNCHES = 32
+"""A straight line that launches kernels may be stopped after so many: each takes some microseconds to launch."""
+
+
+def generate(
+    region: Region,
+    name: str,
+    bind: Callable[[Node], Kernel],
+    *,
+    track: Callable[[Any, str], None] | None,
+    max_iterations: int | None,
+    enqueues: bool = False,
+) -> RegionCode:
+    """The function of `region`.
+
+    Args:
+        region: what to run.
+        name: for the generated file and function.
+        bind: gives each node's kernel.
+        track: called with every value that may be large, and its node's name; None to leave that out.
+        max_iterations: most iterations of a loop.
+        enqueues: the kernels only enqueue work on a device that looks after its own buffers.
+    """
+    return _Generator(region, bind, track, max_iterations, enqueues).generate(name)
+
+
+@dataclass(slots=True)
+class _Block:
+    """Names of the values that exist at one place of the source."""
+
+    loops: tuple[tuple[str, str], ...] = ()
+    depth: int = 1
+    buffers: Buffers | None = None
+
+    def deeper(self) -> _Block:
+        """The block one level further in."""
+        return _Block(self.loops, self.depth + 1)
+
+
+def in_iteration(context: KernelContext, counters: tuple[int, ...]) -> KernelContext:
+    """The context of a kernel inside loops of a region."""
+    return replace(context, tag=(*context.tag, *counters))
+
+
+@dataclass(slots=True)
+class _Generator:
+    region: Region
+    bind: Callable[[Node], Kernel]
+    track: Callable[[Any, str], None] | None
+    max_iterations: int | None
+    enqueues: bool
+    names: dict[Tensor, str] = field(default_factory=dict)
+    bound: dict[str, Any] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    places: dict[int, Place] = field(default_factory=dict)
+    constants: dict[Tensor, str] = field(default_factory=dict)
+    kernels: dict[Node, Kernel] = field(default_factory=dict)
+    slots: list[str] = field(default_factory=list)
+    buffered: set[Tensor] = field(default_factory=set)
+    needs_context: bool = False
+    is_generator: bool = False
+    launches: int = 0
+    phases: list[Phase] = field(default_factory=list)
+
+    def generate(self, name: str) -> RegionCode:
+        self.taken.update(dict.fromkeys(("budget", "context", "track", "in_iteration", "TooManyIterations"), 0))
+        function = self.fresh(name, "region")
+        parameters = [self.name(tensor) for tensor in self.region.inputs]
+        block = _Block()
+        self.put_line(self.region.nodes, self.region.outputs, block)
+        if self.phases and self.phases[-1].is_loop and _takes_time(self.phases[-1].nodes):
+            self.phases.append(Phase(len(self.lines) + 1, []))
+            self.part(block)  # the loop's counter is gone with the function
+        outputs = "".join(f"{self.value(tensor)}, " for tensor in self.region.outputs)
+        self.line(block, f"return ({outputs})")
+        if self.needs_context:
+            parameters.insert(0, "context")
+        # Defaults make kernels and constants local variables of the function.
+        if self.bound:
+            parameters += ["*", *(f"{key}={key}" for key in self.bound)]
+        signature = f"def {function}({', '.join(parameters)}):"
+        head = [signature, *(["    budget = 1"] if self.is_generator else [])]
+        head.extend(f"    {slot} = None" for slot in self.slots)
+        source = "\n".join((*head, *self.lines)) + "\n"
+        filename = f"<asyncflow region {function} {next(_serial)}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        namespace = dict(self.bound)
+        exec(compile(source, filename, "exec"), namespace)
+        made = namespace.pop(function)  # out of its own globals: a cycle would keep its constants until it is collected
+        weakref.finalize(made, linecache.cache.pop, filename, None).atexit = False
+        places = {number + len(head): place for number, place in self.places.items()}
+        for phase in self.phases:
+            phase.line += len(head)
+        phases = tuple(self.phases)
+        return RegionCode(made, source, filename, places, self.is_generator, self.needs_context, phases)
+
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    def fresh(self, path: str, fallback: str) -> str:
+        """A new Python name that reads like the last part of `path`.
+
+        Of ASCII alone: Python takes some letters for others (it reads ``µ`` of either code point as one variable), and
+        not all that `re` calls a letter as one.
+        """
+        stem = re.sub(r"[^0-9A-Za-z_]+", "_", path.rpartition("/")[2]).strip("_") or fallback
+        if stem[0].isdigit() or keyword.iskeyword(stem):
+            stem = f"{fallback}_{stem}"
+        name = stem
+        while name in self.taken:
+            self.taken[stem] += 1
+            name = f"{stem}_{self.taken[stem]}"
+        self.taken[name] = 0
+        return name
+
+    def name(self, tensor: Tensor) -> str:
+        """The new variable that will hold `tensor`."""
+        name = self.names[tensor] = self.fresh(tensor.node.name, "value")
+        return name
+
+    def value(self, tensor: Tensor) -> str:
+        """The expression for `tensor`: its variable, or a bound constant."""
+        if tensor in self.names:
+            return self.names[tensor]
+        assert tensor.node.op is CONSTANT, f"{tensor!r} has no value in the region"
+        if tensor not in self.constants:
+            self.constants[tensor] = self.bind_name(tensor.node.name, "constant", self.bind(tensor.node)())
+        return self.constants[tensor]
+
+    def bind_name(self, path: str, fallback: str, value: Any) -> str:
+        name = self.fresh(path, fallback)
+        self.bound[name] = value
+        return name
+
+    def line(self, block: _Block, text: str, node: Node | None = None) -> None:
+        self.lines.append("    " * block.depth + text)
+        if node is not None:
+            self.places[len(self.lines)] = self.place(node, block)
+
+    def place(self, node: Node, block: _Block) -> Place:
+        arguments = (self.names.get(tensor) or self.constants.get(tensor, "") for tensor in node.inputs)
+        return Place(node, block.loops, tuple(arguments))
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    def kernel(self, node: Node) -> Kernel | None:
+        """The bound kernel of a node; None for a structured one."""
+        if node.op.kernel is None:
+            return None
+        if node not in self.kernels:
+            self.kernels[node] = self.bind(node)
+        return self.kernels[node]
+
+    def put_line(
+        self,
+        nodes: Sequence[Node],
+        escaping: Iterable[Tensor],
+        block: _Block,
+        carried: frozenset[Tensor] = frozenset(),
+    ) -> None:
+        """A straight line of nodes; `escaping` are the values somebody uses afterwards."""
+        escaping = tuple(escaping)
+        if self.track is None and not self.enqueues:  # accounting watches buffers by their first value
+            block.buffers = Buffers(find_uses(nodes, (t for t in escaping if t not in carried), self.kernel), carried)
+        dead = dead_values(nodes, escaping)
+        for index, node in enumerate(nodes):
+            self.put(node, index, block)
+            if block.buffers is not None:
+                block.buffers.release(index)
+            # A value in a buffer that is written again need not be let go.
+            names = [self.names[tensor] for tensor in dead.get(index, ()) if tensor not in self.buffered]
+            if names:
+                self.line(block, f"del {', '.join(names)}")
+
+    def put(self, node: Node, index: int, block: _Block) -> None:
+        if block.depth == 1 and node.op not in _SILENT:
+            self.note_phase(node, block)
+        if node.op.name == "cond":
+            self.put_cond(node, block)
+        elif node.op.name == "while":
+            self.put_while(node, block)
+        elif node.op is IDENTITY:
+            self.names[node.outputs[0]] = self.value(node.inputs[0])
+        elif node.op not in _SILENT:
+            self.put_kernel(node, index, block)
+
+    def note_phase(self, node: Node, block: _Block) -> None:
+        """Begins a phase where a loop outside all others begins or has ended."""
+        last = self.phases[-1] if self.phases else None
+        if last is not None and not (last.is_loop or node.op.name == "while"):
+            last.nodes.append(node)
+            return
+        self.phases.append(Phase(len(self.lines) + 1, [node]))
+        if last is None:
+            return
+        # A budget was found by iterations of another loop, and may be far too high for this one.
+        is_misleading = self.is_generator and node.op.name == "while"
+        if is_misleading or _takes_time(last.nodes) or _takes_time([node]):
+            self.part(block)
+
+    def part(self, block: _Block) -> None:
+        """A place where the function stops in any case, between two phases."""
+        self.is_generator = True
+        self.line(block, "budget = yield True")
+
+    def put_kernel(self, node: Node, index: int, block: _Block) -> None:
+        kernel, slot = self.kernel(node), None
+        if block.buffers is not None and kernel is not None:
+            slot = block.buffers.slot_for(node, index, kernel, self.new_slot)
+        if slot is not None:
+            self.buffered.update(node.outputs)
+        expression = self.call(node, block, slot)
+        targets = [self.name(tensor) for tensor in node.outputs]
+        if not targets:
+            self.line(block, expression, node)
+            return
+        left = targets[0] if node.single else "".join(f"{target}, " for target in targets).rstrip()
+        self.line(block, f"{left} = {expression}" if slot is None else f"{left} = {slot} = {expression}", node)
+        if self.track is not None:
+            self.bound.setdefault("track", self.track)
+            for tensor, target in zip(node.outputs, targets, strict=True):
+                if not is_small_spec(tensor.spec):
+                    self.line(block, f"track({target}, {node.name!r})", node)
+        if self.enqueues:
+            self.launches += 1
+            if self.launches % _LAUNCHES == 0:
+                self.checkpoint(block)
+        elif may_be_long(node, INLINE_LIMIT_NS):
+            self.checkpoint(block)
+
+    def checkpoint(self, block: _Block) -> None:
+        """A place where whoever drives the function may stop it."""
+        self.is_generator = True
+        self.line(block, "budget -= 1")
+        self.line(block, "if not budget:")
+        self.line(block.deeper(), "budget = yield")
+
+    def new_slot(self) -> str:
+        self.slots.append(self.fresh("buffer", "buffer"))
+        return self.slots[-1]
+
+    def call(self, node: Node, block: _Block, slot: str | None = None) -> str:
+        kernel = self.kernel(node)
+        assert kernel is not None
+        arguments = [self.value(tensor) for tensor in node.inputs]
+        infix = _INFIX.get(kernel)
+        if infix is not None:
+            return infix.format(*arguments)
+        if node.op.needs_context:
+            self.needs_context = True
+            arguments.insert(0, self.context(block))
+        if slot is not None:
+            arguments.append(f"out={slot}")
+        return f"{self.bind_name(f'k_{node.op.name}', 'kernel', kernel)}({', '.join(arguments)})"
+
+    def context(self, block: _Block) -> str:
+        if not block.loops:
+            return "context"
+        self.bound.setdefault("in_iteration", in_iteration)
+        counters = "".join(f"{counter}, " for _, counter in block.loops)
+        return f"in_iteration(context, ({counters}))"
+
+    # -- branches and loops --------------------------------------------------------------------------------------
+
+    def put_cond(self, node: Node, block: _Block) -> None:
+        pred, *captures = node.inputs
+        condition = self.value(pred)
+        true_branch, false_branch = node.subgraphs
+        outputs = [self.fresh(tensor.node.name, "value") for tensor in node.outputs]
+        for keyword_, branch in ((f"if {condition}:", true_branch), ("else:", false_branch)):
+            self.line(block, keyword_, node)
+            inner = block.deeper()
+            before = len(self.lines)
+            self.put_body(branch, captures, inner)
+            for output, result in zip(outputs, branch.results, strict=True):
+                self.line(inner, f"{output} = {self.value(result)}")
+            if len(self.lines) == before:
+                self.line(inner, "pass")
+        self.names.update(zip(node.outputs, outputs, strict=True))
+
+    def put_body(self, body: Subgraph, outer: Sequence[Tensor], block: _Block) -> None:
+        """The nodes of a body whose inputs stand for `outer`."""
+        for inner, tensor in zip(body.inputs, outer, strict=True):
+            self.alias(inner, tensor)
+        self.put_line(body.nodes, body.results, block)
+
+    def alias(self, inner: Tensor, outer: Tensor) -> None:
+        self.names[inner] = self.value(outer)
+
+    def put_while(self, node: Node, block: _Block) -> None:
+        follows_loop, self.is_generator = self.is_generator, True
+        condition: Subgraph = node.attrs["cond"]
+        body: Subgraph = node.attrs["body"]
+        n_vars: int = node.attrs["n_vars"]
+        label = node.name.rpartition("/")[2]
+        counter = self.fresh(f"{label}_iteration", "iteration")
+        variables = [self.fresh(tensor.node.name, "var") for tensor in body.inputs[:n_vars]]
+        for variable, initial in zip(variables, node.inputs, strict=False):
+            self.line(block, f"{variable} = {self.value(initial)}")
+        for part in (condition, body):
+            self.names.update(zip(part.inputs, variables, strict=False))
+            for captured, outer in zip(part.inputs[n_vars:], node.inputs[n_vars:], strict=True):
+                self.alias(captured, outer)
+        self.line(block, f"{counter} = 0")
+        if block.depth == 1:
+            self.phases[-1].counter = counter
+        elif follows_loop and not (block.loops and _is_light(condition) and _is_light(body)):
+            self.part(block)  # as between phases
+        inner = _Block((*block.loops, (label, counter)), block.depth + 1)
+        self.put_predicate(condition, block, inner)
+        carried = self.carried(condition, body, n_vars)
+        self.put_line(body.nodes, body.results, inner, carried)
+        for variable, result in zip(variables, body.results, strict=True):
+            if result in carried:
+                assert inner.buffers is not None
+                # What the variable holds is dead; the value it had before the first iteration is not ours.
+                self.line(inner, f"{inner.buffers.slots[result]} = {variable} if {counter} else None")
+        self.put_next(variables, [self.value(result) for result in body.results], inner)
+        if self.max_iterations is not None:
+            self.bound.setdefault("TooManyIterations", TooManyIterations)
+            self.line(inner, f"if {counter} >= {self.max_iterations}:")
+            self.line(inner.deeper(), f"raise TooManyIterations({label!r}, {self.max_iterations})", node)
+        self.line(inner, f"{counter} += 1")
+        self.checkpoint(inner)
+        self.names.update(zip(node.outputs, variables, strict=True))
+
+    def carried(self, condition: Subgraph, body: Subgraph, n_vars: int) -> frozenset[Tensor]:
+        """The results of a loop body whose buffers take turns with those of its variables."""
+        if self.track is not None or self.enqueues:
+            return frozenset()
+        members = set(body.nodes)
+
+        def can_write(result: Tensor) -> bool:
+            return result.node in members and writes_to_buffer(result.node, self.kernel(result.node))
+
+        variables = list(zip(condition.inputs[:n_vars], body.inputs[:n_vars], body.results, strict=True))
+        in_cond = find_uses(condition.nodes, condition.results, self.kernel)
+        in_body = find_uses(body.nodes, (result for result in body.results if not can_write(result)), self.kernel)
+        return carried_results(variables, in_cond, in_body, can_write)
+
+    def put_predicate(self, condition: Subgraph, block: _Block, inner: _Block) -> None:
+        working = [n for n in condition.nodes if n.op not in (CONSTANT, PARAMETER, NO_OP)]
+        only = working[0] if len(working) == 1 else None
+        if only is not None and only is condition.results[0].node and self.kernel(only) and only.op is not IDENTITY:
+            self.line(block, f"while {self.call(only, inner)}:")
+            self.places[len(self.lines)] = self.place(only, inner)
+            return
+        self.line(block, "while True:")
+        predicate = _Block(inner.loops, inner.depth)
+        self.put_line(condition.nodes, condition.results, predicate)
+        self.line(inner, f"if not {self.value(condition.results[0])}:")
+        self.line(inner.deeper(), "break")
+
+    def put_next(self, variables: list[str], values: list[str], block: _Block) -> None:
+        """Rebinds the loop variables: one by one if no value is a variable rebound before it."""
+        moves = [(variable, value) for variable, value in zip(variables, values, strict=True) if variable != value]
+        rebound: set[str] = set()
+        for variable, value in moves:
+            if value in rebound:
+                left, right = zip(*moves, strict=True)
+                self.line(block, f"{', '.join(left)} = {', '.join(right)}")
+                return
+            rebound.add(variable)
+        for variable, value in moves:
+            self.line(block, f"{variable} = {value}")
+
+
+def _takes_time(nodes: Iterable[Node]) -> bool:
+    """Whether anything in these nodes may be large."""
+    return not all(
+        all(is_small_spec(tensor.spec) for tensor in (*node.inputs, *node.outputs))
+        and all(map(_is_light, node.subgraphs))
+        for node in nodes
+    )
+
+
+def _is_light(body: Subgraph) -> bool:
+    """Whether all values in a loop's body, or its predicate, are known to be small."""
+    return all(is_small_spec(tensor.spec) for node in body.walk() for tensor in (*node.inputs, *node.outputs))
+
+
+class TooManyIterations(Exception):
+    """A loop passed the session's ``max_iterations``."""
+
+    def __init__(self, label: str, limit: int) -> None:
+        super().__init__(f"loop {label} reached max_iterations={limit}")

@@ -1,0 +1,176 @@
+"""Pass: makes one node of a loop that a GPU can run by itself, with all that is in it, and gives it its code.
+
+A `device_while` node takes and gives what the `while` node did. To the executor it is a node that waits: it launches
+the loop, and looks once at how far it came (`loop_launch.py` of CUDA devices). All its results are the device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from asyncflow.compiler.program.detached import detached_node
+from asyncflow.compiler.program.host_values import find_host_values
+from asyncflow.compiler.program.kernels import bind_member, find_unknown_vectors
+from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.compiler.regions.capturable import host_values_inside, is_device_loop
+from asyncflow.compiler.regions.codegen import TooManyIterations
+from asyncflow.compiler.regions.device_functions import DeviceFunctions
+from asyncflow.compiler.regions.fuse import fuse_line
+from asyncflow.devices.cuda.bindings import cuda_bindings
+from asyncflow.devices.cuda.experimental.loop_launch import WhileLauncher
+from asyncflow.devices.protocol import KernelInfo
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.op import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.protocol import AsynchronousDevice
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loop:
+    """What a `device_while` node runs.
+
+    Attributes:
+        condition, body: those of the `while` node.
+        n_vars: how many of the inputs are loop variables; the others are what the loop captures.
+        specs: of the outputs.
+        captured_on_host: positions of the inputs whose values are on the host, among those it captures.
+    """
+
+    condition: Subgraph
+    body: Subgraph
+    n_vars: int
+    specs: tuple[Spec, ...]
+    captured_on_host: frozenset[int]
+
+
+def _not_bound(_xp: Any, *, loop: Loop) -> Kernel:
+    raise NotImplementedError(f"a loop of {loop.n_vars} variables is bound by bind_device_loop")
+
+
+DEVICE_WHILE = Op(name="device_while", infer=lambda *_, loop: loop.specs, kernel=_not_bound, is_async=True)
+
+
+def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = True) -> set[Tensor]:
+    """Replaces loops by `device_while` nodes, in place, also those in the bodies of other loops and of branches.
+
+    Args:
+        graph: with the device of every node in ``node.device``.
+        devices: names of the CUDA devices.
+        fusion: make one kernel of chains of elementwise ones.
+
+    Returns:
+        The tensors whose values are on the host then, as `find_host_values` does.
+    """
+    on_host = find_host_values(graph)
+    # What depends on the counter of a loop that was replaced is no longer on the host, so one is replaced at a time.
+    while _replace_one(graph, devices, on_host, fusion):
+        on_host = find_host_values(graph)
+    return on_host
+
+
+def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Tensor], fusion: bool) -> bool:
+    """Whether there was a loop to be replaced, in the graph or below."""
+    for position, node in enumerate(graph.nodes):
+        places = devices_of_loop(node) if node.op.name == "while" else ()
+        device = places[0] if len(places) == 1 else None
+        if device in devices and is_device_loop(node, on_host):
+            made = graph.nodes[position] = _device_while(node, device, on_host)
+            if fusion:
+                for part in node.subgraphs:
+                    _fuse(part)
+            replacements = Replacements(dict(zip(node.outputs, made.outputs, strict=True)), {node: made})
+            for later in graph.nodes[position:]:
+                replacements.apply(later)
+            replacements.apply_to_results(graph)
+            return True
+        bodies = node.subgraphs if node.op.name in STRUCTURED else ()
+        if any(_replace_one(body, devices, on_host, fusion) for body in bodies):
+            return True
+    return False
+
+
+def _fuse(part: Subgraph) -> None:
+    for node in part.nodes:
+        for inner in node.subgraphs if node.op.name in STRUCTURED else ():
+            _fuse(inner)
+    part.nodes[:], part.results = fuse_line(part.nodes, part.results)
+
+
+def devices_of_loop(node: Node) -> tuple[str, ...]:
+    """The devices that a loop has nodes on, in the order in which it names them."""
+    members = [inner for part in node.subgraphs for inner in part.walk() if inner.op.name not in STRUCTURED]
+    found = [inner.device for inner in members if inner.op is not PARAMETER and inner.op is not CONSTANT]
+    return tuple(dict.fromkeys(device for device in found if device is not None))
+
+
+def _device_while(node: Node, device: str | None, on_host: Collection[Tensor]) -> Node:
+    n_vars: int = node.attrs["n_vars"]
+    specs = tuple(tensor.spec for tensor in node.outputs)
+    there = frozenset(index for index, tensor in enumerate(node.inputs) if index >= n_vars and tensor in on_host)
+    loop = Loop(node.attrs["cond"], node.attrs["body"], n_vars, specs, there)
+    name = f"{node.name.removeprefix(node.graph.scope.name_scope)}/device"  # the graph puts its scope in front
+    made = detached_node(node.graph, DEVICE_WHILE, node.inputs, {"loop": loop}, node, specs, name=name)
+    made.control_inputs = list(node.control_inputs)
+    made.device = device
+    return made
+
+
+def bind_device_loop(
+    node: Node,
+    bare: Callable[[Any, Node], Kernel],
+    device: AsynchronousDevice,
+    stream: int,
+    max_iterations: int | None,
+) -> Kernel:
+    """What a firing of a `device_while` node calls.
+
+    Args:
+        node: of a CUDA device.
+        bare: gives a node's kernel for an array namespace.
+        device: where it runs.
+        stream: number of the compute stream.
+        max_iterations: most iterations of a loop.
+    """
+    loop: Loop = node.attrs["loop"]
+    there = {node.inputs[index] for index in loop.captured_on_host}
+    inside = host_values_inside(node.inputs, (loop.condition, loop.body), loop.n_vars, there)
+
+    def bind(member: Node) -> Kernel:
+        return bind_member(member, lambda xp: bare(xp, member), device, stream, inside)
+
+    functions = DeviceFunctions(node.name, bind)
+    launches = sum(1 for part in (loop.condition, loop.body) for _ in part.walk())
+    info = KernelInfo(
+        name=node.name,
+        stream=stream,
+        single=False,
+        vectors=find_unknown_vectors(node.inputs, there),
+        launches=launches,
+        flops=lambda inputs, outputs: 0.0,
+        infer=lambda inputs: None,
+    )
+    label = node.name.rpartition("/")[0].rpartition("/")[2]
+    return WhileLauncher(
+        cast("CudaDevice", device),
+        cuda_bindings(),
+        (functions.condition(loop.condition), functions.body(loop.body)),
+        info,
+        n_vars=loop.n_vars,
+        label=label,
+        limit=max_iterations,
+        too_many=lambda label: TooManyIterations(label, max_iterations or 0),
+    )
+
+
+__all__ = ["DEVICE_WHILE", "Loop", "bind_device_loop", "devices_of_loop", "make_device_loops"]

@@ -1,0 +1,271 @@
+"""Pass: makes one node, and on a GPU one kernel launch, of elementwise nodes that feed one another.
+
+A straight line of nodes, all on one device and none of which waits, is covered with *units*: at first one per node.
+Units that share an edge, or else an input of their shape, become one if all their values have one shape as far as is
+known, and if nothing has to run between them. Where an extent that is not known turns out to be 1, the `fused` node
+runs its members one by one.
+
+Left alone are integers and booleans of rank 0, which are kept on the host, and dtypes without C++ type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
+from asyncflow.compiler.program.detached import detached_node
+from asyncflow.compiler.program.fused import FUSED, Chain, Member
+from asyncflow.compiler.program.kernels import is_host_spec
+from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.graph.graph import STRUCTURED
+from asyncflow.nn.losses import CLASS_NUMBERS
+from asyncflow.ops.cuda_source import expression, is_composite, not_fused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from asyncflow.compiler.regions.regions import Region
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.shapes import Shape
+
+_MOST_PARAMETERS = 20
+"""Inputs and outputs of a kernel."""
+
+_MOST_PARAMETER_BYTES = 3500
+"""CUDA takes 4096 bytes; an array is passed as its address, its size, and an extent and a stride per axis."""
+
+_MOST_MEMBERS = 64
+
+_LONGEST = 1000
+"""A line of more nodes is fused piece by piece: the sets of nodes before and behind each node grow with its length."""
+
+not_fused(STOP_GRADIENT, because="its value is its input's: there is nothing to launch")
+not_fused(CLASS_NUMBERS, because="it looks at the numbers, and refuses some")
+
+
+def fuse_region(region: Region) -> Region:
+    """`region` with fused nodes, its own and in place those of the branches and loops in it."""
+    for node in region.nodes:
+        _fuse_bodies(node)
+    nodes, outputs = fuse_line(region.nodes, region.outputs)
+    return replace(region, nodes=tuple(nodes), outputs=tuple(outputs))
+
+
+def _fuse_bodies(node: Node) -> None:
+    for body in node.subgraphs if node.op.name in STRUCTURED else ():
+        for inner in body.nodes:
+            _fuse_bodies(inner)
+        body.nodes[:], body.results = fuse_line(body.nodes, body.results)
+
+
+def fuse_line(nodes: Sequence[Node], results: Sequence[Tensor]) -> tuple[list[Node], list[Tensor]]:
+    """Fuses a straight line.
+
+    Args:
+        nodes: of one graph or body and one device, in an order in which they can run. Those that use what a fused node
+            makes are changed in place.
+        results: tensors that are used outside; they may be of other nodes.
+
+    Returns:
+        The nodes, in an order in which they can run; and what stands for `results`.
+    """
+    made: list[Node] = []
+    replacements = Replacements()
+    for start in range(0, len(nodes), _LONGEST):
+        piece = nodes[start : start + _LONGEST]
+        later = (tensor for node in nodes[start + _LONGEST :] for tensor in node.inputs)
+        made += _Line(piece, {*results, *later}, replacements).fuse()
+    for node in made:
+        replacements.apply(node)
+    return made, [replacements.tensor(tensor) for tensor in results]
+
+
+def _sources(node: Node) -> Iterator[Node]:
+    yield from (tensor.node for tensor in node.inputs)
+    yield from node.control_inputs
+
+
+def _may_fuse(node: Node) -> bool:
+    specs = [tensor.spec for tensor in (*node.inputs, *node.outputs)]
+    if not node.single or not node.inputs or any(spec.shape is None for spec in specs) or is_host_spec(specs[-1]):
+        return False
+    *inputs, output = (spec.dtype for spec in specs)
+    names = [f"v{index}" for index in range(len(inputs))]
+    return expression(node.op, node.attrs, inputs, output, names) is not None
+
+
+def _common_shape(first: Shape, second: Shape) -> Shape:
+    """What is known of one shape from both; None if they may differ. An unknown extent is not taken for a 1."""
+    if first is None or second is None or len(first) != len(second):
+        return None
+    pairs = list(zip(first, second, strict=True))
+    if any(a != b and not (None in (a, b) and 1 not in (a, b)) for a, b in pairs):
+        return None
+    return tuple(b if a is None else a for a, b in pairs)
+
+
+@dataclass(slots=True, eq=False)
+class _Unit:
+    """Nodes that run as one.
+
+    Attributes:
+        members: numbers of the nodes, ascending.
+        shape: of what they compute; None for a node that cannot be fused.
+        own: the set of its members, as bits.
+        before: the set of nodes that have to run before it, those of whole units.
+        behind: likewise those that have to run after it.
+    """
+
+    members: list[int]
+    shape: Shape
+    own: int
+    before: int = 0
+    behind: int = 0
+
+
+@dataclass(slots=True)
+class _Line:
+    nodes: Sequence[Node]
+    results: set[Tensor]
+    replacements: Replacements
+    units: list[_Unit] = field(default_factory=list)
+    users: dict[Tensor, list[int]] = field(default_factory=dict)
+
+    def fuse(self) -> list[Node]:
+        numbers = {node: number for number, node in enumerate(self.nodes)}
+        fusable = [_may_fuse(node) for node in self.nodes]
+        if not any(fusable):
+            return list(self.nodes)
+        for number, node in enumerate(self.nodes):
+            self.units.append(_Unit([number], node.outputs[0].shape if fusable[number] else None, 1 << number))
+            for tensor in dict.fromkeys(node.inputs):
+                self.users.setdefault(tensor, []).append(number)
+        self._find_order(numbers)
+        for number, node in enumerate(self.nodes):
+            if fusable[number]:
+                for tensor in node.inputs:
+                    if tensor.node in numbers:
+                        self._try_to_join(numbers[tensor.node], number)
+        for tensor, users in self.users.items():
+            for first, second in pairwise(users):
+                # Only what has the shared input's shape is likely to have one shape.
+                if _common_shape(tensor.shape, self.units[first].shape) is not None:
+                    self._try_to_join(first, second)
+        return self._replaced(numbers)
+
+    def _find_order(self, numbers: dict[Node, int]) -> None:
+        """Sets what is before and behind each node."""
+        for number, node in enumerate(self.nodes):
+            for source in _sources(node):
+                if source in numbers:
+                    other = self.units[numbers[source]]
+                    self.units[number].before |= other.before | other.own
+        for number in reversed(range(len(self.nodes))):
+            unit = self.units[number]
+            for source in _sources(self.nodes[number]):
+                if source in numbers:
+                    self.units[numbers[source]].behind |= unit.behind | unit.own
+
+    # -- joining -------------------------------------------------------------------------------------------------
+
+    def _try_to_join(self, first: int, second: int) -> None:
+        a, b = self.units[first], self.units[second]
+        shape = _common_shape(a.shape, b.shape)
+        if a is b or shape is None or (a.before & b.behind) | (a.behind & b.before):
+            return  # the last: something stands between them
+        members = sorted((*a.members, *b.members))
+        if not self._fits(members, shape):
+            return
+        joined = _Unit(members, shape, a.own | b.own)
+        joined.before = (a.before | b.before) & ~joined.own
+        joined.behind = (a.behind | b.behind) & ~joined.own
+        for member in members:
+            self.units[member] = joined
+        for unit in self.units:
+            if unit is not joined and unit.own & joined.before:
+                unit.behind |= joined.own | joined.behind
+            elif unit is not joined and unit.own & joined.behind:
+                unit.before |= joined.own | joined.before
+
+    def _fits(self, members: Sequence[int], shape: Shape) -> bool:
+        inputs, outputs = self._interface(members)
+        count = len(inputs) + len(outputs)
+        nbytes = count * (16 + 16 * len(shape or ()))
+        return len(members) <= _MOST_MEMBERS and count <= _MOST_PARAMETERS and nbytes <= _MOST_PARAMETER_BYTES
+
+    def _interface(self, members: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """What the members use from outside, and what of theirs is used outside."""
+        inside = set(members)
+        made = [self.nodes[member].outputs[0] for member in members]
+        used = dict.fromkeys(tensor for member in members for tensor in self.nodes[member].inputs)
+        inputs = [tensor for tensor in used if tensor not in set(made)]
+        outputs = [t for t in made if t in self.results or not inside.issuperset(self.users.get(t, ()))]
+        return inputs, outputs
+
+    # -- replacing -----------------------------------------------------------------------------------------------
+
+    def _replaced(self, numbers: dict[Node, int]) -> list[Node]:
+        """The line with the units' nodes in it, which use their old inputs still."""
+        made: list[Node] = []
+        for unit in self._order(numbers):
+            if self._is_worthwhile(unit):
+                made.append(self._fused_node(unit))
+            else:
+                made.extend(self.nodes[member] for member in unit.members)
+        return made
+
+    def _is_worthwhile(self, unit: _Unit) -> bool:
+        if unit.shape is None or not self._interface(unit.members)[1]:
+            return False
+        return len(unit.members) > 1 or is_composite(self.nodes[unit.members[0]].op)
+
+    def _fused_node(self, unit: _Unit) -> Node:
+        inputs, outputs = self._interface(unit.members)
+        values = {tensor: number for number, tensor in enumerate(inputs)}
+        members: list[Member] = []
+        for number in unit.members:
+            node = self.nodes[number]
+            operands = tuple(values[tensor] for tensor in node.inputs)
+            members.append(Member(node.op, node.attrs, operands, node.outputs[0].spec, node.name))
+            values[node.outputs[0]] = len(values)
+        chain = Chain(
+            tuple(tensor.spec for tensor in inputs), tuple(members), tuple(values[tensor] for tensor in outputs)
+        )
+        specs = tuple(tensor.spec for tensor in outputs)
+        last = self.nodes[unit.members[-1]]
+        node = detached_node(
+            last.graph,
+            FUSED,
+            inputs,
+            {"chain": chain},
+            last,
+            specs if len(specs) > 1 else specs[0],
+            name=f"{last.name.rpartition('/')[2]}/fused",
+        )
+        inside = {self.nodes[number] for number in unit.members}
+        awaited = dict.fromkeys(control for number in unit.members for control in self.nodes[number].control_inputs)
+        node.control_inputs = [control for control in awaited if control not in inside]
+        self.replacements.tensors.update(zip(outputs, node.outputs, strict=True))
+        self.replacements.nodes.update(dict.fromkeys(inside, node))
+        return node
+
+    def _order(self, numbers: dict[Node, int]) -> list[_Unit]:
+        """The units, each behind what it needs, and else where its last member stood."""
+        placed: dict[_Unit, None] = {}
+        for number in range(len(self.nodes)):
+            stack = [self.units[number]] if self.units[number].members[-1] == number else []
+            while stack:
+                unit = stack[-1]
+                missing = [other for other in self._needed(unit, numbers) if other not in placed]
+                if missing:
+                    stack.extend(missing)
+                else:
+                    placed.setdefault(stack.pop())
+        return list(placed)
+
+    def _needed(self, unit: _Unit, numbers: dict[Node, int]) -> list[_Unit]:
+        sources = (numbers.get(source) for member in unit.members for source in _sources(self.nodes[member]))
+        found = dict.fromkeys(self.units[number] for number in sources if number is not None)
+        return [other for other in found if other is not unit]

@@ -1,0 +1,290 @@
+"""Which regions of a card are better one? Those whose calls cost the host more than waiting for one another costs.
+
+`make_regions` keeps nodes apart that wait for different values, or whose values others wait for at different times. On
+a card that gains the time of kernels that run meanwhile, and costs a call of a region each, which is the host's, and
+takes as long as many a kernel. So two regions of one lane become one where
+
+- none of the two waits for what it would not have to wait for anyway, unless the other is all that wants its values;
+- no third node runs between them;
+- they do not wait for different large values of other devices, all of which would have to be there at once;
+- what is delayed all the same is worth a call: kernels that no longer run while the region waits for its inputs, and
+  kernels that run before others get what the region gives.
+
+In a loop, a delay comes back in each iteration only if it is on a cycle of the loop: if what is delayed is needed, by
+way of others, for what the region waits for in a later iteration. Else it is the time that a pipeline takes to fill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from typing import TYPE_CHECKING, NamedTuple
+
+from asyncflow.compiler.placement.node_costs import SMALL_NBYTES, tensor_nbytes
+from asyncflow.compiler.program.estimate import ASSUMED_ITERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+
+_MOST_IN_LANE = 48
+"""All pairs of a lane are looked at, again and again; where it has more regions, they stay as they are."""
+
+_MOST_UNITS = 8192
+"""The sets of what is before and behind each take up to 16 MiB."""
+
+
+class Lane(NamedTuple):
+    """A compute stream of a device: where a region runs."""
+
+    device: str | None
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCosts:
+    """What regions of cards cost.
+
+    Attributes:
+        call_ns: the host's time for calling one, by the names of the devices.
+        kernel_ns: the time of a node's kernels.
+    """
+
+    call_ns: Mapping[str, float]
+    kernel_ns: Callable[[Node], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Nodes to be clustered, with what tells how they wait for each other; sets are of tensors of the graph.
+
+    Attributes:
+        graph: all of them.
+        carried: for a loop's body, each variable where it stands, and the result that is its next value.
+        is_loop: whether it is a loop's body.
+        wanted: results that somebody wants as soon as they are there: who decides on the next iteration, or users of
+            a branch.
+        on_host: tensors whose values the host computes; they never keep anybody waiting.
+        is_early: whether a node's value is there before anything runs.
+    """
+
+    graph: Graph
+    carried: Sequence[tuple[Tensor, Tensor]]
+    is_loop: bool
+    wanted: Collection[Tensor]
+    on_host: Collection[Tensor]
+    is_early: Callable[[Node], bool]
+
+
+def join_regions(
+    body: Body,
+    clusters: Sequence[Sequence[Node]],
+    lane_of: Callable[[Sequence[Node]], Lane | None],
+    costs: RegionCosts,
+    largest: int,
+) -> list[list[Node]]:
+    """`clusters`, some of them joined.
+
+    Args:
+        body: what they are of.
+        clusters: nodes that may be in a region, single ones too; they do not wait for each other in a circle.
+        lane_of: where a cluster runs; None if it has to stay as it is.
+        costs: those of the devices.
+        largest: nodes in a region.
+    """
+    numbers: dict[Lane, list[int]] = {}
+    for number, cluster in enumerate(clusters):
+        if (lane := lane_of(cluster)) is not None:
+            numbers.setdefault(lane, []).append(number)
+    lanes = {lane: found for lane, found in numbers.items() if 1 < len(found) <= _MOST_IN_LANE}
+    inside = {node for cluster in clusters for node in cluster}
+    alone = [[node] for node in body.graph.nodes if node not in inside and not body.is_early(node)]
+    if not lanes or len(clusters) + len(alone) > _MOST_UNITS:
+        return [list(cluster) for cluster in clusters]
+    units = _Units(body, [*clusters, *alone], costs.kernel_ns)
+    for lane, found in lanes.items():
+        units.join(found, costs.call_ns[lane.device or ""], largest)
+    position = {node: index for index, node in enumerate(body.graph.nodes)}
+    joined = [unit for unit in units.units[: len(clusters)] if unit.own]
+    return [sorted(unit.nodes, key=position.__getitem__) for unit in joined]
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Nodes that run as one, and sets of units, as bits.
+
+    Attributes:
+        nodes: in no particular order.
+        kernels_ns: the time of their kernels.
+        own: the unit itself, with those that it was made of; 0 once it is part of another.
+        before: those it needs, directly or not, in the same iteration.
+        behind: those that need it.
+        waits: those it needs directly, but for numbers of the host.
+        received: those on other devices that give it large values.
+        carried: those whose values of the iteration before it needs directly.
+        late: likewise directly, or by way of those before it.
+        wanted: those that want its values, in this iteration or the next; the bit behind the last unit's is for others.
+        returns: those that need it in this iteration or a later one, by any way.
+    """
+
+    nodes: list[Node]
+    kernels_ns: float
+    own: int
+    before: int = 0
+    behind: int = 0
+    waits: int = 0
+    received: int = 0
+    carried: int = 0
+    late: int = 0
+    wanted: int = 0
+    returns: int = 0
+
+
+class _Units:
+    def __init__(self, body: Body, clusters: Sequence[Sequence[Node]], kernel_ns: Callable[[Node], float]) -> None:
+        self.is_loop = body.is_loop
+        self.units = [
+            _Unit(list(nodes), sum(map(kernel_ns, nodes)), 1 << index) for index, nodes in enumerate(clusters)
+        ]
+        self.owner = {node: index for index, nodes in enumerate(clusters) for node in nodes}
+        self.find_edges(body)
+        self.close()
+
+    def find_edges(self, body: Body) -> None:
+        outside = 1 << len(self.units)
+        given_by = dict(body.carried)
+        for node, index in self.owner.items():
+            for control in node.control_inputs:
+                self.add_edge(control, index)
+            for tensor in node.inputs:
+                is_awaited = tensor not in body.on_host
+                if tensor in given_by:
+                    self.add_carried(given_by[tensor], index, is_awaited)
+                else:
+                    self.add_edge(tensor.node, index, is_awaited)
+                    self.add_received(tensor, node)
+        for tensor in body.wanted:
+            if tensor.node in self.owner:
+                self.units[self.owner[tensor.node]].wanted |= outside
+
+    def add_edge(self, source: Node, index: int, is_awaited: bool = True) -> None:
+        giver = self.owner.get(source, index)
+        if giver != index:
+            self.units[index].before |= 1 << giver
+            self.units[index].waits |= is_awaited << giver
+            self.units[giver].wanted |= 1 << index
+
+    def add_received(self, tensor: Tensor, node: Node) -> None:
+        giver = self.owner.get(tensor.node)
+        if giver is not None and tensor.node.device != node.device and tensor_nbytes(tensor) >= SMALL_NBYTES:
+            self.units[self.owner[node]].received |= 1 << giver
+
+    def add_carried(self, result: Tensor, index: int, is_awaited: bool) -> None:
+        giver = self.owner.get(result.node)
+        if giver is not None:
+            self.units[index].carried |= is_awaited << giver
+            self.units[giver].wanted |= 1 << index
+
+    def close(self) -> None:
+        """Adds to what each unit needs directly what that needs."""
+        units = self.units
+        order = list(TopologicalSorter({i: list(_bits(unit.before)) for i, unit in enumerate(units)}).static_order())
+        for index in order:
+            unit = units[index]
+            unit.late = unit.carried
+            for source in _bits(unit.before):
+                unit.before |= units[source].before
+                unit.late |= units[source].late
+        for index in order:
+            for source in _bits(units[index].before):
+                units[source].behind |= units[index].own
+        changes = True
+        while changes:
+            changes = False
+            for index in reversed(order):
+                unit = units[index]
+                found = unit.wanted
+                for user in _bits(unit.wanted & ~(1 << len(units))):
+                    found |= units[user].returns
+                changes |= found != unit.returns
+                unit.returns = found
+
+    def join(self, lane: Sequence[int], call_ns: float, largest: int) -> None:
+        """Joins units of one lane, as long as there are two that are better joined."""
+        changes = True
+        while changes:
+            changes = False
+            for place, first in enumerate(lane):
+                for second in lane[place + 1 :]:
+                    one, other = self.units[first], self.units[second]
+                    if not (one.own and other.own) or len(one.nodes) + len(other.nodes) > largest:
+                        continue
+                    if self.may_join(one, other) and self.lost_ns(one, other) <= call_ns:
+                        self.merge(one, other)
+                        changes = True
+
+    def may_join(self, one: _Unit, other: _Unit) -> bool:
+        """Whether nothing has to run between them, and nobody loses more than time of kernels."""
+        is_between = one.behind & other.before or other.behind & one.before
+        receives_more = one.received & ~other.received and other.received & ~one.received
+        return not (is_between or receives_more) and _may_wait(one, other) and _may_wait(other, one)
+
+    def lost_ns(self, one: _Unit, other: _Unit) -> float:
+        """The time lost where they run as one."""
+        return self.delay_ns(one, other) + self.delay_ns(other, one)
+
+    def delay_ns(self, unit: _Unit, other: _Unit) -> float:
+        """The time lost where `unit` runs as one with `other`."""
+        if unit.before & other.own:
+            return 0.0  # it runs after it anyway
+        both = unit.own | other.own
+        awaited = (other.waits & ~(both | unit.before)) | (other.carried & ~(both | unit.late))
+        users = unit.wanted & ~both
+        lost = 0.0
+        if awaited:
+            lost += unit.kernels_ns / self.share(bool((unit.returns | other.returns) & awaited))
+        if users:
+            outside = 1 << len(self.units)
+            comes_back = any(self.units[user].returns & both for user in _bits(users & ~outside))
+            lost += other.kernels_ns / self.share(comes_back or bool(users & outside))
+        return lost
+
+    def share(self, comes_back: bool) -> float:
+        """How many iterations share a delay."""
+        return 1 if comes_back or not self.is_loop else ASSUMED_ITERATIONS
+
+    def merge(self, one: _Unit, other: _Unit) -> None:
+        """Makes `other` part of `one`."""
+        one.nodes += other.nodes
+        one.kernels_ns += other.kernels_ns
+        for name in ("own", "before", "behind", "waits", "received", "carried", "late", "wanted", "returns"):
+            setattr(one, name, getattr(one, name) | getattr(other, name))
+        other.own = 0
+        for name in ("before", "behind", "waits"):
+            setattr(one, name, getattr(one, name) & ~one.own)
+        for unit in self.units:
+            if unit.before & one.own:
+                unit.before |= one.before | one.own
+                unit.late |= one.late
+            if unit.behind & one.own:
+                unit.behind |= one.behind | one.own
+
+
+def _may_wait(unit: _Unit, other: _Unit) -> bool:
+    """Whether nobody loses more than time of kernels if `unit` waits for all that `other` waits for."""
+    both = unit.own | other.own
+    if not unit.wanted & ~both:
+        return True
+    return not (other.waits & ~(both | unit.before) or other.carried & ~(both | unit.late))
+
+
+def _bits(numbers: int) -> Iterator[int]:
+    while numbers:
+        lowest = numbers & -numbers
+        yield lowest.bit_length() - 1
+        numbers ^= lowest
+
+
+__all__ = ["Body", "Lane", "RegionCosts", "join_regions"]

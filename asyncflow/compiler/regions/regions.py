@@ -1,0 +1,444 @@
+"""Pass: groups nodes into regions, each of which becomes one generated Python function.
+
+A region is a cluster of nodes that never wait, whole `cond` and `while` nodes included. It must not cost concurrency:
+nodes join one region only if they wait for the same *barriers* (nodes that may wait: coroutine ops, the user's own
+functions, streamed values, and branches and loops that contain them) and are waited for by the same ones.
+
+A region belongs to one *lane*, a compute stream of a device. Values that cross from lane to lane are barriers as well,
+one per value and lane it goes to: it is sent as soon as it is there, and holds back only those who need it.
+
+Devices that launch their kernels one by one have no regions. On one whose regions enqueue, nothing in a region may wait
+for the device either: branches and loops join one only if they decide by what is on the host.
+
+What is before a node grows along every edge, and what is behind it shrinks, so all nodes of a cycle of clusters would
+have the same before and behind. No barrier or crossing is then on the cycle, it stays in one lane, and all its nodes
+are in one cluster: regions never wait for each other in a circle, whatever the lanes are.
+
+Loops that stay primitives get regions inside their bodies, so their iterations still overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
+from asyncflow.compiler.program.frames import has_primitives, is_everywhere
+from asyncflow.compiler.program.host_values import mixes_vectors
+from asyncflow.compiler.regions.join_regions import Body, Lane, join_regions
+from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
+from asyncflow.errors import InternalError
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph
+from asyncflow.graph.op import Op, host_inputs, runs_on_host
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+
+    from asyncflow.compiler.regions.join_regions import RegionCosts
+    from asyncflow.graph.ir import Node, Tensor
+
+_LARGEST = 400
+"""A straight line of more nodes is cut: neither compiling a region nor running it may hold its thread for long."""
+
+_DEEPEST = 12
+"""Python allows 20 nested blocks; branches and loops nested deeper stay primitives, down to where this holds."""
+
+_MOST_BARRIERS = 256
+"""With more, telling clusters apart would cost more than they gain; such a graph stays as it is."""
+
+_MOST_BITS = 1 << 27
+"""The sets of crossings before all nodes take up to 16 MiB; where they would take more, crossings are only counted."""
+
+_ONE_STREAM: Mapping[Node, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Nodes that run as one function.
+
+    Attributes:
+        nodes: in the order in which they run.
+        inputs: tensors from outside, in the order of the region node's inputs.
+        outputs: tensors that somebody outside uses, in the order of its outputs.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    def walk(self) -> Iterator[Node]:
+        """Every node, those in branches and loops included."""
+        for node in self.nodes:
+            yield node
+            for body in _bodies(node):
+                yield from body.walk()
+
+
+REGION = Op(name="region", infer=lambda *_, region: tuple(tensor.spec for tensor in region.outputs))
+
+
+def make_regions(
+    graph: Graph,
+    streams: Mapping[Node, int] = _ONE_STREAM,
+    asynchronous: Collection[str] = (),
+    enqueuing: Collection[str] = (),
+    on_host: Collection[Tensor] = (),
+    costs: RegionCosts | None = None,
+) -> dict[Node, int]:
+    """Replaces clusters by `region` nodes, in place.
+
+    Args:
+        graph: with the device of every node in ``node.device``, if there is more than one.
+        streams: the compute stream of each node; 0 for those not named.
+        asynchronous: names of the devices that launch kernels one by one.
+        enqueuing: names of the devices whose regions enqueue kernels and do not wait for them.
+        on_host: tensors whose values are on the host; see `find_host_values`.
+        costs: those of `enqueuing` devices, by which regions are joined; None if they are not.
+
+    Returns:
+        `streams`, with the region nodes added.
+    """
+    clustering = _Clustering(streams, asynchronous, enqueuing, on_host, costs)
+    clustering.cluster(graph, _Level())
+    return {**streams, **clustering.regions}
+
+
+def _bodies(node: Node) -> Sequence[Subgraph]:
+    return node.subgraphs if node.op.name in STRUCTURED else ()
+
+
+def is_compilable(node: Node) -> bool:
+    """Whether generated code can run the node: it never waits, and neither does anything inside it."""
+    if node.op.name in STRUCTURED:
+        return all(is_compilable(inner) for body in node.subgraphs for inner in body.nodes)
+    if node.op in (EMIT, FEED, FETCH, CONTROL_TRIGGER):
+        return False
+    if node.op.is_user:
+        return False  # it may block: it gets a thread of its own if it is slow
+    return node.op in (PARAMETER, CONSTANT) or (node.op.kernel is not None and not node.op.is_async)
+
+
+def _nesting(node: Node) -> int:
+    return (
+        1 + max((_nesting(inner) for body in _bodies(node) for inner in body.nodes), default=0) if _bodies(node) else 0
+    )
+
+
+def _has_no_lane(node: Node) -> bool:
+    """Whether the node's value is there for every lane, without being sent."""
+    return node.op in (FEED, PARAMETER) or is_everywhere(node)
+
+
+class _Level(NamedTuple):
+    """What is known of a graph or body as a whole.
+
+    Attributes:
+        results: of a body.
+        carried: the variables of a loop's body: where each stands, and the result that it gets its next value from.
+        wanted: results that others wait for than the next iteration of the body.
+        is_loop: whether it is a loop's body.
+    """
+
+    results: Sequence[Tensor] = ()
+    carried: Sequence[tuple[Tensor, Tensor]] = ()
+    wanted: Sequence[Tensor] = ()
+    is_loop: bool = False
+
+
+@dataclass(slots=True)
+class _Clustering:
+    streams: Mapping[Node, int]
+    asynchronous: Collection[str]
+    enqueuing: Collection[str]
+    on_host: Collection[Tensor]
+    costs: RegionCosts | None
+    regions: dict[Node, int] = field(default_factory=dict)
+
+    def cluster(self, graph: Graph, level: _Level) -> None:
+        """Makes the regions of one level, and of the bodies that are not part of one."""
+        if has_primitives(graph.nodes):
+            return
+        lanes = {node: self.lane(node) for node in graph.nodes}
+        joins = {node for node in graph.nodes if self.may_join(node, lanes[node])}
+        for node in graph.nodes:
+            if node not in joins:
+                self.cluster_bodies(node)
+        barriers = [node for node in graph.nodes if node not in joins and self.is_barrier(node, lanes[node])]
+        if len(barriers) > _MOST_BARRIERS:
+            return
+        crossings = _crossings(graph, lanes, joins, set(barriers), level.carried)
+        keys = _keys(graph, barriers, crossings)
+        clusters: dict[Hashable, list[Node]] = {}
+        for node in graph.nodes:
+            if node in joins and node.op is not PARAMETER and not is_everywhere(node):
+                clusters.setdefault((lanes[node], keys[node]), []).append(node)
+        cut = [part for cluster in clusters.values() for part in _cut(cluster)]
+        chosen = [part for part in self.joined(graph, level, cut, lanes) if _worthwhile(part)]
+        if chosen:
+            made = _replace(graph, chosen, set(level.results))
+            for region, part in zip(made, chosen, strict=True):
+                lane = lanes[part[0]]
+                assert lane is not None
+                region.device, self.regions[region] = lane
+
+    def joined(
+        self, graph: Graph, level: _Level, clusters: list[list[Node]], lanes: Mapping[Node, Lane | None]
+    ) -> list[list[Node]]:
+        """`clusters`; those of cards are fewer where it does not pay to call so many."""
+        if self.costs is None:
+            return clusters
+
+        def lane_of(cluster: Sequence[Node]) -> Lane | None:
+            lane = lanes[cluster[0]]
+            if lane is None or lane.device not in self.enqueuing:
+                return None
+            # Counters run ahead of kernels, and take others with them.
+            is_ahead = all(tensor in self.on_host for node in cluster for tensor in node.outputs)
+            return None if is_ahead else lane
+
+        body = Body(graph, level.carried, level.is_loop, level.wanted, self.on_host, _has_no_lane)
+        return join_regions(body, clusters, lane_of, self.costs, _LARGEST)
+
+    def cluster_bodies(self, node: Node) -> None:
+        for body in _bodies(node):
+            if node.op.name != "while":
+                self.cluster(body, _Level(body.results, wanted=body.results))
+            elif body is node.attrs["body"]:
+                # The result of a loop's body that a variable takes over stands at the variable's own place.
+                carried = list(zip(body.inputs, body.results, strict=False))
+                asked = {tensor for inner in node.attrs["cond"].nodes for tensor in inner.inputs}
+                decisive = [
+                    result
+                    for variable, result in zip(node.attrs["cond"].inputs, body.results, strict=False)
+                    if variable in asked
+                ]
+                self.cluster(body, _Level(body.results, carried, decisive, is_loop=True))
+            else:
+                self.cluster(body, _Level(body.results, wanted=body.results))
+
+    def lane(self, node: Node) -> Lane | None:
+        """Where the node runs; None for a branch or loop that is spread over several lanes."""
+        found = list(dict.fromkeys(self.lanes_inside(node))) or [self.own_lane(node)]
+        return found[0] if len(found) == 1 else None
+
+    def own_lane(self, node: Node) -> Lane:
+        return Lane(node.device, self.streams.get(node, 0))
+
+    def lanes_inside(self, node: Node) -> Iterator[Lane]:
+        for body in _bodies(node):
+            for inner in body.nodes:
+                if _has_no_lane(inner):
+                    continue
+                within = list(dict.fromkeys(self.lanes_inside(inner)))
+                yield from within or [self.own_lane(inner)]
+
+    def may_join(self, node: Node, lane: Lane | None) -> bool:
+        return (
+            lane is not None
+            and lane.device not in self.asynchronous
+            and is_compilable(node)
+            and (lane.device not in self.enqueuing or self.never_waits(node))
+            and _nesting(node) <= _DEEPEST
+        )
+
+    def never_waits(self, node: Node) -> bool:
+        """Whether Python needs nothing that is in a device's memory to run the node, and knows what is there."""
+        if node.op.name == "cond" and node.inputs[0] not in self.on_host:
+            return False
+        if node.op.name == "while" and node.attrs["cond"].results[0] not in self.on_host:
+            return False
+        if mixes_vectors(node, self.on_host):
+            return False
+        if runs_on_host(node) or any(node.inputs[index] not in self.on_host for index in host_inputs(node)):
+            return False
+        return all(self.never_waits(inner) for body in _bodies(node) for inner in body.nodes)
+
+    def is_barrier(self, node: Node, lane: Lane | None) -> bool:
+        if node.op in (FEED, FETCH, PARAMETER):
+            return False
+        return lane is None or lane.device not in self.asynchronous
+
+
+@dataclass(slots=True)
+class _Crossings:
+    """The values, and bare orders, that go from one lane to another.
+
+    Attributes:
+        into: for each node, the numbers of those it waits for.
+        out_of: for each node, the numbers of those it sends.
+        count: how many there are.
+    """
+
+    into: dict[Node, list[int]] = field(default_factory=dict)
+    out_of: dict[Node, list[int]] = field(default_factory=dict)
+    count: int = 0
+
+
+def _crossings(
+    graph: Graph,
+    lanes: Mapping[Node, Lane | None],
+    joins: Collection[Node],
+    barriers: Collection[Node],
+    carried: Sequence[tuple[Tensor, Tensor]],
+) -> _Crossings:
+    """Those that a region might hold up: one end may be in a region, and neither is a barrier anyway."""
+    found = _Crossings()
+    numbers: dict[tuple[Tensor | Node, Lane | None], int] = {}
+    sent_by = {variable: result.node for variable, result in carried}
+
+    def cross(value: Tensor | Node, source: Node, target: Node) -> None:
+        if _has_no_lane(source) or target.op is FETCH or lanes[source] == lanes[target]:
+            return
+        if source in barriers or target in barriers or not (source in joins or target in joins):
+            return
+        key = value, lanes[target]
+        if key not in numbers:
+            numbers[key] = len(numbers)
+            found.out_of.setdefault(source, []).append(numbers[key])
+        found.into.setdefault(target, []).append(numbers[key])
+
+    for node in graph.nodes:
+        for tensor in node.inputs:
+            # The next iteration must not wait longer than it has to either.
+            cross(tensor, sent_by.get(tensor, tensor.node), node)
+        for control in node.control_inputs:
+            cross(control, control, node)
+    found.count = len(numbers)
+    return found
+
+
+def _keys(graph: Graph, barriers: Sequence[Node], crossings: _Crossings) -> dict[Node, Hashable]:
+    """For each node, the barriers and crossings before it and behind it."""
+    into = {node: 1 << index for index, node in enumerate(barriers)}
+    if crossings.count * len(graph.nodes) > _MOST_BITS:
+        sets = _before_and_behind(graph, into, into)
+        longest = _longest_chains(graph, crossings)
+        return {node: (sets[node], longest[node]) for node in graph.nodes}
+    out_of = dict(into)
+    for bits, crossed in ((into, crossings.into), (out_of, crossings.out_of)):
+        for node, numbers in crossed.items():
+            bits[node] = bits.get(node, 0) | sum(1 << (len(barriers) + number) for number in set(numbers))
+    return dict(_before_and_behind(graph, into, out_of))
+
+
+def _before_and_behind(
+    graph: Graph, into: Mapping[Node, int], out_of: Mapping[Node, int]
+) -> dict[Node, tuple[int, int]]:
+    """What has been passed before each node and what is passed behind it, as sets of bits."""
+    before: dict[Node, int] = {}
+    behind: dict[Node, int] = {}
+    for node in graph.nodes:
+        found = into.get(node, 0)
+        for source in _sources(node):
+            found |= before.get(source, 0)
+        before[node] = found
+    for node in reversed(graph.nodes):
+        found = behind[node] = behind.get(node, 0) | out_of.get(node, 0)
+        for source in _sources(node):
+            behind[source] = behind.get(source, 0) | found
+    return {node: (before[node], behind[node]) for node in graph.nodes}
+
+
+def _longest_chains(graph: Graph, crossings: _Crossings) -> dict[Node, tuple[int, int]]:
+    """The most crossings on a path to each node, and on one from it; these too only grow and shrink along edges."""
+    before: dict[Node, int] = {}
+    behind: dict[Node, int] = {}
+    for node in graph.nodes:
+        most = max((before.get(source, 0) for source in _sources(node)), default=0)
+        before[node] = most + (node in crossings.into)
+    for node in reversed(graph.nodes):
+        most = behind[node] = behind.get(node, 0) + (node in crossings.out_of)
+        for source in _sources(node):
+            behind[source] = max(behind.get(source, 0), most)
+    return {node: (before[node], behind[node]) for node in graph.nodes}
+
+
+def _sources(node: Node) -> Iterable[Node]:
+    yield from (tensor.node for tensor in node.inputs)
+    yield from node.control_inputs
+
+
+def _cut(cluster: list[Node]) -> Iterable[list[Node]]:
+    return (cluster[start : start + _LARGEST] for start in range(0, len(cluster), _LARGEST))
+
+
+def _worthwhile(cluster: Sequence[Node]) -> bool:
+    return len(cluster) > 1 or cluster[0].op.name in STRUCTURED
+
+
+def _replace(graph: Graph, clusters: Sequence[Sequence[Node]], results: set[Tensor]) -> list[Node]:
+    """Puts one `region` node, which it returns, in the place of each cluster, in an order in which all can run."""
+    owner = {node: index for index, cluster in enumerate(clusters) for node in cluster}
+    used: dict[Tensor, None] = dict.fromkeys(results)
+    for node in graph.nodes:
+        used.update((tensor, None) for tensor in node.inputs if owner.get(node, -1) != owner.get(tensor.node, -2))
+    renamed: dict[Tensor, Tensor] = {}
+    replaced: dict[Node, Node] = {}
+    made = [_add_region(graph, cluster, used, renamed, replaced) for cluster in clusters]
+    kept = [node for node in graph.nodes if node not in owner]
+    for node in kept:
+        node.inputs = [renamed.get(tensor, tensor) for tensor in node.inputs]
+        node.control_inputs = list(dict.fromkeys(replaced.get(control, control) for control in node.control_inputs))
+    graph.nodes[:] = _in_order(kept)
+    if isinstance(graph, Subgraph):
+        graph.results = [renamed.get(tensor, tensor) for tensor in graph.results]
+    return made
+
+
+def _add_region(
+    graph: Graph,
+    cluster: Sequence[Node],
+    used: dict[Tensor, None],
+    renamed: dict[Tensor, Tensor],
+    replaced: dict[Node, Node],
+) -> Node:
+    members = set(cluster)
+    inputs = dict.fromkeys(
+        tensor
+        for node in cluster
+        for tensor in node.inputs
+        if tensor.node not in members and not is_everywhere(tensor.node)
+    )
+    outputs = tuple(tensor for node in cluster for tensor in node.outputs if tensor in used)
+    region = Region(tuple(cluster), tuple(inputs), outputs)
+    specs = tuple(tensor.spec for tensor in outputs)
+    name = "region" if len(cluster) > 1 else f"{cluster[0].name.rpartition('/')[2]}/region"
+    node = graph.add_node(REGION, list(inputs), {"region": region}, specs, name=name, location=cluster[0].location)
+    node.control_inputs = list(
+        dict.fromkeys(control for member in cluster for control in member.control_inputs if control not in members)
+    )
+    renamed.update(zip(outputs, node.outputs, strict=True))
+    replaced.update(dict.fromkeys(cluster, node))
+    return node
+
+
+def _in_order(nodes: Sequence[Node]) -> list[Node]:
+    """`nodes` so that each stands behind what it waits for (back edges of hand-written loops excepted)."""
+    present = set(nodes)
+    begun: set[Node] = set()
+    done: set[Node] = set()
+    ordered: list[Node] = []
+    for first in nodes:
+        stack = [first]
+        while stack:
+            node = stack[-1]
+            if node in done:
+                stack.pop()
+                continue
+            missing = [
+                source
+                for source in _sources(node)
+                if source in present and source not in done and source.op.name != "next_iteration"
+            ]
+            if missing and node in begun:
+                raise InternalError(f"{node.name} waits for itself by way of {', '.join(n.name for n in missing)}")
+            if missing:
+                begun.add(node)
+                stack.extend(missing)
+            else:
+                done.add(node)
+                ordered.append(node)
+                stack.pop()
+    return ordered

@@ -1,0 +1,234 @@
+"""Which of a CPU's threads does a firing go to? Chosen when it is launched: the one with the least to do.
+
+Why any thread will do. Elsewhere a kernel counts as done when it is enqueued, and the order of its stream is what makes
+its value valid. On a CPU it counts as done when it has returned *and the event loop has been told*; only then does the
+scheduler hand on its value, or let go of what an order edge held back. So whatever uses a value, and whatever comes
+behind an effect in the order of a program, is launched after the end of what it waits for, on the same thread or on
+another: the threads order nothing that the scheduler has not ordered before. (That the loop is told and gives work by
+locks is what makes one thread's memory seen by the next.) Nothing orders two runs; what they share are variables, whose
+writes are atomic on any threads (`VariableState`). What is left is code that keeps state of its own and says so
+(`Op.alone`): two firings of such are never under way on two threads at once, but queue on one.
+
+Which threads there are. A firing is *short*, *medium* or *long* by what it is expected to take, or *unmeasured*::
+
+    lane                  0 ... n-1    n    n+1    n: the device's share of the cores, at most 8, at least `planned`
+    long                     x
+    medium, unmeasured       x         x           so that one that proves long does not hold up short ones
+    unmeasured, with others
+    of its node under way    x                     so that a burst of them does not hold up the first of another node
+    short                    x         x     x     so that it need not wait for anything but others of its kind
+
+What a firing is expected to take is the processor's time, but for functions of the user's, which may wait for something
+else: on a busy machine all firings take longer, and are no longer for that.
+
+The streams that the compiler divides a plan over (`Session(compute_streams=)`) are the first lanes: a firing stays on
+its own where that is idle.
+"""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop
+from collections import Counter
+from collections.abc import Callable, Hashable
+from time import perf_counter_ns, thread_time_ns
+from typing import Any, NamedTuple, TypeAlias
+
+from asyncflow.devices.hardware import usable_cores
+from asyncflow.streams.cpu.stream import ThreadStream
+
+SHORT_NS = 5_000_000
+"""A firing that is expected to take no longer is a short one (5 ms)."""
+
+MEDIUM_NS = 50_000_000
+"""Or else a medium one (50 ms)."""
+
+_UNMEASURED_NS = 1_000_000_000
+"""What nobody has measured is taken for, so that nothing chooses to wait behind it."""
+
+_SPARE_NS = 1_000_000
+"""To wait for so little is better than to wake one more thread, for the interpreter's lock is one for all."""
+
+_MOST = 8
+"""Long firings at a time, on a machine with many cores."""
+
+
+class Times(NamedTuple):
+    """When and where a firing ran; nanoseconds of `time.perf_counter_ns`.
+
+    Attributes:
+        lane: such as ``compute:1``.
+        queued_ns: when the lane was given it.
+        started_ns: when the thread began with it.
+        ended_ns: when it was done.
+        computed_ns: how long the processor worked on it.
+    """
+
+    lane: str
+    queued_ns: int
+    started_ns: int
+    ended_ns: int
+    computed_ns: int
+
+    @classmethod
+    def never(cls) -> Times:
+        """Those of a firing that no lane has taken."""
+        now = perf_counter_ns()
+        return cls("compute", now, now, now, 0)
+
+
+Deliver: TypeAlias = Callable[[object, BaseException | None, Times], None]
+"""Takes ``(result, error, times)`` on the event loop."""
+
+
+class _Lane:
+    """A thread, and what it has to do.
+
+    Attributes:
+        name: of the stream, as traces show it.
+        stream: the thread.
+        load_ns: what all that it was given and has not been delivered is expected to take.
+    """
+
+    __slots__ = ("load_ns", "name", "stream")
+
+    def __init__(self, device: str, number: int) -> None:
+        self.name = f"compute:{number}" if number else "compute"
+        self.stream = ThreadStream(f"{device}/{self.name}")
+        self.load_ns = 0
+
+
+class _Hold:
+    """A lane that has firings of code that keeps state of its own, which is kept alive so that its id is its own."""
+
+    __slots__ = ("count", "lane", "owner")
+
+    def __init__(self, lane: _Lane, owner: object) -> None:
+        self.lane = lane
+        self.owner = owner
+        self.count = 0
+
+
+class _Work:
+    """A call on a thread, and the processor's time that it took."""
+
+    __slots__ = ("computed_ns", "work")
+
+    def __init__(self, work: Callable[..., object]) -> None:
+        self.work = work
+        self.computed_ns = 0
+
+    def __call__(self, *args: Any) -> object:
+        before = thread_time_ns()
+        try:
+            return self.work(*args)
+        finally:
+            self.computed_ns = thread_time_ns() - before
+
+
+class Lanes:
+    """The threads of one CPU device; those that are never used do not exist. Used on the event loop's thread alone.
+
+    Invariant: a lane's load is the sum over what is under way there, ``_holds`` has an entry for what is under way
+    anywhere, by the id of its owner, and ``_unmeasured`` a count, by what is unmeasured.
+    """
+
+    __slots__ = ("_holds", "_lanes", "_long", "_planned", "_unmeasured")
+
+    def __init__(self, device: str, planned: int, sharing: int = 1) -> None:
+        """``planned``: how many streams the compiler divides plans over; ``sharing``: CPU devices of the session.
+
+        More threads than cores for all devices together would only take turns, and lose what their caches hold.
+        """
+        self._planned = planned
+        self._long = max(planned, min(_MOST, usable_cores() // sharing))
+        self._lanes = tuple(_Lane(device, number) for number in range(self._long + 2))
+        self._holds: dict[int, _Hold] = {}
+        self._unmeasured: Counter[Hashable] = Counter()
+
+    @property
+    def planned(self) -> tuple[ThreadStream, ...]:
+        """The streams that plans know of."""
+        return self.streams[: self._planned]
+
+    @property
+    def streams(self) -> tuple[ThreadStream, ...]:
+        """All of them."""
+        return tuple(lane.stream for lane in self._lanes)
+
+    def holds(self, owner: object) -> bool:
+        """Whether a firing of code with this state is under way, so that another has to queue behind it."""
+        return id(owner) in self._holds
+
+    def submit(
+        self,
+        work: Callable[..., object],
+        args: tuple[Any, ...],
+        deliver: Deliver,
+        loop: AbstractEventLoop,
+        *,
+        expected_ns: float | None,
+        planned: int = 0,
+        owner: object = None,
+        node: Hashable = None,
+    ) -> None:
+        """Does ``work(*args)`` on one of the threads, then calls `deliver`; see `ThreadStream.submit`.
+
+        Args:
+            work: what to call.
+            args: its arguments.
+            deliver: takes the outcome.
+            loop: calls `deliver`.
+            expected_ns: how long it is expected to take; None if that has not been measured.
+            planned: the stream that the compiler has chosen.
+            owner: whose state the work changes; None if that is nobody's, or safe on any threads.
+            node: whose firing it is: one that is unmeasured may be as long as those of its node that are under way.
+
+        Raises:
+            SessionClosedError: the device is closed, or this process is a fork of its owner.
+        """
+        hold = None if owner is None else self._holds.get(id(owner))
+        likely_ns = _UNMEASURED_NS if expected_ns is None and self._unmeasured[node] else expected_ns
+        lane = self._choose(likely_ns, self._lanes[planned]) if hold is None else hold.lane
+        is_unmeasured = expected_ns is None
+        load_ns = _UNMEASURED_NS if expected_ns is None else int(expected_ns)
+        timed, queued_ns = _Work(work), perf_counter_ns()
+
+        def done(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
+            lane.load_ns -= load_ns
+            if is_unmeasured:
+                self._unmeasured[node] -= 1
+                if not self._unmeasured[node]:
+                    del self._unmeasured[node]
+            if hold is not None:
+                self._let_go(hold)
+            if error is not None and error.__traceback__ is not None:
+                # Without the frame of what was timed, which has the arguments.
+                error = error.with_traceback(error.__traceback__.tb_next)
+            deliver(result, error, Times(lane.name, queued_ns, started_ns, ended_ns, timed.computed_ns))
+
+        lane.stream.submit(timed, args, done, loop)
+        lane.load_ns += load_ns
+        if is_unmeasured:
+            self._unmeasured[node] += 1
+        if owner is not None:
+            if hold is None:
+                hold = self._holds[id(owner)] = _Hold(lane, owner)
+            hold.count += 1
+
+    def _choose(self, expected_ns: float | None, planned: _Lane) -> _Lane:
+        more = 1 if expected_ns is None or expected_ns <= MEDIUM_NS else 0
+        if expected_ns is not None and expected_ns <= SHORT_NS:
+            more = 2
+        best, least_ns = planned, planned.load_ns
+        if not least_ns:
+            return planned
+        for number, lane in enumerate(self._lanes[: self._long + more]):
+            load_ns = lane.load_ns + (_SPARE_NS if number >= self._long else 0)
+            if load_ns < least_ns:
+                best, least_ns = lane, load_ns
+        return best
+
+    def _let_go(self, hold: _Hold) -> None:
+        hold.count -= 1
+        if not hold.count:
+            del self._holds[id(hold.owner)]

@@ -1,0 +1,1 @@
+"""CUDA devices: CuPy on streams of their own."""

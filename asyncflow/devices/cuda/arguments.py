@@ -1,0 +1,89 @@
+"""What a kernel of a CUDA device is given, and what its results become: arrays ordered after whoever wrote them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, as_scalar, is_plain, is_shape
+from asyncflow.devices.values import stays_on_host
+from asyncflow.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.streams.cuda.stream import CudaStream
+
+
+class Values:
+    """Device values in and out of the kernels of one stream."""
+
+    __slots__ = ("_device", "_is_alone", "_ndarray", "stream")
+
+    def __init__(self, device: CudaDevice, stream: CudaStream) -> None:
+        self.stream = stream
+        self._device = device
+        self._ndarray = device.cupy.ndarray
+        self._is_alone = len(device.compute_streams) == 1
+
+    def raw(self, value: Any, name: str) -> Any:
+        """What a kernel gets for `value`, which its stream now waits for."""
+        kind = type(value)
+        if kind is CudaArray:
+            if value.stream is not self.stream:
+                self._order(value, name)
+            return value.array
+        return value.value if kind is CudaOpaque else value
+
+    def uploaded(self, value: Any, name: str) -> Any:
+        """What `raw` gives; an array of the host is copied to the device first."""
+        if type(value) is np.ndarray:
+            if stays_on_host(value) or not value.ndim:
+                return as_scalar(value)
+            value = self._device.copy_in(value, name)
+            self.hold((value,))
+        return self.raw(value, name)
+
+    def brought(self, arguments: tuple[Any, ...], positions: Sequence[int]) -> tuple[Any, ...]:
+        """`arguments`, with copies on the device for arrays of the host at these positions."""
+        found = [index for index in positions if type(arguments[index]) is np.ndarray]
+        if not found:
+            return arguments
+        values = list(arguments)
+        for index in found:
+            values[index] = self._device.copy_in(values[index], "upload")
+        return tuple(values)
+
+    def _order(self, value: CudaArray, name: str) -> None:
+        device = self._device
+        if value.device != device.name:
+            raise InternalError(
+                f"{name!r} runs on {device.name} and was given {value.name!r}, which is on {value.device} and was not "
+                "sent"
+            )
+        if self._is_alone:
+            value.settle(self.stream)
+            return
+        value.order(self.stream)
+
+    def hold(self, arguments: Sequence[Any]) -> None:
+        """Keep memory of other compute streams until the work that this one is given in this turn is done."""
+        if self._is_alone:
+            return
+        self._device.hold(self.stream, *[x.array for x in arguments if type(x) is CudaArray])
+        opaque = [x.value for x in arguments if type(x) is CudaOpaque]
+        if opaque:
+            self.stream.hold(*opaque)
+
+    def wrapped(self, output: Any, name: str) -> Any:
+        """The device value for what a kernel gave."""
+        if isinstance(output, self._ndarray):
+            return CudaArray(output, self._device.name, self.stream, name)
+        output = as_scalar(output)
+        if is_plain(output):
+            return output
+        if isinstance(output, np.ndarray):
+            return output if is_shape(output) or stays_on_host(output) else self._device.copy_in(output, name)
+        return CudaOpaque(output)

@@ -1,0 +1,435 @@
+"""The copies of a CUDA device: from the host, to the host, and from other CUDA devices.
+
+Each kind has a stream of its own. A copy waits, on its stream, for what wrote its source and for what may still use the
+memory of its target, and a ticket keeps both ends until it is done, the target as `Landing` says; the event loop waits
+for nothing.
+
+The host's end is pinned memory. What is small is copied there at once; what is large goes through it in pieces, which
+the device's host thread fills or empties while the next one is copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from asyncflow.devices.cuda.experimental.graph import NotCapturableError
+from asyncflow.devices.cuda.pinned import PinnedBuffer, PinnedSlab
+from asyncflow.devices.cuda.values import CudaArray, Landing, as_scalar
+from asyncflow.streams.cuda.stream import active_stream
+from asyncflow.streams.futures import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.protocol import Deliver
+    from asyncflow.streams.cuda.stream import CudaStream
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+_log = logging.getLogger("asyncflow.devices")
+
+COPY_INLINE_BYTES = 1 << 20
+"""A copy between host arrays up to this size is made on the event loop; a larger one on the device's host thread."""
+
+PIECE_BYTES = 32 << 20
+"""Larger values go through pinned memory in pieces of this size."""
+
+SMALL_BYTES = 4096
+"""Values up to this size have pinned memory of their own, which large ones cannot use up."""
+
+SMALL_PINNED_BYTES = 512 << 10
+
+_AHEAD = 2
+"""Pieces of one value that are on their way to the host at a time: one is copied while the other is emptied."""
+
+
+class Copies:
+    """The copies of one device; its methods belong to the thread of the event loop, and none but `bring` may block."""
+
+    __slots__ = ("_d2h", "_device", "_h2d", "_peer", "_runtime", "_slab", "_small", "_tasks")
+
+    def __init__(
+        self, device: CudaDevice, slab: PinnedSlab, streams: tuple[CudaStream, CudaStream, CudaStream]
+    ) -> None:
+        """Pins a little memory, which blocks.
+
+        Args:
+            device: whose copies.
+            slab: pinned memory for all but small values.
+            streams: h2d, d2h and peer.
+        """
+        self._device = device
+        self._h2d, self._d2h, self._peer = streams
+        self._runtime = device.cupy.cuda.runtime
+        self._slab = slab
+        self._small = PinnedSlab(device.cupy, SMALL_PINNED_BYTES)
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def ended(self, grace_s: float) -> None:
+        """Wait up to ``grace_s`` seconds for the copies in pieces."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=grace_s)
+
+    def close(self) -> None:
+        """Give pinned memory back, once all streams have ended; blocks."""
+        self._small.close()
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    def bring(self, value: Array, name: str) -> CudaArray:
+        """A copy of an array of the host, which the caller may then change.
+
+        Blocks until all earlier work has ended if the pinned memory is full or too small; `feed` never does.
+
+        Raises:
+            NotCapturableError: the active stream captures.
+        """
+        device, stream = self._device, active_stream()
+        device.check()
+        try:
+            if stream is not None and stream.raw.is_capturing():  # h2d would be part of the capture, with its tickets
+                raise NotCapturableError(f"it copies {name!r} from the host")
+            buffer = self._pinned(value.nbytes)
+            if buffer is not None or not value.nbytes:
+                return self._brought(value, buffer, name)
+            return device.copied_pageable(value, name)
+        except RuntimeError as error:
+            raise device.cause_of(error)  # noqa: B904 - which has its cause
+
+    def feed(self, value: Array, deliver: Deliver, name: str) -> None:
+        """Copy an array in: ``deliver(device_value, error)`` is called once, now or later."""
+        nbytes = value.nbytes
+        buffer = self._pinned(nbytes) if nbytes <= COPY_INLINE_BYTES else None
+        if buffer is None and nbytes:
+            self._spawn(self._feed_in_pieces(value, name), deliver)
+        else:
+            self._device.answer(deliver, self._brought, value, buffer, name)
+
+    def _brought(self, value: Array, buffer: PinnedBuffer | None, name: str) -> CudaArray:
+        device = self._device
+        if buffer is None:
+            return CudaArray(self.new(value.shape, value.dtype, name), device.name, device.compute, name)
+        try:
+            array = self.new(value.shape, value.dtype, name)
+            np.copyto(buffer.view(value.dtype, value.shape), value)
+            self._own(self._h2d)
+            landing = Landing(array, device.compute)
+            self._copy_in(landing, 0, buffer, name)
+        except Exception:
+            buffer.free()  # at once: others wait for it, and the traceback would keep it
+            raise
+        return CudaArray(array, device.name, self._h2d, name, self._h2d.record(), landing)
+
+    def _copy_in(self, landing: Landing, offset: int, buffer: PinnedBuffer, name: str) -> None:
+        kind = self._runtime.memcpyHostToDevice
+        self._copy(self._h2d, landing.array.data.ptr + offset, buffer.ptr, buffer.nbytes, kind, name)
+        self._h2d.notify(_freeing(buffer), landing)
+
+    async def _feed_in_pieces(self, value: Array, name: str) -> CudaArray:
+        device = self._device
+        device.check()
+        array = self.new(value.shape, value.dtype, name)
+        landing = Landing(array, device.compute)
+        self._own(self._h2d)
+        if not value.flags.c_contiguous:
+            value = await device.in_host_thread(np.ascontiguousarray, value)
+        flat = value.reshape(-1).view(np.uint8)
+        for start in range(0, value.nbytes, self._piece):
+            part = flat[start : start + self._piece]
+            # If this is cancelled, the buffer goes back when the host thread lets go of it.
+            buffer = await self._room(part.nbytes)
+            try:
+                await device.in_host_thread(np.copyto, buffer.view(np.uint8, part.shape), part)
+                device.check()
+                self._copy_in(landing, start, buffer, name)
+            except Exception:
+                buffer.free()  # at once: others wait for it, and the traceback would keep it
+                raise
+        return CudaArray(array, device.name, self._h2d, name, self._h2d.record(), landing)
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    def fetch(self, value: CudaArray, deliver: Deliver) -> None:
+        """Copy a device value to the host: later, ``deliver(array, error)`` is called once."""
+        device = self._device
+        device.check()
+        try:
+            self._fetch(value, deliver)
+        except RuntimeError as error:
+            raise device.cause_of(error)  # noqa: B904 - which has its cause
+
+    def _fetch(self, value: CudaArray, deliver: Deliver) -> None:
+        nbytes, shape, dtype = value.nbytes, value.shape, value.dtype
+        if not nbytes:
+            self._d2h.notify(self.told(lambda: np.empty(shape, dtype), deliver))
+            return
+        buffer = self._pinned(nbytes) if nbytes <= COPY_INLINE_BYTES else None
+        if buffer is None:
+            self._spawn(self._fetch_in_pieces(value), deliver)
+            return
+        try:
+            array = self.contiguous(value)
+            self._copy_out(value, array, 0, buffer)
+        except Exception:
+            buffer.free()
+            raise
+
+        def emptied() -> Any:
+            try:
+                return as_scalar(buffer.view(dtype, shape).copy())
+            finally:
+                buffer.free()
+
+        self._d2h.notify(self.told(emptied, deliver), array, buffer)
+
+    def told(self, read: Callable[[], Any], deliver: Deliver) -> Callable[[BaseException | None], None]:
+        """A notice that delivers what ``read()`` gives, or why there is nothing to read."""
+
+        def notice(error: BaseException | None) -> None:
+            result = None
+            if error is not None:
+                error = self._device.loss_of(error)
+            else:
+                try:
+                    result = read()
+                except Exception as failure:  # no memory; whoever waits has to hear of it
+                    error = failure
+            deliver(result, error)
+
+        return notice
+
+    def _copy_out(self, value: CudaArray, array: Any, offset: int, buffer: PinnedBuffer) -> None:
+        value.order(self._d2h)
+        kind = self._runtime.memcpyDeviceToHost
+        self._copy(self._d2h, buffer.ptr, array.data.ptr + offset, buffer.nbytes, kind, value.name)
+
+    async def _fetch_in_pieces(self, value: CudaArray) -> Any:
+        device = self._device
+        device.check()
+        array = self.contiguous(value)
+        result = np.empty(value.shape, value.dtype)
+        flat = result.reshape(-1).view(np.uint8)
+        coming: deque[tuple[Array, PinnedBuffer, asyncio.Future[None]]] = deque()
+        try:
+            for start in range(0, value.nbytes, self._piece):
+                part = flat[start : start + self._piece]
+                # Nobody waits for room while holding some: two of them might wait for each other.
+                while coming and (len(coming) == _AHEAD or self._slab.largest_hole < part.nbytes):
+                    await self._land(*coming.popleft())
+                buffer = await self._room(part.nbytes)
+                coming.append((part, buffer, self._leave(value, array, start, buffer)))
+            while coming:
+                await self._land(*coming.popleft())
+        finally:
+            for _, buffer, done in coming:  # there are none, unless something failed
+                done.add_done_callback(_freeing_after(buffer))
+        return as_scalar(result)
+
+    def _leave(self, value: CudaArray, array: Any, offset: int, buffer: PinnedBuffer) -> asyncio.Future[None]:
+        """Give the copy of a piece to the stream; the future is that of its end."""
+        try:
+            self._device.check()
+            self._copy_out(value, array, offset, buffer)
+        except Exception:
+            buffer.free()
+            raise
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._d2h.notify(partial(resolve, done, None), array, buffer)
+        return done
+
+    async def _land(self, part: Array, buffer: PinnedBuffer, done: asyncio.Future[None]) -> None:
+        try:
+            await asyncio.shield(done)
+            await self._device.in_host_thread(np.copyto, part, buffer.view(np.uint8, part.shape))
+        except asyncio.CancelledError:
+            # If it is being emptied, it goes back when the host thread lets go of it.
+            if not done.done():
+                done.add_done_callback(_freeing_after(buffer))
+            raise
+        except Exception:
+            buffer.free()
+            raise
+        buffer.free()
+
+    # -- from other devices --------------------------------------------------------------------------------------
+
+    def receive(self, value: CudaArray, source: CudaDevice) -> CudaArray:
+        """Take over an array of another CUDA device; both sides' memory is kept until the copy is done.
+
+        Cards that cannot reach each other are copied through the host by the driver.
+        """
+        device = self._device
+        source.check()
+        try:
+            return self._received(value, source)
+        except RuntimeError as error:
+            raise source.cause_of(device.cause_of(error))  # noqa: B904 - which has its cause
+
+    def _received(self, value: CudaArray, source: CudaDevice) -> CudaArray:
+        device = self._device
+        here = self.new(value.shape, value.dtype, value.name)
+        if not value.nbytes:
+            return CudaArray(here, device.name, device.compute, value.name)
+        there = source.copies.contiguous(value)
+        self._own(self._peer)
+        value.order(self._peer)
+        self.copy_from(source.physical, here, there, value.name)
+        landing = Landing(here, device.compute)
+        self._peer.hold(landing, there)
+        return CudaArray(here, device.name, self._peer, value.name, self._peer.record(), landing)
+
+    def copy_from(self, card: int, here: Any, there: Any, name: str) -> None:
+        """Copy, on `peer`, an array in C order that is on `card` to one that is here."""
+        target, origin, nbytes = here.data.ptr, there.data.ptr, there.nbytes
+        if card == self._device.physical:
+            self._copy(self._peer, target, origin, nbytes, self._runtime.memcpyDeviceToDevice, name)
+        else:
+            self._copy_from_card(card, target, origin, nbytes, name)
+
+    def _copy_from_card(self, card: int, target: int, origin: int, nbytes: int, name: str) -> None:
+        device, stream = self._device, self._peer
+        with stream.activate(), device.timed(stream, name, nbytes):
+            self._runtime.memcpyPeerAsync(target, device.physical, origin, card, nbytes, stream.raw.ptr)
+        device.launched += _LAUNCHES
+
+    # -- what all have in common ---------------------------------------------------------------------------------
+
+    def new(self, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Any:
+        """New memory of the device, from the arena of its first compute stream."""
+        self._device.pool.label = name
+        with self._device.compute.activate():
+            return self._device.cupy.empty(shape, dtype)
+
+    def contiguous(self, value: CudaArray, *, is_copy: bool = False) -> Any:
+        """The array, or a copy of it in C order; work that follows `value` finds either written.
+
+        Args:
+            value: of the device.
+            is_copy: copy also what is in C order, whose strides may be any where an extent is 1.
+        """
+        array, device = value.array, self._device
+        if array.flags.c_contiguous and not is_copy:
+            return array
+        if value.stream not in device.compute_streams:
+            value.settle(device.compute)
+        stream = value.stream
+        device.pool.label = value.name
+        with stream.activate():
+            copied = array.copy(order="C")
+        device.launched += 1
+        value.renew()
+        device.hold(stream, array)
+        return copied
+
+    def _own(self, stream: CudaStream) -> None:
+        """Let `stream` write to memory allocated just now: earlier kernels may still be using it."""
+        stream.wait(self._device.compute.record())
+
+    def _copy(self, stream: CudaStream, target: int, origin: int, nbytes: int, kind: int, name: str) -> None:
+        with stream.activate(), self._device.timed(stream, name, nbytes):
+            self._runtime.memcpyAsync(target, origin, nbytes, kind, stream.raw.ptr)
+        self._device.launched += _LAUNCHES
+
+    @property
+    def _piece(self) -> int:
+        return min(PIECE_BYTES, self._slab.largest)
+
+    def _pinned(self, nbytes: int) -> PinnedBuffer | None:
+        """Pinned memory, if there is some now."""
+        if not nbytes:
+            return None
+        if nbytes <= SMALL_BYTES and (buffer := self._small.take(nbytes)) is not None:
+            return buffer
+        return self._slab.take(nbytes) if nbytes <= self._slab.largest else None
+
+    def _room(self, nbytes: int) -> asyncio.Future[PinnedBuffer]:
+        """Pinned memory of the slab, once there is some."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[PinnedBuffer] = loop.create_future()
+
+        def take(buffer: PinnedBuffer) -> None:
+            if future.done():
+                buffer.free()
+            else:
+                future.set_result(buffer)
+
+        def given(buffer: PinnedBuffer) -> None:
+            try:
+                loop.call_soon_threadsafe(take, buffer)  # the slab is that of other threads' sessions, too
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
+                buffer.free()
+
+        self._slab.wait_for(nbytes, given)
+        return future
+
+    def _spawn(self, work: Coroutine[Any, Any, Any], deliver: Deliver) -> None:
+        """Run a copy of several steps; nothing cancels it, since the memory it uses is the device's."""
+        device = self._device
+        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work, name=f"{device.name} copy")
+        self._tasks.add(task)
+
+        def done(task: asyncio.Task[Any]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled():
+                deliver(None, asyncio.CancelledError("the event loop cancelled a copy"))
+            elif error := task.exception():
+                deliver(None, device.cause_of(error))
+            else:
+                deliver(task.result(), None)
+
+        task.add_done_callback(done)
+
+
+def enable_peer_access(cupy: Any, card: int) -> None:
+    """Let `card` and those asked for earlier copy to one another without going through the host, where they can.
+
+    May take milliseconds: call it at start-up, on a worker thread.
+    """
+    known = _cards.setdefault(cupy, set())
+    for other in known - {card}:
+        for one, another in ((card, other), (other, card)):
+            _enable(cupy, one, another)
+    known.add(card)
+
+
+def _enable(cupy: Any, card: int, other: int) -> None:
+    runtime = cupy.cuda.runtime
+    if runtime.deviceCanAccessPeer(card, other):
+        with cupy.cuda.Device(card):
+            try:
+                runtime.deviceEnablePeerAccess(other)
+            except runtime.CUDARuntimeError as error:
+                if error.status != _ALREADY_ENABLED:  # copies take the way through the host, then
+                    _log.info("card %d cannot reach the memory of card %d: %s", card, other, error)
+
+
+_LAUNCHES = 3
+"""What a copy adds to the queue of its stream beside the copy itself: waits and marks."""
+
+_ALREADY_ENABLED = 704
+_cards: dict[Any, set[int]] = {}
+
+
+def _freeing_after(buffer: PinnedBuffer) -> Callable[[asyncio.Future[None]], None]:
+    def free(done: asyncio.Future[None]) -> None:
+        done.exception()  # somebody else has raised it
+        buffer.free()
+
+    return free
+
+
+def _freeing(buffer: PinnedBuffer) -> Callable[[BaseException | None], None]:
+    # After an error nothing runs any more, so nobody writes to it either.
+    return lambda _error: buffer.free()
+
+
+__all__ = ["COPY_INLINE_BYTES", "PIECE_BYTES", "Copies", "enable_peer_access"]

@@ -1,0 +1,88 @@
+"""Functions on a device's arrays that decide by what is in them.
+
+Such a function is a generator: it yields what is to be decided, a `Branch` or a `Loop`, is sent the results, and goes
+on. Whoever runs it chooses how: a capture makes conditional nodes (`experimental/conditional.py`), the host waits for
+the predicate (`experimental/host_loop.py`). A function that decides nothing is a plain one::
+
+    def collatz(n, steps):
+        (n,) = yield Branch(n % 2 == 0, lambda n: (n // 2,), lambda n: (3 * n + 1,), (n,))
+        return n, steps + 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """One of two functions is to be run.
+
+    Attributes:
+        pred: a boolean array with one element, or a boolean of the host.
+        on_true, on_false: give results of the same dtypes and shapes.
+        arguments: of both.
+    """
+
+    pred: Any
+    on_true: Body
+    on_false: Body
+    arguments: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loop:
+    """A body is to be run as long as a condition holds; the results are the variables.
+
+    Attributes:
+        condition, body: take the variables and then the captures.
+        variables: what they begin with: arrays, or numbers of the host.
+        captures: arrays and host values that do not change.
+        label: for errors.
+    """
+
+    condition: Condition
+    body: Body
+    variables: Sequence[Any]
+    captures: Sequence[Any] = ()
+    label: str = "loop"
+
+
+Decision: TypeAlias = Branch | Loop
+
+Body: TypeAlias = Callable[..., Sequence[Any] | Generator[Decision, Sequence[Any], Sequence[Any]]]
+"""Gives a sequence of values: for a loop, the next ones of its variables."""
+
+Condition: TypeAlias = Callable[..., Any]
+"""Gives a boolean with one element, perhaps by way of a generator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A function has come to its end.
+
+    Attributes:
+        value: what it returned.
+    """
+
+    value: Any
+
+
+def decisions(function: Callable[..., Any], arguments: Sequence[Any]) -> Generator[Decision, Any, Any]:
+    """The generator of ``function(*arguments)``, also of a function that decides nothing."""
+    result = function(*arguments)
+    return (yield from result) if isinstance(result, GeneratorType) else result
+
+
+def advance(running: Generator[Decision, Any, Any], results: Sequence[Any] | None) -> Decision | Ended:
+    """What a generator wants decided next, once it has the results of its last decision; None to start it."""
+    try:
+        return running.send(results)
+    except StopIteration as stop:
+        return Ended(stop.value)
+
+
+__all__ = ["Body", "Branch", "Condition", "Decision", "Ended", "Loop", "advance", "decisions"]

@@ -1,0 +1,492 @@
+"""A CUDA device: CuPy's kernels on streams of its own, which nobody on the event loop ever waits for.
+
+One invariant keeps it simple: *a value is valid in the order of its compute stream*. A kernel counts as done once it is
+launched. Only copies (to and from the host, from other devices) and reading a value touch events; each of them records
+on the producer, waits on the consumer, and keeps the memory referenced until the event has completed.
+
+Memory is taken from the pool while a compute stream is CuPy's current one, so freed memory is used again in the order
+of that stream, its *home*. What another stream reads or writes is kept until that stream is done with it.
+
+The copies are in `asyncflow.devices.cuda.copies`, what launches kernels in `asyncflow.devices.cuda.launch`, how far the
+device has got and whether it is lost in `asyncflow.devices.cuda.progress`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
+from functools import partial
+from time import perf_counter_ns
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from asyncflow.devices.cuda.copies import Copies, enable_peer_access
+from asyncflow.devices.cuda.exchange import Exchange
+from asyncflow.devices.cuda.holder import CudaHolder
+from asyncflow.devices.cuda.launch import HostLauncher, Launcher, RegionLauncher
+from asyncflow.devices.cuda.memory import CudaMemoryAccount, CudaPool, home_of, install_allocator
+from asyncflow.devices.cuda.namespace import cuda_namespace
+from asyncflow.devices.cuda.pinned import PinnedSlab, shared_slab
+from asyncflow.devices.cuda.progress import Progress
+from asyncflow.devices.cuda.timing import Clock, HostSpan, PendingSpan
+from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, as_scalar, is_shape
+from asyncflow.devices.foreign import ForeignArray
+from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
+from asyncflow.devices.names import DeviceName
+from asyncflow.devices.options import positive_count
+from asyncflow.devices.presets import DEFAULT_HOST
+from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
+from asyncflow.devices.values import stays_on_host
+from asyncflow.errors import PlacementError
+from asyncflow.streams.beside import call_beside
+from asyncflow.streams.cpu.stream import ThreadStream
+from asyncflow.streams.cuda.stream import CudaStream, active_stream, capturing
+from asyncflow.streams.futures import resolve
+from asyncflow.streams.holding import Hold, holding, refuse_to_queue
+
+_NS_PER_KERNEL = 3_000.0
+_NS_PER_FLOP = 1e9 / 10e12
+_NS_PER_BYTE = 1e9 / 1.5e12
+_NS_PER_COPY = 60_000.0
+"""With what the host does for it: one thread launches for all devices, so spreading small kernels gains nothing."""
+_NS_PER_HOST_BYTE = 1e9 / 20e9
+
+
+class CudaDevice(Progress):
+    """One logical CUDA device of a session.
+
+    Any number of them may share a card; each has streams, memory, a limit and a throttle of its own.
+
+    Attributes (more in `Progress`):
+        copies: what moves its values.
+        exchange: what takes arrays from other libraries, and lends them some.
+    """
+
+    def __init__(
+        self,
+        cupy: Any,
+        index: int = 0,
+        *,
+        physical: int = 0,
+        memory_limit: int | None = None,
+        compute_streams: int = 1,
+        pinned: PinnedSlab | None = None,
+    ) -> None:
+        """Make the device ``cuda:<index>``; nothing of CUDA is touched before `start`.
+
+        Args:
+            cupy: the module.
+            index: its number among the CUDA devices of the session.
+            physical: the card's number.
+            memory_limit: most bytes it may hold; None for what the card has. With a limit, all of it is taken from the
+                card at the start, and CUDA is not asked for memory in a run. With several compute streams it is: memory
+                belongs to one of them, and how much each needs is not known.
+            compute_streams: how many kernels may run at once.
+            pinned: host memory for copies; None for the one that all devices share.
+
+        Raises:
+            ValueError: `memory_limit` or `compute_streams` is no positive int.
+        """
+        name = str(DeviceName("cuda", index))
+        self._count = positive_count(compute_streams, "the number of compute streams")
+        super().__init__(cupy, physical, name, CudaPool(cupy, physical, name, memory_limit))
+        self._xp = cuda_namespace(cupy, self.upload, CudaHolder(self))
+        self._given_slab = pinned
+        self._spans: list[Any] | None = None
+        self._streams: tuple[CudaStream, ...] = ()
+        self._host = ThreadStream(f"{self._name}/host")
+        self.exchange = Exchange(self)
+        self._is_started = False
+
+    async def open(self) -> None:
+        """`start` on a thread that may wait. Idempotent."""
+        if not self._is_started:
+            await call_beside(self.start)
+
+    def start(self) -> None:
+        """Make streams, memory and the clock; blocks. Idempotent.
+
+        Raises:
+            PlacementError: the card has less memory free than the limit, or refuses something else.
+            DeviceLostError: the card takes no work, because an earlier kernel of this process has broken it.
+        """
+        if self._is_started:
+            return
+        try:
+            self._start()
+        except MemoryLimitExceeded as error:
+            raise PlacementError(f"device {self._name} does not get the memory that it is to have: {error}") from error
+        except RuntimeError as error:
+            cause = self.cause_of(error)
+            if cause is error:
+                raise PlacementError(f"device {self._name} cannot be opened: {error}") from error
+            raise cause from error
+        self._is_started = True
+
+    def _start(self) -> None:
+        cupy, name = self.cupy, self._name
+        install_allocator(cupy)
+        compute = ["compute", *(f"compute:{i}" for i in range(1, self._count))]
+        roles = [*compute, "h2d", "d2h", "peer", "clock"]
+        streams = [CudaStream(cupy, self.physical, f"{name}/{role}", self.pool) for role in roles]
+        self._streams = tuple(streams)
+        self._compute = tuple(streams[: self._count])
+        self._h2d, self._d2h, self._peer, clock = streams[self._count :]
+        self._copying = copying = self._h2d, self._d2h, self._peer
+        self._probe = clock
+        self._roles = dict(zip(streams, roles, strict=True))
+        lose = weakref.WeakMethod(self._lose)
+        for stream in streams:
+            stream.on_lost = lambda error: (method := lose()) and method(error)
+        with cupy.cuda.Device(self.physical):
+            self.copies = Copies(self, self._given_slab or shared_slab(cupy), copying)
+        enable_peer_access(cupy, self.physical)
+        if self._count == 1:
+            with self.compute.activate():
+                self.pool.prime()
+        # On a stream of its own, which is never busy: how late an answer comes is how wrong the clock is.
+        self._clock = Clock(cupy, clock)
+
+    def __repr__(self) -> str:
+        return f"<CudaDevice {self._name} on card {self.physical}>"
+
+    # -- the `Device` protocol -----------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Such as ``cuda:0``."""
+        return self._name
+
+    @property
+    def kind(self) -> str:
+        """``cuda``."""
+        return "cuda"
+
+    @property
+    def xp(self) -> ModuleType:
+        """CuPy, with what it lacks."""
+        return self._xp
+
+    @property
+    def compute(self) -> CudaStream:
+        """The first stream of kernels."""
+        return self._compute[0]
+
+    @property
+    def compute_streams(self) -> tuple[CudaStream, ...]:
+        """The streams of kernels."""
+        return self._compute
+
+    @property
+    def streams(self) -> tuple[CudaStream, ...]:
+        """Every stream there is; none before `start`."""
+        return self._streams
+
+    @property
+    def h2d(self) -> CudaStream:
+        """The stream of copies from host memory."""
+        return self._h2d
+
+    @property
+    def d2h(self) -> CudaStream:
+        """The stream of copies to host memory."""
+        return self._d2h
+
+    @property
+    def peer(self) -> CudaStream:
+        """The stream of copies from other devices."""
+        return self._peer
+
+    @property
+    def memory(self) -> CudaMemoryAccount:
+        """The bytes it holds, and their limit."""
+        return self.pool.account
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def has_own_memory(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def runs_regions(self) -> bool:
+        """True: one call enqueues all kernels of a region."""
+        return True
+
+    @property
+    def region_ns(self) -> float:
+        """The time of a call of a region, as measured on the host of another card."""
+        return DEFAULT_HOST.region_s * 1e9
+
+    @property
+    def runs_loops(self) -> bool:
+        """True."""
+        return True
+
+    def captures(self, asked: bool) -> bool:
+        """Whether regions become CUDA graphs: where the session asks for it."""
+        return asked
+
+    @property
+    def charge(self) -> None:
+        """None: its host is real."""
+        return
+
+    def now_ns(self) -> int:
+        """The time of the host."""
+        return perf_counter_ns()
+
+    def kernel_ns(self, flops: float, nbytes: float) -> float:
+        """The expected time of a kernel, for placement before anything is measured."""
+        return max(_NS_PER_KERNEL, _NS_PER_FLOP * flops, _NS_PER_BYTE * nbytes)
+
+    def transfer_ns(self, nbytes: float, target: Device) -> float:
+        """The expected time until a value of so many bytes made here is there on `target`."""
+        if target is self:
+            return 0.0
+        if isinstance(target, CudaDevice):
+            per_byte = _NS_PER_BYTE if target.physical == self.physical else _NS_PER_HOST_BYTE / 4
+            return _NS_PER_COPY + per_byte * nbytes
+        return _NS_PER_COPY + _NS_PER_HOST_BYTE * nbytes
+
+    async def aclose(self, grace_s: float) -> bool:
+        """Take no more work and wait up to ``grace_s`` seconds for what there is; True if all ended. Idempotent."""
+        if self._is_started:
+            await self.copies.ended(grace_s)
+        for stream in self._streams:
+            stream.stop()
+        ended = await asyncio.gather(*(stream.aclose(grace_s) for stream in self._streams))
+        is_over = await self._host.aclose(grace_s) and all(ended)
+        if is_over and self._is_started and self._lost is None:
+            self._is_started = False
+            await call_beside(self._release)
+        return is_over
+
+    def _release(self) -> None:
+        self.exchange.close()
+        self.pool.release()
+        self.copies.close()
+
+    def describe(self) -> str:
+        """One line for people: name, card, memory in use, limit."""
+        now = self.memory.statistics()
+        limit = "no limit" if now.limit is None else f"limit {format_bytes(now.limit)}"
+        return f"{self._name}  card {self.physical}  {format_bytes(now.used)} in {now.buffers} buffers, {limit}"
+
+    # -- launching -----------------------------------------------------------------------------------------------
+
+    def bind(self, kernel: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
+        """A function that launches `kernel` on device values and host values; see `Launcher`."""
+        return HostLauncher(self, kernel, info) if info.is_async else Launcher(self, kernel, info)
+
+    def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
+        """A function that enqueues a region; see `RegionLauncher`."""
+        return RegionLauncher(self, function, info, is_generator=is_generator)
+
+    def activate(self) -> Any:
+        """A context in which this device's calls are cheaper; it must not be left open where something waits."""
+        self.exchange.take_back()
+        return self.compute.activate()
+
+    def require_data(self, value: Any, name: str) -> None:
+        """Does nothing: what was computed has data."""
+
+    # -- values in -----------------------------------------------------------------------------------------------
+
+    def constant(self, value: Any) -> Any:
+        """A device value that has been there from the start; what has rank 0, and all that is no array, stays."""
+        if stays_on_host(value):
+            return value
+        if not np.ndim(value):
+            return as_scalar(value)
+        if _is_on_loop():
+            return self.copy_in(value, "constant")
+        # Large plans are compiled on a thread, which may wait.
+        self.check()
+        return self.copied_pageable(value, "constant")
+
+    def resident(self, constant: Any, stream: int) -> Any:
+        """The constant's array, which all later work of a compute stream finds there."""
+        if type(constant) is not CudaArray:
+            return constant
+        if _is_on_loop():  # else it was waited for
+            constant.order(self._compute[stream])
+        return constant.array
+
+    def upload(self, value: np.ndarray[Any, Any]) -> Any:
+        """The array for one of the host that a kernel uses, on the compute stream that is active."""
+        stream = active_stream() or self.compute
+        if not _is_on_loop():
+            return self.copied_pageable(value, "upload").array
+        copied = self.copy_in(value, "upload")
+        copied.settle(stream)
+        self.hold(stream, copied.array)
+        return copied.array
+
+    def copy_in(self, value: np.ndarray[Any, Any], name: str) -> CudaArray:
+        """A copy of an array of the host, which the caller may then change.
+
+        Blocks until all earlier work has ended if the pinned memory is full or too small; `feed` never does.
+        """
+        return self.copies.bring(value, name)
+
+    def copied_pageable(self, value: np.ndarray[Any, Any], name: str) -> CudaArray:
+        """A copy of an array of the host, without pinned memory; blocks until all earlier work has ended.
+
+        Any thread may call it. Another may capture on the compute stream meanwhile: what is allocated or recorded there
+        then would be the graph's, and nobody may wait for that stream, or copy on it.
+        """
+        cupy = self.cupy
+        with capturing, self.compute.activate():
+            array = self.copies.new(value.shape, value.dtype, name)
+            ready = cupy.cuda.Event(block=True, disable_timing=True)
+            ready.record()  # earlier kernels may still be using the memory
+        with cupy.cuda.Device(self.physical):
+            ready.synchronize()
+            copying = cupy.cuda.Stream(non_blocking=True)  # as in `foreign.read`
+            array.set(np.asarray(value, order="C"), stream=copying)
+            copying.synchronize()
+        return CudaArray(array, self._name, self.compute, name)
+
+    def feed(self, value: Any, deliver: Deliver, name: str = "feed") -> None:
+        """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
+
+        `value` must not change before that, but for a `ForeignArray`. Counters, predicates and what is no array stay
+        host values.
+        """
+        self.exchange.take_back()
+        if type(value) is ForeignArray:
+            self.exchange.feed(value, deliver, name)
+            return
+        if np.ndim(value) == 0 or stays_on_host(value):
+            deliver(as_scalar(value), None)
+            return
+        self.copies.feed(value, deliver, name)
+
+    def fed(self, value: np.ndarray[Any, Any], name: str) -> Any:
+        """`feed` for coroutines: the device value, or a future of it."""
+        return self._future_of(lambda deliver: self.feed(value, deliver, name))
+
+    # -- values out ----------------------------------------------------------------------------------------------
+
+    def fetch(self, value: Any, deliver: Deliver) -> bool:
+        """Copy a device value to the host: later, ``deliver(array, error)`` is called once.
+
+        Returns:
+            False, without ever calling `deliver`, if `value` is a host value, usable as it is.
+        """
+        if type(value) is CudaOpaque:
+            self.compute.notify(self.copies.told(lambda: value.value, deliver))
+            return True
+        if type(value) is not CudaArray:
+            return False
+        self.copies.fetch(value, deliver)
+        return True
+
+    def fetched(self, value: Any) -> Any:
+        """`fetch` for coroutines: a host value, or a future of it."""
+        if type(value) is not CudaArray and type(value) is not CudaOpaque:
+            return value
+        return self._future_of(lambda deliver: self.fetch(value, deliver))
+
+    # -- between devices -----------------------------------------------------------------------------------------
+
+    def send(self) -> int:
+        """Now: what is said to another device is said at once."""
+        return perf_counter_ns()
+
+    def receive(self, value: Any, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
+        """Take over a value of `source`: ``deliver(value_here, error)`` is called once, now or later.
+
+        An array of another CUDA device is delivered at once, and has its event.
+        """
+        del sent_ns
+        if type(value) is CudaOpaque:
+            deliver(value.value, None)
+        elif type(value) is not CudaArray:
+            # The host keeps what it has made for itself, such as the shape of an array.
+            stays = isinstance(source, CudaDevice) or is_shape(value)
+            deliver(value, None) if stays else self.feed(value, deliver)
+        else:
+            assert isinstance(source, CudaDevice)
+            self.answer(deliver, self.copies.receive, value, source)  # whichever side is at fault
+
+    # -- helpers -------------------------------------------------------------------------------------------------
+
+    def hold(self, stream: CudaStream, *arrays: Any) -> None:
+        """Keep arrays until the work that `stream` is given in this turn is done, unless their memory is its own.
+
+        Memory that is freed is used again in the order of its home; where there is one compute stream, that is it.
+        """
+        if self._count > 1 and (foreign := [array for array in arrays if home_of(array) is not stream]):
+            stream.hold(*foreign)
+
+    async def in_host_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+        """What ``work(*args)`` gives, computed on the device's host thread."""
+        loop, context = asyncio.get_running_loop(), copy_context()
+        refuse_to_queue(context)
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def deliver(result: object, error: BaseException | None, _started: int, _ended: int) -> None:
+            resolve(future, result, error)
+
+        self._host.submit(context.run, (holding, Hold(), work, *args), deliver, loop)
+        return await asyncio.shield(future)
+
+    def _future_of(self, ask: Callable[[Deliver], object]) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # Whoever waits for several hears of the first failure only.
+        future.add_done_callback(lambda future: future.cancelled() or future.exception())
+        ask(partial(resolve, future))
+        return future
+
+    # -- timelines -----------------------------------------------------------------------------------------------
+
+    def record_into(self, spans: list[Any] | None) -> list[Any] | None:
+        """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""
+        if spans is not None and self._clock.is_old:
+            self._host.enqueue(self._clock.refresh)
+        before, self._spans = self._spans, spans
+        return before
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether somebody wants to know when work begins and ends."""
+        return self._spans is not None
+
+    def recorded(self) -> list[Any] | None:
+        """What the work launched now is added to."""
+        return self._spans
+
+    def settle(self, spans: Sequence[Any]) -> Sequence[Span]:
+        """The spans of work that has ended, with their times."""
+        return [] if self._lost is not None else [span.settled() for span in spans]
+
+    def timed_on_host(self, name: str) -> AbstractContextManager[None]:
+        """`timed`, for a kernel that is not launched."""
+        return _UNTIMED if self._spans is None else HostSpan(name, self._spans)
+
+    def timed(self, stream: CudaStream, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
+        """Record when the work that is given to `stream` inside begins and ends there, if somebody wants to know."""
+        if self._spans is None:
+            return _UNTIMED
+        self.launched += 2  # its events take as much room in the stream as kernels do
+        return PendingSpan(self._clock, stream, name, self._roles[stream], nbytes, self._spans)
+
+
+def _is_on_loop() -> bool:
+    return asyncio._get_running_loop() is not None
+
+
+_UNTIMED = nullcontext()
+
+__all__ = ["CudaDevice"]

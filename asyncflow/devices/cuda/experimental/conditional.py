@@ -1,0 +1,325 @@
+"""Conditional nodes of CUDA graphs: what they hold runs once, or again and again, or not, as a kernel has said.
+
+CuPy captures kernels but has no conditional nodes, so those few calls are made through `cuda.bindings`: handles of
+streams and graphs are the driver's, and the same for both. A node looks at the value of its handle, which a kernel of
+one thread sets (`SOURCE`)::
+
+    IF     predicate → set_branch → IF [ true branch → results | false branch → results ]
+    WHILE  variables, predicate → set_loop → WHILE [ next values → variables → predicate → set_loop ]
+
+A handle's default value would be its value when the graph is launched, and never again: in a loop it keeps what it was
+set to last. So no handle has a default here; before each time that a node is come to, a kernel sets its handle.
+
+An IF node has both branches (CUDA 12.8 and later; what is older refuses the node, and the host drives the loop). Two
+nodes with one branch each would do as well, with two handles that have to be set to opposite values. With one handle
+exactly one branch runs, whatever the value is, and it is one node and one kernel less an iteration.
+
+Bodies may hold kernels, copies and fills of device memory, and conditional nodes; no allocations and no events. Memory
+is that of a `PrivateMemory`: what a body frees while it is captured is taken by what comes after it, in that body or
+behind its node, and there only. What a body uses from outside must not be freed before the body ends, because another
+iteration reads it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from asyncflow.devices.cuda.experimental.graph import NotCapturableError
+
+if TYPE_CHECKING:
+    from asyncflow.devices.cuda.bindings import Bindings
+
+ENDED, STOPPED, GIVEN_UP, TOO_LONG = range(4)
+"""How a launch came out: by the predicate; or it is to be launched again with the values that it gave.
+
+Or its values are void: because a loop inside passes its limit, or because loops inside went on for too long.
+"""
+
+SOURCE = """
+extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
+
+// The state of a launch: iterations of its loop, how it came out, iterations of the loops inside; and its limits.
+
+extern "C" __global__ void set_loop(unsigned long long handle, const bool* pred, long long* state)
+{
+    const long long most = state[3], inside = state[4];
+    unsigned int goes_on = 0;
+    if (*pred && state[1] == 0) {
+        if (state[0] < most && state[2] < inside) {
+            ++state[0];
+            goes_on = 1;
+        } else {
+            state[1] = 1;
+        }
+    }
+    cudaGraphSetConditional(handle, goes_on);
+}
+
+extern "C" __global__ void set_inner_loop(
+    unsigned long long handle, const bool* pred, long long* state, long long* count)
+{
+    const long long too_long = state[5], most = state[6];
+    unsigned int goes_on = 0;
+    if (*pred && state[1] < 2) {
+        if (*count >= most) {
+            state[1] = 2;
+        } else if (state[2] >= too_long) {
+            state[1] = 3;
+        } else {
+            ++*count;
+            ++state[2];
+            goes_on = 1;
+        }
+    }
+    cudaGraphSetConditional(handle, goes_on);
+}
+
+extern "C" __global__ void set_branch(unsigned long long handle, const bool* pred)
+{
+    cudaGraphSetConditional(handle, *pred ? 1u : 0u);
+}
+"""
+"""NVRTC has no header that declares the function; the driver finds it when it loads the kernels."""
+
+MOST_ITERATIONS = 1 << 16
+"""Of any launch."""
+
+_INSIDE = 4
+_PATIENCE = 4
+_NO_LIMIT = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a launch may take, in iterations.
+
+    Attributes:
+        most: of its loop, at least 1.
+        inside: of all loops inside, at least 1: a launch that has made so many stops after the iteration it is in, and
+            one that makes four times as many gives that iteration up. None: four times `most`.
+        inner: of a loop inside, each time that it is come to; None: no limit of its own.
+    """
+
+    most: int = MOST_ITERATIONS
+    inside: int | None = None
+    inner: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.most < 1 or (self.inside is not None and self.inside < 1):
+            raise ValueError(f"a launch makes at least 1 iteration; got {self}")
+
+    def state(self) -> tuple[int, ...]:
+        """Of a launch that begins; see `SOURCE`."""
+        inside = _INSIDE * self.most if self.inside is None else self.inside
+        return 0, 0, 0, self.most, inside, inside * _PATIENCE, _NO_LIMIT if self.inner is None else self.inner
+
+
+class Node(Protocol):
+    """A place in a sequence of work that runs depending on a predicate."""
+
+    def decide(self, pred: Any) -> None:
+        """Let the value that `pred`, a boolean array with one element, then has decide."""
+        ...
+
+    def bodies(self) -> Sequence[AbstractContextManager[None]]:
+        """One for a loop, two for a branch: what is launched inside, in this order, runs where that was decided."""
+        ...
+
+
+class Nodes(Protocol):
+    """Makes nodes on the current stream."""
+
+    def loop(self) -> Node:
+        """The loop of a launch."""
+        ...
+
+    def inner_loop(self) -> Node:
+        """A loop inside."""
+        ...
+
+    def branch(self) -> Node:
+        """A branch inside."""
+        ...
+
+
+class Rehearsal:
+    """Runs each body once, whatever was decided, so that everything is compiled, and all that is unfit shows up.
+
+    Attributes:
+        depth: how many nodes were inside one another.
+    """
+
+    __slots__ = ("_depth", "depth")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self.depth = 0
+
+    def loop(self) -> Node:
+        """See `Nodes`."""
+        return _RehearsedNode(self, 1)
+
+    def inner_loop(self) -> Node:
+        """See `Nodes`."""
+        return _RehearsedNode(self, 1)
+
+    def branch(self) -> Node:
+        """See `Nodes`."""
+        return _RehearsedNode(self, 2)
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """Inside is one level deeper."""
+        self._depth += 1
+        self.depth = max(self.depth, self._depth)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+
+class _RehearsedNode:
+    __slots__ = ("_rehearsal", "_size")
+
+    def __init__(self, rehearsal: Rehearsal, size: int) -> None:
+        self._rehearsal = rehearsal
+        self._size = size
+
+    def decide(self, pred: Any) -> None:
+        pass
+
+    def bodies(self) -> Sequence[AbstractContextManager[None]]:
+        return [self._rehearsal.body() for _ in range(self._size)]
+
+
+class ConditionalNodes:
+    """Makes conditional nodes of the graph that the current stream captures."""
+
+    __slots__ = ("_bindings", "_cupy", "_kernels", "_state", "_streams")
+
+    def __init__(self, cupy: Any, raw: Any, sides: Sequence[Any], bindings: Bindings, state: Any) -> None:
+        """Compiles the kernels.
+
+        Args:
+            cupy: the module.
+            raw: CuPy's stream that captures.
+            sides: streams that bodies are captured on, one for each level of nodes inside one another.
+            bindings: see `cuda_bindings`.
+            state: of a launch, an int64 array; see `SOURCE`.
+        """
+        module = cupy.RawModule(code=SOURCE)
+        self._cupy = cupy
+        self._kernels = {name: module.get_function(name) for name in ("set_loop", "set_inner_loop", "set_branch")}
+        self._streams = [raw, *sides]
+        self._bindings = bindings
+        self._state = state
+
+    def loop(self) -> Node:
+        """See `Nodes`."""
+        return self._node("WHILE", 1, "set_loop", self._state)
+
+    def inner_loop(self) -> Node:
+        """See `Nodes`."""
+        count = self._cupy.zeros((), np.int64)  # captured as well: each time that the loop is come to
+        return self._node("WHILE", 1, "set_inner_loop", self._state, count)
+
+    def branch(self) -> Node:
+        """See `Nodes`."""
+        return self._node("IF", 2, "set_branch")
+
+    def _node(self, kind: str, size: int, kernel: str, *arguments: Any) -> Node:
+        driver = self._bindings.driver
+        (context,) = ok(driver.cuCtxGetCurrent())
+        graph, _ = self._captured()
+        (handle,) = ok(driver.cuGraphConditionalHandleCreate(graph, context, 0, 0))
+        params = node_params(driver, kind, size, handle, context)
+
+        def decide(pred: Any) -> None:
+            self._kernels[kernel]((1,), (1,), (np.uint64(int(handle)), pred, *arguments))
+
+        return _ConditionalNode(self, params, decide)
+
+    def add(self, params: Any) -> Sequence[AbstractContextManager[None]]:
+        """Add the node behind what is captured already, and before all that follows; its bodies are empty."""
+        driver, runtime = self._bindings.driver, self._bindings.runtime
+        graph, dependencies = self._captured()
+        (node,) = ok(driver.cuGraphAddNode(graph, dependencies, None, len(dependencies), params))
+        flags = runtime.cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
+        ok(runtime.cudaStreamUpdateCaptureDependencies(self._streams[0].ptr, [node], None, 1, flags))
+        return [self._body(params.conditional.phGraph_out[index]) for index in range(params.conditional.size)]
+
+    def _captured(self) -> tuple[Any, Any]:
+        """The graph that the current stream captures, and the nodes in it that what follows depends on."""
+        _, _, graph, dependencies, *_ = ok(self._bindings.runtime.cudaStreamGetCaptureInfo(self._streams[0].ptr))
+        return graph, dependencies
+
+    @contextmanager
+    def _body(self, graph: Any) -> Iterator[None]:
+        runtime, outer, side = self._bindings.runtime, self._streams[0], self._streams[1]
+        # Relaxed: the pool may have to ask CUDA for memory.
+        mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+        ok(runtime.cudaStreamBeginCaptureToGraph(side.ptr, graph, None, None, 0, mode))
+        self._streams = self._streams[1:]
+        try:
+            with side:
+                yield
+        finally:
+            self._streams = [outer, *self._streams]
+            # Not `end_capture`, which would make a graph of its own of the body; the node owns it.
+            ended = runtime.cudaStreamEndCapture(side.ptr)
+        ok(ended)
+
+
+class _ConditionalNode:
+    __slots__ = ("_nodes", "_params", "decide")
+
+    def __init__(self, nodes: ConditionalNodes, params: Any, decide: Callable[[Any], None]) -> None:
+        self._nodes = nodes
+        self._params = params
+        self.decide = decide
+
+    def bodies(self) -> Sequence[AbstractContextManager[None]]:
+        return self._nodes.add(self._params)
+
+
+def node_params(driver: Any, kind: str, size: int, handle: Any, context: Any) -> Any:
+    """What ``cuGraphAddNode`` makes an IF or a WHILE node of, and puts its bodies in."""
+    params = driver.CUgraphNodeParams()
+    params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+    conditional = params.conditional
+    conditional.handle, conditional.ctx, conditional.size = handle, context, size
+    conditional.type = getattr(driver.CUgraphConditionalNodeType, f"CU_GRAPH_COND_TYPE_{kind}")
+    return params
+
+
+def ok(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The results of a call of the bindings.
+
+    Raises:
+        NotCapturableError: CUDA says no.
+    """
+    code, *values = result
+    if int(code):
+        raise NotCapturableError(f"CUDA says {code!r}")
+    return tuple(values)
+
+
+__all__ = [
+    "ENDED",
+    "GIVEN_UP",
+    "MOST_ITERATIONS",
+    "SOURCE",
+    "STOPPED",
+    "TOO_LONG",
+    "ConditionalNodes",
+    "Limits",
+    "Node",
+    "Nodes",
+    "Rehearsal",
+    "node_params",
+]

@@ -1,0 +1,391 @@
+"""CUDA graphs: a region that ran a few times on the same shapes is captured, and launched as a whole from then on.
+
+A captured graph is bound to addresses. So its inputs are copied into fixed buffers before each launch, and its outputs
+out of them afterwards: what a region gives never aliases the memory of its graph. The buffers, and all that is
+allocated meanwhile, come from a `PrivatePool`, which no one else gets memory from for as long as the graph is there.
+Copies and launches are on the region's compute stream, in whose order every value of the device is valid; launches of
+one graph never overlap, because they are all on that stream.
+
+A graph is valid for the shapes, dtypes and layouts of its arrays, and for the very values of what is on the host: the
+region may have branched on them, and kernels have them as arguments. A region that sees ever new ones is left alone,
+and so is one whose capture fails, for whatever reason: it runs as it would without graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from asyncflow.devices.cuda.values import is_plain
+from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.streams.cuda.stream import capturing
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from asyncflow.devices.cuda.memory import CudaPool
+    from asyncflow.streams.cuda.stream import CudaStream, Pool
+
+_log = logging.getLogger("asyncflow.devices")
+
+WARM_UPS = 2
+"""Calls with the same key before the capture: they compile the kernels, and most keys are never seen again."""
+
+MOST_KEYS = 8
+"""Keys that a region or loop is captured for; if none of so many came twice, it is left alone."""
+
+_MOST_PIECES = 16
+_PIECE = 32
+"""A region with loops is captured in at most so many pieces of so many iterations: capturing holds up the thread."""
+
+_LARGEST_KEY = 64
+"""Elements of a host array that may be part of a key."""
+
+Graph = TypeVar("Graph")
+Result = TypeVar("Result")
+
+
+class NotCapturableError(Exception):
+    """What was to be captured does something that a graph cannot hold."""
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+def array_key(array: Any) -> Hashable:
+    """What a graph's buffer for `array` depends on; None for one with gaps, for which there are no buffers."""
+    flags = array.flags
+    if flags.c_contiguous:
+        return array.dtype, array.shape, "C"
+    return (array.dtype, array.shape, "F") if flags.f_contiguous else None
+
+
+def host_key(value: Any) -> Hashable:
+    """What tells a host value from others, to the bit; None if it cannot be told."""
+    if isinstance(value, np.generic):
+        return value.dtype, value.tobytes()
+    if isinstance(value, np.ndarray):
+        is_short = value.size <= _LARGEST_KEY and not value.dtype.hasobject
+        return (value.dtype, value.shape, value.tobytes()) if is_short else None
+    if isinstance(value, float):
+        return float, value.hex()
+    return (type(value), value) if isinstance(value, int | str | bytes) else None
+
+
+def key_of(values: Sequence[Any], ndarray: type) -> tuple[Hashable, ...] | None:
+    """The key of a region's inputs; None if there is no graph for them."""
+    key = tuple([array_key(value) if isinstance(value, ndarray) else host_key(value) for value in values])
+    return None if None in key else key
+
+
+class GraphCache(Generic[Graph]):
+    """The graphs of a region or loop by their keys.
+
+    Invariant: no more than `MOST_KEYS` keys, each with how often it was seen, or its graph.
+    """
+
+    __slots__ = ("_found", "_is_refused", "_label", "_warm_ups")
+
+    def __init__(self, label: str, warm_ups: int | None = None) -> None:
+        self._label = label
+        self._warm_ups = WARM_UPS if warm_ups is None else warm_ups
+        self._found: dict[Hashable, int | Graph] = {}
+        self._is_refused = False
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether nothing will be captured any more, so that nobody need make a key."""
+        return self._is_refused
+
+    def get(self, key: Hashable, make: Callable[[], Graph]) -> Graph | None:
+        """The graph for `key`, which ``make()`` captures when it is time; None if there is none, now or ever."""
+        seen = self._found.get(key, 0)
+        if not isinstance(seen, int):
+            return seen
+        if not seen and len(self._found) >= MOST_KEYS:
+            self._is_refused = all(isinstance(found, int) for found in self._found.values())
+            return None
+        if seen < self._warm_ups:
+            self._found[key] = seen + 1
+            return None
+        graph = self._made(make)
+        if graph is not None:
+            self._found[key] = graph
+        return graph
+
+    def _made(self, make: Callable[[], Graph]) -> Graph | None:
+        try:
+            return make()
+        except Exception as error:
+            # If the device is lost or full, the caller hears of it when it goes on without a graph.
+            self.refuse(error)
+            return None
+
+    def refuse(self, error: Exception) -> None:
+        """Forget all graphs, and make no more."""
+        _log.info("no CUDA graph of %s: %s: %s", self._label, type(error).__name__, error)
+        _log.debug("no CUDA graph of %s", self._label, exc_info=error)
+        error.__traceback__ = None  # its frames hold the graph's memory
+        self.clear()
+        self._is_refused = True
+
+    def clear(self) -> None:
+        """Forget all graphs; what they held is free in the order of their stream. Start anew."""
+        self._found.clear()
+        self._is_refused = False
+
+
+# -- capturing -------------------------------------------------------------------------------------------------------
+
+
+def capture(raw: Any, record: Callable[[], Result]) -> tuple[Any, Result]:
+    """The graph of what ``record()`` launches on the CuPy stream `raw`, and what it returns.
+
+    Raises:
+        Exception: what `record` or the end of the capture raises. The stream does not capture any more then.
+    """
+    with capturing:
+        raw.begin_capture()
+        try:
+            result = record()
+        except BaseException:
+            _abandon(raw)
+            raise
+        return raw.end_capture(), result
+
+
+def _abandon(raw: Any) -> None:
+    try:
+        raw.end_capture()
+    except Exception:  # what broke the capture is being raised already
+        _log.debug("a broken capture was ended", exc_info=True)
+
+
+class PrivateMemory:
+    """Inside, allocations of a stream come from a private pool, which is sealed at the end.
+
+    Other threads allocate for that stream only while they hold `capturing`, and so do not get memory of the graph.
+    """
+
+    __slots__ = ("_before", "_pool", "_stream")
+
+    def __init__(self, stream: CudaStream, pool: CudaPool, label: str) -> None:
+        self._stream = stream
+        self._pool = pool.private(label)
+        self._before: Pool | None = None
+
+    def malloc(self, nbytes: int) -> Any:
+        """A CuPy ``MemoryPointer``, of the compute stream's arena also while a loop's body is captured elsewhere.
+
+        The two never run at the same time, and the device's pool has nothing for other streams.
+        """
+        with self._stream.raw:
+            return self._pool.malloc(nbytes)
+
+    def __enter__(self) -> PrivateMemory:
+        capturing.acquire()
+        self._before, self._stream.pool = self._stream.pool, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.pool = self._before
+        capturing.release()
+        self._pool.seal()
+
+
+def empty_as(cupy: Any, array: Any) -> Any:
+    """A new array of the dtype, shape and layout of `array`, which has no gaps."""
+    return cupy.empty(array.shape, array.dtype, order="C" if array.flags.c_contiguous else "F")
+
+
+def without_gaps(cupy: Any, array: Any) -> Any:
+    """`array`, or a copy of one that is a view with gaps."""
+    return array if array.flags.forc else cupy.ascontiguousarray(array)
+
+
+def copy_into(cupy: Any, target: Any, source: Any, raw: Any) -> None:
+    """Copy between arrays of one layout, by the stream `raw`."""
+    if source.nbytes:
+        runtime = cupy.cuda.runtime
+        runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, runtime.memcpyDeviceToDevice, raw.ptr)
+
+
+# -- regions ---------------------------------------------------------------------------------------------------------
+
+
+class RegionGraph:
+    """A captured region.
+
+    What its kernels use stays as long as it does: the buffers, which keep their pool, and the constants of the
+    function.
+    """
+
+    __slots__ = ("_cupy", "_function", "_graph", "_inputs", "_outputs", "_raw")
+
+    def __init__(self, cupy: Any, raw: Any, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
+        """Capture; a private pool is the stream's pool meanwhile.
+
+        Args:
+            cupy: the module.
+            raw: the CuPy stream.
+            function: takes `inputs` and gives the tuple of outputs.
+            inputs: of a call.
+        """
+        ndarray = cupy.ndarray
+        self._cupy = cupy
+        self._raw = raw
+        self._function = function
+        buffers = [empty_as(cupy, value) if isinstance(value, ndarray) else value for value in inputs]
+        self._inputs = [buffer if isinstance(buffer, ndarray) else None for buffer in buffers]
+
+        def record() -> list[Any]:
+            outputs = function(*buffers)
+            return [without_gaps(cupy, value) if isinstance(value, ndarray) else value for value in outputs]
+
+        self._graph, self._outputs = capture(raw, record)
+        for value in self._outputs:
+            if not isinstance(value, ndarray | np.ndarray) and not is_plain(value):
+                raise NotCapturableError(f"it gives a {type(value).__name__}")
+
+    def launch(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The outputs for `inputs`, in new arrays.
+
+        Raises:
+            MemoryLimitExceeded: they do not fit; nothing was launched.
+        """
+        cupy, raw = self._cupy, self._raw
+        results = [empty_as(cupy, x) if isinstance(x, cupy.ndarray) else x for x in self._outputs]
+        for buffer, value in zip(self._inputs, inputs, strict=True):
+            if buffer is not None:
+                copy_into(cupy, buffer, value, raw)
+        self._graph.launch(stream=raw)
+        for result, output in zip(results, self._outputs, strict=True):
+            if result is not output:
+                copy_into(cupy, result, output, raw)
+        return tuple(results)
+
+
+class CapturedRegion:
+    """A region's function, which becomes a CUDA graph for each kind of inputs it is called with again and again.
+
+    All calls belong inside ``stream.activate()``.
+    """
+
+    __slots__ = ("_cupy", "_function", "_graphs", "_is_generator", "_label", "_pool", "_stream")
+
+    def __init__(
+        self,
+        cupy: Any,
+        stream: CudaStream,
+        pool: CudaPool,
+        function: Callable[..., Any],
+        label: str,
+        *,
+        is_generator: bool = False,
+    ) -> None:
+        """Nothing is captured before the first calls.
+
+        Args:
+            cupy: the module.
+            stream: the compute stream that the region runs on.
+            pool: where the device's memory comes from.
+            function: takes CuPy's arrays and host values, launches on the current stream, and gives a tuple of them.
+            label: for logs, and for what the memory of its graphs is called.
+            is_generator: `function` gives a generator that returns the tuple; it is sent how much to do at a time.
+        """
+        self._cupy = cupy
+        self._stream = stream
+        self._pool = pool
+        self._function = function
+        self._label = label
+        self._is_generator = is_generator
+        self._graphs: GraphCache[RegionGraph] = GraphCache(label)
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        """What `function` gives for these inputs."""
+        outputs: tuple[Any, ...] | None = self._launched(inputs)
+        return self._function(*inputs) if outputs is None else outputs
+
+    def steps(self, *inputs: Any) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+        """`__call__`, for a function that gives a generator: it is driven as that is, and a graph is one step."""
+        outputs: tuple[Any, ...] | None = self._launched(inputs)
+        if outputs is None:
+            outputs = yield from self._function(*inputs)
+        return outputs
+
+    def release(self) -> None:
+        """Drop all graphs, as memory is short; launches in flight are done first. Calls capture anew."""
+        self._graphs.clear()
+
+    def _launched(self, inputs: Sequence[Any]) -> tuple[Any, ...] | None:
+        """The outputs of a graph; None if there is none for such inputs, or no room for it."""
+        if self._graphs.is_refused:
+            return None
+        key = key_of(inputs, self._cupy.ndarray)
+        graph = None if key is None else self._graphs.get(key, lambda: self._captured(inputs))
+        if graph is None:
+            return None
+        try:
+            return graph.launch(inputs)
+        except MemoryLimitExceeded as error:
+            del graph
+            self._graphs.refuse(error)
+            return None
+
+    def _captured(self, inputs: Sequence[Any]) -> RegionGraph:
+        function = driven(self._function) if self._is_generator else self._function
+        with PrivateMemory(self._stream, self._pool, f"CUDA graph of {self._label}"):
+            return RegionGraph(self._cupy, self._stream.raw, function, inputs)
+
+
+def driven(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs the generator of `function` to its end, if that is not too far.
+
+    Raises (from the function):
+        NotCapturableError: it is too far.
+    """
+
+    def run(*inputs: Any) -> Any:
+        generator = function(*inputs)
+        budget = None
+        for _ in range(_MOST_PIECES):
+            try:
+                generator.send(budget)
+            except StopIteration as ended:
+                return ended.value
+            budget = _PIECE
+        generator.close()
+        raise NotCapturableError("its loops are too long to be captured")
+
+    return run
+
+
+def captured(
+    cupy: Any, stream: CudaStream, pool: CudaPool, function: Callable[..., Any], label: str, *, is_generator: bool
+) -> Callable[..., Any]:
+    """`function` with graphs, to be called as it is: see `CapturedRegion`."""
+    region = CapturedRegion(cupy, stream, pool, function, label, is_generator=is_generator)
+    return region.steps if is_generator else region
+
+
+__all__ = [
+    "MOST_KEYS",
+    "WARM_UPS",
+    "CapturedRegion",
+    "GraphCache",
+    "NotCapturableError",
+    "PrivateMemory",
+    "RegionGraph",
+    "array_key",
+    "capture",
+    "captured",
+    "copy_into",
+    "driven",
+    "empty_as",
+    "host_key",
+    "key_of",
+    "without_gaps",
+]

@@ -1,0 +1,95 @@
+"""How the host drives a loop whose kernels run on a CUDA device: it waits for each predicate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from asyncflow.devices.cuda.decisions import Ended, Loop, advance, decisions
+from asyncflow.devices.protocol import recording
+
+if TYPE_CHECKING:
+    from asyncflow.devices.cuda.arguments import Values
+    from asyncflow.devices.cuda.decisions import Decision
+    from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.protocol import KernelInfo, Span
+
+Result = TypeVar("Result")
+
+
+class HostDriver:
+    """One call of a loop: work is launched in blocks, and between them the host waits for what it decides by.
+
+    Arguments and results of its methods are CuPy's arrays and host values.
+    """
+
+    __slots__ = ("_args", "_check", "_device", "_info", "_spans", "_values")
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        values: Values,
+        info: KernelInfo,
+        args: Sequence[Any],
+        spans: list[Span] | None,
+        check: Callable[[str, int], None],
+    ) -> None:
+        """Nothing is launched yet.
+
+        Args:
+            device: where it runs.
+            values: of its stream.
+            info: of the node.
+            args: of the call: device values and host values.
+            spans: what is launched goes there.
+            check: is given a loop's label and how many iterations it has made or is about to, and may raise.
+        """
+        self._device = device
+        self._values = values
+        self._info = info
+        self._args = args
+        self._spans = spans
+        self._check = check
+
+    def in_one_block(self, launch: Callable[..., Result], *arguments: Any) -> Result:
+        """``launch(*arguments)``, with the stream active."""
+        device, info, values = self._device, self._info, self._values
+        device.check()
+        device.pool.label = info.name
+        values.hold(self._args)
+        with recording(device, self._spans), values.stream.activate(), device.timed(values.stream, info.name):
+            device.launched += info.launches
+            return launch(*arguments)
+
+    async def fetched(self, value: Any) -> Any:
+        """The value on the host."""
+        with recording(self._device, self._spans):
+            found = self._device.fetched(self._values.wrapped(value, self._info.name))
+        return await found if isinstance(found, asyncio.Future) else found
+
+    async def looped(self, loop: Loop, done: int = 0) -> Sequence[Any]:
+        """The variables of a loop, of which `done` iterations have been made already, after its last iteration."""
+        variables = loop.variables
+        while await self.fetched(await self._results(loop.condition, (*variables, *loop.captures))):
+            done += 1
+            self._check(loop.label, done)
+            variables = await self._results(loop.body, (*variables, *loop.captures))
+        return variables
+
+    async def _decided(self, decision: Decision) -> Sequence[Any]:
+        if isinstance(decision, Loop):
+            return await self.looped(decision)
+        taken = decision.on_true if await self.fetched(decision.pred) else decision.on_false
+        return list(await self._results(taken, decision.arguments))
+
+    async def _results(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        """What ``function(*arguments)`` gives, with the host deciding."""
+        running = decisions(function, arguments)
+        decision = self.in_one_block(advance, running, None)
+        while not isinstance(decision, Ended):
+            decision = self.in_one_block(advance, running, await self._decided(decision))
+        return decision.value
+
+
+__all__ = ["HostDriver"]

@@ -1,0 +1,319 @@
+"""Loops that a GPU runs by itself: its own result decides whether another iteration follows, the host is not asked.
+
+The loop is one CUDA graph, with a conditional node for itself and for each loop and branch in its body, see
+`conditional.py`. Loop variables, those of loops inside too, and the results of branches are in fixed buffers, written
+in place; they are the graph's.
+
+What CUDA refuses to capture spoils the capture, and if that is one of a conditional node's body, ending it ends the
+process (a bug of the drivers of CUDA 13, NVBUG 6805256). So all is captured once without conditional nodes before.
+
+A launch makes no more iterations than it is told to (`Limits`), that no loop takes hold of the device for ever; who
+calls it looks at its state and goes on with the values it gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from asyncflow.devices.cuda.decisions import Branch, Ended, Loop, advance, decisions
+from asyncflow.devices.cuda.experimental.conditional import ConditionalNodes, Limits, Rehearsal
+from asyncflow.devices.cuda.experimental.graph import (
+    GraphCache,
+    NotCapturableError,
+    PrivateMemory,
+    array_key,
+    capture,
+    copy_into,
+    empty_as,
+    key_of,
+)
+from asyncflow.devices.memory import MemoryLimitExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from asyncflow.devices.cuda.bindings import Bindings
+    from asyncflow.devices.cuda.decisions import Body, Condition, Decision
+    from asyncflow.devices.cuda.experimental.conditional import Node, Nodes
+    from asyncflow.devices.cuda.memory import CudaPool
+    from asyncflow.streams.cuda.stream import CudaStream
+
+
+_DEFAULT_LIMITS = Limits()
+
+
+class Iterated(NamedTuple):
+    """What a launch will have computed.
+
+    Attributes:
+        values: of the loop variables, new arrays.
+        state: an int64 array that begins with: how many iterations, how it came out (`ENDED`, `STOPPED`, `GIVEN_UP` or
+            `TOO_LONG`), and how many iterations of the loops inside.
+    """
+
+    values: tuple[Any, ...]
+    state: Any
+
+
+class Interpreter:
+    """Runs functions that decide by arrays on the current stream, with `Nodes` for what they decide."""
+
+    __slots__ = ("_cupy", "_nodes")
+
+    def __init__(self, cupy: Any, nodes: Nodes) -> None:
+        self._cupy = cupy
+        self._nodes = nodes
+
+    def run(self, loop: Loop, buffers: Sequence[Any]) -> None:
+        """The loop of a launch, whose variables are in `buffers`."""
+        self._repeat(loop, buffers, self._nodes.loop())
+
+    def _values(self, function: Any, arguments: Sequence[Any]) -> Any:
+        """What ``function(*arguments)`` gives."""
+        running = decisions(function, arguments)
+        decision = advance(running, None)
+        while not isinstance(decision, Ended):
+            decision = advance(running, self._decided(decision))
+        return decision.value
+
+    def _decided(self, decision: Decision) -> Sequence[Any]:
+        return self._looped(decision) if isinstance(decision, Loop) else self._branched(decision)
+
+    def _branched(self, branch: Branch) -> Sequence[Any]:
+        """The results of a branch, in buffers that either side writes."""
+        if not isinstance(branch.pred, self._cupy.ndarray):
+            return list(self._values(branch.on_true if branch.pred else branch.on_false, branch.arguments))
+        node = self._nodes.branch()
+        node.decide(self._checked(branch.pred))
+        buffers = None
+        for function, side in zip((branch.on_true, branch.on_false), node.bodies(), strict=True):
+            with side:
+                results = self._values(function, branch.arguments)
+                if buffers is None:
+                    buffers = [self.buffer_for(result) for result in results]
+                self.put(buffers, results)
+        assert buffers is not None
+        return buffers
+
+    def _looped(self, loop: Loop) -> Sequence[Any]:
+        """The variables of a loop inside, in buffers of its own."""
+        node = self._nodes.inner_loop()
+        buffers = [self.buffer_for(value) for value in loop.variables]
+        self.put(buffers, loop.variables)
+        self._repeat(loop, buffers, node)
+        return buffers
+
+    def _repeat(self, loop: Loop, buffers: Sequence[Any], node: Node) -> None:
+        arguments = *buffers, *loop.captures
+        node.decide(self._checked(self._values(loop.condition, arguments)))
+        (iteration,) = node.bodies()
+        with iteration:
+            self.put(buffers, self._values(loop.body, arguments))
+            node.decide(self._checked(self._values(loop.condition, arguments)))
+
+    def _checked(self, pred: Any) -> Any:
+        if not isinstance(pred, self._cupy.ndarray) or pred.dtype != np.bool_ or pred.size != 1:
+            raise NotCapturableError("a predicate is not computed on the device")
+        return pred
+
+    def buffer_for(self, value: Any) -> Any:
+        """New memory for `value`, an array or a number of the host."""
+        is_array = isinstance(value, self._cupy.ndarray)
+        return empty_as(self._cupy, value) if is_array else self._cupy.empty((), np.asarray(value).dtype)
+
+    def put(self, buffers: Sequence[Any], values: Sequence[Any]) -> None:
+        """Write each value into its buffer, as if all at once."""
+        values = list(values)
+        places = {buffer.data.mem.ptr for buffer in buffers if buffer.nbytes}
+        for index, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
+            _check_fits(buffer, value)
+            # One variable's next value may be another's current one, or a view of its own.
+            if isinstance(value, self._cupy.ndarray) and value is not buffer and value.data.mem.ptr in places:
+                values[index] = value.copy()
+        for buffer, value in zip(buffers, values, strict=True):
+            if not isinstance(value, self._cupy.ndarray):
+                buffer.fill(value)
+            elif value is not buffer:
+                self._cupy.copyto(buffer, value)
+
+
+def _check_fits(buffer: Any, value: Any) -> None:
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+    if (dtype, shape) != (buffer.dtype, buffer.shape):
+        raise NotCapturableError(f"a value of {buffer.dtype}{buffer.shape} becomes {dtype}{shape}")
+
+
+class LoopGraph:
+    """A captured loop; what its kernels use stays as long as it does."""
+
+    __slots__ = ("_captures", "_cupy", "_graph", "_held", "_raw", "_starts", "_state", "_variables")
+
+    def __init__(
+        self,
+        cupy: Any,
+        raw: Any,
+        bindings: Bindings,
+        functions: tuple[Condition, Body],
+        variables: Sequence[Any],
+        captures: Sequence[Any],
+    ) -> None:
+        """Capture; a private pool is the stream's pool meanwhile. The arguments are those of `DeviceLoop`."""
+        self._cupy = cupy
+        self._raw = raw
+        rehearsal = Rehearsal()
+        rehearsed = Interpreter(cupy, rehearsal)
+        self._variables = [rehearsed.buffer_for(value) for value in variables]
+        self._captures = [empty_as(cupy, x) if isinstance(x, cupy.ndarray) else x for x in captures]
+        self._state = _state_of(cupy, Limits(1))
+        self._starts: dict[Limits, Any] = {}
+        self._fill(variables, captures)
+        loop = Loop(*functions, self._variables, self._captures)
+        # Compiles all kernels: in a capture nothing may have to be loaded.
+        rehearsed.run(loop, self._variables)
+        capture(raw, lambda: rehearsed.run(loop, self._variables))
+        # Never given memory of their own: see `PrivateMemory`.
+        sides = [cupy.cuda.Stream(non_blocking=True) for _ in range(rehearsal.depth)]
+        nodes = ConditionalNodes(cupy, raw, sides, bindings, self._state)
+        # Constants are in the functions, and the kernels that decide in the nodes.
+        self._held = functions, nodes
+        self._graph, _ = capture(raw, lambda: Interpreter(cupy, nodes).run(loop, self._variables))
+
+    def launch(self, variables: Sequence[Any], captures: Sequence[Any], limits: Limits) -> Iterated:
+        """Run the loop from these values, as far as `limits` allow.
+
+        Raises:
+            MemoryLimitExceeded: the results do not fit; nothing was launched.
+        """
+        cupy, raw = self._cupy, self._raw
+        results = [empty_as(cupy, buffer) for buffer in (*self._variables, self._state)]
+        if limits not in self._starts:
+            self._starts[limits] = _state_of(cupy, limits)
+        self._fill(variables, captures)
+        copy_into(cupy, self._state, self._starts[limits], raw)
+        self._graph.launch(stream=raw)
+        for result, buffer in zip(results, (*self._variables, self._state), strict=True):
+            copy_into(cupy, result, buffer, raw)
+        *values, state = results
+        return Iterated(tuple(values), state)
+
+    def _fill(self, variables: Sequence[Any], captures: Sequence[Any]) -> None:
+        cupy = self._cupy
+        for buffer, value in zip((*self._variables, *self._captures), (*variables, *captures), strict=True):
+            if isinstance(value, cupy.ndarray):
+                copy_into(cupy, buffer, value, self._raw)
+            elif isinstance(buffer, cupy.ndarray):
+                buffer.fill(value)
+
+
+def _state_of(cupy: Any, limits: Limits) -> Any:
+    """That of a launch which begins, filled by kernels: a copy from the host might block."""
+    state = limits.state()
+    array = cupy.empty(len(state), np.int64)
+    for index, value in enumerate(state):
+        array[index : index + 1].fill(value)
+    return array
+
+
+class DeviceLoop:
+    """A loop over raw arrays; for each kind of values it is captured once, and one launch runs it.
+
+    All calls belong inside ``stream.activate()``.
+
+    Attributes:
+        condition, body: as given.
+    """
+
+    __slots__ = ("_bindings", "_cupy", "_graphs", "_label", "_pool", "_stream", "body", "condition")
+
+    def __init__(
+        self,
+        cupy: Any,
+        stream: CudaStream,
+        pool: CudaPool,
+        bindings: Bindings | None,
+        condition: Condition,
+        body: Body,
+        label: str,
+    ) -> None:
+        """Nothing is captured before the first launch.
+
+        Args:
+            cupy: the module.
+            stream: the compute stream that the loop runs on.
+            pool: where the device's memory comes from.
+            bindings: see `cuda_bindings`; None: nothing is captured.
+            condition: with `body`, what the loop does. Both launch on the current stream, and yield what they decide by
+                arrays; dtypes and shapes of variables and results never change. Each body and each side of a branch is
+                run beforehand, whatever the values are.
+            body: see `condition`.
+            label: for logs, and for what the memory of its graphs is called.
+        """
+        self._cupy = cupy
+        self._stream = stream
+        self._pool = pool
+        self._bindings = bindings
+        self.condition = condition
+        self.body = body
+        self._label = label
+        self._graphs: GraphCache[LoopGraph] = GraphCache(label, warm_ups=0)
+
+    def launch(
+        self, variables: Sequence[Any], captures: Sequence[Any] = (), limits: Limits = _DEFAULT_LIMITS
+    ) -> Iterated | None:
+        """Start the loop, or go on with it, as far as `limits` allow; nothing is waited for.
+
+        Args:
+            variables: CuPy's arrays, and NumPy scalars for variables that begin on the host.
+            captures: arrays and host values that do not change; host values are part of what is captured.
+
+        Returns:
+            The variables after the launch, all of them arrays; None where the loop cannot be captured, or has no room,
+            and the host has to drive it.
+        """
+        bindings = self._bindings
+        if bindings is None or self._graphs.is_refused:
+            return None
+        key = self._key(variables, captures)
+        if key is None:
+            return None
+        graph = self._graphs.get(key, lambda: self._captured(bindings, variables, captures))
+        if graph is None:
+            return None
+        try:
+            return graph.launch(variables, captures, limits)
+        except MemoryLimitExceeded as error:
+            del graph
+            self._graphs.refuse(error)
+            return None
+
+    def release(self) -> None:
+        """Drop all graphs, as memory is short; launches in flight are done first. Launches capture anew."""
+        self._graphs.clear()
+
+    def _key(self, variables: Sequence[Any], captures: Sequence[Any]) -> Hashable:
+        ndarray = self._cupy.ndarray
+        shapes: list[Hashable] = []
+        for value in variables:
+            shape = array_key(value) if isinstance(value, ndarray) else _scalar_key(value)
+            if shape is None:
+                return None
+            shapes.append(shape)
+        captured = key_of(captures, ndarray)
+        return None if captured is None else (*shapes, *captured)
+
+    def _captured(self, bindings: Bindings, variables: Sequence[Any], captures: Sequence[Any]) -> LoopGraph:
+        functions = self.condition, self.body
+        with PrivateMemory(self._stream, self._pool, f"CUDA graph of {self._label}"):
+            return LoopGraph(self._cupy, self._stream.raw, bindings, functions, variables, captures)
+
+
+def _scalar_key(value: Any) -> Hashable:
+    """Of a variable's first value, which is copied in: its dtype."""
+    is_number = isinstance(value, np.generic) and (value.dtype.kind in "biufc" or value.dtype.name == "bfloat16")
+    return (value.dtype, (), "C") if is_number else None
+
+
+__all__ = ["DeviceLoop", "Interpreter", "Iterated", "LoopGraph"]

@@ -1,0 +1,161 @@
+"""How a CUDA device runs a loop that decides by what it computes: one launch, and one look at how far it came.
+
+A loop that cannot be captured is driven by the host, which waits for the predicate of each iteration, and of each
+branch and loop inside. So is what is left of a loop when an iteration of it was given up: because a loop inside passes
+the limit, which is an error that the host then comes to, or because loops inside go on for too long.
+
+Nothing stops a launch, so a deadline, a cancellation and the session's end wait for it. How many iterations a launch
+may make therefore follows how long launches take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.devices.cuda.arguments import Values
+from asyncflow.devices.cuda.decisions import Loop
+from asyncflow.devices.cuda.experimental.conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG, Limits
+from asyncflow.devices.cuda.experimental.host_loop import HostDriver
+from asyncflow.devices.cuda.experimental.loop import DeviceLoop
+from asyncflow.devices.protocol import CoroutineKernel, recording
+
+if TYPE_CHECKING:
+    from asyncflow.devices.cuda.bindings import Bindings
+    from asyncflow.devices.cuda.decisions import Body, Condition
+    from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.protocol import KernelInfo, Span
+
+
+FIRST_ITERATIONS = 1 << 10
+"""Of the first launch."""
+
+LEAST_ITERATIONS = 1 << 6
+"""Of any: a launch may have taken long because of what other runs had given the card before."""
+
+_STEP = 4
+"""Launches become longer, or shorter, by this factor."""
+
+SHORT_S, LONG_S = 0.05, 0.2
+"""Seconds after which asking the host costs nothing, and after which somebody who waits would notice."""
+
+
+class Patience:
+    """How many iterations the launches of a loop may make, by how long they took.
+
+    Invariant: `_least` <= `most` <= `MOST_ITERATIONS`; with fewer than `_least` an iteration was given up.
+    """
+
+    __slots__ = ("_least", "most")
+
+    def __init__(self) -> None:
+        self.most = FIRST_ITERATIONS
+        self._least = min(LEAST_ITERATIONS, FIRST_ITERATIONS)
+
+    def learn(self, outcome: int, took_s: float) -> bool:
+        """Note how a launch came out; whether another, from where it began or where it ended, may come further."""
+        if outcome == TOO_LONG:
+            grown = min(self.most * _STEP, MOST_ITERATIONS)
+            is_longer, self.most, self._least = grown > self.most, grown, grown
+            return is_longer
+        if took_s > LONG_S:
+            self.most = max(self.most // _STEP, self._least)
+        elif outcome == STOPPED and took_s < SHORT_S:
+            self.most = min(self.most * _STEP, MOST_ITERATIONS)
+        return outcome == STOPPED
+
+
+class WhileLauncher(CoroutineKernel):
+    """A loop bound to a CUDA device: calling it with its variables and captures gives a coroutine of its results."""
+
+    __slots__ = ("_device", "_info", "_label", "_limit", "_loop", "_n_vars", "_patience", "_too_many", "_values")
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        bindings: Bindings | None,
+        functions: tuple[Condition, Body],
+        info: KernelInfo,
+        *,
+        n_vars: int,
+        label: str = "loop",
+        limit: int | None = None,
+        too_many: Callable[[str], Exception],
+    ) -> None:
+        """Nothing is captured before the first call.
+
+        Args:
+            device: where it runs.
+            bindings: None: the host drives the loop.
+            functions: condition and body, over CuPy's arrays and host values; see `DeviceLoop`.
+            info: of the node.
+            n_vars: how many of the arguments of a call are loop variables.
+            label: of the loop, for errors.
+            limit: most iterations of a loop, this one or one inside.
+            too_many: the error if the predicate of the loop of that label still holds after so many.
+        """
+        stream = device.compute_streams[info.stream]
+        self._device = device
+        self._info = info
+        self._n_vars = n_vars
+        self._label = label
+        self._limit = limit
+        self._too_many = too_many
+        self._values = Values(device, stream)
+        self._loop = DeviceLoop(device.cupy, stream, device.pool, bindings, *functions, info.name)
+        self._patience = Patience()
+
+    def __call__(self, *args: Any) -> Coroutine[Any, Any, tuple[Any, ...]]:
+        """Run the loop.
+
+        Raises (from the coroutine):
+            DeviceLostError: an earlier kernel has broken the device.
+            MemoryLimitExceeded: a value does not fit.
+            BaseException: what `too_many` gives, or what a kernel raises.
+
+        Cancellation: what is launched is done to its end, which takes some tenths of a second as a rule.
+        """
+        return self._run(args, self._device.recorded())
+
+    async def _run(self, args: tuple[Any, ...], spans: list[Span] | None) -> tuple[Any, ...]:
+        try:
+            return await self._launched(args, spans)
+        except RuntimeError as error:
+            raise self._device.cause_of(error)  # noqa: B904 - which has its cause
+
+    async def _launched(self, args: tuple[Any, ...], spans: list[Span] | None) -> tuple[Any, ...]:
+        with recording(self._device, spans):
+            args = self._values.brought(args, self._info.vectors)
+        host = HostDriver(self._device, self._values, self._info, args, spans, self._check)
+        with self._values.stream.activate():
+            raw = [self._values.raw(value, self._info.name) for value in args]
+        variables: Sequence[Any] = raw[: self._n_vars]
+        captures = raw[self._n_vars :]
+        done, outcome = 0, STOPPED
+        while outcome != ENDED:
+            limits = Limits(self._patience.most, inner=self._limit)
+            iterated = host.in_one_block(self._loop.launch, variables, captures, limits)
+            if iterated is None:
+                break
+            began = time.monotonic()  # what was captured and compiled before is no part of it
+            count, outcome, *_ = (await host.fetched(iterated.state)).tolist()
+            is_worth_another = self._patience.learn(outcome, time.monotonic() - began)
+            if outcome in (ENDED, STOPPED):
+                done += count
+                self._check(self._label, done + (outcome == STOPPED))
+                variables = iterated.values
+            elif not is_worth_another:
+                break
+        if outcome != ENDED:
+            rest = Loop(self._loop.condition, self._loop.body, variables, captures, self._label)
+            variables = await host.looped(rest, done)
+        return tuple([self._values.wrapped(value, self._info.name) for value in variables])
+
+    def _check(self, label: str, count: int) -> None:
+        """Raise if that many iterations are too many."""
+        if self._limit is not None and count > self._limit:
+            raise self._too_many(label)
+
+
+__all__ = ["FIRST_ITERATIONS", "LONG_S", "SHORT_S", "Patience", "WhileLauncher"]

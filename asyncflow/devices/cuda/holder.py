@@ -1,0 +1,124 @@
+"""What a CUDA device does for values that outlive a run, and that kernels of other sessions may read: see `CudaHolder`.
+
+A session's variable is read by that session alone. One in a container is read by any session, on any device, on any
+event loop and thread, while the session that wrote it goes on or after it was closed. So nothing here is asked of the
+writer: a reader records an event on the writer's stream by itself, behind all that stream has been given by then, and
+copies the array, which it refers to until the copy is done.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.devices.cuda.values import CudaArray, Landing
+from asyncflow.devices.foreign import read
+from asyncflow.streams.cuda.stream import active_stream, capturing
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from asyncflow.devices.cuda.device import CudaDevice
+
+
+class CudaHolder:
+    """The memory of one CUDA device, for values that are kept; the handles are `CudaArray`.
+
+    `keep`, `use`, `receive` and `fetched` belong to the thread of the device's event loop.
+    """
+
+    __slots__ = ("_device",)
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+
+    @property
+    def device(self) -> str:
+        """The name of the device."""
+        return self._device.name
+
+    def check(self) -> None:
+        """Raise if the device is lost.
+
+        Raises:
+            DeviceLostError: it is.
+        """
+        self._device.check()
+
+    def keep(self, array: Any) -> CudaArray:
+        """A handle for an array that the kernel which is running has made; in C order, which any device can copy."""
+        device = self._device
+        if not array.flags.c_contiguous:
+            array = device.cupy.ascontiguousarray(array)
+        return CudaArray(array, device.name, active_stream() or device.compute, device.pool.label)
+
+    def use(self, handle: CudaArray) -> Any:
+        """The array, which work given to the stream that is active finds written."""
+        stream = active_stream() or self._device.compute
+        if handle.stream is not stream:
+            handle.order(stream)
+            self._device.hold(stream, handle.array)
+        return handle.array
+
+    def receive(self, handle: CudaArray, source: CudaHolder) -> CudaArray:
+        """A copy, here, of an array of another device, of whichever session; both are kept until it is made.
+
+        Raises:
+            DeviceLostError: one of the two devices is lost.
+            MemoryLimitExceeded: it does not fit.
+        """
+        self.check()
+        source.check()
+        try:
+            return self._received(handle, source)
+        except RuntimeError as error:
+            raise source._device.cause_of(self._device.cause_of(error))  # noqa: B904 - which has its cause
+
+    def _received(self, handle: CudaArray, source: CudaHolder) -> CudaArray:
+        device, there = self._device, handle.array
+        peer, label = device.peer, device.pool.label
+        here = device.copies.new(there.shape, there.dtype, label)
+        if not there.nbytes:
+            return CudaArray(here, device.name, device.compute, label)
+        written = source._written(handle)
+        peer.wait(device.compute.record())  # earlier kernels may still be using the memory
+        with peer.activate():
+            peer.raw.wait_event(written)
+        device.copies.copy_from(source._device.physical, here, there, label)
+        landing = Landing(here, device.compute)
+        peer.hold(landing, there)
+        return CudaArray(here, device.name, peer, label, peer.record(), landing)
+
+    def to_host(self, handle: CudaArray) -> np.ndarray[Any, Any]:
+        """A copy in the host's memory. Blocks until the writer's stream has done what it has been given by now.
+
+        Raises:
+            DeviceLostError: the device is lost.
+        """
+        device = self._device
+        self.check()
+        try:
+            return read(device.cupy, handle.array, self._written(handle), device.physical)
+        except RuntimeError as error:
+            raise device.cause_of(error)  # noqa: B904 - which has its cause
+
+    async def fetched(self, handle: CudaArray) -> Any:
+        """The same without blocking, on the event loop of the device, which is open.
+
+        Raises:
+            DeviceLostError: the device is lost.
+        """
+        return await self._device.fetched(handle)
+
+    def _written(self, handle: CudaArray) -> Any:
+        """An event that completes when the array is written; recorded by the caller's thread.
+
+        The device may be closed: its CUDA streams live on, and what it has left is done.
+        """
+        device, cupy = self._device, self._device.cupy
+        with capturing, cupy.cuda.Device(device.physical):
+            event = cupy.cuda.Event(block=True, disable_timing=True)
+            cupy.cuda.runtime.eventRecord(event.ptr, handle.stream.raw.ptr)
+        return event
+
+
+__all__ = ["CudaHolder"]

@@ -1,0 +1,230 @@
+"""How a CUDA device runs a kernel: it is launched on a compute stream, and its result counts as there.
+
+==========================  =================================================================================
+any other kernel            called with CuPy arrays while its stream is the current one; nothing waits
+counters and predicates     kernels of rank-0 integers and booleans whose inputs are on the host stay there
+kernels of the host         (data-dependent shapes, printing, the user's functions) inputs are copied to the
+                            host and waited for, outputs are copied in
+a region                    one call enqueues all its kernels; see `RegionLauncher`
+==========================  =================================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.devices.cuda.arguments import Values
+from asyncflow.devices.cuda.experimental.graph import captured
+from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, as_scalar, is_plain
+from asyncflow.devices.protocol import CoroutineKernel, recording
+from asyncflow.devices.values import stays_on_host
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Generator, Sequence
+
+    from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.protocol import KernelInfo, Span
+
+STEP_LAUNCHES = 32
+"""A region stops for its driver after so many launches, if it was told to after each step."""
+
+LONG_ELEMENTS = 1 << 15
+"""A kernel of the host on more elements gets the device's host thread, and does not hold up the event loop."""
+
+
+class Launcher:
+    """A kernel bound to a CUDA device: calling it launches it."""
+
+    __slots__ = ("_device", "_info", "_kernel", "_values")
+
+    def __init__(self, device: CudaDevice, kernel: Callable[..., Any], info: KernelInfo) -> None:
+        self._device = device
+        self._kernel = kernel
+        self._info = info
+        # State is valid in the order of the first stream, for whoever comes next.
+        self._values = Values(device, device.compute_streams[0 if info.keeps_arrays else info.stream])
+
+    def __call__(self, *args: Any) -> Any:
+        """Launch the kernel on device values and host values; its outputs, likewise.
+
+        Raises:
+            DeviceLostError: an earlier kernel has broken the device.
+            MemoryLimitExceeded: the outputs do not fit.
+            BaseException: what the kernel raises, as it is.
+        """
+        device, info, values = self._device, self._info, self._values
+        if info.on_host is not None and not any(type(value) is CudaArray for value in args):
+            with device.timed_on_host(info.name):
+                return info.on_host(*args)
+        device.check()
+        device.pool.label = info.name
+        first = 1 if info.needs_context else 0
+        raw = list(args)
+        values.hold(args)
+        try:
+            with values.stream.activate():
+                for index in range(first, len(args)):
+                    convert = values.raw if index - first in info.host_inputs else values.uploaded
+                    raw[index] = convert(args[index], info.name)
+                device.launched += 1
+                if device.is_timed:
+                    with device.timed(values.stream, info.name):
+                        result = self._kernel(*raw)
+                else:
+                    result = self._kernel(*raw)
+                if info.single:
+                    return values.wrapped(result, info.name)
+                return tuple([values.wrapped(output, info.name) for output in result])
+        except RuntimeError as error:
+            raise device.cause_of(error)  # noqa: B904 - which has its cause
+
+
+class HostLauncher(CoroutineKernel):
+    """A kernel that a CUDA device leaves to the host: calling it gives a coroutine."""
+
+    __slots__ = ("_device", "_info", "_kernel")
+
+    def __init__(self, device: CudaDevice, kernel: Callable[..., Any], info: KernelInfo) -> None:
+        self._device = device
+        self._kernel = kernel
+        self._info = info
+
+    def __call__(self, *args: Any) -> Coroutine[Any, Any, Any]:
+        """Copy the inputs to the host, run the kernel there, and copy its outputs in.
+
+        Raises (from the coroutine):
+            DeviceLostError: an earlier kernel has broken the device.
+            MemoryLimitExceeded: the outputs do not fit.
+            BaseException: what the kernel raises, as it is.
+        """
+        return self._call_on_host(args, self._device.recorded())
+
+    async def _call_on_host(self, args: Sequence[Any], spans: list[Span] | None) -> Any:
+        device, info = self._device, self._info
+        with recording(device, spans):
+            waiting = [device.fetched(value) for value in args]
+        values = await _all(waiting)
+        result = await self._computed(values)
+        given = {id(value): argument for value, argument in zip(values, args, strict=True)}
+        with recording(device, spans):
+            outputs = [
+                given[id(output)] if id(output) in given else self._brought_in(output)
+                for output in ([result] if info.single else result)
+            ]
+        outputs = await _all(outputs)
+        return outputs[0] if info.single else tuple(outputs)
+
+    async def _computed(self, values: Sequence[Any]) -> Any:
+        may_be_long = self._info.uses_state or sum(getattr(value, "size", 1) for value in values) > LONG_ELEMENTS
+        if may_be_long and not is_coroutine_function(self._kernel):
+            result = await self._device.in_host_thread(self._kernel, *values)
+        else:
+            result = self._kernel(*values)
+        return await result if inspect.isawaitable(result) else result
+
+    def _brought_in(self, output: Any) -> Any:
+        if isinstance(output, np.ndarray | np.generic) and not stays_on_host(output):
+            return self._device.fed(np.asarray(output), self._info.name)
+        output = as_scalar(output)
+        return output if is_plain(output) or isinstance(output, np.ndarray) else CudaOpaque(output)
+
+
+class RegionLauncher:
+    """A region's generated function, bound to a CUDA device: a call, or each step of its generator, enqueues kernels.
+
+    Inside, values are CuPy's arrays and host values; nothing in a region waits, and all of it is on one stream.
+    """
+
+    __slots__ = ("_device", "_function", "_info", "_values")
+
+    def __init__(
+        self, device: CudaDevice, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool
+    ) -> None:
+        self._device = device
+        stream = device.compute_streams[info.stream]
+        if info.captures:
+            function = captured(device.cupy, stream, device.pool, function, info.name, is_generator=is_generator)
+        self._function = self._stepped(function) if is_generator else self._called(function)
+        self._info = info
+        self._values = Values(device, stream)
+
+    def __call__(self, *args: Any) -> Any:
+        """The outputs, or a generator that is driven as the region's own is and returns them.
+
+        Raises:
+            DeviceLostError: an earlier kernel has broken the device.
+            MemoryLimitExceeded: a value does not fit.
+            BaseException: what a kernel raises, as it is.
+        """
+        return self._function(*args)
+
+    def _inputs(self, args: Sequence[Any]) -> list[Any]:
+        self._device.check()
+        self._device.pool.label = self._info.name
+        return [self._values.raw(value, self._info.name) for value in args]
+
+    def _outputs(self, results: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple([self._values.wrapped(output, self._info.name) for output in results])
+
+    def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> tuple[Any, ...]:
+            stream, device, info = self._values.stream, self._device, self._info
+            try:
+                if info.vectors:
+                    args = self._values.brought(args, info.vectors)
+                self._values.hold(args)
+                with stream.activate(), device.timed(stream, info.name):
+                    device.launched += info.launches
+                    return self._outputs(function(*self._inputs(args)))
+            except RuntimeError as error:
+                raise device.cause_of(error)  # noqa: B904 - which has its cause
+
+        return call
+
+    def _stepped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def steps(*args: Any) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+            stream, device, info = self._values.stream, self._device, self._info
+            launches = min(info.launches, STEP_LAUNCHES)
+            budget: int | None = None
+            try:
+                if info.vectors:
+                    args = self._values.brought(args, info.vectors)
+                with stream.activate():
+                    generator = function(*self._inputs(args))
+                while True:
+                    # One synchronous block a step: other code runs on this thread in between.
+                    self._values.hold(args)
+                    device.check()
+                    device.pool.label = info.name
+                    device.launched += launches * (budget or 1)
+                    try:
+                        with stream.activate(), device.timed(stream, info.name):
+                            begins_loop = generator.send(budget)
+                    except StopIteration as ended:
+                        with stream.activate():
+                            return self._outputs(ended.value)
+                    budget = yield begins_loop
+            except RuntimeError as error:
+                raise device.cause_of(error)  # noqa: B904 - which has its cause
+
+        return steps
+
+
+async def _all(values: Sequence[Any]) -> list[Any]:
+    """The values, those of futures among them once they are there; of several failures the first."""
+    futures = [value for value in values if isinstance(value, asyncio.Future)]
+    if futures:
+        await asyncio.gather(*futures)
+    return [value.result() if isinstance(value, asyncio.Future) else value for value in values]
+
+
+def is_coroutine_function(kernel: Callable[..., Any]) -> bool:
+    """Whether a kernel must be called on the event loop, since what it gives is to be awaited."""
+    return any(inspect.iscoroutinefunction(x) for x in (kernel, getattr(kernel, "__call__", None)))  # noqa: B004
+
+
+__all__ = ["LONG_ELEMENTS", "HostLauncher", "Launcher", "RegionLauncher"]

@@ -1,0 +1,366 @@
+"""The memory of a CUDA device: what admits an allocation, where it comes from, and who is told when it is freed.
+
+Three parts. A `CudaMemoryAccount` says how many bytes a logical device holds and refuses what passes its limit *before*
+CUDA is asked. A `CudaPool` takes admitted memory from a CuPy pool of its own, whose limit is only the backstop, and
+hangs a `Lease` on each piece, which tells the account when Python frees it. `install_allocator` makes CuPy's
+allocations inside ``stream.activate()`` come from that stream's pool.
+
+A CuPy pool keeps its free memory by the stream that was current at the allocation, and gives a freed piece out again
+*at once, with no event*. So all memory of a logical device is allocated with its compute stream active, and a piece
+that another stream works on is kept referenced until an event of that stream has completed.
+
+Arrays may be freed on any thread, at any bytecode, also by a garbage collection inside this module: what a `Lease` does
+then takes no lock of ours (CuPy's own pool is made for it), and the account is settled by whoever asks it next.
+
+``cupy`` is a parameter everywhere: only the CUDA backend imports it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from asyncflow.devices.memory import LiveBuffer, MemoryAccount, MemoryLimitExceeded, MemoryStatistics, format_bytes
+from asyncflow.streams.cuda.stream import CudaStream, active_stream
+
+ALLOCATION_BYTES = 512
+"""CuPy's pools give out multiples of this, and that is what counts: an array of 4 bytes holds 512."""
+
+_TOP = 5
+
+
+class CudaMemoryAccount(MemoryAccount):
+    """The memory of a logical CUDA device, counted from the allocation of a piece to its return to the pool.
+
+    Invariant, under the lock and after `_settle`: ``_charges`` holds exactly the charges that were not credited, and
+    ``_used`` is their sum. All methods may be called on any thread.
+    """
+
+    __slots__ = ("_charges", "_credited", "_next", "credit")
+
+    credit: Callable[[int], None]
+    """Count a charge no longer; exactly once a charge. It is a bare ``deque.append``: it takes no lock."""
+
+    def __init__(self, device_name: str, limit: int | None = None) -> None:
+        """Open an account.
+
+        Raises:
+            ValueError: ``limit`` is no positive number of bytes.
+        """
+        super().__init__(device_name, limit)
+        self._charges: dict[int, tuple[int, str]] = {}
+        self._credited: deque[int] = deque()
+        self._next = 0
+        self.credit = self._credited.append
+
+    def track(self, value: object, label: str = "") -> None:
+        """Does nothing: host arrays are not in the device's memory, and its own are counted when they are allocated."""
+
+    def charge(self, nbytes: int, label: str) -> int:
+        """Count ``nbytes``; gives what `credit` takes.
+
+        Raises:
+            MemoryLimitExceeded: they do not fit, and are not counted.
+        """
+        limit = self._limit
+        with self._lock:
+            if self._credited:
+                self._settle()
+            # No call, and no object that the garbage collector watches, between reading `_used` and writing it: a
+            # collection there could run a finalizer that charges, too.
+            used = self._used + nbytes
+            if limit is None or used <= limit:
+                self._used = used
+                if used > self._peak:
+                    self._peak = used
+                self._next = charge = self._next + 1
+                self._charges[charge] = nbytes, label
+                return charge
+        raise self.refusal(nbytes, label, limit)
+
+    def refusal(
+        self, nbytes: int, label: str, limit: int, kind: type[MemoryLimitExceeded] = MemoryLimitExceeded
+    ) -> MemoryLimitExceeded:
+        """The error that says that ``nbytes`` more for ``label`` do not fit; its numbers are as if they were there."""
+        buffers = [*self._buffers(), LiveBuffer(nbytes, label)]
+        used = sum(buffer.nbytes for buffer in buffers)
+        top = tuple(heapq.nlargest(_TOP, buffers))
+        return kind(device=self._device, requested=nbytes, used=used, limit=limit, top=top)
+
+    def top(self, n: int = _TOP) -> tuple[LiveBuffer, ...]:
+        """The ``n`` largest buffers, largest first."""
+        return tuple(heapq.nlargest(n, self._buffers()))
+
+    def statistics(self) -> MemoryStatistics:
+        """A snapshot."""
+        with self._lock:
+            self._settle()
+            return MemoryStatistics(
+                device=self._device, used=self._used, peak=self._peak, limit=self._limit, buffers=len(self._charges)
+            )
+
+    def _buffers(self) -> list[LiveBuffer]:
+        with self._lock:
+            self._settle()
+            charges = list(self._charges.values())
+        return [LiveBuffer(nbytes, label) for nbytes, label in charges]
+
+    def _settle(self) -> None:
+        credited = self._credited
+        while credited:
+            nbytes, _ = self._charges.pop(credited.popleft())
+            self._used -= nbytes
+
+
+class DeviceMemoryExhausted(MemoryLimitExceeded):
+    """A CUDA device has no piece of the size asked for, although its limit would allow it.
+
+    The free memory is in smaller pieces, or the card has less than the limit: other programs and other devices use it.
+    """
+
+    def __init__(self, *, device: str, requested: int, used: int, limit: int, top: tuple[LiveBuffer, ...]) -> None:
+        super().__init__(device=device, requested=requested, used=used, limit=limit, top=top)
+        largest = ", ".join(f"{buffer.label or 'unnamed'} {format_bytes(buffer.nbytes)}" for buffer in top)
+        self.args = (
+            f"{device} has no {format_bytes(requested)} in one piece; it would hold {format_bytes(used)} of "
+            f"{format_bytes(limit)}, but what is free is in smaller pieces, or in use by others on the card; largest "
+            f"now: {largest}; lower memory_limit= to what the card has, or run fewer iterations or requests at once",
+        )
+
+
+class Lease:
+    """A piece of a pool's memory, counted until the last reference to it goes.
+
+    Attributes:
+        home: the stream that was active at the allocation, in whose order the memory is used again.
+        pointer: CuPy's pointer to the piece, which gives it back to its pool.
+        pool: CuPy's pool. A piece does not keep its pool alive, and a pool that goes frees what is still in use.
+    """
+
+    __slots__ = ("_account", "_charge", "home", "pointer", "pool")
+
+    def __init__(self, account: CudaMemoryAccount, charge: int, pointer: Any, pool: Any) -> None:
+        self._account = account
+        self._charge = charge
+        self.home = active_stream()
+        self.pointer = pointer
+        self.pool = pool
+
+    def __del__(self) -> None:
+        # Back into the pool first, and off the account then: another thread is not admitted to what is not there yet.
+        self.pointer = None
+        self._account.credit(self._charge)
+
+
+def home_of(array: Any) -> CudaStream | None:
+    """The stream in whose order the memory that CuPy's array looks into is used again; None if that is not known."""
+    owner = getattr(array.data.mem, "_owner", None)
+    return owner.home if type(owner) is Lease else None
+
+
+class CudaPool:
+    """Where the memory of one logical device comes from; logical devices that share a card have one each.
+
+    Attributes:
+        account: what the device holds.
+        label: what the next allocations are called in ``account.top()``: the name of the node that runs.
+        name: of the logical device, such as ``cuda:0``.
+        physical: CUDA's number of the card.
+    """
+
+    __slots__ = ("_cupy", "_memory", "_out_of_memory", "_pointer", "_pool", "account", "label", "name", "physical")
+
+    def __init__(self, cupy: Any, physical: int, name: str, limit: int | None = None) -> None:
+        """Open a pool; ``limit`` is in bytes, None is no limit but the card's.
+
+        Raises:
+            ValueError: ``limit`` is no positive number of bytes.
+        """
+        self.account = CudaMemoryAccount(name, limit)
+        self.label = ""
+        self.name = name
+        self.physical = physical
+        self._cupy = cupy
+        self._pointer = cupy.cuda.memory.MemoryPointer
+        self._memory = cupy.cuda.memory.UnownedMemory
+        self._out_of_memory = cupy.cuda.memory.OutOfMemoryError
+        self._pool = cupy.cuda.MemoryPool()
+        if limit is not None:
+            with cupy.cuda.Device(physical):
+                self._pool.set_limit(size=limit)
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that may be held; None is no limit."""
+        return self.account.limit
+
+    def malloc(self, nbytes: int, label: str | None = None) -> Any:
+        """A CuPy ``MemoryPointer`` to ``nbytes`` of device memory, called ``label`` or else `label` in the account.
+
+        Raises:
+            MemoryLimitExceeded: they pass the limit, and nothing was allocated; or (`DeviceMemoryExhausted`) the pool
+                has no such piece.
+
+        Ordering: the memory belongs to the stream that is active. Earlier work of that stream may still use it; later
+        work of that stream may overwrite it as soon as the last reference to the pointer goes.
+        """
+        if not nbytes:
+            return self._pool.malloc(0)
+        if label is None:
+            label = self.label
+        size = -(-nbytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        account = self.account
+        charge = account.charge(size, label)
+        try:
+            pointer = self._pool.malloc(size)
+        except BaseException as error:
+            account.credit(charge)
+            if isinstance(error, self._out_of_memory):
+                raise self._exhausted(size, label) from error
+            raise
+        lease = Lease(account, charge, pointer, self._pool)
+        return self._pointer(self._memory(pointer.ptr, size, lease, self.physical), 0)
+
+    def prime(self) -> int:
+        """Take the whole limit from the card as one slab; gives its bytes, 0 where there is no limit.
+
+        From then on allocations split and merge that slab: CUDA, which may stall all streams of the card to allocate
+        or free, is not asked any more. May take milliseconds: call it at start-up, on a worker thread.
+
+        Raises:
+            DeviceMemoryExhausted: the card has less.
+            RuntimeError: the compute stream is not active, to which the slab is to belong.
+        """
+        if self.limit is None:
+            return 0
+        stream = active_stream()
+        if stream is None or stream.pool is not self:
+            active = "none is" if stream is None else f"{stream.name} is, which allocates elsewhere"
+            raise RuntimeError(
+                f"the memory of {self.name} is primed for the stream that is active, and {active}; call prime() inside "
+                "activate() of its compute stream"
+            )
+        # What the pool holds already is part of the limit. The slab is not counted: it goes back into the pool at once.
+        room: int = (self.limit - self._pool.total_bytes()) // ALLOCATION_BYTES * ALLOCATION_BYTES
+        if room > 0:
+            try:
+                self._pool.malloc(room)
+            except self._out_of_memory as error:
+                raise self._exhausted(room, "the memory limit") from error
+        return max(room, 0)
+
+    def release(self) -> None:
+        """Give back to the card what is free and in one piece; arrays that are alive stay valid. Idempotent.
+
+        Stalls the card and the calling thread: call it when the device is closed, on a worker thread.
+        """
+        with self._cupy.cuda.Device(self.physical):
+            self._pool.free_all_blocks()
+
+    def private(self, label: str) -> PrivatePool:
+        """A pool inside this one, for what ``label`` names: a captured CUDA graph."""
+        return PrivatePool(self._cupy, self, label)
+
+    def _exhausted(self, nbytes: int, label: str) -> MemoryLimitExceeded:
+        limit = self.limit
+        if limit is None:
+            _, limit = self._cupy.cuda.runtime.memGetInfo()
+        return self.account.refusal(nbytes, label, limit, DeviceMemoryExhausted)
+
+
+class PrivatePool:
+    """A pool of a device for the arrays of a captured CUDA graph, whose addresses are the graph's for as long as it is.
+
+    What is freed here can only be allocated again here, never by the rest of the device. It takes whole blocks from
+    the device's pool, which count, under one name, from when they are first needed until the private pool and all its
+    arrays are gone. So it keeps within the device's limit, and where that pool is primed CUDA is not asked either.
+
+    Whoever holds the graph holds the pool. Capture with it as the pool of the stream, then `seal` it.
+    """
+
+    __slots__ = ("_cupy", "_pool", "_sealed", "label", "parent")
+
+    def __init__(self, cupy: Any, parent: CudaPool, label: str) -> None:
+        self._cupy = cupy
+        self._pool = cupy.cuda.MemoryPool(partial(parent.malloc, label=label))
+        self._sealed = False
+        self.label = label
+        self.parent = parent
+
+    @property
+    def account(self) -> CudaMemoryAccount:
+        """The device's."""
+        return self.parent.account
+
+    def malloc(self, nbytes: int) -> Any:
+        """A CuPy ``MemoryPointer`` to ``nbytes`` of device memory.
+
+        Raises:
+            MemoryLimitExceeded: as of `CudaPool.malloc`.
+            RuntimeError: the pool is sealed.
+        """
+        if self._sealed:
+            raise RuntimeError(
+                f"the memory of the CUDA graph {self.label!r} is its own, and cannot be allocated from once it is "
+                "captured; allocate from the device's pool"
+            )
+        pointer = self._pool.malloc(nbytes)
+        if not nbytes:
+            return pointer
+        # The pool goes with its last array, not before: see `Lease`. It is the blocks that are counted.
+        memory = self._cupy.cuda.memory
+        owned = memory.UnownedMemory(pointer.ptr, pointer.mem.size, (pointer, self._pool), self.parent.physical)
+        return memory.MemoryPointer(owned, 0)
+
+    def seal(self) -> None:
+        """Allocate no more: the graph is captured, and works in what was freed meanwhile. Idempotent."""
+        self._sealed = True
+
+
+class Dispatch:
+    """CuPy's allocator while asyncflow runs: the pool of the stream that is active on this thread.
+
+    Attributes:
+        before: the allocator that was there before, for allocations outside of any stream of asyncflow's.
+    """
+
+    __slots__ = ("before",)
+
+    def __init__(self, before: Callable[[int], Any]) -> None:
+        self.before = before
+
+    def __call__(self, nbytes: int) -> Any:
+        """A ``MemoryPointer`` to ``nbytes``; CuPy calls this for each array that it makes."""
+        stream = active_stream()
+        if stream is None or stream.pool is None:
+            return self.before(nbytes)
+        return stream.pool.malloc(nbytes)
+
+
+def install_allocator(cupy: Any) -> None:
+    """Make allocations inside ``stream.activate()`` come from that stream's pool; others go where they went before.
+
+    Does nothing where that is so already. It stays for the life of the process: it is one lookup to others.
+
+    Raises:
+        ValueError: the caller is inside ``cupy.cuda.using_allocator``, where CuPy refuses it.
+    """
+    before = cupy.cuda.get_allocator()
+    if not isinstance(before, Dispatch):
+        cupy.cuda.set_allocator(Dispatch(before))
+
+
+__all__ = [
+    "ALLOCATION_BYTES",
+    "CudaMemoryAccount",
+    "CudaPool",
+    "DeviceMemoryExhausted",
+    "Dispatch",
+    "Lease",
+    "PrivatePool",
+    "home_of",
+    "install_allocator",
+]

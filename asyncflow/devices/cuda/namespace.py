@@ -1,0 +1,147 @@
+"""The array namespace of kernels on CUDA devices: CuPy, and the little that it lacks or does otherwise than NumPy.
+
+Kernels get CuPy's arrays, but counters and predicates, which the host keeps, as NumPy scalars. CuPy's ufuncs take both;
+its other functions take arrays alone, so scalars become arrays of rank 0 first, filled by a kernel instead of a copy.
+
+Known to differ from NumPy all the same: positions out of range wrap around instead of raising; of several values
+assigned to one element any may stay; sums are added up in another order; the variance of no more elements than are
+corrected for is NaN, never infinite.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncflow.devices.cuda.holder import CudaHolder
+
+_ARRAY_FUNCTIONS = (
+    "argmax",
+    "argmin",
+    "broadcast_arrays",
+    "broadcast_to",
+    "einsum",
+    "expand_dims",
+    "flip",
+    "imag",
+    "real",
+    "repeat",
+    "roll",
+    "searchsorted",
+    "tensordot",
+    "tile",
+)
+"""What takes arrays alone in CuPy, and scalars too in NumPy."""
+
+_MOST_JOINED = 8
+
+_OF_TRUTHS = ("logical_and", "logical_not", "logical_or", "logical_xor")
+"""What CuPy does not define for complex numbers."""
+
+_OF_CHOICES = ("tril", "triu", "where")
+"""What gives float32 for bfloat16 in CuPy."""
+
+
+class _CudaNamespace(ModuleType):
+    """CuPy's names, but for those in its own dictionary."""
+
+    def __init__(self, cupy: Any, upload: Callable[[Any], Any] | None, holder: CudaHolder | None) -> None:
+        super().__init__("asyncflow.cuda", "CuPy as kernels use it.")
+        self._cupy = cupy
+        self.holder = holder
+        self._upload = cupy.asarray if upload is None else upload
+        self.array = self._array
+        self.asarray = self._as_array
+        self.concatenate = self._concatenate
+        self.matmul = self._matmul
+        self.meshgrid = self._meshgrid
+        self.stack = self._stack
+        for name in _ARRAY_FUNCTIONS:
+            setattr(self, name, self._of_arrays(getattr(cupy, name)))
+        for name in _OF_TRUTHS:
+            setattr(self, name, self._of_truths(getattr(cupy, name)))
+        for name in _OF_CHOICES:
+            setattr(self, name, self._of_choices(getattr(cupy, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._cupy, name)
+        # So that the next look-up does not come here.
+        setattr(self, name, found)
+        return found
+
+    def _as_array(self, value: Any) -> Any:
+        """`value` itself if it is CuPy's; a copy in the device's memory if it is a NumPy array or scalar."""
+        if isinstance(value, np.generic):
+            return self._cupy.full((), value, dtype=value.dtype)
+        return self._upload(value) if isinstance(value, np.ndarray) else value
+
+    def _array(self, value: Any) -> Any:
+        """A copy of `value`."""
+        return value.copy() if isinstance(value, self._cupy.ndarray) else self._as_array(value)
+
+    def _concatenate(self, arrays: Sequence[Any], axis: int | None = 0, out: Any = None) -> Any:
+        arrays = [self._as_array(array) for array in arrays]
+        # For more CuPy copies a table of their addresses from the host: it would wait, and cannot be captured.
+        while len(arrays) > _MOST_JOINED:
+            pieces = [arrays[first : first + _MOST_JOINED] for first in range(0, len(arrays), _MOST_JOINED)]
+            arrays = [self._cupy.concatenate(piece, axis=axis) for piece in pieces]
+        return self._cupy.concatenate(arrays, axis=axis, out=out)
+
+    def _stack(self, arrays: Sequence[Any], axis: int = 0) -> Any:
+        return self._concatenate([self._cupy.expand_dims(self._as_array(array), axis) for array in arrays], axis)
+
+    def _matmul(self, x1: Any, x2: Any, **options: Any) -> Any:
+        # cuBLAS multiplies matrices of bfloat16; CuPy has no kernel of its own for stacks of them.
+        if max(x1.ndim, x2.ndim) > 2 and x1.dtype.name == x2.dtype.name == "bfloat16":
+            product = self._cupy.matmul(x1.astype(np.float32), x2.astype(np.float32), **options)
+            return product.astype(x1.dtype)
+        return self._cupy.matmul(x1, x2, **options)
+
+    def _meshgrid(self, *vectors: Any, indexing: str) -> Any:
+        return self._cupy.meshgrid(*[self._as_array(vector).reshape(-1) for vector in vectors], indexing=indexing)
+
+    def _of_arrays(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            return function(*[self._given(value) for value in args], **options)
+
+        return call
+
+    def _given(self, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)([self._as_array(item) for item in value])
+        return self._as_array(value)
+
+    def _of_truths(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            return function(*[value != 0 if value.dtype.kind == "c" else value for value in args])
+
+        return call
+
+    def _of_choices(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            dtype = args[-1].dtype
+            return function(*args, **options).astype(dtype, copy=False)
+
+        return call
+
+
+def cuda_namespace(
+    cupy: Any, upload: Callable[[Any], Any] | None = None, holder: CudaHolder | None = None
+) -> ModuleType:
+    """What kernels of CUDA devices get as `xp`.
+
+    Args:
+        cupy: the module.
+        upload: copies a NumPy array into the device's memory, in the order of the stream that is the current one;
+            None takes CuPy's own way, which may block while it makes its first buffers.
+        holder: what keeps values of variables in the device's memory; None for a namespace without variables.
+    """
+    return _CudaNamespace(cupy, upload, holder)
+
+
+__all__ = ["cuda_namespace"]

@@ -1,0 +1,166 @@
+"""How far a CUDA device has got with what was launched, and whether its card still works.
+
+A kernel counts as done once it is launched. So launching could run ahead for ever, and what goes wrong shows at a later
+call, of anything: the first CUDA error of a card is its last, and all work that is not done fails with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.errors import DeviceLostError
+from asyncflow.streams.cuda.pooled_event import DONE, NOT_READY
+
+if TYPE_CHECKING:
+    from asyncflow.devices.cuda.memory import CudaPool
+    from asyncflow.devices.protocol import Deliver, Mark
+    from asyncflow.streams.cuda.stream import CudaStream
+
+MARK_EVERY = 64
+"""Launches between two marks that tell how far the device has got."""
+
+MOST_AHEAD = 256
+"""Launches that may be in flight before launching has to pause.
+
+At about 1,000 the driver would block the caller; some of ours are several of the driver's, and marks count too.
+"""
+
+_CAPTURE_ERRORS = range(900, 909)
+"""CUDA's codes of what a capture does not allow, by whichever stream: the card works."""
+
+
+class Progress:
+    """The part of a CUDA device that follows its work; a base class, as every launch asks it.
+
+    Attributes:
+        cupy: the module.
+        physical: the card's number.
+        pool: where the device's memory comes from; its label is that of the latest launch.
+        launched: kernels launched since the last mark.
+    """
+
+    def __init__(self, cupy: Any, physical: int, name: str, pool: CudaPool) -> None:
+        self.cupy = cupy
+        self.physical = physical
+        self.pool = pool
+        self.launched = 0
+        self._name = name
+        self._compute: tuple[CudaStream, ...] = ()
+        self._copying: tuple[CudaStream, ...] = ()
+        # Asked whether the card works: it never captures, and a question to a stream that does breaks the capture.
+        self._probe: CudaStream | None = None
+        self._in_flight = 0
+        self._resumes: list[Callable[[], object]] = []
+        self._lost: BaseException | None = None
+        self._lost_at = ""
+
+    # -- how far it is -------------------------------------------------------------------------------------------
+
+    def throttle(self, resume: Callable[[], None]) -> bool:
+        """Whether so much is launched and not done that launching has to pause; then calls ``resume()`` once, later."""
+        if self.launched >= MARK_EVERY:
+            count = self.launched
+            self.when_done(lambda _error: self._caught_up(count))
+            self.launched = 0
+            self._in_flight += count
+        if self._in_flight < MOST_AHEAD or self._lost is not None:
+            return False
+        # Later, so that one that fails does not keep the others waiting.
+        self._resumes.append(partial(asyncio.get_running_loop().call_soon_threadsafe, resume))
+        return True
+
+    def _caught_up(self, count: int) -> None:
+        self._in_flight -= count
+        if self._in_flight < MOST_AHEAD // 2:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        resumes, self._resumes = self._resumes, []
+        for resume in resumes:
+            resume()
+
+    def mark(self) -> Mark:
+        """None: `when_done` says that all work launched before it is called has ended, whoever launched it."""
+        return None
+
+    def when_done(
+        self, done: Callable[[BaseException | None], None], mark: Mark = None, *, elsewhere: bool = False
+    ) -> None:
+        """Call ``done(error)`` once, never before this returns, when all work launched has ended."""
+        del mark, elsewhere
+        # Every copy has a ticket; a stream without any has nothing to do.
+        busy = [*self._compute, *[stream for stream in self._copying if stream.pending]]
+        left = len(busy)
+        failure: BaseException | None = None
+
+        def ended(error: BaseException | None) -> None:
+            nonlocal left, failure
+            left -= 1
+            failure = failure or error
+            if not left:
+                done(None if failure is None else self.loss_of(failure))
+
+        for stream in busy:
+            stream.notify(ended)
+
+    # -- whether it is lost --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if the device is lost.
+
+        Raises:
+            DeviceLostError: an earlier kernel has broken it.
+        """
+        if self._lost is not None:
+            raise self._loss()
+
+    def _loss(self) -> DeviceLostError:
+        last = f"launched last was {self._lost_at!r}, and " if self._lost_at else ""
+        loss = DeviceLostError(
+            f"{self._name} is lost: a kernel or copy failed with {self._lost}, after which CUDA refuses all work in "
+            f"this process; {last}CUDA_LAUNCH_BLOCKING=1 shows which it was. Start the process anew"
+        )
+        loss.__cause__ = self._lost
+        return loss
+
+    def loss_of(self, error: BaseException) -> DeviceLostError:
+        """What to tell those whose work was not done: `error` is of a stream, and the device is lost by it."""
+        self._lose(error)
+        return self._loss()
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """`error` itself; or, if CUDA raised it because the device is lost, that.
+
+        CuPy's errors of CUDA's runtime, of its driver (at launches), of cuBLAS and of Thrust are RuntimeErrors, and
+        have nothing else in common.
+        """
+        if not isinstance(error, RuntimeError):
+            return error
+        if self._lost is None:
+            with self.cupy.cuda.Device(self.physical):
+                status = self.cupy.cuda.runtime.streamQuery(0 if self._probe is None else self._probe.raw.ptr)
+            if status not in (DONE, NOT_READY, *_CAPTURE_ERRORS):
+                self._lose(error)
+        return error if self._lost is None else self._loss()
+
+    def _lose(self, error: BaseException) -> None:
+        if self._lost is None:
+            self._lost = error.with_traceback(None)
+            self._lost_at = self.pool.label
+        self._go_on()
+
+    def answer(self, deliver: Deliver, make: Callable[..., Any], *args: Any) -> None:
+        """Call ``deliver(make(*args), None)``, or ``deliver(None, error)`` if the device is lost or `make` fails."""
+        try:
+            self.check()
+            made = make(*args)
+        except Exception as error:
+            deliver(None, self.cause_of(error))
+        else:
+            deliver(made, None)
+
+
+__all__ = ["MARK_EVERY", "MOST_AHEAD", "Progress"]

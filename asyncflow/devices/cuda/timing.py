@@ -1,0 +1,119 @@
+"""When work on a CUDA device began and ended, in the host's time: for timelines.
+
+CUDA tells the time between two events of one device, in milliseconds as a float32. So times are counted from an
+*anchor*, an event whose host time is known to some microseconds, and anchors are renewed before the steps of a float32
+show.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.devices.protocol import Span
+
+if TYPE_CHECKING:
+    from asyncflow.streams.cuda.stream import CudaStream
+
+_TRIES = 5
+_OLD_NS = 5_000_000_000
+"""After 5 s the steps of a float32 in milliseconds are half a microsecond."""
+
+
+class Clock:
+    """The host's time of events on one device."""
+
+    def __init__(self, cupy: Any, stream: CudaStream) -> None:
+        """Blocks until the device has answered a few times."""
+        self._cupy = cupy
+        self._stream = stream
+        self.refresh()
+
+    @property
+    def is_old(self) -> bool:
+        """Whether it is time for `refresh`."""
+        return perf_counter_ns() - self._anchor[1] > _OLD_NS
+
+    @property
+    def anchor(self) -> tuple[Any, int]:
+        """An event and its host time in nanoseconds."""
+        return self._anchor
+
+    def refresh(self) -> None:
+        """Take a new anchor; blocks, so call it on a thread that may wait."""
+        best = None
+        for _ in range(_TRIES):
+            with self._stream.activate():
+                event = self._cupy.cuda.Event(block=False, disable_timing=False)
+                asked_ns = perf_counter_ns()
+                event.record(self._stream.raw)
+                event.synchronize()
+                known_ns = perf_counter_ns()
+            if best is None or known_ns - asked_ns < best[0]:
+                best = known_ns - asked_ns, (event, known_ns)
+        assert best is not None
+        self._anchor = best[1]
+
+    def new_event(self) -> Any:
+        """An event on the stream that is current, from which times are counted."""
+        # No thread sleeps on it, and of such that one can sleep on a stream takes few: see `EventPool`.
+        return self._cupy.cuda.Event(block=False, disable_timing=False)
+
+    def time_ns(self, event: Any, anchor: tuple[Any, int]) -> int:
+        """The host time of an event that has completed."""
+        origin, origin_ns = anchor
+        elapsed_ms: float = self._cupy.cuda.get_elapsed_time(origin, event)
+        return origin_ns + round(1e6 * elapsed_ms)
+
+
+class PendingSpan:
+    """Work given to a stream between entering and leaving this as a context manager."""
+
+    __slots__ = ("_anchor", "_clock", "_ended", "_into", "_label", "_nbytes", "_role", "_started", "_stream")
+
+    def __init__(self, clock: Clock, stream: CudaStream, label: str, role: str, nbytes: int, into: list[Any]) -> None:
+        self._clock = clock
+        self._anchor = clock.anchor
+        self._stream = stream
+        self._label = label
+        self._role = role
+        self._nbytes = nbytes
+        self._into = into
+
+    def __enter__(self) -> None:
+        self._started = self._clock.new_event()
+        self._started.record(self._stream.raw)
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended = self._clock.new_event()
+        self._ended.record(self._stream.raw)
+        self._into.append(self)
+
+    def settled(self) -> Span:
+        """The span, once all of it has ended."""
+        started, ended = (self._clock.time_ns(event, self._anchor) for event in (self._started, self._ended))
+        return Span(self._label, self._role, started, max(started, ended), self._nbytes)
+
+
+class HostSpan:
+    """A kernel that the host computes, between entering and leaving this as a context manager."""
+
+    __slots__ = ("_ended_ns", "_into", "_label", "_started_ns")
+
+    def __init__(self, label: str, into: list[Any]) -> None:
+        self._label = label
+        self._into = into
+
+    def __enter__(self) -> None:
+        self._started_ns = perf_counter_ns()
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended_ns = perf_counter_ns()
+        self._into.append(self)
+
+    def settled(self) -> Span:
+        """The span."""
+        return Span(self._label, "host", self._started_ns, self._ended_ns, 0)
+
+
+__all__ = ["Clock", "HostSpan", "PendingSpan"]

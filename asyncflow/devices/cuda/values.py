@@ -1,0 +1,160 @@
+"""What flows through a graph on CUDA devices: arrays that know in the order of which stream they are valid.
+
+Anything that is neither a `CudaArray` nor a `CudaOpaque` is a *host value*: counters, predicates, shapes, strings.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.devices.values import DeviceArray, DType
+from asyncflow.errors import FetchError
+
+if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Shape
+    from asyncflow.streams.cuda.stream import CudaEvent, CudaStream
+
+
+class Landing:
+    """Memory that a copy fills: a ticket of the copy keeps it, since its home stream may not use it again before.
+
+    From there on that the home stream waits for the copy, its order protects the memory as it does any other, and the
+    ticket has nothing more to keep. So an array that is copied in and used takes memory for as long as its users are
+    not launched, and not until the copy is done, which the host may be far ahead of.
+
+    Attributes:
+        array: CuPy's; None once the home stream waits.
+    """
+
+    __slots__ = ("_home", "array")
+
+    def __init__(self, array: Any, home: CudaStream) -> None:
+        self.array = array
+        self._home = home
+
+    def awaited_by(self, stream: CudaStream) -> None:
+        """Take note that work given to `stream` from now on comes after the copy."""
+        if stream is self._home:
+            self.array = None
+
+
+class CudaArray(DeviceArray):
+    """An array in a CUDA device's memory.
+
+    Invariant: work given to `stream` from now on finds the array written. Work given to any other stream does once that
+    stream has waited for `written`.
+
+    Attributes:
+        array: CuPy's.
+        device: the name of the logical device it is on.
+        stream: in whose order it is valid.
+        name: of the node that made it.
+    """
+
+    __slots__ = ("__weakref__", "_event", "_followers", "_landing", "array", "device", "name", "stream")
+
+    device: str
+
+    def __init__(
+        self,
+        array: Any,
+        device: str,
+        stream: CudaStream,
+        name: str,
+        event: CudaEvent | None = None,
+        landing: Landing | None = None,
+    ) -> None:
+        self.array = array
+        self.device = device
+        self.stream = stream
+        self.name = name
+        self._event = event
+        self._followers: tuple[CudaStream, ...] = ()  # streams that wait for `_event` already
+        self._landing = landing
+
+    @property
+    def written(self) -> CudaEvent:
+        """An event that completes when the array is written; recorded when it is first asked for."""
+        if self._event is None:
+            self._event = self.stream.record()
+        return self._event
+
+    def order(self, stream: CudaStream) -> None:
+        """Let work given to `stream` from now on find the array written."""
+        if self.stream is not stream and stream not in self._followers:
+            stream.wait(self.written)
+            self._followers += (stream,)
+            if self._landing is not None:
+                self._landing.awaited_by(stream)
+
+    def settle(self, stream: CudaStream) -> None:
+        """`order`, for a compute stream of the array's device that a copy was not made on: the array is valid there.
+
+        Later users of that stream need not wait again.
+        """
+        self.order(stream)
+        self.stream = stream
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget an event recorded earlier: more work on `stream` belongs to the array now."""
+        self._event = None
+        self._followers = ()
+
+    @property
+    def dtype(self) -> DType:
+        """Of the elements."""
+        dtype: DType = self.array.dtype
+        return dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The extents."""
+        shape: Shape = self.array.shape
+        return shape
+
+    def _unseen(self, who: str) -> FetchError:
+        return FetchError(f"{who} reads {self.name!r}, which is in the memory of {self.device}; fetch the value first")
+
+
+class CudaOpaque:
+    """Something that is no array but holds some, such as a state of a TensorArray; valid in the order of compute.
+
+    Attributes:
+        value: the object.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"<CudaOpaque {self.value!r}>"
+
+
+_FEW = 64
+"""Most elements of what counts as a shape."""
+
+_PLAIN = (type(None), str, bytes, bool, int, float, complex, np.generic)
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value made on the device is one of the host all the same: a number or text of Python's or NumPy's."""
+    return isinstance(value, _PLAIN)
+
+
+def is_shape(value: object) -> bool:
+    """Whether a value that the host has made may be a shape, and stays there: a short vector of integers."""
+    return isinstance(value, np.ndarray) and value.ndim <= 1 and value.dtype.kind in "biu" and value.size <= _FEW
+
+
+def as_scalar(value: Any) -> Any:
+    """A NumPy scalar for an array of rank 0 of numbers, which CuPy would refuse; anything else as it is."""
+    is_number = isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind not in "OSUT"
+    return value[()] if is_number else value
+
+
+__all__ = ["CudaArray", "CudaOpaque", "Landing", "as_scalar", "is_plain", "is_shape"]

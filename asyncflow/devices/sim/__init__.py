@@ -1,0 +1,1 @@
+"""Simulated devices: NumPy's results on virtual time."""

@@ -1,0 +1,489 @@
+"""A simulated device: NumPy's results on virtual time.
+
+A kernel is computed at once, when it is launched; *when it would have run* follows from a cost model: what the card
+and its links can do (`asyncflow.devices.presets`), the order of its streams, the events between them, and the thread of
+the host (`asyncflow.devices.host`), which takes a while for each launch and drives all devices, one after another.
+Nobody sees a result before its time: only events tell the host of it.
+
+It is given what a CUDA device is given: regions, with fused chains in them, one node at a time, or regions that become
+CUDA graphs, as the machine's ``launches`` says. What a call of the host does there is one call here.
+
+It has the hazards of a CUDA device and finds them (`HazardError`): values are ordered by events alone, and freed memory
+goes back to its stream's pool with no event. So whatever works here without a hazard waits for the right things there.
+
+===================  ===========================================================================================
+kernel               host, then its compute stream: ``max(kernel_s, flops / rate, bytes / bandwidth)``
+kernel on the host   host: numbers whose inputs are there, views, references that state hands out
+feed                 host, then ``h2d`` over the card's host link, after all that compute has been given
+fetch                host, then ``d2h`` over the card's host link, after what wrote the value; then the host again
+receive              host, then ``peer`` over the peer link; or ``d2h`` there and ``h2d`` here, with no peer link
+===================  ===========================================================================================
+
+A CPU on virtual time is the same thing with the host's memory: its copies in and out take no time, and its kernels are
+called one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+
+from asyncflow.devices.cuda.values import as_scalar
+from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.options import positive_count
+from asyncflow.devices.presets import kernel_ns
+from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Span
+from asyncflow.devices.sim.launch import HostLauncher, Launcher
+from asyncflow.devices.sim.links import Lane, first_common_gap
+from asyncflow.devices.sim.machine import SimMachine, current_machine, use_machine
+from asyncflow.devices.sim.regions import RegionLauncher
+from asyncflow.devices.sim.timeline import Timeline
+from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimMemoryAccount, SimOpaque, Storage
+from asyncflow.devices.values import stays_on_host
+from asyncflow.errors import FetchError
+from asyncflow.streams.sim.stream import SimEvent, SimStream
+
+_NS_PER_S = 1e9
+
+_NOTHING = nullcontext()
+
+_FARTHEST_AHEAD_NS = 1_000_000
+"""How far the host may be ahead of the clock before launching has to pause."""
+
+
+class SimDevice(Timeline):
+    """One simulated device of a session: ``sim:<index>``, card `index` of the machine, or ``cpu:<index>``.
+
+    Its streams and memory are its own, as if no other session used the card; links and the host are shared by all.
+
+    Attributes (more in `Timeline`):
+        account: its memory.
+        state_events: the last work of each compute stream that wrote state.
+    """
+
+    def __init__(
+        self,
+        machine: SimMachine,
+        index: int = 0,
+        *,
+        kind: Literal["sim", "cpu"] = "sim",
+        memory_limit: int | None = None,
+        compute_streams: int = 1,
+    ) -> None:
+        """Open the device.
+
+        Raises:
+            ValueError: `memory_limit` or `compute_streams` is no positive int.
+        """
+        count = positive_count(compute_streams, "the number of compute streams")
+        super().__init__(machine, index, kind, count)
+        limit = self.card.memory_bytes if memory_limit is None and kind == "sim" else memory_limit
+        self.account = SimMemoryAccount(self._name, limit)
+        self.state_events: dict[SimStream, SimEvent] = {}
+        into, out = Lane(f"{self._name} in"), Lane(f"{self._name} out")
+        self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
+
+    def __repr__(self) -> str:
+        return f"<SimDevice {self._name}, {self.card.name}>"
+
+    # -- the `Device` protocol -----------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Such as ``sim:0``."""
+        return self._name
+
+    @property
+    def kind(self) -> str:
+        """``sim``, or ``cpu`` for a CPU on virtual time."""
+        return self._kind
+
+    @property
+    def xp(self) -> ModuleType:
+        """The `numpy` module."""
+        return np
+
+    @property
+    def compute(self) -> SimStream:
+        """The first stream of kernels."""
+        return self._compute[0]
+
+    @property
+    def compute_streams(self) -> tuple[SimStream, ...]:
+        """The streams of kernels."""
+        return self._compute
+
+    @property
+    def streams(self) -> tuple[SimStream, ...]:
+        """Every stream there is."""
+        return tuple(self._streams.values())
+
+    @property
+    def h2d(self) -> SimStream:
+        """The stream of copies from host memory."""
+        return self._streams["h2d"]
+
+    @property
+    def d2h(self) -> SimStream:
+        """The stream of copies to host memory."""
+        return self._streams["d2h"]
+
+    @property
+    def peer(self) -> SimStream:
+        """The stream of copies from other devices."""
+        return self._streams["peer"]
+
+    @property
+    def memory(self) -> SimMemoryAccount:
+        """The bytes it holds, and their limit: the card's memory if the session set none."""
+        return self.account
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True."""
+        return True
+
+    def kernel_ns(self, flops: float, nbytes: float) -> float:
+        """The time of a kernel of float32 operations on its stream, without jitter."""
+        return kernel_ns(self.card, flops, nbytes)
+
+    def transfer_ns(self, nbytes: float, target: Device) -> float:
+        """The time of the copies that bring a value to `target`, without jitter and without others in their way."""
+        if target is self:
+            return 0.0
+        peer = self.machine.spec.peer_link
+        if peer is not None and isinstance(target, SimDevice) and self._is_card and target._is_card:
+            return (peer.latency_s + nbytes / peer.bytes_per_s) * _NS_PER_S
+        there = target._host_copy_s(nbytes) if isinstance(target, SimDevice) else 0.0
+        return (self._host_copy_s(nbytes) + there) * _NS_PER_S
+
+    async def aclose(self, grace_s: float) -> bool:
+        """Take no more work and wait up to ``grace_s`` seconds of virtual time for what there is. Idempotent.
+
+        Cancellation: the streams stay closed.
+        """
+        for stream in self._streams.values():
+            stream.stop()
+        have_ended = all(await asyncio.gather(*(stream.aclose(grace_s) for stream in self._streams.values())))
+        if have_ended:
+            self.machine.host.forget(self._streams.values())
+        return have_ended
+
+    def describe(self) -> str:
+        """One line for people: name, card, memory in use, limit."""
+        now = self.account.statistics()
+        limit = "no limit" if now.limit is None else f"limit {format_bytes(now.limit)}"
+        return f"{self._name}  simulated {self.card.name}  {format_bytes(now.used)} in {now.buffers} buffers, {limit}"
+
+    # -- the `AsynchronousDevice` protocol -----------------------------------------------------------------------
+
+    @property
+    def runs_regions(self) -> bool:
+        """Whether it is a card of a machine that launches regions."""
+        return self._is_card and self.machine.launches != "nodes"
+
+    @property
+    def region_ns(self) -> float:
+        """The time of a call of a region by the machine's host."""
+        return self.machine.driver.region_s * _NS_PER_S
+
+    @property
+    def runs_loops(self) -> bool:
+        """False: the host drives all loops."""
+        return False
+
+    def captures(self, asked: bool) -> bool:
+        """Whether regions are to become graphs: if the session or the machine says so."""
+        return self.runs_regions and (asked or self.machine.launches == "graphs")
+
+    async def open(self) -> None:
+        """Does nothing: a machine that is not there is always ready."""
+
+    def start(self) -> None:
+        """Does nothing, too."""
+
+    def activate(self) -> AbstractContextManager[None]:
+        """Does nothing: no thread has a current simulated device."""
+        return _NOTHING
+
+    def resident(self, constant: Any, stream: int) -> Any:
+        """The constant: what uses it orders itself."""
+        return constant
+
+    def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
+        """A function that runs a region's on device values; see `RegionLauncher`."""
+        return RegionLauncher(self, function, info, is_generator=is_generator)
+
+    def bind(self, kernel: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
+        """A function that launches `kernel` on device values and host values; see `Launcher`.
+
+        Scalars of launched kernels are device values too. Arrays that the kernel returns are the device's to overwrite
+        once they are freed, unless ``info.keeps_arrays``.
+        """
+        launcher = Launcher(self, kernel, info)
+        return HostLauncher(launcher) if info.is_async else launcher
+
+    def constant(self, value: Any) -> Any:
+        """A device value that has been there from the start; numbers and what is no array stay host values.
+
+        Raises:
+            MemoryLimitExceeded: it does not fit.
+        """
+        if self.leaves_on_host(value):
+            return as_scalar(value)
+        origin = self.compute.origin("constant")
+        storage = self.allocate(self.compute, origin, value.nbytes, None)
+        data = None if self.machine.shapes_only and value.nbytes > SMALL_BYTES else value
+        return SimArray(data, value.dtype, value.shape, storage, origin, "constant")
+
+    def feed(self, value: Any, deliver: Deliver) -> None:
+        """Copy a host value in and deliver the copy at once; numbers and what is no array stay host values."""
+        try:
+            copied = self.copy_in(value)
+        except Exception as error:  # out of memory, or a hazard
+            deliver(None, error)
+        else:
+            deliver(copied, None)
+
+    def copy_in(self, value: Any, name: str = "feed") -> Any:
+        """A copy of a host value on the device; numbers and what is no array stay host values.
+
+        Raises:
+            MemoryLimitExceeded: it does not fit.
+            HazardError: memory was freed too early, since the last call.
+        """
+        self.machine.check()
+        if self.leaves_on_host(value):
+            return as_scalar(value)
+        data = value.copy()
+        self.account.check(data.nbytes, name)
+        return self._copied_in(data, data.dtype, data.shape, name, after=None)
+
+    def fetch(self, value: Any, deliver: Deliver) -> bool:
+        """Copy a device value to the host: at the copy's end, ``deliver(array, error)`` is called once.
+
+        In a simulation of shapes, what has no data comes as a read-only array of NaN (0 for integers) that takes no
+        memory.
+
+        Returns:
+            False, without ever calling `deliver`, if `value` is a host value, usable as it is.
+
+        Raises:
+            HazardError: memory was freed too early, since the last call.
+        """
+        self.machine.check()
+        if isinstance(value, SimOpaque):
+            self.order(self.d2h, value.events)
+            self._at(self.d2h.launch(0, self.thread.spend("node")), self._told, deliver, value.value, None)
+            return True
+        if not isinstance(value, SimArray):
+            return False
+        self._at(self._copy_out(value), self._told, _deliver_copy, value, deliver)
+        return True
+
+    def send(self) -> int:
+        """When what is said now to another device is on its way: once the host has come to it."""
+        return self.thread.spend("node")
+
+    def receive(self, value: Any, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
+        """Take over a value of `source`: ``deliver(value_here, error)`` is called once.
+
+        An array is delivered at once, and has its event; the memory on both sides stays until the copy is done. A host
+        value comes as a message, sent at `sent_ns` (None: when the source's host has made it).
+        """
+        if not isinstance(value, SimArray):
+            if sent_ns is None:
+                sent_ns = source.dispatched_ns if isinstance(source, SimDevice) else self.machine.now_ns()
+            self._deliver_message(value, sent_ns, deliver)
+            return
+        try:
+            self.machine.check()
+            self.account.check(value.nbytes, value.name)
+            received = self._received(value, source)
+        except Exception as error:  # whoever receives gets it, whichever side was at fault
+            deliver(None, error)
+            return
+        deliver(received, None)
+
+    def require_data(self, value: Any, name: str) -> None:
+        """Raise unless Python can look at `value`, which the node `name` needs.
+
+        Raises:
+            FetchError: it is an array of a simulation of shapes, and has none.
+        """
+        if isinstance(value, SimArray) and value.data is None:
+            raise FetchError(
+                f"{name!r} needs the data of {value.name!r}, which a shapes-only simulation does not have: it was "
+                f"computed from arrays of more than {format_bytes(SMALL_BYTES)}; simulate with data, or let the "
+                "program decide by counters"
+            )
+
+    def throttle(self, resume: Callable[[], None]) -> bool:
+        """Whether the host is so far ahead of the clock that launching has to pause; then calls ``resume()``."""
+        ahead_ns = self.dispatched_ns - self.machine.now_ns()
+        if ahead_ns < _FARTHEST_AHEAD_NS:
+            return False
+        self.machine.loop.call_at_ns(self.dispatched_ns - _FARTHEST_AHEAD_NS // 2, resume)
+        return True
+
+    def mark(self) -> Mark:
+        """The point up to which work is launched now."""
+        return self.dispatched_ns, [stream.end() for stream in self._streams.values()]
+
+    def when_done(
+        self, done: Callable[[BaseException | None], None], mark: Mark = None, *, elsewhere: bool = False
+    ) -> None:
+        """Call ``done(None)`` once, never before this returns, when all work launched up to `mark` has ended.
+
+        With `elsewhere`, later by the time of a message.
+
+        Raises:
+            HazardError: memory was freed too early, since the last call.
+        """
+        self.machine.check()
+        dispatched_ns, ends = self.mark() if mark is None else mark
+        last_ns = max(dispatched_ns, *(end.time_ns for end in ends))
+        if elsewhere:
+            last_ns += self._message_ns
+
+        def observe() -> None:
+            for end in ends:
+                self.machine.host.observe(end)
+            self._told(done, None)
+
+        self.machine.loop.call_at_ns(max(last_ns, self.machine.now_ns()), observe)
+
+    def settle(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """`spans`: their times were known when they were recorded."""
+        return spans
+
+    def allocate(self, pool: SimStream, written: SimEvent, nbytes: int, array: np.ndarray[Any, Any] | None) -> Storage:
+        """Memory of the device, from the pool of a compute stream.
+
+        Raises:
+            MemoryLimitExceeded: it does not fit.
+        """
+        return Storage(self.machine, self.account, pool, written, nbytes, device=self._name, array=array)
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def _host_copy_s(self, nbytes: float) -> float:
+        link = self.machine.spec.host_link
+        return link.latency_s + nbytes / link.bytes_per_s if self._is_card else 0.0
+
+    def leaves_on_host(self, value: Any) -> bool:
+        """Whether a host value is no matter for the device: what is no array, and numbers of rank 0.
+
+        A CPU on virtual time takes numbers with a fraction all the same.
+        """
+        return stays_on_host(value) or (self._is_card and np.ndim(value) == 0)
+
+    def _copy_out(self, value: SimArray) -> SimEvent:
+        """Copy an array to the host, on ``d2h``."""
+        self._pack(value)
+        self.settle_on(self.d2h, value)
+        self.order(self.d2h, (value.written,))
+        lanes = (self._engine_out, self.machine.lane(f"{self._name} to host"))
+        event = self._copy(self.d2h, lanes, self._host_copy_s(value.nbytes), value.nbytes, value.name)
+        self._read(value, event)
+        return event
+
+    def _copied_in(
+        self, data: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str, after: SimEvent | None
+    ) -> SimArray:
+        """An array of the host on the device, copied on ``h2d``."""
+        self._own_memory(self.h2d)
+        if after is not None:
+            self.order(self.h2d, (after,))
+        nbytes = math.prod(shape) * dtype.itemsize
+        lanes = (self._engine_in, self.machine.lane(f"host to {self._name}"))
+        event = self._copy(self.h2d, lanes, self._host_copy_s(nbytes), nbytes, name)
+        return self._filled(data, dtype, shape, event, name)
+
+    def _received(self, value: SimArray, source: Device) -> SimArray:
+        """An array of another device, here."""
+        machine = self.machine
+        assert isinstance(source, SimDevice), "every device of a machine is simulated"
+        data = None if value.data is None else value.data.copy()
+        link = machine.spec.peer_link
+        if link is None or not (self._is_card and source._is_card):
+            out = source._copy_out(value)
+            return self._copied_in(data, value.dtype, value.shape, value.name, after=out)
+        source._pack(value)
+        self._own_memory(self.peer)
+        self.settle_on(self.peer, value)
+        self.order(self.peer, (value.written,))
+        lanes = (self._engine_in, machine.lane(f"{source.name} to {self._name}"))
+        seconds = link.latency_s + value.nbytes / link.bytes_per_s
+        event = self._copy(self.peer, lanes, seconds, value.nbytes, value.name)
+        source._read(value, event)
+        return self._filled(data, value.dtype, value.shape, event, value.name)
+
+    def _pack(self, value: SimArray) -> None:
+        """Launch what puts an array with gaps in C order, as copies between memories need it."""
+        data = value.data
+        if self._is_card and isinstance(data, np.ndarray) and not data.flags.c_contiguous:
+            self.settle_on(self.compute, value)
+            self.order(self.compute, (value.written,))
+            event = self.launch_kernel(self.compute, 0.0, 2 * value.nbytes, False, value.name, fired=False)
+            value.storage.readers[self.compute] = value.written = event
+            value.followers = ()
+
+    def _own_memory(self, stream: SimStream) -> None:
+        """Let `stream` write to memory allocated now: compute, for which it is allocated, may still be using it."""
+        self.thread.spend("event")
+        stream.wait(self.compute.end())
+
+    def _copy(self, stream: SimStream, lanes: Sequence[Lane], seconds: float, nbytes: int, name: str) -> SimEvent:
+        duration_ns = self.machine.duration_ns(seconds)
+        ready_ns = stream.ready_ns(self.thread.spend("copy"))
+        event = stream.launch(duration_ns, first_common_gap(lanes, ready_ns, duration_ns), name)
+        for lane in lanes:
+            lane.occupy(event.started_ns, event.time_ns, self.machine.now_ns())
+        self._record(event, nbytes)
+        return event
+
+    def _read(self, value: SimArray, event: SimEvent) -> None:
+        """Note that a copy reads the array, and keep that until the copy is done."""
+        self.machine.check_read(event.stream, value, event.label)
+        value.storage.readers[event.stream] = event
+        self.hold(event, (value.storage, value))
+
+    def _filled(self, data: Any, dtype: np.dtype[Any], shape: tuple[int, ...], event: SimEvent, name: str) -> SimArray:
+        """New memory on the device that a copy fills."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        storage = self.allocate(self.compute, event, nbytes, data if isinstance(data, np.ndarray) else None)
+        self.machine.landing[event] = storage
+        self._at(event, self.machine.landing.pop, event, None)
+        if self.machine.shapes_only and nbytes > SMALL_BYTES:
+            data = storage.array = None
+        return SimArray(data, dtype, shape, storage, event, name)
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _message_ns(self) -> int:
+        return round(self.machine.spec.message_s * _NS_PER_S)
+
+    def _deliver_message(self, value: Any, sent_ns: int, deliver: Deliver) -> None:
+        due_ns = sent_ns
+        if isinstance(value, SimOpaque):
+            due_ns = max(due_ns, *(event.time_ns for event in value.events))
+            value = value.value
+        self._call_at(due_ns + self._message_ns, self._take_message, value, deliver)
+
+    def _take_message(self, value: Any, deliver: Deliver) -> None:
+        self._call_at(self.thread.spend("node"), deliver, value, None)
+
+
+def _deliver_copy(value: SimArray, deliver: Deliver) -> None:
+    deliver(value.stand_in() if value.data is None else value.data.copy(), None)
+
+
+__all__ = ["SimArray", "SimDevice", "SimMachine", "SimOpaque", "current_machine", "use_machine"]

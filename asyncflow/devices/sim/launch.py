@@ -1,0 +1,406 @@
+"""How a simulated device runs a kernel: its result at once, its time on the stream, its memory in the account."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from asyncflow.devices.memory import owner_of
+from asyncflow.devices.protocol import CoroutineKernel, recording
+from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimOpaque, Storage
+from asyncflow.devices.values import is_array
+from asyncflow.errors import InternalError, ShapeError
+from asyncflow.streams.futures import resolve
+
+if TYPE_CHECKING:
+    from asyncflow.devices.host import Call
+    from asyncflow.devices.protocol import ArraySpec, KernelInfo, Span
+    from asyncflow.devices.sim.device import SimDevice
+    from asyncflow.streams.sim.stream import SimEvent
+
+_Specs: TypeAlias = "Sequence[ArraySpec] | None"
+
+_MOST_SPECS = 64
+
+_PLAIN = (type(None), str, bytes, int, float, complex, np.ndarray, np.generic)
+"""What the host can look at although the device made it: strings, and numbers of Python's."""
+
+
+class Launcher:
+    """A kernel bound to a simulated device: calling it launches it.
+
+    What a call costs:
+
+    - A kernel that may run on the host, and has no device array among its inputs, takes the host's time only.
+    - So does one that computes nothing: it gives views of its inputs, or what state keeps, or looks at shapes.
+    - Any other occupies its stream, not before the host has launched it.
+
+    Where nobody but a region calls it, no node is interpreted for it.
+    """
+
+    __slots__ = ("_device", "_inferred", "_info", "_kernel", "_stream")
+
+    def __init__(self, device: SimDevice, kernel: Callable[..., Any], info: KernelInfo) -> None:
+        self._device = device
+        self._kernel = kernel
+        self._info = info
+        self._stream = device.compute_streams[info.stream]
+        self._inferred: dict[tuple[ArraySpec, ...], _Specs] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Launch the kernel on device values and host values; its outputs, likewise.
+
+        Raises:
+            HazardError: an input was not waited for, or memory was freed too early since the last call.
+            MemoryLimitExceeded: the outputs do not fit.
+            ShapeError: shapes alone are simulated, and those of the outputs depend on data.
+            BaseException: what the kernel raises, as it is.
+        """
+        device, info = self._device, self._info
+        device.machine.check()
+        if device.has_own_memory:
+            if (info.is_metadata or info.on_host is not None) and self._stays_on_host(args):
+                return self._on_host(args)
+            args = tuple(self._brought(args))
+        values = args[1:] if info.needs_context else args
+        arrays = [value for value in values if isinstance(value, SimArray)]
+        if not (arrays or device.has_own_memory) and info.may_run_on_host:
+            result = self._compute(args)
+            device.run_on_host(info.name)
+            return result
+        for array in arrays:
+            _check_home(array, device, info.name)
+            device.settle_on(self._stream, array)
+        specs = self._infer(values)
+        shapes = [getattr(value, "shape", ()) for value in values]
+        if specs is not None:
+            self._check_room(specs, shapes)
+        if not self._has_data(arrays, specs):
+            outputs = self._without_data(arrays, shapes, specs)
+        else:
+            result = self._compute(args)
+            outputs = self._wrap(values, arrays, shapes, [result] if info.single else list(result))
+        return outputs[0] if info.single else tuple(outputs)
+
+    def call_async(self, *args: Any) -> Coroutine[Any, Any, Any]:
+        """Copy the inputs to the host, await the user's kernel there, and copy its outputs in."""
+        device = self._device
+        spans = device.record_into(None)
+        device.record_into(spans)
+        return self._call_async(args, spans)
+
+    async def _call_async(self, args: Sequence[Any], spans: list[Span] | None) -> Any:
+        device, info = self._device, self._info
+        values = [await self._fetched(value, spans) for value in args]
+        result = self._kernel(*values)
+        if inspect.isawaitable(result):
+            result = await result
+        device.machine.check()
+        with recording(device, spans):
+            outputs = [device.copy_in(output, info.name) for output in ([result] if info.single else result)]
+        return outputs[0] if info.single else tuple(outputs)
+
+    # -- on the host ---------------------------------------------------------------------------------------------
+
+    def _stays_on_host(self, args: Sequence[Any]) -> bool:
+        return self._info.is_metadata or not any(isinstance(value, SimArray) for value in args)
+
+    def _on_host(self, args: Sequence[Any]) -> Any:
+        """What the host computes, or finds out without looking at data."""
+        info = self._info
+        raw = [
+            value.stand_in() if isinstance(value, SimArray) else value.value if isinstance(value, SimOpaque) else value
+            for value in args
+        ]
+        with np.errstate(all="ignore"):
+            result = (info.on_host or self._kernel)(*raw)
+        self._device.run_on_host(info.name, "step" if info.in_region else "node")
+        return result
+
+    def _brought(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments, with copies on the device for vectors of the host that are data there."""
+        info, first = self._info, 1 if self._info.needs_context else 0
+        return [
+            self._device.copy_in(value, info.name)
+            if type(value) is np.ndarray and is_array(value) and index - first not in info.host_inputs
+            else value
+            for index, value in enumerate(args)
+        ]
+
+    # -- computing -----------------------------------------------------------------------------------------------
+
+    def _compute(self, args: Sequence[Any]) -> Any:
+        raw = [self._raw(value) if isinstance(value, SimArray | SimOpaque) else value for value in args]
+        with np.errstate(all="ignore"):  # in a graph, infinities and NaN are values
+            return self._kernel(*raw)
+
+    def _raw(self, value: SimArray | SimOpaque) -> Any:
+        if isinstance(value, SimOpaque):
+            return value.value
+        data = value.stand_in()
+        if self._info.keeps_arrays:
+            value.storage.keep(data if isinstance(data, np.ndarray) else None)
+        return data
+
+    async def _fetched(self, value: Any, spans: list[Span] | None) -> Any:
+        future: asyncio.Future[Any] = self._device.machine.loop.create_future()
+        with recording(self._device, spans):
+            is_copied = self._device.fetch(value, partial(resolve, future))
+        return await future if is_copied else value
+
+    def _has_data(self, arrays: Sequence[SimArray], specs: _Specs) -> bool:
+        """Whether the kernel can be, and should be, run: not on or for what has no data, unless it is one of state."""
+        if not self._device.machine.shapes_only or self._info.keeps_arrays:
+            return True
+        if any(array.data is None for array in arrays):
+            return False
+        return specs is None or not any(_nbytes(spec) > SMALL_BYTES for spec in specs)
+
+    def _infer(self, values: Sequence[Any]) -> _Specs:
+        """dtypes and shapes of the outputs, if they follow from those of the inputs."""
+        try:
+            key = tuple([(value.dtype, value.shape) for value in values])
+        except AttributeError:
+            return None  # a string, or something opaque
+        if key not in self._inferred:
+            if len(self._inferred) >= _MOST_SPECS:
+                self._inferred.clear()
+            self._inferred[key] = self._info.infer(key)
+        return self._inferred[key]
+
+    def _check_room(self, specs: Sequence[ArraySpec], shapes: Sequence[tuple[int, ...]]) -> None:
+        """Refuse before the kernel runs and state changes; what may turn out to be a view is looked at afterwards."""
+        info = self._info
+        if info.keeps_arrays and not shapes:
+            return  # it reads state
+        if info.keeps_arrays or info.flops(shapes, [shape for _, shape in specs]) > 0:
+            self._device.account.check(sum(map(_nbytes, specs)), info.name)
+
+    # -- wrapping ------------------------------------------------------------------------------------------------
+
+    def _without_data(self, arrays: Sequence[SimArray], shapes: Sequence[tuple[int, ...]], specs: _Specs) -> list[Any]:
+        """The outputs of a kernel that is not run."""
+        info = self._info
+        if specs is None:
+            raise ShapeError(
+                f"{info.name!r} cannot be simulated: its output's shape depends on data, which a shapes-only "
+                "simulation does not have; simulate with data, or keep this part of the program below 4 KiB a value"
+            )
+        flops = info.flops(shapes, [shape for _, shape in specs])
+        if flops == 0 and arrays:
+            # Ops that compute nothing give views: of the input of the same place, or of the only one.
+            sources = arrays if len(arrays) == len(specs) else [arrays[0]] * len(specs)
+            self._view()
+            return [
+                self._followed(SimArray(None, dtype, shape, source.storage, source.written, info.name))
+                for (dtype, shape), source in zip(specs, sources, strict=True)
+            ]
+        fresh = sum(map(_nbytes, specs))
+        self._device.account.check(fresh, info.name)
+        event = self._launch(arrays, (), flops, fresh, [dtype for dtype, _ in specs])
+        return [
+            SimArray(None, dtype, shape, self._allocate(event, _nbytes((dtype, shape)), None), event, info.name)
+            for dtype, shape in specs
+        ]
+
+    def _wrap(
+        self,
+        values: Sequence[Any],
+        arrays: Sequence[SimArray],
+        shapes: Sequence[tuple[int, ...]],
+        outputs: list[Any],
+    ) -> list[Any]:
+        """Device values for what the kernel gave."""
+        info, device = self._info, self._device
+        homes = _Homes(device, values, info.keeps_arrays)
+        found = [homes.find(output) if is_array(output) else None for output in outputs]
+        fresh = [output for output, home in zip(outputs, found, strict=True) if is_array(output) and home is None]
+        flops = info.flops(shapes, [getattr(output, "shape", ()) for output in outputs])
+        opaque = [event for value in values if isinstance(value, SimOpaque) for event in value.events]
+        if self._is_work(flops, values, fresh, outputs):
+            owners = [owner_of(output) if isinstance(output, np.ndarray) else output for output in fresh]
+            nbytes = sum({id(owner): owner.nbytes for owner in owners}.values())
+            device.account.check(nbytes, info.name)
+            event = self._launch(arrays, opaque, flops, nbytes, [output.dtype for output in fresh])
+            if info.keeps_arrays:
+                device.state_events[self._stream] = event
+        else:
+            self._view()
+            event = None
+        events = [*opaque, *(array.written for array in arrays)]
+        return [self._wrap_one(output, home, event, events, homes) for output, home in zip(outputs, found, strict=True)]
+
+    def _is_work(self, flops: float, values: Sequence[Any], fresh: Sequence[Any], outputs: Sequence[Any]) -> bool:
+        """Whether the kernel occupies the stream."""
+        has_inputs = any(isinstance(value, SimArray | SimOpaque) for value in values)
+        if self._info.keeps_arrays:
+            return bool(fresh) and flops > 0 and bool(values)  # else it moves references, or reads state
+        if fresh:
+            return flops > 0 or not has_inputs
+        return has_inputs and not any(is_array(output) for output in outputs)
+
+    def _wrap_one(
+        self,
+        output: Any,
+        home: tuple[Storage, SimEvent] | None,
+        event: SimEvent | None,
+        events: Sequence[SimEvent],
+        homes: _Homes,
+    ) -> Any:
+        if not is_array(output):
+            depends = (event,) if event is not None else _latest(events)
+            return output if isinstance(output, _PLAIN) or not depends else SimOpaque(output, depends)
+        home = home or homes.find(output)  # an output before may share its memory
+        if home is None:
+            home = self._new_home(output, event or self._join(events), homes)
+        storage, written = home
+        data = output
+        if self._device.machine.shapes_only and output.nbytes > SMALL_BYTES:
+            data = storage.array = None
+        return self._followed(SimArray(data, output.dtype, output.shape, storage, written, self._info.name))
+
+    def _view(self) -> None:
+        info = self._info
+        in_region: Call = "step" if info.moves_references else "view"
+        self._device.run_on_host(info.name, in_region if info.in_region else "node")
+
+    def _followed(self, array: SimArray) -> SimArray:
+        """An array made on this stream, which has waited for whatever wrote the memory it looks into."""
+        if array.written.stream is not self._stream:
+            array.followers = (self._stream,)
+        return array
+
+    def _new_home(self, output: Any, written: SimEvent, homes: _Homes) -> tuple[Storage, SimEvent]:
+        if not isinstance(output, np.ndarray):
+            return self._allocate(written, output.nbytes, None), written
+        owner = owner_of(output)
+        storage = self._allocate(written, owner.nbytes, None if homes.is_foreign(owner) else owner)
+        if self._info.keeps_arrays:
+            storage.keep(output)
+        homes.add(owner, storage, written)
+        return storage, written
+
+    def _join(self, events: Sequence[SimEvent]) -> SimEvent:
+        """One event for new memory that no kernel filled: what it depends on, which its stream has to wait for."""
+        stream, state = self._stream, self._device.state_events
+        latest = _latest(events or (tuple(state.values()) if self._info.keeps_arrays else ()))
+        self._device.order(stream, latest)
+        if not latest:
+            return stream.origin(self._info.name)
+        return latest[0] if len(latest) == 1 else stream.record()
+
+    # -- time and memory -----------------------------------------------------------------------------------------
+
+    def _launch(
+        self,
+        arrays: Sequence[SimArray],
+        opaque: Sequence[SimEvent],
+        flops: float,
+        fresh_nbytes: int,
+        dtypes: Sequence[np.dtype[Any]],
+    ) -> SimEvent:
+        """Give the kernel to its stream, after what wrote its inputs."""
+        device, stream, info = self._device, self._stream, self._info
+        device.order(stream, [*(array.written for array in arrays), *opaque])
+        if info.keeps_arrays and not opaque:
+            device.order(stream, device.state_events.values())
+        for array in arrays:
+            device.machine.check_read(stream, array, info.name)
+        is_wide = any(dtype in _WIDE for dtype in (*dtypes, *(array.dtype for array in arrays)))
+        nbytes = fresh_nbytes + sum(array.nbytes for array in arrays)
+        event = device.launch_kernel(stream, flops, nbytes, is_wide, info.name, fired=not info.in_region)
+        for array in arrays:
+            array.storage.readers[stream] = event
+        elsewhere = [array.storage for array in arrays if array.storage.pool is not stream]
+        if elsewhere:
+            device.hold(event, elsewhere)
+        return event
+
+    def _allocate(self, written: SimEvent, nbytes: int, array: np.ndarray[Any, Any] | None) -> Storage:
+        return self._device.allocate(self._stream, written, nbytes, array)
+
+
+class HostLauncher(CoroutineKernel):
+    """A kernel that a simulated device leaves to the host: calling it gives a coroutine."""
+
+    __slots__ = ("_launcher",)
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def __call__(self, *args: Any) -> Coroutine[Any, Any, Any]:
+        """See `Launcher.call_async`."""
+        return self._launcher.call_async(*args)
+
+
+class _Homes:
+    """In whose memory the outputs of a call are: that of an input, of state, or of an output before."""
+
+    __slots__ = ("_device", "_foreign", "_keeps", "_known")
+
+    def __init__(self, device: SimDevice, values: Sequence[Any], keeps: bool) -> None:
+        self._device = device
+        self._keeps = keeps
+        self._known: dict[int, tuple[Storage, SimEvent]] = {}
+        self._foreign: set[int] = set()
+        for value in values:
+            if isinstance(value, SimArray):
+                if isinstance(value.data, np.ndarray):
+                    self._known[id(owner_of(value.data))] = (value.storage, value.written)
+            elif isinstance(value, np.ndarray):
+                self._foreign.add(id(owner_of(value)))
+
+    def find(self, output: Any) -> tuple[Storage, SimEvent] | None:
+        """The storage that an output looks into, and what wrote it; None for new memory."""
+        if not isinstance(output, np.ndarray):
+            return None
+        owner = owner_of(output)
+        home = self._known.get(id(owner))
+        if home is None and self._keeps:
+            storage = self._device.machine.kept(owner)
+            if storage is not None and storage.device == self._device.name:
+                home = (storage, storage.written)
+        return home
+
+    def add(self, owner: np.ndarray[Any, Any], storage: Storage, written: SimEvent) -> None:
+        """Let later outputs of the call share this memory."""
+        self._known[id(owner)] = (storage, written)
+
+    def is_foreign(self, owner: np.ndarray[Any, Any]) -> bool:
+        """Whether the memory came in as a host value, and so is not the device's to overwrite."""
+        return id(owner) in self._foreign
+
+
+_WIDE = (np.dtype(np.float64), np.dtype(np.complex128))
+
+
+def _check_home(array: SimArray, device: SimDevice, name: str) -> None:
+    if array.device != device.name:
+        raise InternalError(
+            f"{name!r} runs on {device.name} and was given {array.name!r}, which is on {array.device} and was not sent"
+        )
+
+
+def _latest(events: Sequence[SimEvent]) -> tuple[SimEvent, ...]:
+    """The last event of each stream."""
+    latest: dict[Any, SimEvent] = {}
+    for event in events:
+        if event.stream not in latest or latest[event.stream].count < event.count:
+            latest[event.stream] = event
+    return tuple(latest.values())
+
+
+def _nbytes(spec: ArraySpec) -> int:
+    dtype, shape = spec
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return size
+
+
+__all__ = ["HostLauncher", "Launcher"]

@@ -1,0 +1,129 @@
+"""How a simulated device runs a region: the host calls its function once, and that launches the kernels.
+
+Inside, values are the device's own, so every kernel has a time of its own, and whatever is not waited for is found.
+Where the machine or the session says so, a region becomes a CUDA graph by the same rules as on a CUDA device
+(`experimental/graph.py`): after a few calls with inputs of one kind its kernels take the host no time any more, but
+launching the graph does, and copying what goes in and comes out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.devices.cuda.experimental.graph import GraphCache, NotCapturableError, driven, host_key
+from asyncflow.devices.sim.values import SimArray, SimOpaque
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Hashable, Sequence
+
+    from asyncflow.devices.protocol import KernelInfo
+    from asyncflow.devices.sim.device import SimDevice
+
+
+class RegionLauncher:
+    """A region's generated function, bound to a simulated device."""
+
+    __slots__ = ("_device", "_function", "_graphs", "_info", "_stream", "_whole")
+
+    def __init__(
+        self, device: SimDevice, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool
+    ) -> None:
+        self._device = device
+        self._info = info
+        self._stream = device.compute_streams[info.stream]
+        self._graphs: GraphCache[object] | None = GraphCache(info.name) if info.captures else None
+        self._whole = driven(function) if is_generator else function
+        self._function = function if is_generator else None
+
+    def __call__(self, *args: Any) -> Any:
+        """The outputs, or a generator that is driven as the region's own is and returns them.
+
+        Raises:
+            HazardError: an input was not waited for, or memory was freed too early.
+            MemoryLimitExceeded: a value does not fit.
+            BaseException: what a kernel raises, as it is.
+        """
+        if self._function is not None:
+            return self._steps(self._function, args)
+        inputs = self._begin(args)
+        outputs = self._captured(inputs)
+        if outputs is None:
+            before_ns = self._device.thread.busy_ns.total()
+            self._device.charge("region")
+            outputs = self._whole(*inputs)
+            self._note(self._device.thread.busy_ns.total() - before_ns, inputs, outputs)
+        return outputs
+
+    def _steps(
+        self, function: Callable[..., Any], args: Sequence[Any]
+    ) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+        inputs = self._begin(args)
+        outputs = self._captured(inputs)
+        if outputs is None:
+            busy_ns, taken_ns = self._device.thread.busy_ns, -self._device.thread.busy_ns.total()
+            self._device.charge("region")
+            generator, budget = function(*inputs), None
+            while True:
+                try:
+                    paused = generator.send(budget)
+                except StopIteration as ended:
+                    outputs = ended.value
+                    break
+                taken_ns += busy_ns.total()
+                budget = yield paused
+                taken_ns -= busy_ns.total()
+            self._note(taken_ns + busy_ns.total(), inputs, outputs)
+        return outputs
+
+    def _note(self, taken_ns: int, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Remember what a graph would have saved, if it could be one and is none."""
+        if self._info.could_capture and self._graphs is None:
+            self._device.thread.note_region(taken_ns, len(_arrays([*inputs, *outputs])))
+
+    def _begin(self, args: Sequence[Any]) -> list[Any]:
+        """What the function is called with: its stream waits for all of it, and vectors of the host are copied in."""
+        device, info = self._device, self._info
+        inputs = list(args)
+        for index in info.vectors:
+            if type(inputs[index]) is np.ndarray:
+                inputs[index] = device.copy_in(inputs[index], info.name)
+        for value in inputs:
+            if isinstance(value, SimArray):
+                device.settle_on(self._stream, value)
+        return inputs
+
+    # -- graphs --------------------------------------------------------------------------------------------------
+
+    def _captured(self, inputs: Sequence[Any]) -> tuple[Any, ...] | None:
+        """The outputs of a graph, which is bound to buffers of its own; None if there is none for such inputs."""
+        if self._graphs is None or self._graphs.is_refused:
+            return None
+        key = tuple([_key(value) for value in inputs])
+        if None in key or self._graphs.get(key, object) is None:
+            return None
+        device, stream, name = self._device, self._stream, self._info.name
+        device.fill_buffers(stream, _arrays(inputs), name)
+        try:
+            with device.in_graph():
+                outputs: tuple[Any, ...] = self._whole(*inputs)
+        except NotCapturableError as error:
+            self._graphs.refuse(error)
+            return None
+        device.empty_buffers(stream, _arrays(outputs), name)
+        return outputs
+
+
+def _arrays(values: Sequence[Any]) -> list[SimArray]:
+    return [value for value in values if isinstance(value, SimArray)]
+
+
+def _key(value: Any) -> Hashable:
+    """What a graph depends on; None if there is no graph for such a value."""
+    if isinstance(value, SimArray):
+        return value.dtype, value.shape
+    return None if isinstance(value, SimOpaque) else host_key(value)
+
+
+__all__ = ["RegionLauncher"]

@@ -1,0 +1,184 @@
+"""What a simulated device is given, and when: the base of `SimDevice`, as `Progress` is that of a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from asyncflow.devices.names import DeviceName
+from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
+from asyncflow.devices.protocol import Span
+from asyncflow.streams.sim.stream import SimEvent, SimStream
+
+if TYPE_CHECKING:
+    from asyncflow.devices.host import Call
+    from asyncflow.devices.sim.machine import SimMachine
+    from asyncflow.devices.sim.values import SimArray
+
+_NS_PER_S = 1e9
+
+
+class Timeline:
+    """The streams of a simulated device, the thread of the host that gives them work, and the record of that.
+
+    Attributes:
+        machine: what the device is part of.
+        card: how fast it is.
+        thread: that of the host which drives it.
+    """
+
+    def __init__(self, machine: SimMachine, index: int, kind: Literal["sim", "cpu"], compute_streams: int) -> None:
+        self.machine = machine
+        self.card: Card = machine.spec.cards[index] if kind == "sim" else CARDS["cpu"]
+        self._kind = kind
+        self._name = name = str(DeviceName(kind, index))
+        self.thread = machine.thread_of(name, index)
+        roles = ["compute", *(f"compute:{i}" for i in range(1, compute_streams)), "h2d", "d2h", "peer"]
+        self._streams = {role: SimStream(f"{name}/{role}", machine.host) for role in roles}
+        self._roles = {stream: role for role, stream in self._streams.items()}
+        self._compute = tuple(self._streams[role] for role in roles[:compute_streams])
+        self._graph_ns: int | None = None
+        self._card_free_ns = 0
+        self._spans: list[Span] | None = None
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether it is a card: a CPU on virtual time has the host's memory."""
+        return self._kind == "sim"
+
+    @property
+    def dispatched_ns(self) -> int:
+        """When the host will have done all that it was given so far, for whatever device."""
+        return self.thread.ready_ns
+
+    def now_ns(self) -> int:
+        """`dispatched_ns`."""
+        return self.dispatched_ns
+
+    def charge(self, call: Call, times: int = 1) -> None:
+        """Let the host spend its time on something that no other call tells of."""
+        self.thread.spend(call, times)
+
+    def record_into(self, spans: list[Span] | None) -> list[Span] | None:
+        """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""
+        before, self._spans = self._spans, spans
+        return before
+
+    # -- for launchers -------------------------------------------------------------------------------------------
+
+    def order(self, stream: SimStream, events: Iterable[SimEvent]) -> None:
+        """Let `stream` wait for the events of other streams."""
+        for event in events:
+            if event.stream is not stream:
+                stream.wait(event)
+
+    def settle_on(self, stream: SimStream, array: SimArray) -> None:
+        """Let a compute stream wait for what wrote an array, if it has not yet; the host needs to ask but once."""
+        if array.written.stream is stream or stream in array.followers:
+            return
+        if self._graph_ns is None:
+            self.thread.spend("event")
+        array.followers = (*array.followers, stream)
+
+    def launch_kernel(
+        self, stream: SimStream, flops: float, nbytes: int, is_wide: bool, name: str, *, fired: bool = True
+    ) -> SimEvent:
+        """Launch a kernel of such cost on a compute stream; `fired` if a node was interpreted for it alone.
+
+        Kernels of several streams share the card: each begins when the work of those before it is done. What lasts
+        longer than its work, because no kernel takes less than the shortest time, overlaps.
+        """
+        card, itemsize = self.card, 8 if is_wide else 4
+        duration_ns = self.machine.duration_ns(kernel_ns(card, flops, nbytes, itemsize) / _NS_PER_S)
+        event = stream.launch(duration_ns, max(self._launched_ns(fired), self._card_free_ns), name)
+        self._card_free_ns = event.started_ns + min(work_ns(card, flops, nbytes, itemsize), duration_ns)
+        self._record(event, 0)
+        return event
+
+    def _launched_ns(self, fired: bool) -> int:
+        """When the host has launched a kernel now; in a graph, when it has launched that."""
+        if self._graph_ns is not None:
+            return self._graph_ns
+        if fired:
+            self.thread.spend("node")
+        return self.thread.spend("launch") if self._is_card else self.dispatched_ns
+
+    def run_on_host(self, name: str, call: Call = "node") -> None:
+        """Let the host spend its time on something that is not launched."""
+        if self._graph_ns is not None:
+            return
+        started_ns = self.dispatched_ns
+        ended_ns = self.thread.spend(call)
+        if self._spans is not None:
+            self._spans.append(Span(name, "host", started_ns, ended_ns, 0))
+
+    @contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """What is launched inside is part of one CUDA graph, which the host launches first."""
+        self._graph_ns = self.thread.spend("graph")
+        try:
+            yield
+        finally:
+            self._graph_ns = None
+
+    def fill_buffers(self, stream: SimStream, arrays: Iterable[SimArray], name: str) -> None:
+        """Copy values to the buffers of a graph."""
+        for array in arrays:
+            self.order(stream, (array.written,))
+            self.machine.check_read(stream, array, name)
+            array.storage.readers[stream] = self._copied_buffer(stream, array, name)
+
+    def empty_buffers(self, stream: SimStream, arrays: Iterable[SimArray], name: str) -> None:
+        """Copy values from the buffers of a graph: they are there when that is done."""
+        for array in arrays:
+            event = self._copied_buffer(stream, array, name)
+            if array.written.stream is stream:
+                array.written = event
+
+    def _copied_buffer(self, stream: SimStream, array: SimArray, name: str) -> SimEvent:
+        ready_ns = max(self.thread.spend("buffer"), self._card_free_ns)
+        event = stream.launch(round(kernel_ns(self.card, 0.0, 2 * array.nbytes)), ready_ns, name)
+        self._card_free_ns = event.time_ns
+        self._record(event, 0)
+        return event
+
+    def hold(self, event: SimEvent, references: Sequence[object]) -> None:
+        """Keep something referenced until the host has seen the event: the ledger of what is in flight."""
+        self._at(event, _drop, references)
+
+    # -- when ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_card(self) -> bool:
+        return self._kind == "sim"
+
+    def _told(self, call: Callable[..., object], *args: Any) -> None:
+        """Call a function once the host has found the time to hear of what has just happened."""
+        self._call_at(self.thread.spend("delivery"), call, *args)
+
+    def _call_at(self, when_ns: int, call: Callable[..., object], *args: Any) -> None:
+        if when_ns <= self.machine.now_ns():
+            call(*args)
+        else:
+            self.machine.loop.call_at_ns(when_ns, call, *args)
+
+    def _at(self, event: SimEvent, call: Callable[..., object], *args: Any) -> None:
+        """Let the host see the event when it is done, and call a function then."""
+        self.machine.loop.call_at_ns(event.time_ns, _observe, event, call, args)
+
+    def _record(self, event: SimEvent, nbytes: int) -> None:
+        if self._spans is not None:
+            self._spans.append(Span(event.label, self._roles[event.stream], event.started_ns, event.time_ns, nbytes))
+
+
+def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+    event.stream.host.observe(event)
+    call(*args)
+
+
+def _drop(_references: object) -> None:
+    """Called with what was held; afterwards nobody holds it."""
+
+
+__all__ = ["Timeline"]

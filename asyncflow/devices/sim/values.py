@@ -1,0 +1,256 @@
+"""What flows through a graph on simulated devices: arrays that know when, where and by whom they were written.
+
+Anything that is neither a `SimArray` nor a `SimOpaque` is a *host value*: counters, predicates, strings.
+
+A `Storage` is a piece of the device's memory. It is counted from the launch that fills it to the death of the last
+array that looks into it, and then goes back to the pool of the stream it was allocated for *at once, with no event*, as
+in CuPy's memory pools: the next work on that stream may overwrite it. So at that moment every work that touched it must
+come before the next work of that stream; if not, that is a hazard. What the device allocated is then overwritten with
+a pattern, so that whoever still reads it shows in the results.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from asyncflow.devices.memory import LiveBuffer, MemoryAccount, MemoryLimitExceeded, MemoryStatistics, owner_of
+from asyncflow.devices.values import DeviceArray, DType
+from asyncflow.errors import HazardError
+
+if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Shape
+    from asyncflow.devices.sim.machine import SimMachine
+    from asyncflow.streams.sim.stream import SimEvent, SimStream
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+SMALL_BYTES = 4096
+"""A simulation of shapes only still computes values up to this size."""
+
+_POISON_BYTE = b"\xdd"
+
+
+class SimMemoryAccount(MemoryAccount):
+    """The memory of a simulated device: what is in it is said by the device, not found out from arrays.
+
+    A simulation of shapes has no arrays to watch, and a buffer that a copy still uses counts although nobody has it.
+    """
+
+    __slots__ = ("_charges", "_next", "_sum")
+
+    def __init__(self, device_name: str, limit: int | None = None) -> None:
+        super().__init__(device_name, limit)
+        self._charges: dict[int, LiveBuffer] = {}
+        self._next = 0
+        self._sum = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes held now."""
+        return self._sum
+
+    def track(self, value: object, label: str = "") -> None:
+        """Does nothing: host arrays are not in the device's memory, and its own are counted when they are made."""
+
+    def check(self, nbytes: int, label: str) -> None:
+        """Raise unless `nbytes` more fit.
+
+        Raises:
+            MemoryLimitExceeded: they do not.
+        """
+        if self._limit is not None and self._sum + nbytes > self._limit:
+            top = sorted((*self._charges.values(), LiveBuffer(nbytes, label)), reverse=True)[:5]
+            raise MemoryLimitExceeded(
+                device=self._device, requested=nbytes, used=self._sum + nbytes, limit=self._limit, top=tuple(top)
+            )
+
+    def charge(self, nbytes: int, label: str) -> int:
+        """Count `nbytes`; gives what `credit` takes.
+
+        Raises:
+            MemoryLimitExceeded: they do not fit, and are not counted.
+        """
+        self.check(nbytes, label)
+        self._next += 1
+        self._charges[self._next] = LiveBuffer(nbytes, label)
+        self._sum += nbytes
+        self._peak = max(self._peak, self._sum)
+        return self._next
+
+    def credit(self, charge: int) -> None:
+        """Count something no longer."""
+        self._sum -= self._charges.pop(charge).nbytes
+
+    def top(self, n: int = 5) -> tuple[LiveBuffer, ...]:
+        """The ``n`` largest buffers, largest first."""
+        return tuple(sorted(self._charges.values(), reverse=True)[:n])
+
+    def statistics(self) -> MemoryStatistics:
+        """A snapshot."""
+        return MemoryStatistics(
+            device=self._device, used=self._sum, peak=self._peak, limit=self._limit, buffers=len(self._charges)
+        )
+
+
+class Storage:
+    """A piece of a device's memory; it is freed when the last reference to it goes.
+
+    Attributes:
+        machine: where hazards are reported.
+        account: where it is counted.
+        device: name of the device.
+        pool: the stream for which it was allocated, and which may overwrite it as soon as it is free.
+        nbytes: its size.
+        written: the work that filled it.
+        readers: the latest work of each stream that read it.
+        array: NumPy's array of this memory, to be overwritten at the end; None where others may still use that: what
+            state keeps, constants, what has no data.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_charge",
+        "account",
+        "array",
+        "device",
+        "machine",
+        "nbytes",
+        "pool",
+        "readers",
+        "written",
+    )
+
+    def __init__(
+        self,
+        machine: SimMachine,
+        account: SimMemoryAccount,
+        pool: SimStream,
+        written: SimEvent,
+        nbytes: int,
+        *,
+        device: str,
+        array: Array | None,
+    ) -> None:
+        self._charge = 0
+        self.machine = machine
+        self.account = account
+        self.device = device
+        self.pool = pool
+        self.nbytes = nbytes
+        self.written = written
+        self.readers: dict[SimStream, SimEvent] = {}
+        self.array = array
+        self._charge = account.charge(nbytes, written.label)
+
+    def __repr__(self) -> str:
+        return f"<Storage of {self.written.label} on {self.device}, {self.nbytes} B>"
+
+    def __del__(self) -> None:
+        if not self._charge:
+            return
+        self.account.credit(self._charge)
+        self.machine.check_reuse(self)
+        if self.array is not None:
+            poison(self.array)
+
+    def keep(self, array: Array | None = None) -> None:
+        """Let state have the memory: it is not overwritten, and lives as long as state's `array` of it."""
+        self.array = None
+        if array is not None:
+            self.machine.keep(owner_of(array), self)
+
+
+class SimArray(DeviceArray):
+    """An array on a simulated device; a view shares the `Storage` of what it looks into.
+
+    Attributes:
+        data: NumPy's array or scalar; None in a simulation of shapes.
+        dtype: of the elements.
+        shape: the extents.
+        storage: its memory.
+        written: the work that wrote it, whose event a reader has to wait for.
+        name: of the node that made it.
+        followers: streams that wait for `written` already.
+    """
+
+    __slots__ = ("__weakref__", "data", "dtype", "followers", "name", "shape", "storage", "written")
+
+    dtype: DType
+    shape: Shape
+
+    def __init__(self, data: Any, dtype: DType, shape: Shape, storage: Storage, written: SimEvent, name: str) -> None:
+        self.data = data
+        self.dtype = dtype
+        self.shape = shape
+        self.storage = storage
+        self.written = written
+        self.name = name
+        self.followers: tuple[SimStream, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """The name of the device it is on."""
+        return self.storage.device
+
+    def stand_in(self) -> Any:
+        """`data`, or where there is none something of the dtype and shape that takes no memory: NaN, or 0."""
+        return no_data(self.dtype, self.shape) if self.data is None else self.data
+
+    def _unseen(self, who: str) -> HazardError:
+        return HazardError(
+            f"{who} reads {self.name!r} on {self.device} although nothing has waited for {self.written.stream.name} to "
+            "write it; fetch the value first"
+        )
+
+
+class SimOpaque:
+    """Something that is no array but was made of some, such as a state of a TensorArray.
+
+    Attributes:
+        value: the object.
+        events: the work that it depends on, one event a stream.
+    """
+
+    __slots__ = ("events", "value")
+
+    def __init__(self, value: Any, events: tuple[SimEvent, ...]) -> None:
+        self.value = value
+        self.events = events
+
+    def __repr__(self) -> str:
+        return f"<SimOpaque {self.value!r}>"
+
+
+def poison(array: Array) -> None:
+    """Overwrite a freed array with NaN, or bytes 0xDD."""
+    if not (array.flags.owndata and array.flags.writeable):
+        return  # not the device's own
+    dtype = array.dtype
+    if dtype.kind in "fc":
+        array.fill(np.nan)
+    elif dtype.kind == "b":
+        array.fill(True)  # no other byte is a bool
+    elif dtype.itemsize:
+        array.fill(np.frombuffer(_POISON_BYTE * dtype.itemsize, dtype)[0])
+
+
+def no_data(dtype: DType, shape: Shape) -> Any:
+    """NaN, or 0 where there is none, of this shape, read-only and of no size; a scalar of NumPy's for rank 0."""
+    element = np.full((), np.nan if dtype.kind in "fc" else 0, dtype)
+    if not shape:
+        return element[()]
+    element.flags.writeable = False  # all that look into it are known to be read-only: state need not copy it
+    return np.broadcast_to(element, shape)
+
+
+__all__ = [
+    "SMALL_BYTES",
+    "SimArray",
+    "SimMemoryAccount",
+    "SimOpaque",
+    "Storage",
+    "no_data",
+    "poison",
+]

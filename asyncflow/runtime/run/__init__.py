@@ -1,0 +1,1 @@
+"""One run from feeds to fetched values, and all that a session has in flight."""

@@ -1,0 +1,196 @@
+"""`atomic=True`: runs that are one step for all others of the session that touch the same states.
+
+Such a run claims its states when it is asked for. It *begins* when those in flight that touch them have ended. Until it
+has ended, another run that is asked for
+
+========================================================  ==========================================================
+touches nothing that is claimed                           starts
+is part of the run that has the claim                     starts: it is part of that step
+else                                                      waits until the claim is given up
+and the claiming run waits for one that this is part of,
+which it does before it has begun                         goes before it
+and they wait for each other, and both have begun         is refused: `RuntimeError`
+is atomic itself, part of one that touches its states
+and has not claimed them                                  is refused, as it would wait for that one
+========================================================  ==========================================================
+
+A run that is part of none waits for claims in the order they were made, and nobody in flight waits for it. Only one
+that is part of another can close a circle: its run holds up others while it waits. Whoever is the last to wait finds
+the circle. If a claim in it has not begun, the one that waits for that claim goes before it; else nobody could go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Iterable
+
+    from asyncflow.runtime.run.run import Run
+    from asyncflow.streams.holding import Part
+
+
+class Claim:
+    """The states that one atomic run has for itself.
+
+    Attributes:
+        states: what tells them from others.
+        within: the runs that this one is part of.
+        before: runs in flight that it waits for; empty once it has begun.
+        alone: set when there are none.
+        part: the run, once it has started.
+    """
+
+    __slots__ = ("alone", "before", "part", "states", "within")
+
+    def __init__(self, states: frozenset[Hashable], within: frozenset[Part], before: set[Run]) -> None:
+        self.states = states
+        self.within = within
+        self.before = before
+        self.alone = asyncio.Event()
+        self.part: Part | None = None
+
+
+class _Waiter:
+    """A run that has not started: it touches `states`, is part of `within`, and is `woken` when it may look again."""
+
+    __slots__ = ("states", "within", "woken")
+
+    def __init__(self, states: Collection[Hashable], within: frozenset[Part]) -> None:
+        self.states = states
+        self.within = within
+        self.woken = asyncio.Event()
+
+
+class AtomicRuns:
+    """The claims of a session's atomic runs, and who waits for them. Nobody looks here while there is no claim."""
+
+    __slots__ = ("_waiters", "claims")
+
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
+        self._waiters: dict[_Waiter, None] = {}
+
+    def holds_up(self, states: Collection[Hashable]) -> bool:
+        """Whether a run that touches `states`, and is part of none, has to wait."""
+        return any(not claim.states.isdisjoint(states) for claim in self.claims)
+
+    async def wait(self, states: Collection[Hashable], within: frozenset[Part]) -> None:
+        """Returns when a run that touches `states` and is part of `within` may start, if it starts at once.
+
+        Raises:
+            RuntimeError: it would wait for ever.
+        """
+        waiter = _Waiter(states, within)
+        if not self._ahead(waiter):
+            return
+        self._waiters[waiter] = None
+        try:
+            if within:
+                self._wake()  # there may be a circle now
+            while ahead := self._ahead(waiter):
+                if within and any(not claim.before and self._waits_for(claim, within, True) for claim in ahead):
+                    raise RuntimeError(
+                        "this run and an atomic one would wait for each other for ever: each is part of a run that has "
+                        "begun and has variables that the other needs; let both outer runs use one variable in common, "
+                        "so that one of them waits for the other before it begins"
+                    )
+                waiter.woken.clear()
+                await waiter.woken.wait()
+        finally:
+            del self._waiters[waiter]
+
+    async def claim(self, states: frozenset[Hashable], within: frozenset[Part], in_flight: Collection[Run]) -> Claim:
+        """Returns when no other run that touches `states` is in flight; call `leave` when this one has ended.
+
+        Raises:
+            RuntimeError: it would wait for ever.
+        """
+        if within:
+            self._check_outer(states, within, in_flight)
+        await self.wait(states, within)
+        before = {run for run in in_flight if run.part not in within and not run.states.isdisjoint(states)}
+        claim = Claim(states, within, before)
+        self.claims.append(claim)
+        try:
+            self._wake()
+            if claim.before and within and self._waits_for(claim, within, True):
+                raise RuntimeError(
+                    "this atomic run and one in flight would wait for each other for ever: that one uses a variable "
+                    "that this one needs, and a run inside it waits for one that this one is part of; let both outer "
+                    "runs use one variable in common, so that one of them waits for the other before it begins"
+                )
+            if claim.before:
+                await claim.alone.wait()
+        except BaseException:
+            self.leave(claim)
+            raise
+        return claim
+
+    def leave(self, claim: Claim) -> None:
+        """The run has ended, or will not start."""
+        self.claims.remove(claim)
+        self._wake()
+
+    def on_start(self, run: Run) -> None:
+        """A run starts: one that goes before a claim is waited for like those in flight when the claim was made."""
+        for claim in self.claims:
+            if claim.before and not claim.states.isdisjoint(run.states):
+                claim.before.add(run)
+
+    def on_end(self, run: Run) -> None:
+        """A run has ended."""
+        for claim in self.claims:
+            claim.before.discard(run)
+            if not claim.before:
+                claim.alone.set()
+
+    def _check_outer(self, states: frozenset[Hashable], within: frozenset[Part], in_flight: Iterable[Run]) -> None:
+        own = frozenset[object]().union(*(claim.states for claim in self.claims if claim.part in within))
+        if any(run.part in within and not (run.states & states) <= own for run in in_flight):
+            raise RuntimeError(
+                "atomic=True for a run that another asks for, which uses the same variables and is not atomic: this "
+                "one would wait for the run it is part of; make that one atomic"
+            )
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not self._ahead(waiter):
+                waiter.woken.set()
+
+    def _conflicts(self, waiter: _Waiter) -> list[Claim]:
+        """The claims of others on its states."""
+        return [c for c in self.claims if c.part not in waiter.within and not c.states.isdisjoint(waiter.states)]
+
+    def _ahead(self, waiter: _Waiter) -> list[Claim]:
+        """The claims that it waits for: not those that wait for a run it is part of, while that can be helped."""
+        within = waiter.within
+        claims = self._conflicts(waiter)
+        return [c for c in claims if not (c.before and within and self._waits_for(c, within, False))]
+
+    def _waits_for(self, claim: Claim, parts: frozenset[Part], is_final: bool) -> bool:
+        """Whether a claim will not be given up before one of the runs `parts` has ended.
+
+        Args:
+            claim: which.
+            parts: runs.
+            is_final: only if nobody on the way could go before a claim.
+        """
+        seen = {claim}
+        stack = [claim]
+        while stack:
+            claim = stack.pop()
+            runs: set[Part | None] = {run.part for run in claim.before} or {claim.part}
+            if not runs.isdisjoint(parts):
+                return True
+            found = [other for other in self.claims if other.before and not runs.isdisjoint(other.within)]
+            for waiter in self._waiters:
+                if not runs.isdisjoint(waiter.within):
+                    found += [other for other in self._conflicts(waiter) if not (is_final and other.before)]
+            stack += set(found) - seen
+            seen.update(found)
+        return False
+
+
+__all__ = ["AtomicRuns", "Claim"]

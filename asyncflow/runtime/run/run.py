@@ -1,0 +1,319 @@
+"""One `await session.run(...)`: from feeds to fetched values, or to exactly one exception."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextvars import Context, copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
+from asyncflow.graph.graph import leave_graphs
+from asyncflow.runtime.loop import clock_of
+from asyncflow.runtime.scheduler.executor import Executor
+from asyncflow.runtime.scheduler.rendezvous import Rendezvous
+from asyncflow.runtime.trace import RunSpan
+from asyncflow.streams.holding import Part, current_part, own_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from asyncflow.compiler.plan import Plan
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.runtime.run.channel import Channel
+    from asyncflow.runtime.scheduler.turn import Turn
+    from asyncflow.runtime.trace import Trace
+
+_ids = itertools.count(1)
+
+
+def _kernel_context(part: Part) -> Context:
+    """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
+    context = copy_context()
+    context.run(_enter_run, part)
+    return context
+
+
+def _enter_run(part: Part) -> None:
+    leave_graphs()
+    own_context(part)
+
+
+class Run:
+    """A structured-concurrency scope: when `wait` returns or raises, nothing of the run is left.
+
+    Ends in exactly one way: with values, with the first failure, with `DeadlineExceeded`, or cancelled. There is one
+    executor per partition; the run only waits for all of them, and stops all when one fails.
+    """
+
+    __slots__ = (
+        "_finished",
+        "_is_busy",
+        "_on_end",
+        "_partitions",
+        "_started_ns",
+        "_status",
+        "_stopped",
+        "_timer",
+        "_undrained",
+        "context",
+        "devices",
+        "emitter",
+        "executors",
+        "guard",
+        "id",
+        "is_finished",
+        "loop",
+        "max_iterations",
+        "now",
+        "number",
+        "part",
+        "rendezvous",
+        "seed",
+        "shuffle_seed",
+        "states",
+        "stayed",
+        "staying",
+        "trace",
+        "turn",
+    )
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        number: int,
+        devices: Mapping[str, Device],
+        loop: asyncio.AbstractEventLoop,
+        turn: Turn,
+        seed: int,
+        shuffle_seed: int | None,
+        max_iterations: int | None,
+        trace: Trace | None,
+        channel: Channel | None = None,
+        staying: Collection[int | None] = (),
+        guard: bool = False,
+        on_end: Callable[[Run], None] | None = None,
+    ) -> None:
+        self.id = next(_ids)
+        self.number = number
+        self.devices = devices
+        self.loop = loop
+        self.turn = turn
+        self.part = Part(turn, current_part())
+        """The run for those that are asked for inside it."""
+        self.context = _kernel_context(self.part)
+        self.rendezvous = Rendezvous()
+        self.seed = seed
+        self.shuffle_seed = None if shuffle_seed is None else shuffle_seed + number
+        self.max_iterations = max_iterations
+        self.trace = trace
+        self.now = clock_of(loop)
+        self.emitter = channel
+        self.states = plan.states
+        """What tells the variables that it touches from others."""
+        self.staying = staying
+        """Indexes of the fetches whose values stay on their device."""
+        self.stayed: dict[int, Any] = {}
+        """Those values."""
+        self.guard = guard
+        self.is_finished = False
+        """Whether nothing of the run is left to do."""
+        self._on_end = on_end
+        self._started_ns = self.now() if trace is not None else 0
+        self._finished: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._status = "ok"
+        self._stopped = False
+        self._is_busy = False
+        self._partitions = plan.partitions
+        self.executors: list[Executor] = []
+        # Devices whose work must have ended before the run has.
+        self._undrained: list[tuple[AsynchronousDevice, Executor]] = []
+        for partition in plan.partitions:
+            executor = Executor(partition, self)
+            self.executors.append(executor)
+            device = devices[partition.device]
+            if device.is_asynchronous:
+                self._undrained.append((cast("AsynchronousDevice", device), executor))
+
+    def start(self, feeds: Sequence[Any], timeout: float | None, asked_s: float) -> None:
+        """Starts; returns once the current turn's share of work is done.
+
+        Args:
+            feeds: in the order of the plan's.
+            timeout: seconds since `asked_s` until the run has to have ended.
+            asked_s: when the run was asked for, in the event loop's time.
+        """
+        if timeout is not None:
+            if asked_s + timeout <= self.loop.time():
+                self._expire(timeout)
+                return
+            self._timer = self.loop.call_at(asked_s + timeout, self._expire, timeout)
+        if len(self.executors) == 1:
+            self.executors[0].start([feeds[index] for index in self._partitions[0].feed_indexes])
+            return
+        self._is_busy = True
+        for executor, partition in zip(self.executors, self._partitions, strict=True):
+            if not self._stopped:
+                executor.start([feeds[index] for index in partition.feed_indexes])
+        self._is_busy = False
+        self.on_quiet()
+
+    async def wait(self) -> list[Any]:
+        """The fetched values.
+
+        Cancellation: stops the run, waits until what is in flight has ended, then raises CancelledError. Of a failure
+        and a cancellation, the one that stopped the run is raised.
+        """
+        cancelled: asyncio.CancelledError | None = None
+        while not self.is_finished:
+            self._finished = self.loop.create_future()
+            try:
+                await self._finished
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self.stop("cancelled")
+            except GeneratorExit:  # the coroutine is thrown away: there is nobody to wait
+                if not self.loop.is_closed():
+                    self.stop("cancelled")
+                raise
+        try:
+            self._close_books()
+        except BaseException as error:
+            self.executors[0].failures.append((self.turn.count(), -1, error))
+        failure = self._first_failure()
+        if self._status == "cancelled" or failure is None:
+            if cancelled is not None and failure is not None:
+                cancelled.add_note(f"a kernel in flight failed: {failure}")
+            failure = cancelled
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure, cancelled  # their tracebacks lead to this frame, and that would be a cycle
+        return self._values()
+
+    def stop(self, status: str) -> None:
+        """Stops the run early; `wait` then only waits for what is in flight."""
+        if not (self._stopped or self.is_finished):
+            self._status = status
+            self._stop_all()
+            self.on_quiet()
+
+    def _stop_all(self) -> None:
+        self._stopped = True
+        for executor in self.executors:
+            executor.stop()
+        self.rendezvous.clear()
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it hands its items to a consumer that is not there."""
+        return self.emitter is not None and not self.emitter.has_consumer
+
+    def close(self) -> None:
+        """Ends the run because its session closes."""
+        if self.emitter is not None:
+            self.emitter.discard()
+        self._fail(SessionClosedError("the session was closed while the run was in flight"))
+
+    def on_failed(self) -> None:
+        """Called by an executor: the others stop too."""
+        if not self._stopped:
+            self._stop_all()
+
+    def on_quiet(self) -> None:
+        """Called by an executor when it has nothing left to do: the run ends when none has."""
+        if self.is_finished or self._is_busy:
+            return
+        for executor in self.executors:
+            if not executor.is_quiet:
+                return
+        if self._undrained:
+            self._drain()
+            return
+        self.is_finished = True
+        self.part.is_over = True
+        for executor in self.executors:
+            executor.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.emitter is not None:
+            self.emitter.close()
+        if self._finished is not None and not self._finished.done():
+            self._finished.set_result(None)
+        if self._on_end is not None:
+            self._on_end(self)
+            self._on_end = None
+
+    def _drain(self) -> None:
+        """Asynchronous devices count kernels as done when they are launched; a run ends when they have ended."""
+        undrained, self._undrained = self._undrained, []
+        self._is_busy = True
+        for device, executor in undrained:
+
+            def take(_: object, error: BaseException | None, executor: Executor = executor) -> None:
+                if error is not None:
+                    executor.fail(error)
+
+            deliver = executor.expect(take, self.on_quiet)
+            try:
+                # What was launched before a stop is not told apart from what other runs launched.
+                device.when_done(partial(deliver, None), None if executor.stopped else executor.launched)
+            except BaseException as error:
+                deliver(None, error)
+        self._is_busy = False
+        self.on_quiet()
+
+    def _fail(self, error: BaseException) -> None:
+        if not (self._stopped or self.is_finished):
+            self.executors[0].fail(error)
+            self.on_quiet()
+
+    def _expire(self, timeout: float) -> None:
+        if not (self._stopped or self.is_finished):
+            self._status = "deadline"
+            self._fail(DeadlineExceeded(f"the run did not end within timeout={timeout} s; it was stopped"))
+
+    def _first_failure(self) -> BaseException | None:
+        """Takes the failure of the earliest turn and, within it, of the first node; the others become its notes."""
+        failures = [failure for executor in self.executors for failure in executor.failures]
+        if not failures:
+            return None
+        ranked = [error for _, _, error in sorted(failures, key=lambda failure: failure[:2])]
+        for executor in self.executors:
+            executor.failures.clear()  # their tracebacks lead back here
+        for other in ranked[1:]:
+            first_line = str(other).partition("\n")[0]
+            ranked[0].add_note(f"also failed: {type(other).__name__}: {first_line}")
+        return ranked[0]
+
+    def _values(self) -> list[Any]:
+        schedulers = [executor.scheduler for executor in self.executors]
+        if not all(scheduler.done for scheduler in schedulers):
+            waiting = [line for scheduler in schedulers for line in scheduler.waiting()] + self.rendezvous.waiting()
+            raise InternalError(
+                "the run stalled: nothing is ready or running, and these nodes still wait:\n  "
+                + "\n  ".join(waiting or ["none"])
+            )
+        results = schedulers[0].results
+        for scheduler, partition in zip(schedulers[1:], self._partitions[1:], strict=True):
+            for index in partition.fetch_indexes:
+                results[index] = scheduler.results[index]
+        for index, value in self.stayed.items():
+            results[index] = value
+        return results
+
+    def _close_books(self) -> None:
+        if self.trace is None:
+            return
+        for executor in self.executors:
+            assert executor.recorder is not None
+            executor.recorder.finish()
+        if self._status == "ok" and any(executor.failures for executor in self.executors):
+            self._status = "error"
+        span = RunSpan(self.id, f"run {self.id}", self._started_ns, self.now(), self._status)
+        self.trace.runs.append(span)

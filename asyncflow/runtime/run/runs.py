@@ -1,0 +1,367 @@
+"""The runs of a session: what a call passes through before it is one, and those in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.errors import OutOfMemoryError, SessionClosedError
+from asyncflow.runtime.loop import burst_clock
+from asyncflow.runtime.options import as_timeout, check_trace
+from asyncflow.runtime.run.admission import Admission, in_time
+from asyncflow.runtime.run.atomic import AtomicRuns
+from asyncflow.runtime.run.channel import Channel
+from asyncflow.runtime.run.memory_turns import MemoryTurns
+from asyncflow.runtime.run.run import Run
+from asyncflow.runtime.run.straight import quiet_context, run_straight
+from asyncflow.runtime.scheduler.turn import Turn
+from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
+from asyncflow.runtime.values.copies import Copies
+from asyncflow.runtime.values.device_feeds import as_of_now, at_hand
+from asyncflow.runtime.values.fetches import user_value
+from asyncflow.streams.beside import call_beside
+from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+
+    from asyncflow.compiler.lowering.straight import Straight
+    from asyncflow.compiler.plan import Plan
+    from asyncflow.compiler.program.request import PlanOptions
+    from asyncflow.devices.protocol import Device
+    from asyncflow.runtime.run.admission import Ticket
+    from asyncflow.runtime.run.atomic import Claim
+    from asyncflow.runtime.session.plans import Compile, PlanCache
+    from asyncflow.runtime.session.prepared import Call
+
+
+class Runs:
+    """Runs calls on the devices of one session; after `bind`, on its event loop alone.
+
+    Args:
+        devices: by name.
+        plans: those of the session.
+        compile: makes one that is missing.
+        options: that plans are compiled with.
+        shuffle_seed: as `Session` takes `seed`.
+        has_limit: whether the devices have a limit of memory.
+        max_runs: as `Session` takes it.
+        max_queued: likewise.
+
+    Attributes:
+        closed: why nothing runs any more; None while the session is open.
+        in_flight: those that the scheduler runs.
+        begun: how many there have been, the ones that needed no scheduler included.
+        copies: of large arrays.
+        admission: who has to wait; None without a limit.
+        memory_turns: who is done again; None without a limit of memory.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[str, Device],
+        plans: PlanCache,
+        compile: Compile,
+        options: PlanOptions,
+        *,
+        shuffle_seed: int | None,
+        has_limit: bool,
+        max_runs: int | None,
+        max_queued: int | None,
+    ) -> None:
+        self.closed: str | None = None
+        self.in_flight: set[Run] = set()
+        self.begun = 0
+        self.copies = Copies()
+        self.admission = None if max_runs is None else Admission(max_runs, max_queued)
+        self.memory_turns = MemoryTurns() if has_limit else None
+        self._devices = devices
+        self._plans = plans
+        self._compile = compile
+        self._options = options
+        self._shuffle_seed = shuffle_seed
+        self._random_seed = secrets.randbits(63)
+        self._quiet = quiet_context()
+        self._atomic = AtomicRuns()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turn: Turn | None = None
+        self._idle: asyncio.Event | None = None
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs are on this event loop from now on."""
+        self._loop = loop
+        self._turn = Turn(loop, burst_clock(loop))
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        call: Call,
+        values: Sequence[Any],
+        timeout: float | None,
+        trace: Trace | str | Path | None,
+        allow_dead: bool,
+        atomic: bool,
+    ) -> Any:
+        """Does what `Session.run` promises, once it is known what to run."""
+        assert self._loop is not None
+        note_ask()
+        if timeout is not None:
+            timeout = as_timeout(timeout)
+        if trace is not None:
+            check_trace(trace, may_be_path=True)
+        asked_s = self._loop.time()
+        recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
+        plan = call.plan
+        is_planned = plan is not None and call.version == call.request.graph.version and recorder is None
+        ticket = claim = None
+        is_whole = False
+        # What needs no scheduler is over before anybody could wait for it.
+        if self.admission is None or (is_planned and plan is not None and plan.straight is not None and not atomic):
+            checked, waits = call.check(values)
+        else:
+            self._refuse_late(plan, timeout, asked_s)  # before anything is copied
+            checked, waits = call.check(values)
+            checked = as_of_now(checked) if waits else checked
+            ticket = await self._admitted(plan, timeout, asked_s)
+        try:
+            if waits:
+                checked = await self._copied(checked, timeout, asked_s)
+            if plan is None or not is_planned:
+                plan, checked = await self._planned(call, checked, recorder, timeout)
+            if plan.read_on_host or waits:
+                checked = await self._at_hand(plan, call, checked, timeout, asked_s)
+            if plan.straight is not None and recorder is None and not atomic:
+                fetched = self._run_straight(plan, plan.straight, checked, timeout, asked_s)
+                if fetched is not None:
+                    return call.result(plan, fetched, self._devices, allow_dead=allow_dead)
+            if self.admission is not None and ticket is None:
+                ticket = await self._admitted(plan, timeout, asked_s)
+            if atomic or self._atomic.claims:
+                checked = as_of_now(checked) if waits else checked
+                claim = await self._claimed(plan, atomic, timeout, asked_s)
+            if ticket is not None and self.admission is not None:
+                self.admission.begin(ticket, plan)
+            staying = frozenset(plan.fetches[index] for index in call.staying)
+            start = partial(self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim)
+            if self.memory_turns is None or atomic or not plan.is_repeatable or is_within(self._turn):
+                fetched = await start().wait()
+            else:
+                fetched = await self._in_turn(start, plan, timeout, asked_s)
+            results = await self.copies.of_results(fetched)
+            is_whole = True
+        finally:
+            if claim is not None:
+                self._atomic.leave(claim)
+            if ticket is not None and self.admission is not None:
+                self.admission.leave(ticket, is_whole=is_whole)
+            if recorder is not None and isinstance(trace, str | Path):
+                await call_beside(write_trace, recorder, Path(trace))
+        return call.result(plan, results, self._devices, allow_dead=allow_dead)
+
+    async def stream(
+        self, ask: Callable[[], tuple[Call, Sequence[Any]]], timeout: float | None, trace: Trace | None
+    ) -> AsyncGenerator[Any, None]:
+        """Does what `Session.stream` promises; ``ask()`` gives what to run, and the values to feed."""
+        timeout = as_timeout(timeout)
+        check_trace(trace, may_be_path=False)
+        call, values = ask()
+        assert self._loop is not None
+        checked, _ = call.check(values)
+        asked_s = self._loop.time()
+        checked = await self._copied(checked, timeout, asked_s)
+        recorder = trace or current_trace()
+        plan, checked = await self._planned(call, checked, recorder, timeout)
+        checked = await self._at_hand(plan, call, checked, timeout, asked_s)
+        channel = Channel(self._loop)
+        checked = as_of_now(checked)
+        ticket = await self._admitted(plan, timeout, asked_s)
+        run: Run | None = None
+        try:
+            if self._atomic.claims:
+                await self._claimed(plan, False, timeout, asked_s)
+            if ticket is not None and self.admission is not None:
+                self.admission.begin(ticket, plan)
+            run = self._start(plan, checked, timeout, asked_s, recorder, channel)
+            while (items := await channel.get()) is not None:
+                # The loop goes on with the same arrays, so the consumer gets copies.
+                copies = await self.copies.of_results(items, shared=True)
+                found = zip(call.request.streamed, items, copies, strict=True)
+                yield call.structure.unflatten([user_value(x, copy, copy is value, False) for x, value, copy in found])
+            await run.wait()
+        finally:
+            try:
+                if run is not None and not run.is_finished:
+                    run.stop("cancelled")
+                    await run.wait()
+            finally:
+                if ticket is not None and self.admission is not None:
+                    self.admission.leave(ticket)
+
+    # -- what a call waits for -----------------------------------------------------------------------------------
+
+    def _refuse_late(self, plan: Plan | None, timeout: float | None, asked_s: float) -> None:
+        """Raises OverloadedError if a run will not be admitted."""
+        if self.admission is not None and not is_within(self._turn):
+            self.admission.apply(plan, None if timeout is None else asked_s + timeout)
+
+    async def _admitted(self, plan: Plan | None, timeout: float | None, asked_s: float) -> Ticket | None:
+        """The leave to start a run; None for one that is part of another."""
+        if self.admission is None or is_within(self._turn):
+            return None
+        return await self.admission.enter(plan, None if timeout is None else asked_s + timeout)
+
+    async def _copied(self, values: list[Any], timeout: float | None, asked_s: float) -> list[Any]:
+        """The values, with those copied that are too large for it on the event loop."""
+        async with in_time(timeout, asked_s, "what is fed was not copied"):
+            return await self.copies.of_feeds(values)
+
+    async def _planned(
+        self, call: Call, values: list[Any], trace: Trace | None, timeout: float | None
+    ) -> tuple[Plan, list[Any]]:
+        """The plan of a call, kept there unless it is for a trace that looks inside regions; and its values as of now.
+
+        While a large graph is compiled, those of other libraries may change.
+        """
+        values = as_of_now(values)
+        inside = looks_inside(trace)
+        request = call.request._replace(regions=False) if inside else call.request
+        version = request.graph.version
+        plan = await self._plans.get(request, self._compile, timeout)
+        if not inside:
+            call.plan, call.version = plan, version
+        return plan, values
+
+    async def _at_hand(
+        self, plan: Plan, call: Call, values: list[Any], timeout: float | None, asked_s: float
+    ) -> list[Any]:
+        """The values where the plan takes them; see `at_hand`."""
+        async with in_time(timeout, asked_s, "what the run needs of other libraries and devices was not there"):
+            return await at_hand(values, call.request.feeds, plan, self._devices)
+
+    async def _claimed(self, plan: Plan, atomic: bool, timeout: float | None, asked_s: float) -> Claim | None:
+        """Returns when a run may start as far as atomic ones are concerned; its own claim, if it is one."""
+        within = enclosing_parts()
+        async with in_time(timeout, asked_s, "other runs that use the same variables did not end"):
+            if atomic:
+                return await self._atomic.claim(plan.states, within, self.in_flight)
+            await self._atomic.wait(plan.states, within)
+        return None
+
+    async def _in_turn(self, start: Callable[[], Run], plan: Plan, timeout: float | None, asked_s: float) -> list[Any]:
+        """The values of a run that is done again, alone, if it passes the memory limit beside others."""
+
+        async def attempt() -> list[Any]:
+            if self._atomic.claims:
+                await self._claimed(plan, False, timeout, asked_s)
+            return await start().wait()
+
+        assert self.memory_turns is not None
+        waits = partial(in_time, timeout, asked_s, "runs that it does not fit into memory with did not end")
+        return await self.memory_turns.values(attempt, waits)
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def _run_straight(
+        self, plan: Plan, straight: Straight, values: list[Any], timeout: float | None, asked_s: float
+    ) -> list[Any] | None:
+        """The fetched values of a plan that is one call; None if that has to be left to the scheduler."""
+        assert self._turn is not None and self._loop is not None
+        if self.closed is not None or self._options.debug or not self._turn.has_time():
+            return None
+        # It is over at once, so a deadline that has not passed will be kept.
+        if timeout is not None and self._loop.time() >= asked_s + timeout:
+            return None
+        if self._atomic.claims and self._atomic.holds_up(plan.states):
+            return None
+        try:
+            found = run_straight(straight, self._devices[plan.partitions[0].device], self._quiet, values)
+        except OutOfMemoryError:
+            if self.memory_turns is None or not plan.is_repeatable:
+                raise
+            return None  # others may end
+        if found is not None:
+            self.begun += 1
+            plan.used = self.begun
+        return found
+
+    def _start(
+        self,
+        plan: Plan,
+        values: Sequence[Any],
+        timeout: float | None,
+        asked_s: float,
+        trace: Trace | None,
+        channel: Channel | None,
+        staying: Collection[int | None] = (),
+        claim: Claim | None = None,
+    ) -> Run:
+        if self.closed is not None:  # while the plan was compiled
+            raise SessionClosedError(self.closed)
+        assert self._loop is not None and self._turn is not None
+        self.begun += 1
+        plan.used = self.begun
+        run = Run(
+            plan,
+            number=self.begun,
+            devices=self._devices,
+            loop=self._loop,
+            turn=self._turn,
+            seed=self._random_seed if plan.graph.seed is None else plan.graph.seed,
+            shuffle_seed=self._shuffle_seed,
+            max_iterations=self._options.max_iterations,
+            trace=trace,
+            channel=channel,
+            staying=staying,
+            guard=self._options.debug,
+            on_end=self._forget,
+        )
+        if claim is not None:
+            claim.part = run.part
+        if self._atomic.claims:
+            self._atomic.on_start(run)
+        self.in_flight.add(run)
+        run.start(values, timeout, asked_s)
+        return run
+
+    def _forget(self, run: Run) -> None:
+        self.in_flight.discard(run)
+        if self._atomic.claims:
+            self._atomic.on_end(run)
+        if self._idle is not None and not self.in_flight:
+            self._idle.set()
+
+    # -- ending --------------------------------------------------------------------------------------------------
+
+    def refuse(self, why: str) -> None:
+        """Starts nothing more, and ends all waiting."""
+        self.closed = why
+        if self.admission is not None:
+            self.admission.close(why)
+        if self._loop is not None and self._loop.is_closed():
+            self.in_flight.clear()  # none of them will ever hear of an end
+
+    async def drain(self, grace_s: float) -> None:
+        """Gives runs in flight so many seconds to end, but for streams whose consumers have gone: those are stopped."""
+        for run in [run for run in self.in_flight if run.is_abandoned]:
+            run.close()
+        if self.in_flight and grace_s > 0:
+            await self._wait_idle(grace_s)
+
+    async def stop(self) -> None:
+        """Stops what is still in flight."""
+        for run in list(self.in_flight):
+            run.close()
+        if self.in_flight:
+            await self._wait_idle(None)
+
+    async def _wait_idle(self, grace_s: float | None) -> None:
+        self._idle = asyncio.Event()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass  # the caller stops what is left

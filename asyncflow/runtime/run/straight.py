@@ -1,0 +1,92 @@
+"""Runs a straight plan: one short call in which nothing can wait, so that it needs neither scheduler nor scope."""
+
+from __future__ import annotations
+
+from contextvars import Context
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.runtime.scheduler.first_guess import first_guess
+from asyncflow.runtime.scheduler.provenance import as_kernel_error
+from asyncflow.runtime.scheduler.region_firing import size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from asyncflow.compiler.lowering.straight import Straight
+    from asyncflow.devices.protocol import Device
+
+_MOST_ELEMENTS = 1 << 16
+"""Beside a kernel on more of them, what the executor costs is nothing."""
+
+_WHOLE = 1 << 62
+"""The budget of a region that runs to its end."""
+
+
+def quiet_context() -> Context:
+    """A context without NumPy's floating-point warnings: in a graph, infinities and NaN are values.
+
+    Calls in it cost a tenth of what entering `numpy.errstate` does. It serves one thread.
+    """
+    context = Context()
+    context.run(np.seterr, all="ignore")
+    return context
+
+
+def run_straight(straight: Straight, device: Device, quiet: Context, feeds: Sequence[Any]) -> list[Any] | None:
+    """The fetched values for these fed ones; None if computing them may take too long for the event loop.
+
+    Raises:
+        KernelError: the kernel failed.
+        OutOfMemoryError: its results pass the device's limit.
+    """
+    inputs = straight.inputs(feeds)
+    if straight.is_open:
+        return _run_open(straight, device, quiet, inputs)
+    node = straight.node
+    try:
+        output = quiet.run(node.kernel, *inputs)  # type: ignore[arg-type]
+    except BaseException as error:
+        failure = as_kernel_error(error, node, "", inputs, device.name)
+        raise failure from failure.__cause__
+    return straight.results(output)
+
+
+def _run_open(straight: Straight, device: Device, quiet: Context, inputs: Sequence[Any]) -> list[Any] | None:
+    node = straight.node
+    cost = node.cost
+    is_generator = node.region is not None and node.region.is_generator
+    if cost is None:
+        if is_generator:
+            return None  # it may well be long; the executor measures it
+        cost = node.cost = first_guess(node, inputs)
+    size = size_of(inputs)
+    if size > _MOST_ELEMENTS or cost.predict_ns(size) > INLINE_LIMIT_NS:
+        return None
+    started = perf_counter_ns()
+    try:
+        output = quiet.run(node.kernel, *inputs)  # type: ignore[arg-type]
+        if is_generator:
+            output = quiet.run(_outputs, output)
+        cost.observe(size, perf_counter_ns() - started)
+        results = straight.results(output)
+        for value in results:
+            device.memory.track(value, node.name)
+    except BaseException as error:
+        failure = as_kernel_error(error, node, "", inputs, device.name)
+        raise failure from failure.__cause__
+    return results
+
+
+def _outputs(region: Generator[object, int | None, Any]) -> Any:
+    """Runs a region that would stop between its long kernels to its end, and gives its outputs."""
+    budget: int | None = None
+    try:
+        while True:
+            region.send(budget)
+            budget = _WHOLE
+    except StopIteration as ended:
+        return ended.value

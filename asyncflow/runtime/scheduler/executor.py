@@ -1,0 +1,543 @@
+"""Drives a scheduler: launches the kernels of ready firings and feeds their results back.
+
+A firing that cannot wait is a plain call, on the event loop if it is known to be short and on one of the device's
+threads if it may take longer than 0.2 ms; only a coroutine op costs a task. On an asynchronous device the call launches
+the kernel, whose result counts as there. One executor lives for one run of one partition; the partitions of a run meet
+in its rendezvous, and there is nothing above them that says who goes next.
+
+Whatever raises while a run goes on ends it, wherever that is: a firing's failure by `Executor.kernel_failed`, all else
+by `Executor.broken`. The event loop enters an executor by `start`, `drive` and what `expect` gives alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from math import inf
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, cast
+
+from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.devices.cpu.lanes import Times
+from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.devices.protocol import recording
+from asyncflow.errors import KernelError
+from asyncflow.graph.op import KernelContext
+from asyncflow.runtime.scheduler.first_guess import ON_A_THREAD, first_guess
+from asyncflow.runtime.scheduler.grace import GRACE_S, leave_behind
+from asyncflow.runtime.scheduler.ports import Ports
+from asyncflow.runtime.scheduler.provenance import as_kernel_error, with_provenance
+from asyncflow.runtime.scheduler.recorder import Recorder
+from asyncflow.runtime.scheduler.region_firing import size_of
+from asyncflow.runtime.scheduler.region_launch import Regions
+from asyncflow.runtime.scheduler.scheduler import Scheduler, SchedulingError
+from asyncflow.streams.holding import Hold, holding, may_wait_for_itself, refuse_to_queue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncflow.compiler.plan import Partition, PlanNode
+    from asyncflow.devices.cost import MeasuredCost
+    from asyncflow.devices.cpu.device import CpuDevice
+    from asyncflow.devices.protocol import AsynchronousDevice, Mark
+    from asyncflow.runtime.scheduler.frame import Iteration
+    from asyncflow.runtime.scheduler.ports import Scope
+
+_log = logging.getLogger("asyncflow.runtime")
+
+BLOCKED_NS = 5_000_000
+"""A session in debug mode logs a kernel that held the event loop for longer (5 ms)."""
+
+_CHECK_EVERY = 32
+"""Small firings between two looks at the clock."""
+
+
+class Executor:
+    """Executes one partition once.
+
+    Invariants: ``in_flight`` counts firings launched and not completed, on threads, in tasks and as copies; after a
+    failure or a stop no firing starts, and the owner hears of the end once ``in_flight`` is 0 and nobody is inside
+    `drive`. What its ports wait for without anything being in flight (Recvs without a value, items nobody has taken) a
+    stop does not wait for.
+    """
+
+    __slots__ = (
+        "_asynchronous",
+        "_charge",
+        "_device",
+        "_grace",
+        "_is_driven",
+        "_ports",
+        "_regions",
+        "_run",
+        "_tasks",
+        "_throttled",
+        "failures",
+        "in_flight",
+        "is_closed",
+        "is_queued",
+        "launched",
+        "recorder",
+        "scheduler",
+        "stopped",
+    )
+
+    def __init__(self, partition: Partition, run: Scope) -> None:
+        self.scheduler = Scheduler(partition, seed=run.shuffle_seed, max_iterations=run.max_iterations)
+        self.is_queued = False
+        self.is_closed = False
+        self.in_flight = 0
+        self._is_driven = False
+        self.stopped = False
+        self.failures: list[tuple[int, int, BaseException]] = []
+        self.recorder: Recorder | None = None
+        self.launched: Mark = None
+        """How far an asynchronous device has got when all that this executor launched has ended."""
+        self._run = run
+        self._device = device = run.devices[partition.device]
+        self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
+        self._charge = None if self._asynchronous is None else self._asynchronous.charge
+        self._throttled = False
+        # In the order they started, in which they are cancelled; and who is told of the end.
+        self._tasks: dict[asyncio.Task[Any], Callable[..., None]] = {}
+        self._grace: asyncio.TimerHandle | None = None
+        if run.trace is not None:
+            self.recorder = Recorder(run.trace, run.id, device, run.now)
+            self.scheduler.ready = self.recorder.ready
+        self._ports = Ports(self, device, run)
+        self._regions = Regions(self, self._asynchronous)
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def start(self, feeds: Sequence[Any]) -> None:
+        """Delivers the feeds and drives as far as the current turn allows."""
+        try:
+            if self._asynchronous is None:
+                self._begin(feeds)
+            else:
+                if self._charge is not None:
+                    self._charge("run", 1)
+                self._ports.copy_in(self._asynchronous, list(feeds), self._begin)
+        except BaseException as error:
+            self.broken(error)
+
+    def _begin(self, feeds: Sequence[Any]) -> None:
+        try:
+            if not self.stopped:
+                self.scheduler.start(feeds)
+        except SchedulingError as error:
+            self._rule_broken(error)
+        if self.stopped:
+            self.check_quiet()
+        else:
+            self._run.turn.drive_now(self)
+
+    def drive(self, deadline_ns: int) -> bool:
+        """Executes ready firings until none is left (False) or the deadline has passed (True)."""
+        if self.is_closed or self._throttled:
+            return False
+        self._is_driven = True
+        try:
+            if self._asynchronous is None:
+                has_more = self._drive(deadline_ns)
+            else:
+                with self._asynchronous.activate():
+                    has_more = self._drive(deadline_ns)
+        except BaseException as error:
+            self.fail(self._named(error))
+            has_more = False
+        self._is_driven = False
+        if not has_more:
+            self.check_quiet()
+        return has_more
+
+    def _drive(self, deadline_ns: int) -> bool:
+        scheduler = self.scheduler
+        now = self._run.turn.now
+        next_firing = scheduler.next_firing
+        complete = scheduler.complete
+        quick = self.recorder is None
+        # Where nothing is waited for, an iteration has ended when it is launched, and others wait to hear of it.
+        is_eager = self._asynchronous is not None
+        charge = self._charge
+        regions = self._regions
+        budget = _CHECK_EVERY
+        node = iteration = None
+        inputs: Sequence[Any] = ()
+        try:
+            while True:
+                firing = next_firing()
+                if charge is not None and scheduler.routed:
+                    charge("primitive", scheduler.routed)
+                    scheduler.routed = 0
+                if is_eager and scheduler.ended:
+                    self._ports.acknowledge_ended()
+                    if self.stopped:
+                        break
+                if firing is not None:
+                    node, iteration, inputs = firing
+                    if node.is_small and quick:
+                        complete(node, iteration, node.kernel(*inputs))  # type: ignore[misc]
+                    else:
+                        self._launch(node, iteration, inputs)
+                        if self.stopped:
+                            break
+                        budget -= 7
+                elif scheduler.ready:
+                    budget -= 7
+                elif regions.suspended:
+                    regions.step(deadline_ns)
+                    if self.stopped:
+                        break
+                    budget = 0
+                elif is_eager and self._ports.incoming:
+                    node = None
+                    self._ports.take_incoming()
+                else:
+                    break
+                budget -= 1
+                if budget <= 0:
+                    node = None
+                    if scheduler.ended:
+                        self._ports.acknowledge_ended()
+                    if self._asynchronous is not None and self._asynchronous.throttle(self._resume):
+                        self._throttled = True
+                        self.in_flight += 1
+                        return False
+                    if now() >= deadline_ns:
+                        return True
+                    budget = _CHECK_EVERY
+        except SchedulingError as error:
+            self._rule_broken(error)
+        except BaseException as error:
+            if node is None or iteration is None:
+                raise  # no firing's failure
+            self.kernel_failed(error, node, iteration, inputs)
+        if scheduler.ended:
+            self._ports.acknowledge_ended()
+        if self._asynchronous is not None:
+            self.launched = self._asynchronous.mark()
+        return False
+
+    def _resume(self) -> None:
+        """The device has caught up with what was launched on it."""
+        if not self._throttled:
+            return  # it failed when it was asked
+        self._throttled = False
+        self.in_flight -= 1
+        try:
+            # They must not wait for ever behind a loop that is always ready.
+            while self._ports.incoming and not self.stopped:
+                self._ports.take_incoming()
+        except BaseException as error:
+            self.broken(error)
+        else:
+            self.go_on()
+
+    def expect(self, take: Callable[..., None], then: Callable[[], None] | None = None) -> Callable[..., None]:
+        """A callback for something in flight, to be called once it has ended: `take` gets ``(value, error, ...)``.
+
+        Then the run goes on, by ``then()`` if it is given. Whoever is asked may fail after it has accepted: of later
+        calls only an error counts.
+        """
+        self.in_flight += 1
+        is_awaited = True
+
+        def deliver(value: Any, error: BaseException | None, *times: int) -> None:
+            nonlocal is_awaited
+            if not is_awaited:
+                if error is not None and not self.is_closed:
+                    self.broken(error)
+                return
+            is_awaited = False
+            self.in_flight -= 1
+            try:
+                take(value, error, *times)
+            except BaseException as raised:
+                self.fail(self._named(raised))
+            try:
+                (then or self.go_on)()
+            except BaseException as raised:
+                self.broken(raised)
+
+        return deliver
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is left to do or in flight, unless another partition sends something."""
+        if self.in_flight or self._is_driven:
+            return False
+        scheduler = self.scheduler
+        ports = self._ports
+        return self.stopped or not (
+            scheduler.ready or scheduler.ended or self._regions.suspended or ports.untaken or ports.incoming
+        )
+
+    def check_quiet(self) -> None:
+        """Tells the owner if nothing is left to do or in flight."""
+        if not self.is_closed and self.is_quiet:
+            self._run.on_quiet()
+
+    def close(self) -> None:
+        """Lets go of the run, which has ended: no cycle may hold its values."""
+        self.is_closed = True
+        if self._grace is not None:
+            self._grace.cancel()
+        self._ports.close()
+        self._regions.close()
+        del self._run
+
+    # -- launching -----------------------------------------------------------------------------------------------
+
+    def _launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+        """Starts a firing that is timed, traced, needs its context, or may wait."""
+        if node.crossing:
+            self._ports.cross(node, iteration, inputs)
+            return
+        if node.needs_context:
+            run = self._run
+            inputs = (KernelContext(seed=run.seed, run=run.number, tag=iteration.counters()), *inputs)
+        if node.is_async:
+            self._launch_coroutine(node, iteration, inputs)
+            return
+        if node.region is not None and node.region.is_generator:
+            self._regions.launch(node, iteration, inputs)
+            return
+        if self._asynchronous is not None:
+            self._launch_asynchronous(self._asynchronous, node, iteration, inputs)
+            return
+        size = size_of(inputs)
+        cost: MeasuredCost | None = node.cost
+        if cost is None:
+            cost = node.cost = first_guess(node, inputs)
+        if self.goes_to_a_thread(cost.predict_ns(size)) or self._has_to_queue(node):
+            self._launch_on_stream(node, iteration, inputs, size)
+            return
+        started = perf_counter_ns()
+        try:
+            result = self._run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[arg-type,misc]
+        except BaseException as error:
+            self._record(node, iteration, "inline", started, perf_counter_ns(), None, "error")
+            self.kernel_failed(error, node, iteration, inputs)
+            return
+        ended = perf_counter_ns()
+        cost.observe(size, ended - started)
+        if self._run.guard and ended - started > BLOCKED_NS:
+            _log.warning(
+                "%s (%s) held the event loop for %.1f ms; declare its cost=, or make it a coroutine\n  built at %s",
+                node.name,
+                node.source.op.name,
+                (ended - started) / 1e6,
+                node.source.location,
+            )
+        self._record(node, iteration, "inline", started, ended, result, "ok")
+        self.complete(node, iteration, inputs, result)
+
+    def _launch_asynchronous(
+        self, device: AsynchronousDevice, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]
+    ) -> None:
+        """Launches a kernel; its result is there in the order of its stream."""
+        assert node.kernel is not None
+        spans = self.new_spans()
+        try:
+            with recording(device, spans):
+                result = self._run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)
+        except BaseException as error:
+            self.kernel_failed(error, node, iteration, inputs)
+            return
+        self.record_spans(spans, device, node, iteration, result)
+        self.complete(node, iteration, inputs, result)
+
+    def _launch_on_stream(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], size: int) -> None:
+        assert node.kernel is not None
+        work: Callable[..., object] = node.kernel
+        args = tuple(inputs)
+        hold = Hold()
+        if node.is_user:
+            work, args = self._run.context.copy().run, (holding, hold, work, *args)
+
+        def take(result: object, error: BaseException | None, times: Times) -> None:
+            status = "ok" if error is None else "error"
+            self._record(node, iteration, times.lane, times.started_ns, times.ended_ns, result, status, times.queued_ns)
+            if error is not None:
+                self.kernel_failed(error, node, iteration, inputs)
+            elif not self.stopped:
+                if hold.has_asked:
+                    node.cost = ON_A_THREAD
+                elif node.cost is not ON_A_THREAD:
+                    # The user's may wait for something else than the processor.
+                    node.cost.observe(size, times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
+                self.complete(node, iteration, inputs, result)
+
+        self.submit(node, size, work, args, take)
+
+    def goes_to_a_thread(self, expected_ns: float) -> bool:
+        """Whether what takes so long is not for the event loop."""
+        # What nobody knows is found out on the loop where a thread might wait for itself.
+        return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(self._run.context))
+
+    def _has_to_queue(self, node: PlanNode) -> bool:
+        """Whether other work on the state that the kernel changes is under way."""
+        owner = node.source.op.alone
+        return owner is not None and cast("CpuDevice", self._device).lanes.holds(owner)
+
+    def submit(
+        self, node: PlanNode, size: int, work: Callable[..., object], args: tuple[Any, ...], take: Callable[..., None]
+    ) -> None:
+        """Gives work to a thread of the device; ``take(result, error, times)`` is called at its end."""
+        cost: MeasuredCost | None = node.cost
+        deliver = self.expect(take)
+        try:
+            refuse_to_queue(self._run.context)
+            cast("CpuDevice", self._device).lanes.submit(
+                work,
+                args,
+                deliver,
+                self._run.loop,
+                expected_ns=cost.predict_ns(size) if cost is not None and cost.is_measured else None,
+                planned=node.stream,
+                owner=node.source.op.alone,
+                node=node.source,
+            )
+        except BaseException as error:
+            deliver(None, error, Times.never())
+
+    def _launch_coroutine(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+        run, device, spans = self._run, self._asynchronous, self.new_spans()
+        started = run.now()
+        assert node.kernel is not None
+        with ExitStack() as undone:
+            with self.recording(spans):
+                coroutine = node.kernel(*inputs)
+                undone.callback(coroutine.close)
+            undone.pop_all()
+        # A real task, in the context of the caller: libraries look at current_task and at context variables.
+        task = run.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
+
+        def take(result: object, error: BaseException | None) -> None:
+            del self._tasks[task]
+            cancelled = task.cancelled()
+            status = "ok" if error is None else "cancelled" if cancelled and self.stopped else "error"
+            self._record(node, iteration, "async", started, run.now(), result, status)
+            if device is not None:
+                self.record_spans(spans, device, node, iteration, result)
+            if error is not None:
+                # A run that is being stopped cancels its coroutines itself; that is no failure.
+                if not (cancelled and self.stopped):
+                    self.kernel_failed(error, node, iteration, inputs)
+            elif not self.stopped:
+                self.complete(node, iteration, inputs, result)
+
+        self._tasks[task] = deliver = self.expect(take)
+        task.add_done_callback(lambda task: deliver(*_outcome(task)))
+
+    def recording(self, spans: list[Any] | None) -> AbstractContextManager[None]:
+        """Inside, an asynchronous device records into `spans`."""
+        return nullcontext() if self._asynchronous is None else recording(self._asynchronous, spans)
+
+    def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], result: Any) -> None:
+        """Accounts for the result and hands it to the scheduler."""
+        track = self._device.memory.track
+        try:
+            if node.single:
+                track(result, node.name)
+            else:
+                for value in result:
+                    track(value, node.name)
+            self.scheduler.complete(node, iteration, result)
+        except MemoryLimitExceeded as error:
+            self.kernel_failed(error, node, iteration, inputs)
+        except SchedulingError as error:
+            self._rule_broken(error)
+
+    def go_on(self) -> None:
+        """After something in flight has ended."""
+        if self.stopped:
+            self.check_quiet()
+        elif not self._is_driven:  # else it goes on anyway
+            self._run.turn.drive_now(self)
+
+    # -- ending --------------------------------------------------------------------------------------------------
+
+    def kernel_failed(self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+        """Ends the run because a firing failed."""
+        self.fail(as_kernel_error(error, node, iteration.tag(), inputs, self._device.name), node.id)
+
+    def _rule_broken(self, error: SchedulingError) -> None:
+        provenance = with_provenance(
+            KernelError, error.reason, error.node, error.iteration.tag(), self._device.name, ()
+        )
+        loop = error.iteration.frame.info.path[-1:]
+        if error.node.name.startswith(tuple(f"{name}/next_iteration" for name in loop)):
+            # A while_loop that was lowered: named as it is where it runs in a region.
+            provenance.move_to(node=loop[0], op="while", tag=provenance.tag, inputs=(), location=provenance.location)
+        self.fail(provenance, error.node.id)
+
+    def broken(self, error: BaseException) -> None:
+        """Ends the run because something raised that is no firing: a device's call, say."""
+        if self.is_closed:
+            raise error  # nobody waits for this run any more
+        self.fail(self._named(error))
+        self.check_quiet()
+
+    def _named(self, error: BaseException) -> BaseException:
+        error.add_note(f"raised by device {self._device.name} or on its behalf, outside of any node")
+        return error
+
+    def fail(self, error: BaseException, order: int = -1) -> None:
+        """Ends the run with `error`: nothing starts any more, what runs is waited for."""
+        self.failures.append((self._run.turn.count(), order, error))
+        self.stop()
+        self._run.on_failed()
+
+    def stop(self) -> None:
+        """Starts nothing more, cancels coroutines, and lets kernels that run finish."""
+        if self.stopped:
+            return
+        self.stopped = True
+        self.scheduler.abort()
+        self._ports.incoming.clear()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            self._grace = self._run.loop.call_later(GRACE_S, leave_behind, self._tasks)
+        for error in self._regions.stop():
+            self.failures.append((self._run.turn.count(), -1, self._named(error)))
+
+    def _record(
+        self,
+        node: PlanNode,
+        iteration: Iteration,
+        stream: str,
+        started: int,
+        ended: int,
+        result: Any,
+        status: str,
+        queued_ns: int | None = None,
+    ) -> None:
+        if self.recorder is not None:
+            self.recorder.firing(node, iteration, stream, started, ended, result, status, queued_ns)
+
+    def new_spans(self) -> list[Any] | None:
+        """What an asynchronous device is to record into; None if the run is not traced."""
+        return None if self.recorder is None else []
+
+    def record_spans(
+        self,
+        spans: list[Any] | None,
+        device: AsynchronousDevice,
+        node: PlanNode,
+        iteration: Iteration | None,
+        result: Any,
+    ) -> None:
+        """Records what a device did for one firing (None: before any)."""
+        if spans and self.recorder is not None:
+            self.recorder.spans(spans, device, node, iteration, result)
+
+
+def _outcome(task: asyncio.Task[Any]) -> tuple[Any, BaseException | None]:
+    if task.cancelled():
+        return None, asyncio.CancelledError("the coroutine was cancelled")
+    error = task.exception()
+    return (None, error) if error is not None else (task.result(), None)

@@ -1,0 +1,99 @@
+"""What a run holds of a loop: `Frame`, one activation of it, and `Iteration`, where the tokens of one tag meet.
+
+Only `asyncflow.runtime.scheduler.scheduler` changes them; its rules say when.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncflow.compiler.plan import Dead, PlanFrame, PlanNode
+
+
+class Frame:
+    """One activation of a loop.
+
+    Invariants: ``live`` is the number of iterations started and not ended; ``newest.next`` is None; tokens are parked
+    only by ``newest``; ``values`` and ``pending`` are what a new iteration starts with, constants included;
+    ``killer`` is what the first dead Enter died of.
+    """
+
+    __slots__ = (
+        "constant_ready",
+        "dead",
+        "info",
+        "killer",
+        "live",
+        "live_exits",
+        "newest",
+        "parent",
+        "parked",
+        "pending",
+        "pending_enters",
+        "values",
+    )
+
+    def __init__(self, info: PlanFrame, parent: Iteration | None) -> None:
+        self.info = info
+        self.parent = parent
+        self.values: list[Any] = info.values
+        self.pending: list[int] = info.pending
+        self.dead: dict[int, Dead] = {}
+        self.killer: Dead | None = None
+        self.constant_ready: list[PlanNode] = []
+        self.live = 0
+        self.live_exits: set[PlanNode] = set()
+        self.parked: list[tuple[PlanNode, Any]] = []
+        self.pending_enters = info.n_enters
+        self.newest: Iteration | None = None
+
+
+class Iteration:
+    """One iteration of a frame: the tag under which tokens meet.
+
+    Invariants: ``outstanding`` counts nodes that are ready or running; ``pending[p]`` the inputs node p still waits
+    for; ``dead`` holds, for nodes with a dead input, what killed it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_counters",
+        "children",
+        "dead",
+        "frame",
+        "index",
+        "next",
+        "outstanding",
+        "pending",
+        "previous",
+        "values",
+    )
+
+    def __init__(self, frame: Frame, index: int, previous: Iteration | None) -> None:
+        self.frame = frame
+        self.index = index
+        self.previous = previous
+        self.next: Iteration | None = None
+        self.values = frame.values[:]
+        self.pending = frame.pending[:]
+        self.dead: dict[int, Dead] | None = dict(frame.dead) if frame.dead else None
+        self.outstanding = 0
+        self.children: dict[PlanFrame, Frame] = {}
+        self._counters: tuple[int, ...] | None = None
+
+    def tag(self) -> str:
+        """Frames and iterations from the outermost inward: ``outer/3/inner/7``; empty outside loops."""
+        parts: list[str] = []
+        iteration = self
+        while (parent := iteration.frame.parent) is not None:
+            parts.append(f"{iteration.frame.info.label}/{iteration.index}")
+            iteration = parent
+        return "/".join(reversed(parts))
+
+    def counters(self) -> tuple[int, ...]:
+        """Iteration numbers from the outermost loop inward."""
+        if self._counters is None:
+            outer = self.frame.parent
+            self._counters = () if outer is None else (*outer.counters(), self.index)
+        return self._counters

@@ -1,0 +1,363 @@
+"""Where values enter and leave a partition: Send, Recv, the copy to the host, and streamed items.
+
+Between devices, values meet in the run's rendezvous; see there. A Send is done when its value is handed over, but for
+the one that brings a loop's predicate to another device: that one is done when the iteration has ended there, so the
+window of `parallel_iterations` where the predicate is made holds for the loop as a whole, and partitions are at most so
+far apart. On an asynchronous device an iteration has ended when what it launched has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from asyncflow.compiler.plan import Crossing, Kind
+from asyncflow.devices.cuda.values import CudaArray
+from asyncflow.devices.protocol import recording
+from asyncflow.runtime.scheduler.provenance import as_kernel_error
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from contextvars import Context
+
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device
+    from asyncflow.runtime.scheduler.frame import Iteration
+    from asyncflow.runtime.scheduler.recorder import Recorder
+    from asyncflow.runtime.scheduler.rendezvous import Rendezvous
+    from asyncflow.runtime.scheduler.scheduler import Scheduler
+    from asyncflow.runtime.scheduler.turn import Turn
+    from asyncflow.runtime.trace import Trace
+
+
+class Emitter(Protocol):
+    """Takes the values a streamed loop hands out."""
+
+    def offer(self, values: tuple[Any, ...], taken: Callable[[], None]) -> None:
+        """Keeps `values` for the consumer and calls ``taken()`` once it has them."""
+        ...
+
+
+class Scope(Protocol):
+    """The run that executors work for, as they and their ports see it.
+
+    Attributes:
+        devices: those of the session, by name.
+        loop: the event loop.
+        turn: the session's share of it.
+        context: the caller's context variables.
+        rendezvous: where the run's partitions meet.
+        id: unique in the process.
+        number: counts the session's runs.
+        seed: of random ops.
+        shuffle_seed: picks among ready firings; None for in order.
+        max_iterations: most iterations of a loop.
+        trace: what to record into.
+        now: nanoseconds of the clock that a trace shows.
+        guard: log kernels that hold the event loop.
+        staying: indexes of the fetches whose values stay on their device.
+        stayed: those values.
+    """
+
+    devices: Mapping[str, Device]
+    loop: asyncio.AbstractEventLoop
+    turn: Turn
+    context: Context
+    rendezvous: Rendezvous
+    id: int
+    number: int
+    seed: int
+    shuffle_seed: int | None
+    max_iterations: int | None
+    trace: Trace | None
+    now: Callable[[], int]
+    guard: bool
+    staying: Collection[int | None]
+    stayed: dict[int, Any]
+
+    @property
+    def emitter(self) -> Emitter | None:
+        """Takes streamed values."""
+        ...
+
+    def on_quiet(self) -> None:
+        """Called when nothing of an executor is ready or in flight; others, or what they send, may wake it."""
+        ...
+
+    def on_failed(self) -> None:
+        """Called when an executor has failed, to stop the others."""
+        ...
+
+
+class Partitioned(Protocol):
+    """An executor, as its ports see it."""
+
+    in_flight: int
+    is_queued: bool
+    stopped: bool
+    scheduler: Scheduler
+    recorder: Recorder | None
+
+    def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], result: Any) -> None:
+        """Takes the result of a firing."""
+        ...
+
+    def kernel_failed(self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+        """Ends the run because a firing failed."""
+        ...
+
+    def fail(self, error: BaseException, order: int = -1) -> None:
+        """Ends the run because something failed that is no firing."""
+        ...
+
+    def new_spans(self) -> list[Any] | None:
+        """What an asynchronous device is to record into; None if the run is not traced."""
+        ...
+
+    def record_spans(
+        self,
+        spans: list[Any] | None,
+        device: AsynchronousDevice,
+        node: PlanNode,
+        iteration: Iteration | None,
+        result: Any,
+    ) -> None:
+        """Records what a device did for one firing (None: before any)."""
+        ...
+
+    def expect(self, take: Callable[..., None], then: Callable[[], None] | None = None) -> Callable[..., None]:
+        """What is to be called, once, when something in flight has ended."""
+        ...
+
+    def check_quiet(self) -> None:
+        """Tells the owner if nothing is left to do or in flight."""
+        ...
+
+    def drive(self, deadline_ns: int) -> bool:
+        """Executes ready firings."""
+        ...
+
+
+class Ports:
+    """The ports of one executor.
+
+    Attributes:
+        untaken: streamed items that the consumer has not taken.
+        incoming: values on their way to an asynchronous device. Whatever uses one holds up its stream until the copy is
+            done, so all that is ready without it is launched first.
+    """
+
+    __slots__ = ("_asynchronous", "_executor", "_run", "incoming", "untaken")
+
+    def __init__(self, executor: Partitioned, device: Device, run: Scope) -> None:
+        self.untaken = 0
+        self.incoming: deque[tuple[PlanNode, Iteration, Any, int]] = deque()
+        self._executor: Partitioned = executor
+        self._run = run
+        self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
+
+    def cross(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+        """Does a firing of a node that takes a value into or out of the partition."""
+        if node.crossing == Crossing.SEND:
+            self._send(node, iteration, inputs[0] if inputs else np.True_)
+        elif node.crossing == Crossing.RECV:
+            self._run.rendezvous.receive(self, node, iteration)
+        elif node.crossing == Crossing.TO_HOST:
+            self._to_host(node, iteration, inputs[0])
+        else:
+            self._emit(node, iteration, tuple(inputs))
+
+    def close(self) -> None:
+        """Lets go of the run, which has ended: no cycle may hold its values."""
+        del self._executor, self._run
+
+    def copy_in(self, device: AsynchronousDevice, feeds: list[Any], begin: Callable[[list[Any]], None]) -> None:
+        """Calls ``begin(feeds)`` once the fed values are on their way to the device."""
+        executor = self._executor
+        # One more than there are copies, so that nothing begins before all have been asked for.
+        left = 1
+
+        def arrived() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                begin(feeds)
+
+        def copy(index: int, node: PlanNode) -> None:
+            spans = executor.new_spans()
+
+            def take(copied: Any, error: BaseException | None) -> None:
+                if error is None:
+                    executor.record_spans(spans, device, node, None, copied)
+                    feeds[index] = copied
+                else:
+                    executor.fail(as_kernel_error(error, node, "", (feeds[index],), device.name), node.id)
+
+            deliver = executor.expect(take, arrived)
+            try:
+                with recording(device, spans):
+                    device.feed(feeds[index], deliver)
+            except BaseException as error:
+                deliver(None, error)
+
+        for index, node in enumerate(executor.scheduler.partition.feeds):
+            if not executor.stopped:
+                left += 1
+                copy(index, node)
+        arrived()
+
+    # -- between devices -----------------------------------------------------------------------------------------
+
+    def _send(self, node: PlanNode, iteration: Iteration, value: Any) -> None:
+        rendezvous, recorder = self._run.rendezvous, self._executor.recorder
+        if node.is_acknowledged:
+            rendezvous.await_acknowledgement(self, node, iteration)
+        if self._asynchronous is not None:
+            sent_ns = self._asynchronous.send()
+        else:
+            sent_ns = 0 if recorder is None else recorder.now()
+        rendezvous.send(node, iteration, value, sent_ns)
+        if not (node.is_acknowledged or self._executor.stopped):
+            self._executor.scheduler.complete(node, iteration, ())
+
+    def acknowledged(self, node: PlanNode, iteration: Iteration) -> None:
+        """The iteration that a Send brought its predicate to has ended."""
+        if not self._executor.stopped:
+            self._executor.scheduler.complete(node, iteration, ())
+            self._run.turn.enqueue(self._executor)
+
+    def acknowledge_ended(self) -> None:
+        """Says that iterations have ended here, once what they launched has."""
+        executor = self._executor
+        ended, executor.scheduler.ended = executor.scheduler.ended, []
+        if self._asynchronous is None:
+            self._pass_on(ended)
+            return
+
+        def take(_: object, error: BaseException | None) -> None:
+            if error is not None:
+                executor.fail(error)
+            elif not executor.stopped:
+                self._pass_on(ended)
+
+        deliver = executor.expect(take)
+        try:
+            self._asynchronous.when_done(partial(deliver, None), elsewhere=True)
+        except BaseException as error:
+            deliver(None, error)
+
+    def _pass_on(self, ended: list[tuple[int, tuple[int, ...]]]) -> None:
+        for transfer, counters in ended:
+            self._run.rendezvous.acknowledge(transfer, counters)
+
+    def arrived(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+        """The value that a Recv waits for is on its way: copies it here if need be."""
+        executor, source = self._executor, self._run.devices[node.peer]
+        if executor.stopped:
+            return
+        if self._asynchronous is None and not source.is_asynchronous:
+            self._received(node, iteration, value, sent_ns)
+            return
+
+        def take(copied: Any, error: BaseException | None) -> None:
+            if error is not None:
+                executor.kernel_failed(error, node, iteration, ())
+            elif not executor.stopped:
+                if self._asynchronous is None:
+                    self._received(node, iteration, copied, sent_ns)
+                else:
+                    self.incoming.append((node, iteration, copied, sent_ns))
+                    self._run.turn.enqueue(executor)
+
+        deliver = executor.expect(take, executor.check_quiet)
+        try:
+            self._bring(node, iteration, value, source, sent_ns, deliver)
+        except BaseException as error:
+            deliver(None, error)
+
+    def _bring(
+        self, node: PlanNode, iteration: Iteration, value: Any, source: Device, sent_ns: int, deliver: Deliver
+    ) -> None:
+        """Asks for a copy of a value of `source`."""
+        executor, device = self._executor, self._asynchronous
+        if device is None:
+            if not cast("AsynchronousDevice", source).fetch(value, deliver):
+                deliver(value, None)
+            return
+        sender = cast("AsynchronousDevice", source) if source.is_asynchronous else None
+        here, there = executor.new_spans(), executor.new_spans()
+        with recording(device, here), nullcontext() if sender is None else recording(sender, there):
+            device.receive(value, source, deliver, None if sender is None else sent_ns)
+        executor.record_spans(here, device, node, iteration, value)
+        if sender is not None:  # a copy through the host has a part there
+            executor.record_spans(there, sender, node, iteration, value)
+
+    def take_incoming(self) -> None:
+        """Hands the oldest incoming value to whoever waits for it."""
+        self._received(*self.incoming.popleft())
+
+    def _received(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+        if self._executor.recorder is not None:
+            self._executor.recorder.transfer(node, iteration, value, sent_ns)
+        self._executor.complete(node, iteration, (), value)
+        # Not driven at once: the sender is being driven, and its turn has to end.
+        self._run.turn.enqueue(self._executor)
+
+    # -- to the host ---------------------------------------------------------------------------------------------
+
+    def _to_host(self, node: PlanNode, iteration: Iteration, value: Any) -> None:
+        """A predicate, a fetch or a streamed item, which leaves an asynchronous device."""
+        executor, device = self._executor, self._asynchronous
+        assert device is not None
+        if self._run.staying and type(value) is CudaArray and self._leave(node, value):
+            executor.complete(node, iteration, (value,), value)
+            return
+
+        def take(result: Any, error: BaseException | None) -> None:
+            if error is not None:
+                executor.kernel_failed(error, node, iteration, (value,))
+            elif not executor.stopped:
+                executor.complete(node, iteration, (value,), result)
+
+        deliver = executor.expect(take)
+        spans = executor.new_spans()
+        try:
+            if node.source.attrs["is_predicate"]:
+                device.require_data(value, node.name)
+            with recording(device, spans):
+                is_copied = device.fetch(value, deliver)
+        except BaseException as error:
+            deliver(None, error)
+            return
+        if is_copied:
+            executor.record_spans(spans, device, node, iteration, value)
+        else:
+            deliver(value, None)
+
+    def _leave(self, node: PlanNode, value: CudaArray) -> bool:
+        """Gives a value to the fetches that take it where it is; whether nobody else needs it on the host."""
+        plain, merges = node.targets[0]
+        staying = [
+            target for _, _, target in plain if target.kind == Kind.FETCH and target.fetch_index in self._run.staying
+        ]
+        for target in staying:
+            self._run.stayed[target.fetch_index] = value
+        return not merges and len(staying) == len(plain)
+
+    def _emit(self, node: PlanNode, iteration: Iteration, values: tuple[Any, ...]) -> None:
+        emitter, executor = self._run.emitter, self._executor
+        assert emitter is not None
+        self.untaken += 1
+
+        def taken() -> None:
+            self.untaken -= 1
+            if not executor.stopped:
+                executor.scheduler.complete(node, iteration, ())
+                self._run.turn.drive_now(executor)
+
+        emitter.offer(values, taken)

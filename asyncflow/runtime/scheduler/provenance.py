@@ -1,0 +1,101 @@
+"""Says where in the user's program a kernel failed: node, iteration, device, inputs, line."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.compiler.regions.codegen import TooManyIterations
+from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.errors import AsyncflowError, DeviceLostError, KernelError, OutOfMemoryError, told
+from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.shapes import format_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.compiler.regions.region_code import RegionCode
+
+
+def describe(value: object) -> str:
+    """dtype and shape of a run-time value: ``float32[64,64]``."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):  # of whichever device
+        return f"{dtype_name(value.dtype)}{format_shape(value.shape)}"
+    return type(value).__name__
+
+
+def as_kernel_error(
+    error: BaseException, node: PlanNode, tag: str, inputs: Sequence[Any], device: str
+) -> BaseException:
+    """`error` with its provenance; what is meant for the interpreter (SystemExit, …) stays itself."""
+    if not isinstance(error, Exception | asyncio.CancelledError):
+        return error
+    if isinstance(error, DeviceLostError):
+        # No fault of the node's: whatever came next would have failed.
+        error.add_note(f"noticed at {node.name} ({node.source.op.name}), built at {node.source.location}")
+        return error
+    described = tuple(describe(value) for value in inputs)
+    reason = str(error) if isinstance(error, TooManyIterations) else told(error)
+    wrapped: KernelError
+    if isinstance(error, MemoryLimitExceeded):
+        wrapped = with_provenance(
+            OutOfMemoryError,
+            str(error),
+            node,
+            tag,
+            device,
+            described,
+            requested=error.requested,
+            used=error.used,
+            limit=error.limit,
+        )
+    elif isinstance(error, MemoryError):
+        wrapped = with_provenance(OutOfMemoryError, reason, node, tag, device, described, requested=0, used=0, limit=0)
+    elif isinstance(error, AsyncflowError) and not isinstance(error, KernelError):
+        wrapped = with_provenance(KernelError, str(error), node, tag, device, described)
+    else:
+        wrapped = with_provenance(KernelError, reason, node, tag, device, described)
+    if node.region is not None:
+        _place_in_region(wrapped, node.region, error)
+    if isinstance(wrapped, OutOfMemoryError):
+        error.__traceback__ = None  # its frames hold the very values that are too many
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _place_in_region(wrapped: KernelError, code: RegionCode, error: BaseException) -> None:
+    """Names the node inside the region that failed, and the iterations of the loops around it."""
+    found = code.place_of(error)
+    if found is not None:
+        place, counters, values = found
+        inner = "/".join(f"{label}/{count}" for (label, _), count in zip(place.loops, counters, strict=True))
+        wrapped.move_to(
+            node=place.node.name,
+            op=place.node.op.name,
+            tag="/".join(filter(None, (wrapped.tag, inner))),
+            inputs=tuple(describe(value) for value in values),
+            location=place.node.location,
+        )
+
+
+def with_provenance(
+    kind: type[KernelError],
+    reason: str,
+    node: PlanNode,
+    tag: str,
+    device: str,
+    inputs: tuple[str, ...],
+    **extra: Any,
+) -> KernelError:
+    """An error of `kind` that says which node failed, in which iteration, on which inputs."""
+    return kind(
+        reason,
+        node=node.name,
+        op=node.source.op.name,
+        tag=tag,
+        device=device,
+        inputs=inputs,
+        location=node.source.location,
+        **extra,
+    )

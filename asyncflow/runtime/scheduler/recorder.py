@@ -1,0 +1,208 @@
+"""Writes what one executor does into a trace; there is none unless the run is traced."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from asyncflow.runtime.scheduler.provenance import describe
+from asyncflow.runtime.trace import LOOP, Firing, MemorySample, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.runtime.scheduler.frame import Iteration
+    from asyncflow.runtime.scheduler.region_firing import RegionFiring
+    from asyncflow.runtime.trace import Trace
+
+
+class _Launched(NamedTuple):
+    """What an asynchronous device was given for one firing."""
+
+    spans: Sequence[Any]
+    """For `AsynchronousDevice.settle`."""
+    device: AsynchronousDevice
+    node: PlanNode
+    tag: str
+    scheduled_ns: int | None
+    outputs: str
+    used: int
+    """Bytes the device held."""
+
+
+class Recorder:
+    """Records the firings of one partition in one run."""
+
+    def __init__(self, trace: Trace, run_id: int, device: Device, now: Callable[[], int]) -> None:
+        self.now = now
+        self.ready = _TimedQueue(now)
+        """The scheduler's ready queue, which remembers when each firing became ready."""
+        self._trace = trace
+        self._run_id = run_id
+        self._device = device
+        self._launched: list[_Launched] = []
+
+    def firing(
+        self,
+        node: PlanNode,
+        iteration: Iteration,
+        stream: str,
+        started: int,
+        ended: int,
+        result: Any,
+        status: str,
+        queued_ns: int | None,
+    ) -> None:
+        """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
+        ready = self._since(node, iteration, started)
+        fired = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
+        self._add(fired._replace(status=status, queued_ns=queued_ns))
+
+    def region(
+        self,
+        firing: RegionFiring,
+        stream: str,
+        started: int,
+        ended: int,
+        result: Any,
+        status: str,
+        queued_ns: int | None,
+    ) -> None:
+        """A time in which a region computed without a pause: as its loops, and what is between them."""
+        node, iteration = firing.node, firing.iteration
+        ready = self._since(node, iteration, started) if firing.paused_ns is None else firing.paused_ns
+        whole = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
+        whole = whole._replace(status=status, queued_ns=queued_ns, part=firing.parts)
+        spans = [span for span in firing.take_phases() if span.phase.nodes]
+        for place, (phase, began, until) in enumerate(spans):
+            is_first, is_last = place == 0, place == len(spans) - 1
+            part = firing.seen_phases.get(phase, 0)
+            firing.seen_phases[phase] = part + 1
+            self._add(
+                whole._replace(
+                    node=phase.label,
+                    op=LOOP if phase.is_loop else whole.op,
+                    location=str(phase.nodes[0].location),
+                    scheduled_ns=whole.scheduled_ns if is_first else began,
+                    started_ns=began,
+                    ended_ns=until,
+                    outputs=whole.outputs if is_last else "",
+                    status=status if is_last else "ok",
+                    queued_ns=queued_ns if is_first else None,
+                    part=part,
+                    iterations=firing.iterations.get(phase),
+                )
+            )
+        if not spans:
+            self._add(whole)
+
+    def _fired(
+        self, node: PlanNode, tag: str, stream: str, ready: int, started: int, ended: int, outputs: str
+    ) -> Firing:
+        return Firing(
+            run=self._run_id,
+            node=node.label,
+            op=node.source.op.name,
+            tag=tag,
+            device=self._device.name,
+            stream=stream,
+            scheduled_ns=min(ready, started),
+            started_ns=started,
+            ended_ns=ended,
+            outputs=outputs,
+            status="ok",
+            location=str(node.source.location),
+        )
+
+    def _since(self, node: PlanNode, iteration: Iteration, started: int) -> int:
+        since = self.ready.since(node, iteration)
+        return started if since is None else since
+
+    def spans(
+        self,
+        spans: Sequence[Any],
+        device: AsynchronousDevice,
+        node: PlanNode,
+        iteration: Iteration | None,
+        result: Any,
+    ) -> None:
+        """What an asynchronous device did for one firing (None: before any): the kernel, and copies.
+
+        Their times may not be known before the run has ended: see `finish`.
+        """
+        tag = "" if iteration is None else iteration.tag()
+        scheduled = None if iteration is None else self.ready.since(node, iteration)
+        self._launched.append(
+            _Launched(spans, device, node, tag, scheduled, _outputs(node, result), self._device.memory.used)
+        )
+
+    def finish(self) -> None:
+        """Writes down what was launched, once all of it has ended."""
+        for launched in self._launched:
+            device, node, scheduled = launched.device, launched.node, launched.scheduled_ns
+            for span in device.settle(launched.spans):
+                began, ended, name = span.started_ns, span.ended_ns, span.stream
+                # Some devices tell of every kernel that a region launches.
+                inside = node.region is not None and not span.nbytes
+                ready = began if scheduled is None else scheduled
+                fired = self._fired(node, launched.tag, name, ready, began, ended, launched.outputs)
+                fired = fired._replace(
+                    node=span.label if inside else fired.node,
+                    op=fired.op if not span.nbytes else "copy",
+                    device=device.name,
+                )
+                self._add(fired, launched.used)
+        self._launched.clear()
+
+    def transfer(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+        """A value that has come from another device."""
+        self._trace.transfers.append(
+            Transfer(
+                run=self._run_id,
+                node=node.name,
+                tag=iteration.tag(),
+                source=node.peer,
+                target=self._device.name,
+                sent_ns=sent_ns,
+                received_ns=max(self.now(), sent_ns),  # on a simulated device the host may be ahead of the clock
+                nbytes=int(getattr(value, "nbytes", 0)),
+            )
+        )
+
+    def _add(self, firing: Firing, used: int | None = None) -> None:
+        trace = self._trace
+        if len(trace.firings) >= trace.capacity:
+            trace.dropped += 1
+            return
+        trace.firings.append(firing)
+        held = self._device.memory.used if used is None else used
+        trace.memory.append(MemorySample(self._device.name, firing.ended_ns, held))
+
+
+def _outputs(node: PlanNode, result: Any, status: str = "ok") -> str:
+    if status != "ok":
+        return ""
+    values = (result,) if node.single else result if isinstance(result, tuple) else ()
+    return ", ".join(map(describe, values))
+
+
+class _TimedQueue(deque[Any]):
+    """A ready queue that remembers when each firing became ready, for as long as its iteration lives."""
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        super().__init__()
+        self._times: WeakKeyDictionary[Iteration, dict[PlanNode, int]] = WeakKeyDictionary()
+        self._now = now
+
+    def append(self, item: tuple[PlanNode, Iteration]) -> None:
+        node, iteration = item
+        self._times.setdefault(iteration, {})[node] = self._now()
+        super().append(item)
+
+    def since(self, node: PlanNode, iteration: Iteration) -> int | None:
+        """When the firing became ready; None if that is not known, or was asked for before."""
+        times = self._times.get(iteration)
+        return None if times is None else times.pop(node, None)

@@ -1,0 +1,247 @@
+"""One firing of a region that is a generator, because of its loops or of long kernels: driven in slices.
+
+It starts on the event loop if its kernels are short as far as is known, and loops over scalars stay there: they hold
+the GIL wherever they run, and a slice ends with the session's turn. When an iteration takes longer than a kernel may on
+the event loop, the rest moves to one of the device's threads; that is safe where the generator stands still: at a back
+edge, or behind a kernel that may be long. Where the next firing starts is for its node's `hold` to say: what was
+measured of the longest time that it held its thread without giving way, wherever that was.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from time import perf_counter_ns, thread_time_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from types import GeneratorType
+
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.compiler.regions.region_code import Phase
+    from asyncflow.runtime.scheduler.frame import Iteration
+
+_SLICE_NS = 200_000
+"""How long a slice should take: short beside a turn, long beside looking at the clock."""
+
+_OVERRUN_NS = 1_000_000
+"""A slice that takes longer holds heavy work among light, though its mean iteration be short."""
+
+_GROWTH = 16
+
+
+class PhaseSpan(NamedTuple):
+    """A time in which a traced region computed in one of its phases."""
+
+    phase: Phase
+    started_ns: int
+    ended_ns: int
+
+
+class Stopped(Exception):
+    """The run was stopped while the region ran on a thread."""
+
+
+class RegionFiring:
+    """A region in progress.
+
+    Attributes:
+        budget: the number of back edges and long kernels until it yields again; None before it has begun.
+        is_heavy: the last slice held the event loop for too long, so that the rest belongs on a thread.
+        is_suspect: an earlier slice may have, in this firing or the one before.
+        is_unsettled: nobody has looked whether the last one that took so long did so by itself.
+        is_proved: one has.
+        is_watched: the next slice's time of the processor will be taken.
+        size: of its inputs.
+        hold_ns: the longest it has held its thread without giving way.
+        inline_ns: how long it has computed on the event loop.
+        parts: how often it has begun to, and stopped.
+        paused_ns: when it stopped last; None before it began.
+        spans: what an asynchronous device records of it; None if the run is not traced.
+        clock: nanoseconds of the thread that launches it, where that is simulated.
+        phases: where a traced one computed since that was asked for last; None if the run is not traced.
+        iterations: of its loops that have ended, by phase.
+        seen_phases: how often each was recorded.
+    """
+
+    __slots__ = (
+        "_standing",
+        "budget",
+        "clock",
+        "generator",
+        "has_learned",
+        "hold_ns",
+        "inline_ns",
+        "inputs",
+        "is_heavy",
+        "is_proved",
+        "is_suspect",
+        "is_unsettled",
+        "is_watched",
+        "iteration",
+        "iterations",
+        "node",
+        "parts",
+        "paused_ns",
+        "phases",
+        "seen_phases",
+        "size",
+        "spans",
+    )
+
+    def __init__(
+        self,
+        node: PlanNode,
+        iteration: Iteration,
+        inputs: Sequence[Any],
+        generator: GeneratorType[bool | None, int | None, tuple[Any, ...]],
+        spans: list[Any] | None = None,
+        clock: Callable[[], int] | None = None,
+        *,
+        is_traced: bool = False,
+    ) -> None:
+        self.node = node
+        self.iteration = iteration
+        self.inputs = inputs
+        self.generator = generator
+        self.spans = spans
+        self.budget: int | None = None
+        self.is_heavy = False
+        self.is_suspect: bool = getattr(node, "is_suspect", False)
+        self.is_unsettled = False
+        self.is_proved = False
+        self.is_watched = True
+        self.size = size_of(inputs)
+        self.hold_ns = 0
+        self.inline_ns = 0
+        self.has_learned = False
+        self.parts = 0
+        self.paused_ns: int | None = None
+        self.clock = clock
+        self.phases: list[PhaseSpan] | None = [] if is_traced else None
+        self.iterations: dict[Phase, int] = {}
+        self.seen_phases: dict[Phase, int] = {}
+        self._standing: Phase | None = None
+
+    def expected_hold_ns(self) -> float:
+        """How long it is expected to hold its thread without giving way; infinite if nobody can say."""
+        hold: MeasuredCost | None = self.node.hold
+        if hold is not None:
+            return hold.predict_ns(self.size)
+        assert self.node.estimate is not None
+        return inf if self.node.estimate.expects(INLINE_LIMIT_NS, self.inputs) else 0.0
+
+    def run_slice(self) -> int:
+        """Runs until the budget is spent and sets the next one; gives the time afterwards.
+
+        Raises:
+            StopIteration: it has ended; the exception's value is the tuple of outputs.
+        """
+        # The processor's time leaves out the moments when others ran, but is dear to ask for.
+        if self.phases is not None and self._standing is None:
+            self._standing = self._phase()
+        busy_ns = thread_time_ns() if self.is_watched else 0
+        clock = self.clock or perf_counter_ns
+        before = clock()
+        try:
+            begins_loop = self.generator.send(self.budget)
+        except StopIteration:
+            now = clock()
+            self._note_phase(before, now)
+            self._take_time(before, now, busy_ns)
+            raise
+        now = clock()
+        self._note_phase(before, now)
+        taken, spent = self._take_time(before, now, busy_ns)
+        self.is_watched = (self.is_suspect and not self.is_proved) or bool(begins_loop)
+        # What iterations took so far says nothing about those of another loop.
+        self.budget = 1 if begins_loop else max(1, min(spent * _GROWTH, spent * _SLICE_NS // max(taken, 1)))
+        return now
+
+    def _phase(self) -> Phase | None:
+        """The phase in which it stands, to go on with."""
+        frame, code = self.generator.gi_frame, self.node.region
+        assert code is not None
+        return None if frame is None else code.phase_at(frame.f_lineno)
+
+    def _note_phase(self, started_ns: int, ended_ns: int) -> None:
+        """Notes a slice of a traced region; of a loop that has ended the iterations, which a variable still counts."""
+        phase = self._standing
+        if phase is None:
+            return
+        assert self.phases is not None
+        if self.phases and self.phases[-1].phase is phase:
+            started_ns = self.phases.pop().started_ns
+        self.phases.append(PhaseSpan(phase, started_ns, ended_ns))
+        self._standing = self._phase()
+        frame = self.generator.gi_frame
+        if phase.counter and frame is not None and self._standing is not phase:
+            self.iterations[phase] = frame.f_locals[phase.counter]
+
+    def take_phases(self) -> list[PhaseSpan]:
+        """Where it computed since this was asked for last; none if the run is not traced."""
+        taken = self.phases or []
+        if taken:
+            self.phases = []
+        return taken
+
+    def _take_time(self, before: int, now: int, busy_ns: int) -> tuple[int, int]:
+        """Accounts for a slice; how long it took, and how many steps it may have had."""
+        taken, spent = now - before, self.budget or 1
+        limit_ns = min(INLINE_LIMIT_NS * spent, _OVERRUN_NS)
+        held_ns = taken // spent
+        self.is_heavy = False
+        if taken > limit_ns:
+            self.is_suspect = True
+            self.is_unsettled = not self.is_watched
+            held_ns = INLINE_LIMIT_NS
+            if self.is_watched:
+                computed_ns = thread_time_ns() - busy_ns
+                self.is_heavy = computed_ns > limit_ns
+                self.is_proved |= self.is_heavy
+                held_ns = computed_ns if self.is_heavy else computed_ns // spent
+        self.hold_ns = max(self.hold_ns, held_ns)
+        return taken, spent
+
+    def learn_hold(self) -> None:
+        """Has the node's next firings begin where this one should have."""
+        if self.node.hold is None:
+            self.node.hold = MeasuredCost()
+        self.node.hold.observe(self.size, self.hold_ns)
+        self.has_learned = True
+
+    def learn(self, computed_ns: int = 0) -> None:
+        """At its end: `learn_hold`, if that says anything new, and how long it computed, on a thread and before."""
+        self.node.is_suspect = self.is_unsettled
+        is_known = self.inline_ns and self.node.hold is None and self.hold_ns <= INLINE_LIMIT_NS
+        if not (self.has_learned or is_known):
+            self.learn_hold()
+        if self.node.cost is None:
+            self.node.cost = MeasuredCost()
+        self.node.cost.observe(self.size, self.inline_ns + computed_ns)
+
+    def run_to_end(self, is_stopped: Callable[[], bool]) -> tuple[Any, ...]:
+        """Runs on a thread until it ends; watched until it has proved heavy.
+
+        Raises:
+            Stopped: `is_stopped` said so at a back edge.
+        """
+        self.is_suspect = True
+        try:
+            while not is_stopped():
+                self.run_slice()
+        except StopIteration as ended:
+            outputs: tuple[Any, ...] = ended.value
+            return outputs
+        self.generator.close()
+        raise Stopped
+
+
+def size_of(values: Iterable[Any]) -> int:
+    """The number of elements of the values in all: the size of the work on them."""
+    size = 0
+    for value in values:
+        size += getattr(value, "size", 1)
+    return size

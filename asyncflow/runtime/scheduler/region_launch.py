@@ -1,0 +1,130 @@
+"""Drives the regions of one partition that are generators: in slices on the event loop, or to their end on a thread.
+
+On an asynchronous device a slice launches, and whether to go on is for the device to say.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.runtime.scheduler.region_firing import RegionFiring, Stopped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.devices.cpu.lanes import Times
+    from asyncflow.devices.protocol import AsynchronousDevice
+    from asyncflow.runtime.scheduler.executor import Executor
+    from asyncflow.runtime.scheduler.frame import Iteration
+
+
+class Regions:
+    """The regions of one executor.
+
+    Attributes:
+        suspended: those that go on when nothing else is ready.
+    """
+
+    __slots__ = ("_asynchronous", "_executor", "suspended")
+
+    def __init__(self, executor: Executor, asynchronous: AsynchronousDevice | None) -> None:
+        self.suspended: deque[RegionFiring] = deque()
+        self._executor = executor
+        self._asynchronous = asynchronous
+
+    def close(self) -> None:
+        """Lets go of the run, which has ended: no cycle may hold its values."""
+        del self._executor
+
+    def stop(self) -> Iterator[BaseException]:
+        """Ends those that are suspended; what they raised."""
+        while self.suspended:
+            try:
+                self.suspended.popleft().generator.close()
+            except BaseException as error:
+                yield error
+
+    def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+        """Starts a firing: on a thread if it is known to hold one for long."""
+        assert node.kernel is not None and node.estimate is not None
+        executor = self._executor
+        spans = executor.new_spans()
+        with executor.recording(spans):
+            clock = None if self._asynchronous is None else self._asynchronous.now_ns
+            is_traced = executor.recorder is not None and self._asynchronous is None
+            firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), spans, clock, is_traced=is_traced)
+        # A thread would gain nothing where steps only launch.
+        if self._asynchronous is None and executor.goes_to_a_thread(firing.expected_hold_ns()):
+            self._on_stream(firing)
+        else:
+            self.suspended.append(firing)
+
+    def step(self, deadline_ns: int) -> None:
+        """Runs slices of the oldest until it ends, the turn does, or it proves too heavy for the event loop."""
+        executor, firing = self._executor, self.suspended.popleft()
+        node, iteration, device = firing.node, firing.iteration, self._asynchronous
+        began, now = perf_counter_ns(), 0
+        try:
+            with executor.recording(firing.spans):
+                while now < deadline_ns:
+                    now = firing.run_slice()
+                    if device is not None:
+                        break  # whether to go on is for the throttle to say
+                    if firing.is_heavy:  # looked at first: a heavy slice ends behind the deadline
+                        self._record_part(firing, "inline", began, now)
+                        firing.learn_hold()
+                        self._on_stream(firing)
+                        return
+        except StopIteration as ended:
+            if device is None:
+                self._record_part(firing, "inline", began, perf_counter_ns(), ended.value)
+                firing.learn()
+            else:
+                executor.record_spans(firing.spans, device, node, iteration, ended.value)
+            executor.complete(node, iteration, firing.inputs, ended.value)
+        except BaseException as error:
+            self._record_part(firing, "inline", began, perf_counter_ns(), status="error")
+            executor.kernel_failed(error, node, iteration, firing.inputs)
+        else:
+            if device is None:
+                self._record_part(firing, "inline", began, now)
+            self.suspended.append(firing)
+
+    def _on_stream(self, firing: RegionFiring) -> None:
+        executor, node, iteration = self._executor, firing.node, firing.iteration
+
+        def take(result: object, error: BaseException | None, times: Times) -> None:
+            status = "ok" if error is None else "cancelled" if isinstance(error, Stopped) else "error"
+            self._record_part(firing, times.lane, times.started_ns, times.ended_ns, result, status, times.queued_ns)
+            if error is None and not executor.stopped:
+                firing.learn(times.computed_ns)
+                executor.complete(node, iteration, firing.inputs, result)
+            elif error is not None and not isinstance(error, Stopped):
+                executor.kernel_failed(error, node, iteration, firing.inputs)
+
+        executor.submit(node, firing.size, firing.run_to_end, (lambda: executor.stopped,), take)
+
+    def _record_part(
+        self,
+        firing: RegionFiring,
+        stream: str,
+        started: int,
+        ended: int,
+        result: Any = (),
+        status: str = "ok",
+        queued_ns: int | None = None,
+    ) -> None:
+        """Records a time in which a region computed without a pause."""
+        recorder = self._executor.recorder
+        if recorder is not None:
+            recorder.region(firing, stream, started, ended, result, status, queued_ns)
+        firing.parts += 1
+        firing.paused_ns = ended
+        if queued_ns is None:
+            firing.inline_ns += ended - started
+
+
+__all__ = ["Regions"]

@@ -1,0 +1,107 @@
+"""Where the partitions of one run meet: values that were sent and not received, and Recvs that wait.
+
+A key is the number of a transfer and the iteration numbers of its tag. The rendezvous belongs to one run, lives on the
+event loop and does nothing by itself: a Send hands its value over, and if the Recv is there, it takes it at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.runtime.scheduler.frame import Iteration
+
+Key: TypeAlias = tuple[int, tuple[int, ...]]
+
+
+class Party(Protocol):
+    """An executor, as the rendezvous sees it."""
+
+    def arrived(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+        """The value that a Recv waits for, and when it was sent."""
+        ...
+
+    def acknowledged(self, node: PlanNode, iteration: Iteration) -> None:
+        """The iteration that a Send started elsewhere has ended."""
+        ...
+
+
+class RendezvousStatistics(NamedTuple):
+    """Counts of what a rendezvous holds; all zero after a run."""
+
+    sent: int
+    """Values that no Recv has taken."""
+    waiting: int
+    """Recvs without a value."""
+    unacknowledged: int
+    """Sends that wait for an iteration to end elsewhere."""
+
+
+class Rendezvous:
+    """Matches the Sends and Recvs of one run."""
+
+    __slots__ = ("_sent", "_unacknowledged", "_waiting", "messages")
+
+    def __init__(self) -> None:
+        self._sent: dict[Key, tuple[Any, int]] = {}
+        self._waiting: dict[Key, tuple[Party, PlanNode, Iteration]] = {}
+        self._unacknowledged: dict[Key, tuple[Party, PlanNode, Iteration]] = {}
+        self.messages = 0
+        """Sends so far."""
+
+    def send(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int = 0) -> None:
+        """Hands `value` to the Recv, now or when it comes."""
+        self.messages += 1
+        key = node.transfer, iteration.counters()
+        receiver = self._waiting.pop(key, None)
+        if receiver is None:
+            self._sent[key] = value, sent_ns
+        else:
+            party, recv, where = receiver
+            party.arrived(recv, where, value, sent_ns)
+
+    def receive(self, party: Party, node: PlanNode, iteration: Iteration) -> None:
+        """Has ``party.arrived`` called with the value, now or when it is sent."""
+        key = node.transfer, iteration.counters()
+        if key in self._sent:
+            party.arrived(node, iteration, *self._sent.pop(key))
+        else:
+            self._waiting[key] = party, node, iteration
+
+    def await_acknowledgement(self, party: Party, node: PlanNode, iteration: Iteration) -> None:
+        """Has ``party.acknowledged`` called when the iteration has ended where `node` sent its value."""
+        self._unacknowledged[node.transfer, iteration.counters()] = party, node, iteration
+
+    def acknowledge(self, transfer: int, counters: tuple[int, ...]) -> None:
+        """An iteration has ended; nobody waits for that if the loop was not taken."""
+        waiting = self._unacknowledged.pop((transfer, counters), None)
+        if waiting is not None:
+            party, node, iteration = waiting
+            party.acknowledged(node, iteration)
+
+    def clear(self) -> None:
+        """Forgets everything: the run has stopped."""
+        self._sent.clear()
+        self._waiting.clear()
+        self._unacknowledged.clear()
+
+    def statistics(self) -> RendezvousStatistics:
+        """Counts of what is held right now."""
+        return RendezvousStatistics(len(self._sent), len(self._waiting), len(self._unacknowledged))
+
+    def waiting(self) -> list[str]:
+        """For a run that stalls: which Recvs and Sends wait, and under which tag."""
+        lines = [
+            f"{node.name}{_where(iteration)} waits for its value from {node.peer}"
+            for _, node, iteration in self._waiting.values()
+        ]
+        lines.extend(
+            f"{node.name}{_where(iteration)} waits until {node.peer} ends that iteration"
+            for _, node, iteration in self._unacknowledged.values()
+        )
+        return lines
+
+
+def _where(iteration: Iteration) -> str:
+    return f" in iteration {iteration.tag()}" if iteration.tag() else ""

@@ -1,0 +1,507 @@
+"""The pure state machine behind every run: tokens go in, firings that are now ready come out. No asyncio in here.
+
+Rules (EuroSys '18, fig. 5)
+---------------------------
+1. A *token* is a value, or `Dead`, arriving at a node under a *tag*: the path of (frame, iteration) pairs that names
+   one execution context. Here a tag is an `Iteration` object; tokens of one tag meet in its ``values``.
+2. A node fires when all its inputs of one tag have arrived. Control inputs count as inputs.
+3. Any dead input makes a node dead: its kernel is skipped, all its outputs and control edges are dead.
+4. Switch passes its value to one side and makes the other dead.
+5. Merge fires with its first live input, or dead when all are dead, once all its control inputs have arrived; their
+   deadness is ignored. A second live input is an error. ControlTrigger ignores deadness too.
+6. Enter creates the frame on first arrival and delivers to iteration 0; a constant Enter delivers to every iteration,
+   started or not. A dead Enter delivers a dead token.
+7. Exit: a live token leaves its frame at once; a dead one is dropped, and when the frame ends, every Exit that never
+   saw a live token delivers a dead one. A second live one is an error.
+8. NextIteration: a live token starts the next iteration, or is parked while `parallel_iterations` are live; a dead
+   one stops here. Control edges of Enter, Exit and NextIteration lead to where their values go.
+9. An iteration ends when nothing in it is ready or running, its child frames have ended, its predecessor has ended,
+   and, for iteration 0, all Enters have arrived. A frame ends with its last iteration, unless tokens are parked. The
+   run is done when the root iteration ends.
+
+======================= ======================== =====================================================================
+event                   state                    what happens
+======================= ======================== =====================================================================
+token arrives           inputs missing           remembered in the iteration
+token arrives           last input               node becomes ready; ``outstanding`` + 1
+node popped             dead                     dead tokens to its targets; ``outstanding`` - 1
+node popped             primitive                routed at once (rules 4-8); ``outstanding`` - 1
+node popped             kernel                   handed out as a firing; ``outstanding`` unchanged
+`complete`              firing                   tokens to its targets; ``outstanding`` - 1
+``outstanding`` is 0    rule 9 holds             iteration ends; the next may end or start; the frame may end
+======================= ======================== =====================================================================
+
+Memory: an iteration holds its values until they are taken by the firing that uses them, and is dropped when it ends,
+so a loop's footprint is bounded by `parallel_iterations`, not by its length.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from asyncflow.compiler.plan import Kind
+from asyncflow.runtime.scheduler.frame import Frame, Iteration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from asyncflow.compiler.plan import Dead, Partition, PlanNode
+
+    Firing = tuple[PlanNode, Iteration, Sequence[Any]]
+
+_KERNEL: Final = Kind.KERNEL
+_SWITCH: Final = Kind.SWITCH
+_MERGE: Final = Kind.MERGE
+_ENTER: Final = Kind.ENTER
+_EXIT: Final = Kind.EXIT
+_NEXT_ITERATION: Final = Kind.NEXT_ITERATION
+_FETCH: Final = Kind.FETCH
+_PASS: Final = Kind.PASS
+_TRIGGER: Final = Kind.TRIGGER
+_FIRED: Final = object()
+_ROUTES: Final = range(64)
+"""How many nodes `Scheduler.next_firing` routes before it lets its caller look at the clock."""
+
+
+class SchedulingError(Exception):
+    """A rule was broken while running: two live inputs at a Merge, or too many iterations."""
+
+    def __init__(self, reason: str, node: PlanNode, iteration: Iteration) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.node = node
+        self.iteration = iteration
+
+
+class Statistics(NamedTuple):
+    """Counts of what a scheduler holds at one moment; all zero after a run."""
+
+    ready: int
+    running: int
+    frames: int
+    iterations: int
+    parked: int
+
+
+class Scheduler:
+    """Runs one partition once: `start`, then `next_firing` and `complete` until `done`.
+
+    Args:
+        partition: what to run.
+        seed: None fires in the order in which nodes became ready; a number picks among the ready ones at random, to
+            show that results do not depend on the order.
+        max_iterations: most iterations of one frame; None for no limit.
+    """
+
+    def __init__(self, partition: Partition, *, seed: int | None = None, max_iterations: int | None = None) -> None:
+        self.partition = partition
+        self.ready: deque[tuple[PlanNode, Iteration]] = deque()
+        self.done = False
+        self.results: list[Any] = [None] * partition.n_fetches
+        self.ended: list[tuple[int, tuple[int, ...]]] = []
+        """Iterations that have ended and of which another partition wants to hear, as (transfer, counters)."""
+        self.max_iterations = max_iterations
+        self.routed = 0
+        """Primitives that were routed, since somebody set it to 0."""
+        self._random = None if seed is None else Random(seed)
+        self._frames = 1
+        self._iterations = 0
+        self._running = 0
+        self._parked = 0
+        self._root = Frame(partition.root, None)
+
+    def start(self, feeds: Iterable[Any] = ()) -> None:
+        """Delivers the fed values, in the order of the partition's feeds, and readies the nodes without inputs."""
+        root = self._start_iteration(self._root)
+        # Holds the root iteration open until everything it starts with has been delivered.
+        root.outstanding += 1
+        for node in self.partition.root.initial:
+            self._make_ready(node, root)
+        for node, value in zip(self.partition.feeds, feeds, strict=True):
+            root.outstanding += 1
+            self._deliver(node, 0, value, root)
+            self._deliver_controls(node, root)
+            self._finish(root)
+        self._finish(root)
+
+    def next_firing(self) -> Firing | None:
+        """The next firing to execute; None if there is none yet.
+
+        Routes the primitives it meets on the way. None with an empty ``ready`` means that all that is left waits for
+        firings handed out before; else many primitives were routed, and the caller may look at the clock and call
+        again: a loop without kernels would hold it for ever.
+        """
+        ready = self.ready
+        for routed in _ROUTES:
+            if not ready:
+                self.routed += routed
+                break
+            node, iteration = ready.popleft() if self._random is None else self._pick()
+            kind = node.kind
+            if iteration.dead is not None and node.position in iteration.dead and kind != _MERGE:
+                self._kill(node, iteration, iteration.dead[node.position])
+                self._finish(iteration)
+                continue
+            values = iteration.values
+            slot = node.slot
+            if kind == _KERNEL:
+                self._running += 1
+                count = node.n_inputs
+                if count == 2:
+                    inputs: Sequence[Any] = (values[slot], values[slot + 1])
+                    values[slot] = values[slot + 1] = None
+                elif count == 1:
+                    inputs = (values[slot],)
+                    values[slot] = None
+                elif count:
+                    inputs = values[slot : slot + count]
+                    values[slot : slot + count] = node.blanks
+                else:
+                    inputs = ()
+                self.routed += routed
+                return node, iteration, inputs
+            if kind == _MERGE:
+                self._fire_merge(node, iteration)
+            elif kind == _SWITCH:
+                side = 1 if values[slot + 1] else 0
+                value = values[slot]
+                values[slot] = None
+                self._deliver(node, side, value, iteration)
+                self._deliver_dead(node, 1 - side, node.dead, iteration)
+                self._deliver_controls(node, iteration)
+            elif kind == _NEXT_ITERATION:
+                value = values[slot]
+                values[slot] = None
+                self._advance(node, value, iteration)
+            elif kind == _ENTER:
+                value = values[slot]
+                values[slot] = None
+                self._enter(node, value, None, iteration)
+            elif kind == _EXIT:
+                value = values[slot]
+                values[slot] = None
+                self._exit(node, value, iteration)
+            elif kind == _PASS:
+                value = values[slot]
+                values[slot] = None
+                self._deliver(node, 0, value, iteration)
+                self._deliver_controls(node, iteration)
+            elif kind == _FETCH:
+                self.results[node.fetch_index] = values[slot]
+                values[slot] = None
+            else:
+                self._deliver_controls(node, iteration)
+            self._finish(iteration)
+        else:
+            self.routed += len(_ROUTES)
+        return None
+
+    def complete(self, node: PlanNode, iteration: Iteration, result: Any) -> None:
+        """Takes the result of a firing: the value, or the tuple of values if the node has several outputs."""
+        self._running -= 1
+        if node.single:
+            self._deliver(node, 0, result, iteration)
+        else:
+            for port, value in enumerate(result):
+                self._deliver(node, port, value, iteration)
+        if node.controls:
+            self._deliver_controls(node, iteration)
+        self._finish(iteration)
+
+    def abort(self) -> None:
+        """Drops everything; firings handed out must not be completed any more."""
+        self.ready.clear()
+        self.ended.clear()
+        frames = [self._root]
+        while frames:  # undoes every reference cycle, so that the values are freed now and not by the collector
+            frame = frames.pop()
+            iteration, frame.newest = frame.newest, None
+            while iteration is not None:
+                frames.extend(iteration.children.values())
+                iteration.children = {}
+                iteration.next = None
+                previous, iteration.previous = iteration.previous, None
+                iteration = previous
+        self._root = Frame(self.partition.root, None)
+        self._frames = self._iterations = self._running = self._parked = 0
+        self.done = True
+
+    def statistics(self) -> Statistics:
+        """Counts of what is held right now."""
+        return Statistics(len(self.ready), self._running, self._frames, self._iterations, self._parked)
+
+    def waiting(self) -> list[str]:
+        """For a run that stalls: which nodes have some of their inputs, and under which tag they miss the others."""
+        lines = []
+        stack = [] if self._root.newest is None else [self._root.newest]
+        while stack:
+            iteration = stack.pop()
+            for node in iteration.frame.info.nodes:
+                left, total = iteration.pending[node.position], iteration.frame.info.pending[node.position]
+                if 0 < left < total:
+                    where = f" in iteration {iteration.tag()}" if iteration.tag() else ""
+                    lines.append(f"{node.name}{where} has {total - left} of {total} inputs")
+            for child in iteration.children.values():
+                newest = child.newest
+                while newest is not None:
+                    stack.append(newest)
+                    newest = newest.previous
+        return lines
+
+    # -- delivering tokens ---------------------------------------------------------------------------------------
+
+    def _deliver(self, node: PlanNode, port: int, value: Any, iteration: Iteration) -> None:
+        """A live token to all targets of an output, which are in `iteration`."""
+        plain, merges = node.targets[port]
+        if plain:
+            values = iteration.values
+            pending = iteration.pending
+            for position, slot, target in plain:
+                values[slot] = value
+                left = pending[position] - 1
+                pending[position] = left
+                if not left:
+                    iteration.outstanding += 1
+                    self.ready.append((target, iteration))
+        for position, slot, target, index in merges:
+            if iteration.values[slot] is not None:
+                raise SchedulingError("a merge got two live inputs under one tag", target, iteration)
+            iteration.values[slot] = value
+            iteration.values[slot + 1] = index
+            self._count_down(position, target, iteration)
+
+    def _deliver_controls(self, node: PlanNode, iteration: Iteration) -> None:
+        for position, target in node.controls:
+            self._count_down(position, target, iteration)
+
+    def _deliver_dead(self, node: PlanNode, port: int, dead: Dead, iteration: Iteration) -> None:
+        """A dead token to all targets of an output; Exit and NextIteration stop it (rules 7, 8)."""
+        plain, merges = node.dead_targets[port]
+        for position, target in plain:
+            self._mark_dead(position, dead, iteration)
+            self._count_down(position, target, iteration)
+        for position, slot, target, _ in merges:
+            if iteration.values[slot] is not None:
+                continue  # a live input came first
+            seen = (iteration.values[slot + 1] or 0) + 1
+            iteration.values[slot + 1] = seen
+            if seen == target.n_inputs:
+                self._mark_dead(position, dead, iteration)
+                self._count_down(position, target, iteration)
+
+    def _deliver_death(self, node: PlanNode, dead: Dead, iteration: Iteration) -> None:
+        """Dead tokens along all outputs and control edges, whose targets are in `iteration`."""
+        for port in range(len(node.dead_targets)):
+            self._deliver_dead(node, port, dead, iteration)
+        for position, target in node.controls:
+            if target.kind not in (_MERGE, _TRIGGER):
+                self._mark_dead(position, dead, iteration)
+            self._count_down(position, target, iteration)
+
+    def _mark_dead(self, position: int, dead: Dead, iteration: Iteration) -> None:
+        if iteration.dead is None:
+            iteration.dead = {}
+        iteration.dead.setdefault(position, dead)
+
+    def _count_down(self, position: int, target: PlanNode, iteration: Iteration) -> None:
+        left = iteration.pending[position] - 1
+        iteration.pending[position] = left
+        if not left:
+            self._make_ready(target, iteration)
+
+    def _make_ready(self, node: PlanNode, iteration: Iteration) -> None:
+        iteration.outstanding += 1
+        self.ready.append((node, iteration))
+
+    def _pick(self) -> tuple[PlanNode, Iteration]:
+        assert self._random is not None
+        ready = self.ready
+        index = self._random.randrange(len(ready))
+        ready[index], ready[-1] = ready[-1], ready[index]
+        return ready.pop()
+
+    # -- the primitives ------------------------------------------------------------------------------------------
+
+    def _kill(self, node: PlanNode, iteration: Iteration, dead: Dead) -> None:
+        """Rule 3: all outputs and control edges of a dead node are dead."""
+        kind = node.kind
+        if kind == _FETCH:
+            self.results[node.fetch_index] = dead
+            return
+        if kind == _ENTER:
+            self._enter(node, None, dead, iteration)
+        elif kind not in (_EXIT, _NEXT_ITERATION):
+            self._deliver_death(node, dead, iteration)
+
+    def _fire_merge(self, node: PlanNode, iteration: Iteration) -> None:
+        values = iteration.values
+        slot = node.slot
+        value = values[slot]
+        if value is None:
+            assert iteration.dead is not None
+            self._kill(node, iteration, iteration.dead[node.position])
+            return
+        values[slot] = _FIRED
+        self._deliver(node, 0, value, iteration)
+        if node.uses_index:
+            self._deliver(node, 1, node.index_values[values[slot + 1]], iteration)
+        if node.controls:
+            self._deliver_controls(node, iteration)
+
+    def _enter(self, node: PlanNode, value: Any, dead: Dead | None, outer: Iteration) -> None:
+        info = node.child
+        assert info is not None
+        frame = outer.children.get(info)
+        if frame is None:
+            frame = outer.children[info] = Frame(info, outer)
+            self._frames += 1
+            self._start_iteration(frame)
+        frame.pending_enters -= 1
+        if dead is not None and frame.killer is None:
+            frame.killer = dead
+        if node.is_constant:
+            self._enter_constant(node, value, dead, frame)
+        else:
+            first = frame.newest
+            assert first is not None
+            while first.previous is not None:
+                first = first.previous
+            self._arrive(node, value, dead, first)
+        if frame.pending_enters == 0:
+            # The last Enter may be all that held iteration 0 open.
+            self._end_oldest(frame)
+
+    def _enter_constant(self, node: PlanNode, value: Any, dead: Dead | None, frame: Frame) -> None:
+        """Delivers to the live iterations, and to what new ones start with."""
+        iteration = frame.newest
+        while iteration is not None:
+            self._arrive(node, value, dead, iteration)
+            iteration = iteration.previous
+        if frame.pending is frame.info.pending:
+            frame.values = frame.values[:]
+            frame.pending = frame.pending[:]
+        plain, merges = node.targets[0]
+        assert not merges
+        for position, slot, target in plain:
+            frame.values[slot] = value
+            frame.pending[position] -= 1
+            if dead is not None:
+                frame.dead.setdefault(position, dead)
+            if frame.pending[position] == 0:
+                frame.constant_ready.append(target)
+        for position, target in node.controls:
+            frame.pending[position] -= 1
+            if dead is not None and target.kind not in (_MERGE, _TRIGGER):
+                frame.dead.setdefault(position, dead)
+            if frame.pending[position] == 0:
+                frame.constant_ready.append(target)
+
+    def _arrive(self, node: PlanNode, value: Any, dead: Dead | None, iteration: Iteration) -> None:
+        """What an Enter brings, in one iteration of its frame."""
+        if dead is None:
+            self._deliver(node, 0, value, iteration)
+            self._deliver_controls(node, iteration)
+        else:
+            self._deliver_death(node, dead, iteration)
+
+    def _exit(self, node: PlanNode, value: Any, iteration: Iteration) -> None:
+        frame = iteration.frame
+        if node in frame.live_exits:
+            raise SchedulingError("an exit got a live value in two iterations of its frame", node, iteration)
+        frame.live_exits.add(node)
+        outer = frame.parent
+        assert outer is not None
+        self._deliver(node, 0, value, outer)
+        self._deliver_controls(node, outer)
+
+    def _advance(self, node: PlanNode, value: Any, iteration: Iteration) -> None:
+        """Rule 8 for a live token."""
+        following = iteration.next
+        if following is None:
+            frame = iteration.frame
+            if frame.live >= frame.info.parallel_iterations:
+                frame.parked.append((node, value))
+                self._parked += 1
+                return
+            following = self._start_iteration(frame, node)
+        self._deliver(node, 0, value, following)
+        if node.controls:
+            self._deliver_controls(node, following)
+
+    # -- iterations and frames -----------------------------------------------------------------------------------
+
+    def _start_iteration(self, frame: Frame, node: PlanNode | None = None) -> Iteration:
+        previous = frame.newest
+        index = 0 if previous is None else previous.index + 1
+        # One more iteration than the body runs: the last only finds that the predicate fails.
+        if node is not None and self.max_iterations is not None and index > self.max_iterations:
+            assert previous is not None
+            raise SchedulingError(
+                f"loop {frame.info.label} reached max_iterations={self.max_iterations}", node, previous
+            )
+        iteration = Iteration(frame, index, previous if previous is not None and frame.live else None)
+        if previous is not None:
+            previous.next = iteration
+        frame.newest = iteration
+        frame.live += 1
+        self._iterations += 1
+        for ready in frame.constant_ready:
+            self._make_ready(ready, iteration)
+        return iteration
+
+    def _finish(self, iteration: Iteration) -> None:
+        """One node of the iteration is done."""
+        iteration.outstanding -= 1
+        if not iteration.outstanding and iteration.previous is None and not iteration.children:
+            self._end_oldest(iteration.frame, iteration)
+
+    def _end_oldest(self, frame: Frame, oldest: Iteration | None = None) -> None:
+        """Ends the oldest iteration, and those after it, as far as rule 9 allows."""
+        if oldest is None:
+            oldest = frame.newest
+            while oldest is not None and oldest.previous is not None:
+                oldest = oldest.previous
+        while oldest is not None:
+            if oldest.outstanding or oldest.children or frame.pending_enters:
+                return
+            following = oldest.next
+            if frame.info.acknowledges:
+                self.ended.append((frame.info.acknowledges, oldest.counters()))
+            frame.live -= 1
+            self._iterations -= 1
+            if frame.parked:
+                following = self._unpark(frame, oldest)
+            if following is None:
+                self._end_frame(frame)
+                return
+            following.previous = None
+            oldest = following
+
+    def _unpark(self, frame: Frame, ended: Iteration) -> Iteration:
+        """Starts the iteration that parked tokens wait for; returns the one after `ended`."""
+        parked, frame.parked = frame.parked, []
+        self._parked -= len(parked)
+        started = self._start_iteration(frame, parked[0][0])
+        # Not done before all its first tokens are there.
+        started.outstanding += 1
+        for node, value in parked:
+            self._deliver(node, 0, value, started)
+            self._deliver_controls(node, started)
+        started.outstanding -= 1
+        return started if ended.next is None or ended.next is started else ended.next
+
+    def _end_frame(self, frame: Frame) -> None:
+        outer = frame.parent
+        frame.newest = None  # an iteration and its frame refer to each other
+        self._frames -= 1
+        if outer is None:
+            self.done = True
+            return
+        del outer.children[frame.info]
+        outer.outstanding += 1
+        for node in frame.info.exits:
+            if node not in frame.live_exits:
+                self._deliver_death(node, frame.killer or node.dead, outer)
+        self._finish(outer)

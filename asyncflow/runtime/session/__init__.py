@@ -1,0 +1,1 @@
+"""What users hold: `Session`, prepared calls, and traced functions."""

@@ -1,0 +1,224 @@
+"""The plans a session has compiled, and the compiling of new ones: a large graph on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+from collections.abc import Callable, Hashable
+from functools import partial
+from heapq import nlargest
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
+
+from asyncflow.compiler.program.estimate import assumed_ns
+from asyncflow.compiler.program.request import PlanRequest
+from asyncflow.errors import DeadlineExceeded
+from asyncflow.graph.builtin import CONSTANT
+from asyncflow.runtime.loop import is_virtual
+from asyncflow.streams.beside import call_beside
+
+if TYPE_CHECKING:
+    from asyncflow.compiler.plan import Plan, PlanNode
+    from asyncflow.graph.graph import Graph
+
+_COMPILED_INLINE = 50
+"""A graph of at most so many nodes compiles on the event loop, in less than 5 ms."""
+
+_CONSTANTS_INLINE = 1 << 20
+"""So do constants of at most so many bytes: they are folded, and copied to devices."""
+
+
+_LEARNED_FROM = 4
+"""So many plans of a graph, used last, say what its nodes cost: compiling takes no longer with each plan there is."""
+
+
+Compile: TypeAlias = Callable[[PlanRequest], "Plan"]
+
+
+class GraphPlans:
+    """What one session keeps for one graph. The graph holds it, so that both go together.
+
+    Attributes:
+        version: of the graph, when `plans` was empty.
+        plans: by what they were compiled for.
+        calls: kinds of runs that have been read, by what the caller gave; see `CallCache`.
+        costs: mean nanoseconds of nodes, by name.
+    """
+
+    __slots__ = ("__weakref__", "calls", "costs", "graph", "plans", "version")
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.version = graph.version
+        self.plans: dict[PlanRequest, Plan] = {}
+        self.calls: dict[Hashable, Any] = {}
+        self.costs: dict[str, float] = {}
+
+    def learn_costs(self) -> dict[str, float]:
+        """`costs`, after a look at what the plans in use have measured lately."""
+        # Copies: a thread that compiles asks for this while runs add plans.
+        for plan in nlargest(_LEARNED_FROM, list(self.plans.values()), key=attrgetter("used")):
+            for partition in plan.partitions:
+                for node in partition.nodes:
+                    if node.cost is not None and node.cost.is_measured:
+                        self.costs.update(_shared_out(node))
+        return dict(self.costs)
+
+
+class PlanCache:
+    """The plans of a session, at most so many: the one used least recently goes first.
+
+    They are held by their graphs, and gone when those are. A graph that has grown loses its plans: they would not see
+    the new nodes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._graphs: WeakSet[GraphPlans] = WeakSet()
+        self._compiling: dict[tuple[int, PlanRequest], asyncio.Future[Plan]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(kept.plans) for kept in list(self._graphs))
+
+    def of(self, graph: Graph) -> GraphPlans:
+        """What is kept for a graph, as it is now."""
+        kept: GraphPlans | None = graph.compiled.get(self)
+        if kept is None:
+            kept = graph.compiled[self] = GraphPlans(graph)
+            self._graphs.add(kept)
+        elif kept.version != graph.version:
+            kept.learn_costs()
+            kept.plans = {}
+            kept.version = graph.version
+        return kept
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        for kept in list(self._graphs):
+            kept.graph.compiled.pop(self, None)
+        self._graphs.clear()
+
+    def _keep(self, kept: GraphPlans, request: PlanRequest, plan: Plan) -> None:
+        everywhere = [(other, held) for other in list(self._graphs) for held in list(other.plans.items())]
+        everywhere.sort(key=lambda entry: entry[1][1].used)
+        plan.used = everywhere[-1][1][1].used if everywhere else 0
+        for other, (unused, dropped) in everywhere[: max(0, len(everywhere) + 1 - self._most)]:
+            other.plans.pop(unused, None)
+            other.calls = {key: call for key, call in other.calls.items() if call.plan is not dropped}
+            if not other.plans and other is not kept:
+                other.graph.compiled.pop(self, None)
+                self._graphs.discard(other)
+        kept.plans[request] = plan
+
+    def get_nowait(self, request: PlanRequest, compile: Compile) -> Plan:
+        """The plan, compiled here and now if need be."""
+        kept = self.of(request.graph)
+        plan = kept.plans.get(request)
+        if plan is None:
+            plan = compile(request)
+            self._keep(kept, request, plan)
+        return plan
+
+    async def get(self, request: PlanRequest, compile: Compile, timeout: float | None) -> Plan:
+        """The plan; a graph that is large, or holds much, compiles on a thread, so that the event loop goes on.
+
+        Not on virtual time, where nobody waits meanwhile, and the same has to happen every time.
+
+        Raises:
+            DeadlineExceeded: that took longer than `timeout` seconds.
+        """
+        kept = self.of(request.graph)
+        plan = kept.plans.get(request)
+        if plan is not None:
+            return plan
+        if _compiles_soon(request.graph) or is_virtual(asyncio.get_running_loop()):
+            return self.get_nowait(request, compile)
+        # Requests that arrive meanwhile share the work; one that is cancelled does not take it from the others.
+        key = (request.graph.version, request)
+        shared = self._compiling.get(key)
+        if shared is None:
+            shared = self._compiling[key] = asyncio.ensure_future(_compile_beside(compile, request))
+            shared.add_done_callback(partial(self._compiled, kept, key))
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(shared)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the graph was not compiled within timeout={timeout} s; that goes on, for later runs"
+            ) from None
+
+    def _compiled(self, kept: GraphPlans, key: tuple[int, PlanRequest], compiled: asyncio.Future[Plan]) -> None:
+        del self._compiling[key]
+        version, request = key
+        if not compiled.cancelled() and compiled.exception() is None and version == kept.version:
+            self._keep(kept, request, compiled.result())
+
+
+def _compiles_soon(graph: Graph) -> bool:
+    if graph.version > _COMPILED_INLINE:
+        return False
+    constants: int = sum(node.attrs["value"].nbytes for node in graph.walk() if node.op is CONSTANT)
+    return constants <= _CONSTANTS_INLINE
+
+
+_SWITCH_S = 0.000_5
+
+
+def _shared_out(node: PlanNode) -> dict[str, float]:
+    """What was measured of a node; of a region, shared out to its nodes as they were expected to take."""
+    measured: float = node.cost.mean_ns
+    if node.region is None:
+        return {node.name: measured}
+    expected = {
+        inner.name: assumed_ns(inner) for inner in node.source.attrs["region"].nodes if inner.op.kernel is not None
+    }
+    in_all = sum(expected.values())
+    return {name: measured * share / in_all for name, share in expected.items()}
+
+
+class _Background:
+    """Lets the event loop go on while a thread compiles a large graph.
+
+    Python hands the GIL over every 5 ms, and the garbage collector holds it while it looks over a graph half made.
+    Both are settings of the whole process, so they change only meanwhile: the GIL is handed over every 0.5 ms, and the
+    collector waits.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._was_enabled = False
+        self._interval_s = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._holders == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+                self._interval_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH_S, self._interval_s))
+            self._holders += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders:
+                return
+            sys.setswitchinterval(self._interval_s)
+            if self._was_enabled:
+                if not gc.get_freeze_count():
+                    # Makes the plan's objects old without looking at each, which the next collection would.
+                    gc.freeze()
+                    gc.unfreeze()
+                gc.enable()
+
+
+_background = _Background()
+
+
+async def _compile_beside(compile: Compile, request: PlanRequest) -> Plan:
+    with _background:  # from before the thread starts, so that the first wait for the GIL is short, too
+        return await call_beside(compile, request)

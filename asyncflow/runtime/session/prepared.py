@@ -1,0 +1,189 @@
+"""Fetches and feeds read once, to be run many times: `Call`, those a session remembers, and `Prepared`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.compiler.program.request import PlanRequest
+from asyncflow.errors import FeedError
+from asyncflow.graph import nest
+from asyncflow.graph.ir import Tensor
+from asyncflow.pickling import NotPickled
+from asyncflow.runtime.values.feeds import feed_targets, feed_value
+from asyncflow.runtime.values.fetches import (
+    OnDevice,
+    exchangeable,
+    graph_of,
+    read_fetches,
+    read_streamed,
+    user_value,
+    user_values,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from asyncflow.compiler.plan import Plan
+    from asyncflow.compiler.program.request import Fetch
+    from asyncflow.devices.protocol import Device
+    from asyncflow.graph.graph import Graph
+    from asyncflow.runtime.session.plans import PlanCache
+    from asyncflow.runtime.session.session import Session
+    from asyncflow.runtime.trace import Trace
+
+_AT_HAND = (np.ndarray, np.generic, str)
+"""What fed values are that need not be waited for."""
+
+_REMEMBERED = (Tensor, OnDevice)
+
+_MOST_CALLS = 1_000
+"""How many kinds of runs a session remembers of one graph."""
+
+
+class Call:
+    """Fetches and feeds, read; what a session remembers of a kind of run.
+
+    Attributes:
+        request: what its plan is compiled for.
+        structure: the nest of the fetches.
+        staying: which of the fetches stay on their device.
+        plan: the plan for `version` of the graph; None before the first run.
+    """
+
+    __slots__ = ("_only", "plan", "request", "staying", "structure", "version")
+
+    def __init__(
+        self,
+        fetches: Any,
+        feeds: Sequence[Any],
+        graph: Graph | None,
+        *,
+        regions: bool,
+        all_effects: bool = False,
+        streams: bool = False,
+    ) -> None:
+        fetched: Sequence[Fetch] = ()
+        streamed: Sequence[Tensor] = ()
+        self.staying: tuple[int, ...] = ()
+        if streams:
+            streamed, self.structure = read_streamed(fetches, graph)
+        else:
+            fetched, self.structure, self.staying = read_fetches(fetches, graph)
+        if isinstance(feeds, Tensor | str):
+            raise FeedError(f"feeds to prepare for are a list, such as [x]; got {type(feeds).__name__} {feeds!r}")
+        targets = feed_targets(feeds, graph)
+        root = graph_of((*fetched, *streamed, *targets), graph)
+        self.request = PlanRequest(root, tuple(fetched), targets, tuple(streamed), all_effects, regions)
+        self._only = fetched[0] if self.structure is nest.LEAF and fetched and not self.staying else None
+        self.version = -1
+        self.plan: Plan | None = None
+
+    def check(self, values: Sequence[Any]) -> tuple[list[Any], bool]:
+        """The values as the run will see them; and whether some of them still have to be copied or read.
+
+        Raises:
+            FeedError: there are too many or too few, or one does not fit.
+        """
+        feeds = self.request.feeds
+        if len(values) != len(feeds):
+            listed = ", ".join(tensor.name for tensor in feeds)
+            raise FeedError(f"this call was prepared with {len(feeds)} feeds ({listed}); got {len(values)} values")
+        checked = []
+        waits = False
+        for tensor, value in zip(feeds, values, strict=True):
+            value = feed_value(tensor, value)
+            checked.append(value)
+            if not isinstance(value, _AT_HAND):
+                waits = True
+        return checked, waits
+
+    def result(self, plan: Plan, values: Sequence[Any], devices: Mapping[str, Device], *, allow_dead: bool) -> Any:
+        """What the run returns, of the values that its plan fetched.
+
+        Raises:
+            FetchError: one is dead.
+        """
+        if self._only is not None and plan.fetches[0] == 0:  # most runs
+            return user_value(self._only, values[0], False, allow_dead)
+        fetched = user_values(self.request.fetches, plan.fetches, values, allow_dead=allow_dead)
+        for index in self.staying:
+            fetched[index] = exchangeable(fetched[index], devices)
+        return self.structure.unflatten(fetched)
+
+
+class CallCache:
+    """The calls a session remembers: a run that asks for the same as one before does not read it again.
+
+    They are kept beside the plans of their graphs, and go with them.
+    """
+
+    __slots__ = ("_graph", "_plans", "_regions")
+
+    def __init__(self, graph: Graph | None, plans: PlanCache, *, regions: bool) -> None:
+        self._graph = graph
+        self._plans = plans
+        self._regions = regions
+
+    def new(self, fetches: Any, feeds: Sequence[Any], *, streams: bool = False) -> Call:
+        """A call that is not remembered."""
+        return Call(fetches, feeds, self._graph, regions=self._regions, streams=streams)
+
+    def of_run(self, fetches: Any, feeds: Mapping[Any, Any]) -> Call:
+        """The call of a run, remembered if it fetches a tensor or a flat list or tuple of tensors."""
+        kind = type(fetches)
+        if kind is Tensor or kind is OnDevice:
+            first, key = fetches, (fetches, *feeds)
+        elif kind in (list, tuple) and fetches and all(isinstance(fetch, _REMEMBERED) for fetch in fetches):
+            first, key = fetches[0], (kind, len(fetches), *fetches, *feeds)
+        else:
+            return self.new(fetches, tuple(feeds))
+        tensor = first.fetch if isinstance(first, OnDevice) else first
+        if not isinstance(tensor, Tensor):
+            return self.new(fetches, tuple(feeds))
+        calls = self._plans.of(tensor.node.graph.root).calls
+        call: Call | None = calls.get(key)
+        if call is None:
+            if len(calls) >= _MOST_CALLS:
+                calls.clear()
+            call = calls[key] = self.new(fetches, tuple(feeds))
+        return call
+
+    def of_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Call:
+        """The call of a traced `@af.function`, whose graph serves no other."""
+        calls = self._plans.of(graph).calls
+        call: Call | None = calls.get(None)
+        if call is None:
+            call = calls[None] = Call(outputs, tuple(feeds), graph, regions=self._regions, all_effects=True)
+        return call
+
+
+class Prepared(NotPickled):
+    """A run that only lacks the values to feed: ``await prepared(value, ...)``. Made by `Session.prepare`.
+
+    It stays valid when the graph grows; the next call then compiles anew.
+    """
+
+    __slots__ = ("_call", "_session")
+    _instead = "it belongs to a session of this process; prepare it in the other one"
+
+    def __init__(self, session: Session, call: Call) -> None:
+        self._session = session
+        self._call = call
+
+    def __repr__(self) -> str:
+        names = ", ".join(tensor.name for tensor in self._call.request.feeds)
+        return f"<Prepared ({names}) -> {len(self._call.request.fetches)} fetches>"
+
+    async def __call__(
+        self,
+        *values: Any,
+        timeout: float | None = None,
+        trace: Trace | str | Path | None = None,
+        allow_dead: bool = False,
+        atomic: bool = False,
+    ) -> Any:
+        """Runs with these values, in the order of the feeds it was prepared with; else as `Session.run`."""
+        return await self._session.run_call(self._call, values, timeout, trace, allow_dead, atomic)

@@ -1,0 +1,526 @@
+"""`Session`: runs graphs on devices; `await session.run(fetches, feeds)`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import warnings
+import weakref
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+
+from asyncflow.compiler.pipeline import compile_plan
+from asyncflow.compiler.program.request import PlanOptions, PlanRequest
+from asyncflow.devices.blas import acquire_blas_threads
+from asyncflow.devices.registry import check_event_loop, has_one_memory, open_devices
+from asyncflow.entered import Entered
+from asyncflow.errors import GraphError, SessionClosedError
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Tensor
+from asyncflow.pickling import NotPickled
+from asyncflow.runtime.loop import thread_waits
+from asyncflow.runtime.options import (
+    check_device_while,
+    check_flag,
+    check_graph,
+    check_integer,
+    check_limits,
+    check_plan_options,
+)
+from asyncflow.runtime.run.runs import Runs
+from asyncflow.runtime.session.plans import PlanCache
+from asyncflow.runtime.session.prepared import Call, CallCache, Prepared
+from asyncflow.runtime.session.session_statistics import SessionStatistics
+from asyncflow.runtime.trace import Trace
+from asyncflow.runtime.values.feeds import as_feeds
+from asyncflow.state.containers import StateStore
+from asyncflow.state.held import holder_of
+from asyncflow.streams.holding import note_ask
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import AsyncGenerator, Coroutine, Hashable, Mapping, Sequence
+
+    from asyncflow.compiler.plan import Plan
+    from asyncflow.devices.blas import BlasLease
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
+
+_THREADS_END_S = 5.0
+"""How long idle threads may take to end."""
+
+_current: Entered[Session] = Entered("asyncflow_session")
+_forked: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def current_session() -> Session | None:
+    """The session whose ``async with`` block this code runs in, or None."""
+    # One that another task has left may still stand here.
+    return next((session for session in reversed(_current.all()) if session._runs.closed is None), None)
+
+
+class Session(NotPickled):
+    """Runs graphs on devices. Any number of runs may be in flight; each is awaited on the session's event loop.
+
+    A session binds to the event loop that first uses it. Variables without a container belong to one session.
+
+    Args:
+        graph: where names in fetches and feeds are looked up; tensors know their own graph.
+        devices: names such as ``["cpu:0", "cpu:1"]``; None for one CPU device.
+        optimize: fold constants, join equal nodes and move invariant ones out of loops before a graph runs.
+        loop_batching: with `optimize`, do matrix products of many iterations of a loop at once where they do not need
+            what the loop carries, or nothing in the loop needs them; results are the same within rounding.
+        regions: compile clusters of nodes that never wait into generated Python functions.
+        fusion: with `regions`, make one CUDA kernel of each chain of elementwise ones. It is compiled when it first
+            runs; results are the same but for rounding in transcendental functions.
+        cuda_graphs: with `regions`, launch a region of elementwise operations and reductions as one CUDA graph once it
+            has run a few times with the same shapes and the same numbers on the host. New; right on the one card it
+            ran on, and about three times as fast there.
+        device_while: run loops on the card that decide by arrays and whose bodies are such operations, branches and
+            loops of them included, with no copy to the host in between; needs the package ``cuda-bindings``, which the
+            extras ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13. ``Plan.explain()`` says for each loop
+            whether the card runs it. New; right on the one card it ran on.
+        debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
+        seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
+        memory_limit: bytes per device; None for no limit. Runs that only compute, and pass it together, are done one
+            after the other; what passes it alone fails with `OutOfMemoryError`.
+        threads: BLAS threads a stream. One is best when several runs are in flight.
+        compute_streams: streams for kernels on each device; with more than one, the compiler divides a run's
+            independent branches, and the iterations of its loops, over them. Kernels of different runs on a CPU overlap
+            in any case: it has a thread for each core, up to 8, and two more, one of them for short work alone.
+        transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits, in half the bytes
+            and with 8 bits of precision. None sends what is there.
+        soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
+            error.
+        placement_seed: puts nodes on devices at random, as far as requests allow, to show that results do not depend on
+            it. None: where they finish first.
+        check_numerics: fail on the first NaN or infinity, naming the node.
+        max_iterations: most iterations of any one loop; None for no limit.
+        plans: most compiled plans that the session keeps; the one used least recently goes first. What is kept for a
+            graph goes when the graph does.
+        max_runs: most runs in flight at once; others wait their turn. None for no limit. Not counted are runs that need
+            no scheduler, as they are over at once, and those that a run asks for.
+        max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
+            are refused (`OverloadedError`). None for no limit.
+
+    Raises:
+        TypeError, ValueError: an option is of another type than it says, or out of its range.
+        PlacementError: `devices` names one that is not there, or `device_while` lacks ``cuda-bindings``.
+
+    >>> import asyncflow as af
+    >>> with af.Graph() as graph:
+    ...     x = af.placeholder("float32", ())
+    ...     y = x * 2
+    >>> async def main():
+    ...     async with af.Session(graph) as session:
+    ...         return await session.run(y, {x: 21.0})
+    >>> af.run(main())
+    np.float32(42.0)
+    """
+
+    _not_copied = "it has devices, threads and variables of its own; make another session"
+    _instead = (
+        "it has devices, threads and an event loop of this process; make a session in the other one, and send values "
+        "there as NumPy arrays"
+    )
+
+    def __init__(
+        self,
+        graph: Graph | None = None,
+        devices: Sequence[str] | None = None,
+        *,
+        optimize: bool = True,
+        loop_batching: bool = True,
+        regions: bool = True,
+        fusion: bool = True,
+        cuda_graphs: bool = False,
+        device_while: bool = False,
+        debug: bool = False,
+        seed: int | None = None,
+        memory_limit: int | None = None,
+        threads: int = 1,
+        compute_streams: int = 1,
+        transfer_dtype: str | None = None,
+        soft_placement: bool = True,
+        placement_seed: int | None = None,
+        check_numerics: bool = False,
+        max_iterations: int | None = None,
+        plans: int = 256,
+        max_runs: int | None = None,
+        max_queued: int | None = None,
+    ) -> None:
+        check_graph(graph)
+        check_flag(regions, "regions")
+        check_integer(threads, "threads", 1)
+        check_integer(compute_streams, "compute_streams", 1)
+        check_integer(plans, "plans", 1)
+        check_limits(max_runs, max_queued)
+        if seed is not None:
+            check_integer(seed, "seed", None)
+        self._options = PlanOptions(
+            optimize=optimize,
+            loop_batching=loop_batching,
+            fusion=fusion,
+            cuda_graphs=cuda_graphs,
+            device_while=device_while,
+            debug=debug,
+            check_numerics=check_numerics,
+            max_iterations=max_iterations,
+            transfer_dtype=transfer_dtype,
+            soft_placement=soft_placement,
+            placement_seed=placement_seed,
+        )
+        check_plan_options(self._options)
+        self.graph = graph
+        self.devices: tuple[Device, ...] = open_devices(devices, memory_limit, compute_streams)
+        if device_while:
+            check_device_while(self.devices)
+        self.state = StateStore()
+        self._threads = threads
+        self._plans = PlanCache(plans)
+        # Bound to no session: what runs hold must not keep one alive that was dropped.
+        self._compile = partial(
+            _compile,
+            options=self._options,
+            devices=self.devices,
+            state=self.state,
+            # Only then is there a choice that depends on what nodes cost.
+            measured=self._plans if len(self.devices) > 1 or compute_streams > 1 else None,
+            # A variable stays on the device whose memory it is in, whatever else a later plan runs.
+            homes=None if has_one_memory(self.devices) else {},
+        )
+        self._calls = CallCache(graph, self._plans, regions=regions)
+        self._runs = Runs(
+            {device.name: device for device in self.devices},
+            self._plans,
+            self._compile,
+            self._options,
+            shuffle_seed=seed,
+            has_limit=memory_limit is not None,
+            max_runs=max_runs,
+            max_queued=max_queued,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread_id = 0
+        self._blas: BlasLease | None = None
+        self._has_started = False
+        _forked.add(self)
+
+    # -- life cycle ----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        try:
+            if self._runs.closed is None:
+                self._has_started = True
+                for device in self.devices:
+                    if device.is_asynchronous:
+                        await cast("AsynchronousDevice", device).open()
+            self._bind()
+        except BaseException:
+            if self._loop is None:  # else it goes on where it was entered before
+                await self.aclose()
+            raise
+        for session in _current.all():
+            if session._runs.closed is not None:
+                _current.leave(session)  # another task has left it
+        _current.enter(self)
+        return self
+
+    async def __aexit__(self, kind: object, *exc: object) -> None:
+        _current.leave(self)
+        # Nobody will look at the results of runs in flight once the block has failed.
+        await (self.aclose() if kind is None else self.aclose(grace_s=0))
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("a session opens and closes on an event loop: use `async with` in place of `with`")
+
+    def __exit__(self, *exc: object) -> None:
+        """Never called; without it, Python would not call `__enter__` to say what is wrong."""
+
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        """The event loop, after checking that this is it and that the session is open."""
+        if self._runs.closed is not None:
+            raise SessionClosedError(self._runs.closed)
+        loop = asyncio.get_running_loop()
+        if loop is self._loop:
+            return loop
+        if self._loop is not None:
+            raise RuntimeError(
+                "this session is bound to a different event loop; make one session per loop, or use "
+                "session.run_threadsafe(...) from another thread"
+            )
+        check_event_loop(self.devices, loop)
+        self._start_devices()
+        self._loop = loop
+        self._thread_id = threading.get_ident()
+        self._runs.bind(loop)
+        self._blas = acquire_blas_threads(self._threads)
+        return loop
+
+    def _start_devices(self) -> None:
+        self._has_started = True
+        for device in self.devices:
+            if device.is_asynchronous:
+                cast("AsynchronousDevice", device).start()
+
+    def is_bound_here(self) -> bool:
+        """Whether the session is open and bound to the running event loop."""
+        return self._runs.closed is None and self._loop is asyncio.get_running_loop()
+
+    async def aclose(self, grace_s: float = 5.0) -> None:
+        """Lets runs in flight end for up to `grace_s` seconds, stops the others, and frees everything. Idempotent.
+
+        A stream whose consumer is not waiting for its next item is stopped at once, and so are runs that wait for their
+        turn (`max_runs`). A coroutine function that ignores its cancellation is left behind after 5 s, and named.
+
+        Raises:
+            RuntimeError: this is not the event loop of the session, which is still open.
+        """
+        if self._runs.closed is not None:
+            return
+        if self._loop not in (None, asyncio.get_running_loop()) and not self._loop.is_closed():
+            raise RuntimeError(
+                "this session is bound to a different event loop, which is still open: await its aclose() there, or "
+                "from here asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.aclose(), that_loop))"
+            )
+        self._runs.refuse("the session is closed; make a new one")
+        async with AsyncExitStack() as closing:  # which does the rest, whatever becomes of the steps before
+            for device in self.devices:
+                closing.push_async_callback(device.aclose, _THREADS_END_S)
+            closing.push_async_callback(self._runs.copies.aclose, _THREADS_END_S)
+            closing.callback(self._release)  # before the devices, which may then give back all their memory
+            closing.push_async_callback(self._leave_containers)
+            closing.push_async_callback(self._runs.stop)
+            await self._runs.drain(grace_s)
+
+    async def _leave_containers(self) -> None:
+        """Brings what containers' variables have in the memory of the session's devices to the host."""
+        holders = [holder for device in self.devices if (holder := holder_of(device.xp)) is not None]
+        if self._loop is None or not holders:
+            return
+        try:
+            async with asyncio.timeout(_THREADS_END_S):
+                await self.state.leave(holders)
+        except TimeoutError:
+            pass  # they stay where they are, and alive: those who read them there wait
+
+    def _release(self) -> None:
+        self._plans.clear()
+        self.state.clear()
+        if self._blas is not None:
+            self._blas.release()
+            self._blas = None
+
+    def __del__(self) -> None:
+        runs: Runs | None = getattr(self, "_runs", None)
+        if runs is not None and runs.closed is None and self._has_started:
+            if self._loop is not None:
+                warnings.warn(f"{self!r} was dropped without close; use `async with`", ResourceWarning, stacklevel=2)
+            for device in self.devices:
+                for stream in device.streams:
+                    stream.stop()
+            runs.copies.stop()
+            self._release()
+
+    def __repr__(self) -> str:
+        return f"<Session on {', '.join(device.name for device in self.devices)}>"
+
+    def statistics(self) -> SessionStatistics:
+        """A snapshot."""
+        used = {device.name: device.memory.used for device in self.devices}
+        runs = self._runs
+        queued, refused = (0, 0) if runs.admission is None else (runs.admission.queued, runs.admission.refused)
+        running = len(runs.in_flight)
+        return SessionStatistics(running, len(self._plans), runs.begun - running, used, queued, refused)
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    async def run(
+        self,
+        fetches: Any,
+        feeds: Mapping[Any, Any] | None = None,
+        *,
+        timeout: float | None = None,
+        trace: Trace | str | Path | None = None,
+        allow_dead: bool = False,
+        atomic: bool = False,
+    ) -> Any:
+        """Runs what `fetches` need and returns their values in the same nest.
+
+        Args:
+            fetches: any nest of tensors, nodes (run, give None), variables (read after everything else) and names, and
+                of these in `on_device(...)`.
+            feeds: values for placeholders, or for any other tensor outside branches and loops. Copied, above 1 MiB on
+                a thread, during which the array is not to be written to; taken as they are if they are
+                read-only and own their memory, or look at `bytes`. Strict about dtype and shape. Arrays of other
+                libraries are read by DLPack; one on a card is copied there, in the
+                order of its library's current stream, or read on a thread if it is needed on the host.
+            timeout: seconds until `DeadlineExceeded`.
+            trace: a `Trace` to record into, or a path to write the timeline to (``.json``, ``.json.gz``,
+                ``.html``, and with matplotlib ``.png``, ``.svg``).
+            allow_dead: give None for a fetch on a branch not taken, instead of an error.
+            atomic: make what the run reads and writes of variables one step for every other run of the session: it
+                starts when those in flight that touch the same variables have ended, and later ones wait for it. It
+                undoes nothing: a run that fails or is cancelled leaves what it has written.
+
+        Raises:
+            FeedError, FetchError: before anything runs (or, for a dead fetch, after).
+            OverloadedError: before anything runs, of a session with `max_runs`.
+            KernelError: the first node that failed; everything else has been stopped.
+            DeadlineExceeded: after `timeout`.
+
+        Cancellation: the run stops, kernels in flight end, then CancelledError is raised; the session stays usable.
+        """
+        self._bind()
+        if type(feeds) is not dict:
+            feeds = as_feeds(feeds)
+        call = self._calls.of_run(fetches, feeds)
+        return await self._runs.call(call, tuple(feeds.values()), timeout, trace, allow_dead, atomic)
+
+    def prepare(self, fetches: Any, feeds: Sequence[Any] = ()) -> Prepared:
+        """A run that only lacks values, for serving: ``f = session.prepare(y, [x])``, then ``await f(value)``.
+
+        Args:
+            fetches: as in `run`.
+            feeds: the tensors, or their names, that each call gives values for, in that order.
+
+        Raises:
+            FeedError, FetchError: as in `run`.
+        """
+        return Prepared(self, self._calls.new(fetches, feeds))
+
+    def run_call(
+        self,
+        call: Call,
+        values: Sequence[Any],
+        timeout: float | None = None,
+        trace: Trace | str | Path | None = None,
+        allow_dead: bool = False,
+        atomic: bool = False,
+    ) -> Coroutine[Any, Any, Any]:
+        """Does what `run`, a `Prepared` and a `Function` do, once it is known what to run."""
+        self._bind()
+        return self._runs.call(call, values, timeout, trace, allow_dead, atomic)
+
+    async def run_function(
+        self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any], *, atomic: bool = False
+    ) -> Any:
+        """Runs a traced `@af.function`: its outputs and all its effects."""
+        self._bind()
+        call = self._calls.of_function(graph, outputs, feeds)
+        return await self.run_call(call, tuple(feeds.values()), atomic=atomic)
+
+    def stream(
+        self,
+        fetches: Any,
+        feeds: Mapping[Any, Any] | None = None,
+        *,
+        timeout: float | None = None,
+        trace: Trace | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        """Iterates over values inside a loop: ``async for value in session.stream(x)``, one item an iteration.
+
+        Items come in the order of the iterations. The loop runs at most `parallel_iterations` ahead of the consumer.
+        Leaving the ``async for`` early stops the run: at once inside ``async with contextlib.aclosing(...)``, else when
+        the iterator is dropped.
+
+        Args:
+            fetches: any nest of tensors of one loop body (or of a branch in it).
+            feeds: as in `run`.
+            timeout: seconds for the whole run.
+            trace: a `Trace` to record into.
+
+        Raises:
+            FetchError: the tensors are not inside one loop body.
+            KernelError, DeadlineExceeded: as in `run`. Items of iterations that ran ahead of the consumer are then
+                lost; with ``parallel_iterations=1`` there are none, and all items before the failure have come.
+        """
+
+        def ask() -> tuple[Call, Sequence[Any]]:
+            self._bind()
+            fed = as_feeds(feeds)
+            return self._calls.new(fetches, tuple(fed), streams=True), tuple(fed.values())
+
+        return self._runs.stream(ask, timeout, trace)
+
+    def run_threadsafe(
+        self, fetches: Any, feeds: Mapping[Any, Any] | None = None, *, timeout: float | None = None
+    ) -> concurrent.futures.Future[Any]:
+        """`run` from another thread; the session's event loop must be running in its own.
+
+        An op's own function may not wait for a run that needs a thread of the session while it has one itself: the run
+        fails, and says so. A coroutine function may await `run`.
+
+        Raises:
+            SessionClosedError: the session, or its event loop, is closed.
+            RuntimeError: the session has no event loop yet, or this is its thread, where waiting would be for ever.
+        """
+        if self._runs.closed is not None:
+            raise SessionClosedError(self._runs.closed)
+        if self._loop is None:
+            raise RuntimeError("the session has no event loop yet; enter it with `async with` on the loop's thread")
+        if self._loop.is_closed():
+            raise SessionClosedError("the session's event loop is closed; make a new session on a new loop")
+        if self._thread_id == threading.get_ident():
+            raise RuntimeError("this is the thread of the session's event loop; use `await session.run(...)` here")
+        note_ask()
+        return asyncio.run_coroutine_threadsafe(self._run_for_thread(fetches, feeds, timeout), self._loop)
+
+    async def _run_for_thread(self, fetches: Any, feeds: Mapping[Any, Any] | None, timeout: float | None) -> Any:
+        with thread_waits(asyncio.get_running_loop()):
+            return await self.run(fetches, feeds, timeout=timeout)
+
+    # -- plans ---------------------------------------------------------------------------------------------------
+
+    def plan(self, fetches: Any, feeds: Sequence[Any] = ()) -> Plan:
+        """The compiled plan for runs with these fetches and these fed tensors; ``.explain()`` prints it.
+
+        Constants are copied to the devices then: CUDA devices of a session that has not been entered are started first,
+        which blocks.
+
+        Raises:
+            FeedError, FetchError: as in `run`.
+            GraphError, PlacementError: as the first such run.
+            SessionClosedError: the session is closed.
+        """
+        if self._runs.closed is not None:
+            raise SessionClosedError(self._runs.closed)
+        self._start_devices()
+        return self._plans.get_nowait(self._calls.new(fetches, feeds).request, self._compile)
+
+
+def _compile(
+    request: PlanRequest,
+    *,
+    options: PlanOptions,
+    devices: Sequence[Device],
+    state: StateStore,
+    measured: PlanCache | None,
+    homes: dict[Hashable, str] | None,
+) -> Plan:
+    """A new plan; `measured` says what nodes cost, and `homes` where variables are."""
+    try:
+        return compile_plan(
+            request,
+            options,
+            devices=devices,
+            resolve=state.lookup,
+            costs=None if measured is None else measured.of(request.graph).learn_costs(),
+            homes=homes,
+        )
+    except RecursionError:
+        raise GraphError(
+            "the graph nests branches and loops too deep to compile; nest them less, or write a recursion as a "
+            "while_loop"
+        ) from None
+
+
+def _poison_after_fork() -> None:
+    for session in list(_forked):
+        session._runs.closed = "this session belongs to the parent process: make a new one after a fork"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_poison_after_fork)

@@ -1,0 +1,73 @@
+"""Copies of large arrays, in and out of runs: made on a thread of the session's, so that the event loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.runtime.loop import is_virtual
+from asyncflow.runtime.values.feeds import LARGE_BYTES, LargeFeed
+from asyncflow.runtime.values.fetches import is_fresh
+from asyncflow.streams.cpu.stream import ThreadStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Copies:
+    """Makes the copies, on a thread that starts with the first one: the application's pool may be full.
+
+    On virtual time, of which copies take none, they are made at once, so that the same happens every time.
+    """
+
+    __slots__ = ("_thread",)
+
+    def __init__(self) -> None:
+        self._thread = ThreadStream("copies")
+
+    async def of_feeds(self, values: Sequence[Any]) -> list[Any]:
+        """The fed values of a run, with each `LargeFeed` copied."""
+        return [await self._made(value.copied) if type(value) is LargeFeed else value for value in values]
+
+    async def of_results(self, values: Sequence[Any], *, shared: bool = False) -> list[Any]:
+        """Fetched values, with copies of the large ones that somebody else has, too: the run, if they are `shared`."""
+        results = list(values)
+        for index, value in enumerate(values):
+            if is_large(value) and (shared or not is_fresh(value)):
+                results[index] = await self._made(value.copy)
+        return results
+
+    async def _made(self, copy: Callable[[], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        if is_virtual(loop):
+            return copy()
+        made: asyncio.Future[Any] = loop.create_future()
+
+        def deliver(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
+            if made.cancelled():
+                return
+            if error is None:
+                made.set_result(result)
+            else:
+                made.set_exception(error)
+
+        self._thread.submit(copy, (), deliver, loop)
+        return await made
+
+    def stop(self) -> None:
+        """Takes no more work."""
+        self._thread.stop()
+
+    async def aclose(self, grace_s: float) -> bool:
+        """Takes no more work, and waits for the thread to end; see `ThreadStream.aclose`."""
+        return await self._thread.aclose(grace_s)
+
+
+def is_large(value: object) -> bool:
+    """Whether a copy of `value` takes too long for the event loop."""
+    return type(value) is np.ndarray and value.nbytes > LARGE_BYTES
+
+
+__all__ = ["Copies", "is_large"]

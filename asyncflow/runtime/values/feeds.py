@@ -1,0 +1,229 @@
+"""Checks fed values and makes the copies a run may keep: strict about dtype, shape and place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asyncflow.devices.foreign import ForeignArray
+from asyncflow.devices.memory import owner_of
+from asyncflow.errors import FeedError, GraphError, told
+from asyncflow.graph.build import as_array, is_masked
+from asyncflow.graph.dtypes import VARIANT, dtype_name
+from asyncflow.graph.frames import format_frame, output_frame
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.runtime.values.exchange import NotExchangeable, exchanged, is_exchangeable
+from asyncflow.state.immutable import is_immutable
+
+LARGE_BYTES = 1 << 20
+"""An array of more bytes (1 MiB) is not copied on the event loop."""
+
+
+class LargeFeed(NamedTuple):
+    """An array that fits its tensor and is still to be copied, off the event loop."""
+
+    array: np.ndarray[Any, Any]
+    dtype: np.dtype[Any]
+
+    def copied(self) -> np.ndarray[Any, Any]:
+        """The copy, which nobody can write to."""
+        copy = _copy(self.array, self.dtype)
+        copy.flags.writeable = False
+        return copy
+
+
+def as_feeds(feeds: object) -> Mapping[Any, Any]:
+    """`feeds` as given to a run; none for None.
+
+    Raises:
+        FeedError: it is no mapping.
+    """
+    if feeds is None:
+        return {}
+    if not isinstance(feeds, Mapping):
+        raise FeedError(
+            f"feeds is a mapping of tensors, or their names, to values, such as {{x: 1.0}}; got {type(feeds).__name__}"
+        )
+    try:
+        return dict(feeds)
+    except Exception as error:
+        raise FeedError(f"feeds, a {type(feeds).__name__}, cannot be read: {told(error)}") from error
+
+
+def feed_target(key: object, graph: Graph | None) -> Tensor:
+    """The tensor a key of ``feeds`` names.
+
+    Raises:
+        FeedError: it names none, or one that cannot be fed.
+    """
+    if isinstance(key, str):
+        if graph is None:
+            raise FeedError(f"the name {key!r} says nothing without a graph; give one to Session(graph), or a Tensor")
+        try:
+            key = graph.tensor(key)
+        except GraphError as error:
+            raise FeedError(str(error)) from None
+    if not isinstance(key, Tensor):
+        raise FeedError(f"feeds are keyed by tensors or their names; got {type(key).__name__} {key!r}")
+    if isinstance(key.graph, Subgraph):
+        raise FeedError(
+            f"{key!r} is inside {key.graph.label}: it has a value per iteration or branch taken, so a run cannot feed "
+            f"it; feed what enters the branch or loop instead\n  built at {key.node.location}"
+        )
+    frame = output_frame(key.node, key.graph.frames.get(key.node, ()))
+    if frame:
+        raise FeedError(
+            f"{key!r} is in {format_frame(frame)}: it may have a value per iteration, so a run cannot feed it; feed "
+            f"what enters the frame instead\n  built at {key.node.location}"
+        )
+    if key.dtype == VARIANT:
+        raise FeedError(f"{key!r} holds an opaque value that cannot be fed\n  built at {key.node.location}")
+    return key
+
+
+def feed_targets(keys: Iterable[object], graph: Graph | None) -> tuple[Tensor, ...]:
+    """The tensors that keys of ``feeds`` name.
+
+    Raises:
+        FeedError: as `feed_target`, or two keys name one tensor.
+    """
+    targets: dict[Tensor, None] = {}
+    for key in keys:
+        target = feed_target(key, graph)
+        if target in targets:
+            raise FeedError(f"{target.name} is fed twice")
+        targets[target] = None
+    return tuple(targets)
+
+
+def feed_value(tensor: Tensor, value: Any) -> Any:
+    """`value` as the run will see it: a NumPy scalar, or a C-contiguous array nobody else can write to.
+
+    What takes long comes as it is: a `LargeFeed`, which a thread is to copy, or a `ForeignArray` in the memory of a
+    card, which is copied when the run starts; see `device_feeds`.
+
+    Raises:
+        FeedError: dtype or shape do not fit; nothing is cast silently.
+    """
+    spec = tensor.spec
+    if (
+        type(value) is np.ndarray
+        and value.dtype is spec.dtype
+        and value.nbytes <= LARGE_BYTES
+        and value.ndim
+        and value.flags.writeable
+    ):
+        # Most feeds: what the rest would find out, at a fifth of its cost.
+        if not is_compatible(value.shape, spec.shape):
+            raise _wrong_shape(tensor, value, value.shape)
+        copy = value.copy()
+        copy.setflags(write=False)
+        return copy
+    if isinstance(value, np.generic) and value.dtype == spec.dtype and spec.shape in ((), None):
+        return value
+    if isinstance(value, Tensor):
+        raise refusal(tensor, value, "that is a tensor, which has no value yet; fetch it first")
+    if is_masked(value):
+        raise refusal(tensor, value, "a masked array would lose its mask; fill it first, with .filled(value)")
+    try:
+        array = _as_typed_array(tensor, value)
+    except (FeedError, MemoryError):
+        raise
+    except Exception as error:  # objects with __array__, __dlpack__ and the like raise what they like
+        raise refusal(tensor, value, f"it cannot be read: {told(error)}") from error
+    shape = array.array.shape if isinstance(array, LargeFeed) else array.shape
+    if not is_compatible(shape, spec.shape):
+        raise _wrong_shape(tensor, value, shape)
+    return locked(array) if isinstance(array, np.ndarray) else array
+
+
+def locked(array: np.ndarray[Any, Any]) -> Any:
+    """A NumPy scalar, or the array itself, which nobody can write to any more."""
+    if array.ndim == 0 and array.dtype.kind in "biufc":
+        return array[()]
+    array.flags.writeable = False
+    return array
+
+
+def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any] | LargeFeed | ForeignArray:
+    """A C-contiguous array of the tensor's dtype that shares no memory the caller can write to, or will be one."""
+    if is_exchangeable(value):
+        try:
+            found = exchanged(value)
+        except NotExchangeable as error:
+            raise refusal(tensor, value, str(error)) from error.__cause__
+        if isinstance(found, ForeignArray):
+            if found.dtype != tensor.dtype:
+                raise _wrong_dtype(tensor, value, found.dtype)
+            return found
+        return _copied(tensor, value, found)
+    if isinstance(value, bytes):
+        raise refusal(tensor, value, "bytes say nothing of dtype and shape; feed np.frombuffer(value, dtype)")
+    if not _is_typed(value):
+        try:
+            return as_array(value, tensor.dtype)
+        except GraphError as error:
+            raise refusal(tensor, value, error.reason) from error
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise refusal(tensor, value, f"NumPy cannot read it: {error}") from error
+    return _copied(tensor, value, array)
+
+
+def _is_typed(value: object) -> bool:
+    """Whether it has a dtype of its own, as arrays do, and `bytearray`, `memoryview` and `array.array`."""
+    if isinstance(value, list | tuple | int | float | complex | str):  # most that is fed
+        return isinstance(value, np.generic)
+    if any(hasattr(value, name) for name in ("dtype", "__array__", "__array_interface__")):
+        return True
+    try:
+        memoryview(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def _copied(tensor: Tensor, value: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | LargeFeed:
+    """A copy of `array`, which reads `value`, of the tensor's dtype; itself if nobody can ever write to it."""
+    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    if native != tensor.dtype and not (array.dtype.kind == "U" and tensor.dtype.kind == "T"):
+        raise _wrong_dtype(tensor, value, native)
+    if native == array.dtype == tensor.dtype and _may_be_kept(array):
+        return array
+    if array.nbytes > LARGE_BYTES and array.ndim:
+        return LargeFeed(array, tensor.dtype)
+    return _copy(array, tensor.dtype)
+
+
+def _may_be_kept(array: np.ndarray[Any, Any]) -> bool:
+    flags = array.flags
+    if type(array) is not np.ndarray or not (flags.c_contiguous and flags.aligned):
+        return False
+    # A slice is copied: it would count as all the memory that it looks into.
+    return is_immutable(array) and owner_of(array).nbytes == array.nbytes
+
+
+def _copy(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    return np.array(array, dtype=dtype, order="C", copy=True, subok=False)
+
+
+def _wrong_shape(tensor: Tensor, value: object, shape: tuple[int, ...]) -> FeedError:
+    return refusal(tensor, value, f"its shape is {format_shape(shape)}")
+
+
+def _wrong_dtype(tensor: Tensor, value: object, dtype: np.dtype[Any]) -> FeedError:
+    return refusal(tensor, value, f"its dtype is {dtype}; convert it yourself if you mean to")
+
+
+def refusal(tensor: Tensor, value: object, reason: str) -> FeedError:
+    """The error that says why `value` is not fed to `tensor`."""
+    seen = type(value).__name__
+    return FeedError(
+        f"cannot feed {tensor.name}: expected {dtype_name(tensor.dtype)}{format_shape(tensor.shape)}, got a {seen}: "
+        f"{reason}\n  built at {tensor.node.location}"
+    )

@@ -1,0 +1,1 @@
+"""The stream of a CPU: a thread."""

@@ -1,0 +1,424 @@
+"""How the host learns that a GPU's work is done, without blocking the event loop and without code on driver threads.
+
+A *ticket* is an event recorded on one CUDA stream, what to call when it completes, and what to keep alive until then.
+Each stream has a `Reaper`: a thread that sleeps on the oldest ticket's event (`cudaEventSynchronize` of a blocking
+event, which releases the GIL), then takes every further ticket that is done by now, and wakes the loop once for all::
+
+    loop's thread   give ──▶ queue ──▶ reaper's thread: synchronize, query, query, ... ──▶ Mailbox ──▶ deliver
+
+A stream does its work in order, so the oldest ticket never holds up one that could be delivered. Python code is never
+run on a thread of the driver: a host function would stall its stream until it has the GIL, may deadlock with a thread
+that has the GIL and waits for the driver, and is not called at all once the device is in error.
+
+| state of a `Reaper` | enters by                 | giving a ticket      | the thread                                 |
+|---------------------|---------------------------|----------------------|--------------------------------------------|
+| idle                | creation                  | starts the thread    | does not exist                             |
+| serving             | first ticket              | appends              | completes tickets in order                 |
+| lost                | a CUDA error              | appends              | fails what it has and gets, makes no calls |
+| stopped             | `stop`, or stream dropped | `SessionClosedError` | completes what it has, then ends           |
+| forked              | fork, in the child        | `SessionClosedError` | does not exist                             |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from queue import Empty, SimpleQueue
+from time import perf_counter_ns
+from typing import Any, TypeAlias, TypeVar
+
+from asyncflow.streams.cuda.pooled_event import DONE, NOT_READY, EventPool, PooledEvent
+from asyncflow.streams.lifecycle import Lifecycle
+from asyncflow.streams.mailbox import Mailbox
+
+Notice: TypeAlias = Callable[[BaseException | None], object]
+"""Takes None, or what the stream failed with."""
+
+MOST_ASLEEP = 32
+"""Tickets of a stream, not delivered yet, with events that the thread can sleep on; CUDA has room for 56. Where there
+are more, work waits for the card anyway, and the thread looks every millisecond."""
+
+MAX_BATCH = 256
+"""So many tickets at most before the loop is told of them: a stream of tiny work must not hold up the first."""
+
+
+_E = TypeVar("_E", bound=PooledEvent)
+
+
+class Ticket:
+    """A point in a stream's order that someone on the event loop waits for.
+
+    Attributes:
+        event: the point; None until the ticket is given, and where a lost stream could record none.
+        error: what the stream failed with, if the work before the point did not end well.
+        counts: whether its event is one of those a thread can sleep on, which are few.
+        started_ns: when the work since the ticket before may have begun: the host saw nothing earlier.
+        ended_ns: when the reaper saw it done, on `time.perf_counter_ns` as are all times.
+    """
+
+    __slots__ = ("_deliver", "counts", "ended_ns", "error", "event", "holds", "mailbox", "started_ns")
+
+    def __init__(
+        self, deliver: Notice | None, holds: tuple[object, ...] = (), event: PooledEvent | None = None
+    ) -> None:
+        self._deliver = deliver
+        self.holds = holds
+        self.event = event
+        self.error: BaseException | None = None
+        self.counts = False
+        self.mailbox: Mailbox[Ticket] | None = None
+        self.started_ns = perf_counter_ns()
+        self.ended_ns = 0
+
+    def finish(self) -> None:
+        """Let go of what was held, then call; on the event loop."""
+        deliver = self._deliver
+        self.drop()  # first, so that an account which `deliver` reads is right
+        if deliver is not None:
+            deliver(self.error)
+
+    def drop(self) -> None:
+        """Refer to nothing any more: a thread may still refer to the ticket."""
+        self._deliver = None
+        self.holds = ()
+        self.event = None
+
+
+class Reaper(Lifecycle):
+    """The tickets of one CUDA stream, and the thread that completes them in order.
+
+    It does not refer to its stream, so that dropping the stream ends the thread. All methods belong to the thread of
+    the event loop that owns the stream, and none of them blocks.
+
+    Attributes:
+        name: of the stream; the thread's name is ``asyncflow:<name>``.
+        stopped: takes no more tickets.
+        ended: set when all work is done and all tickets are on their way to the loop.
+        lost: what the device failed with, if it did.
+    """
+
+    __slots__ = (
+        "_asleep",
+        "_device",
+        "_end",
+        "_events",
+        "_free_ns",
+        "_held",
+        "_in_flight",
+        "_mailbox",
+        "_on_lost",
+        "_physical",
+        "_queue",
+        "_raw",
+        "_thread",
+        "_told",
+        "lost",
+    )
+
+    after_fork = "CUDA does not survive a fork; start processes that use GPUs by 'spawn'"
+
+    def __init__(
+        self,
+        cupy: Any,
+        physical: int,
+        raw: Any,
+        name: str,
+        events: EventPool,
+        on_lost: Callable[[BaseException], object],
+    ) -> None:
+        """Make a reaper; its thread starts with the first ticket.
+
+        Args:
+            cupy: the module.
+            physical: the device's CUDA ordinal.
+            raw: the ``cupy.cuda.Stream``.
+            name: of the stream, such as ``cuda:0/d2h``.
+            events: of the same device.
+            on_lost: called once, on the event loop and before any ticket is failed, with what the device failed with.
+        """
+        super().__init__(name)
+        self.lost: BaseException | None = None
+        self._device = cupy.cuda.Device(physical)
+        self._physical = physical
+        self._raw = raw
+        self._events = events
+        self._on_lost = on_lost
+        self._told = False
+        self._asleep = 0
+        self._in_flight: deque[Ticket] = deque()
+        self._held: list[object] = []
+        self._mailbox: Mailbox[Ticket] | None = None
+        self._queue: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._end: PooledEvent | None = None
+        self._thread: threading.Thread | None = None
+        self._free_ns = 0
+
+    # -- on the loop's thread ------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """How many tickets are not delivered yet; things held that wait for one count as one."""
+        return len(self._in_flight) + bool(self._held)
+
+    @property
+    def oldest_ns(self) -> int | None:
+        """When the oldest ticket that is not delivered was given; None if all are."""
+        try:
+            return self._in_flight[0].started_ns
+        except IndexError:
+            return None
+
+    @property
+    def started(self) -> bool:
+        """Whether there ever was a thread."""
+        return self._thread is not None
+
+    def give(self, ticket: Ticket, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Have a ticket finished on `loop` when all work that the stream has by now is done.
+
+        A ticket that brings its event waits for that instead; an older one waits for the tickets before it too.
+
+        Raises:
+            SessionClosedError: stopped, or forked.
+            RuntimeError: tickets of a different loop are pending.
+        """
+        self.refuse_if_closed()
+        self._enter(ticket, self._mailbox_of(loop or asyncio.get_running_loop()))
+
+    def hold(self, holds: tuple[object, ...]) -> None:
+        """Refer to `holds` until all work that the stream has by now is done.
+
+        All that is held in one turn of the loop shares one event and one ticket, or shares those of the next `give`.
+
+        Raises:
+            SessionClosedError: stopped, or forked.
+            RuntimeError: tickets of a different loop are pending.
+        """
+        self.refuse_if_closed()
+        loop = asyncio.get_running_loop()
+        self._mailbox_of(loop)
+        if not self._held:
+            loop.call_soon(self.flush)
+        self._held.extend(holds)
+
+    def flush(self) -> None:
+        """Give the ticket for what is held."""
+        if self._held:
+            assert self._mailbox is not None
+            self._enter(Ticket(None), self._mailbox)
+
+    def record(self, wrap: Callable[[EventPool, Any], _E], *, sleeps: bool = False) -> _E:
+        """A new event, made by `wrap`, after all work that the stream has by now.
+
+        Args:
+            wrap: takes the pool and the ``cupy.cuda.Event``.
+            sleeps: whether a thread can sleep on it.
+
+        Raises:
+            CUDARuntimeError: the device failed, as every caller is told from then on.
+        """
+        self._refuse_if_lost()
+        try:
+            with self._device:
+                event = wrap(self._events, self._events.take(sleeps=sleeps))
+                self._events.runtime.eventRecord(event.raw.ptr, self._raw.ptr)
+        except Exception as exc:
+            self.lose(exc)
+            raise
+        return event
+
+    def follow(self, event: PooledEvent) -> None:
+        """Make work given to the stream from here on wait for `event`.
+
+        Raises:
+            CUDARuntimeError: the device failed, as every caller is told from then on.
+        """
+        self._refuse_if_lost()
+        try:
+            self._events.runtime.streamWaitEvent(self._raw.ptr, event.raw.ptr)
+        except Exception as exc:
+            self.lose(exc)
+            raise
+
+    def lose(self, error: BaseException) -> None:
+        """The device failed: tickets that are pending and tickets to come get `error`. The first one counts."""
+        self._lose(error)
+        self._tell()
+
+    def stop(self) -> None:
+        """Take no more tickets; the thread ends after those it has, and after all other work. Idempotent."""
+        if self.stopped:
+            return
+        self.flush()
+        self.stopped = True
+        if self._thread is None:
+            if self._is_idle():
+                self.ended.set()
+                return
+            self._start()  # work that has no ticket needs a thread that sees its end
+        self._end = self._marked()
+        self._queue.put(None)
+
+    def settle(self) -> None:
+        """After `ended`: deliver what is still on its way, and see the thread off, which takes microseconds."""
+        if self._mailbox is not None:
+            self._mailbox.settle()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _deliver(self, ticket: Ticket) -> None:
+        """Finish the oldest ticket."""
+        self._in_flight.popleft()
+        self._asleep -= ticket.counts
+        try:
+            if ticket.error is not None:
+                self._tell()
+        finally:
+            ticket.finish()
+
+    def _discard(self, ticket: Ticket) -> None:
+        """Forget the oldest ticket, of a loop that is closed; also on the reaper's thread."""
+        self._in_flight.popleft()
+        self._asleep -= ticket.counts
+        ticket.drop()
+
+    def _enter(self, ticket: Ticket, mailbox: Mailbox[Ticket]) -> None:
+        if self._thread is None:
+            self._start()
+        if ticket.event is None:
+            if self._held:
+                ticket.holds = (*self._held, *ticket.holds)
+                self._held.clear()
+            ticket.event = self._marked()
+            ticket.counts = ticket.event is not None and ticket.event.sleeps
+            self._asleep += ticket.counts
+        ticket.mailbox = mailbox
+        mailbox.expect()
+        self._in_flight.append(ticket)
+        self._queue.put(ticket)
+
+    def _marked(self) -> PooledEvent | None:
+        """A new event after all work so far; None if the device is lost."""
+        if self.lost is not None:
+            return None
+        try:
+            sleeps = self._asleep < MOST_ASLEEP
+            return self.record(partial(PooledEvent, sleeps=sleeps), sleeps=sleeps)
+        except Exception as exc:  # `lose` has it, and the tickets get it
+            exc.with_traceback(None)
+            return None
+
+    def _is_idle(self) -> bool:
+        """Whether the stream has no work, or the device does none any more."""
+        status: int = self._events.runtime.streamQuery(self._raw.ptr)
+        if status not in (DONE, NOT_READY):
+            self.lose(self._events.runtime.CUDARuntimeError(status))
+        return status != NOT_READY
+
+    def _refuse_if_lost(self) -> None:
+        if self.lost is not None:
+            raise self.lost.with_traceback(None)
+
+    def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox[Ticket]:
+        mailbox = self._mailbox
+        if mailbox is not None:
+            if mailbox.loop is loop:
+                return mailbox
+            if mailbox.loop.is_closed():
+                self.flush()
+                mailbox.settle()
+            elif self.pending:
+                raise RuntimeError(
+                    f"stream {self.name} is used on a different loop while {self.pending} of its tickets are to be "
+                    "delivered on another; open one session per event loop"
+                )
+        self._mailbox = mailbox = Mailbox(loop, self._deliver, self._discard)
+        return mailbox
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=_serve, args=(self,), name=f"asyncflow:{self.name}", daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def _tell(self) -> None:
+        if self.lost is not None and not self._told:
+            self._told = True
+            self._on_lost(self.lost)
+
+    # -- on the reaper's thread ----------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Complete tickets in order until stopped, and then see all other work done."""
+        try:
+            self._events.runtime.setDevice(self._physical)  # of this thread
+        except Exception as exc:
+            self._lose(exc)
+        ticket = self._queue.get()
+        while ticket is not None:
+            ticket = self._reap(ticket)
+        if self._end is not None:
+            self._block(self._end)
+            self._end = None
+
+    def _reap(self, ticket: Ticket) -> Ticket | None:
+        """Sleep until `ticket` is done, post it with all that are done by then, and return what comes next."""
+        if ticket.event is not None:
+            self._block(ticket.event)
+        batch = [self._ended(ticket)]
+        while True:
+            try:
+                following = self._queue.get_nowait()
+            except Empty:
+                _post(batch)
+                return self._queue.get()
+            if following is None or len(batch) == MAX_BATCH or not self._is_done(following.event):
+                _post(batch)
+                return following
+            batch.append(self._ended(following))
+
+    def _ended(self, ticket: Ticket) -> Ticket:
+        ticket.error = self.lost
+        ticket.started_ns = max(ticket.started_ns, self._free_ns)
+        ticket.ended_ns = self._free_ns = perf_counter_ns()
+        return ticket
+
+    def _block(self, event: PooledEvent) -> None:
+        if self.lost is None:
+            try:
+                event.block()
+            except Exception as exc:
+                self._lose(exc)
+
+    def _is_done(self, event: PooledEvent | None) -> bool:
+        """Whether there is nothing left to wait for; a lost device does nothing any more."""
+        if self.lost is not None or event is None:
+            return True
+        try:
+            return event.done()
+        except Exception as exc:
+            self._lose(exc)
+            return True
+
+    def _lose(self, error: BaseException) -> None:
+        if self.lost is None:
+            # Its frames refer to events and tickets; and many will raise it, each adding frames.
+            self.lost = error.with_traceback(None)
+
+
+def _post(batch: list[Ticket]) -> None:
+    """One wake-up for all; a second loop comes into it only after the first was closed."""
+    for mailbox, tickets in groupby(batch, attrgetter("mailbox")):
+        mailbox.post(*tickets)
+
+
+def _serve(reaper: Reaper) -> None:
+    """The thread."""
+    try:
+        reaper.serve()
+    finally:
+        reaper.ended.set()

@@ -1,0 +1,476 @@
+"""CUDA streams and events, made current for one synchronous block at a time, and awaited through a `Reaper`.
+
+CuPy keeps the current device and the current stream of each *thread*. Two tasks that interleave on one thread would
+take each other's stream, so a stream is current inside ``with stream.activate():`` and nothing is awaited in there.
+
+Work is given to a `CudaStream` by launching it inside such a block; the host learns of its end by a ticket::
+
+    with compute.activate():
+        y = cupy.tanh(x)                    # launched, not done; y's memory comes from the stream's pool
+    d2h.wait(compute.record())              # what d2h does from here on comes after tanh
+    with d2h.activate():
+        copy(y, pinned)
+    d2h.notify(deliver, y, pinned)          # `deliver(None)` when it is done; until then y and pinned stay
+
+Memory that is freed is given out again at once, ordered on the stream it was allocated on and on no other. What another
+stream reads or writes must therefore be kept, with `notify` or `hold`, until that stream is done with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol
+
+from asyncflow.errors import InternalError
+from asyncflow.streams.cuda.pooled_event import EventPool, PooledEvent
+from asyncflow.streams.cuda.reaper import Notice, Reaper, Ticket
+from asyncflow.streams.futures import resolve
+from asyncflow.streams.protocol import Deliver, Event
+
+_log = logging.getLogger("asyncflow.streams")
+
+
+class Pool(Protocol):
+    """Where the allocations of an active stream come from."""
+
+    def malloc(self, nbytes: int) -> Any:
+        """A ``cupy.cuda.MemoryPointer`` to `nbytes` bytes."""
+        ...
+
+
+capturing = threading.RLock()
+"""Held while a stream of this process captures, and while its memory is a graph's.
+
+An event that another thread records there meanwhile would be the graph's, and so would memory that it allocates. The
+event loop takes it to capture: whoever else holds it allocates and records, and waits for nothing.
+"""
+
+
+def active_stream() -> CudaStream | None:
+    """The stream that is active on the calling thread."""
+    return _thread.stream
+
+
+class CudaStream:
+    """A non-blocking CUDA stream, whose completions arrive on the event loop.
+
+    All methods belong to the thread of the event loop that owns the stream, but for `activate`, which any thread may
+    use. None of them blocks, if no more than some hundred operations are in flight: the driver makes launches wait
+    once about a thousand are.
+
+    The first CUDA error of a device is its last: from then on `record` and `wait` raise it, and all tickets get it.
+
+    A stream must be closed; one that is dropped instead warns, and its thread ends after the work it has. The CUDA
+    stream itself lives as long as the process, because memory pools tell streams apart by their address; a later
+    `CudaStream` of the same device takes it over.
+
+    Attributes:
+        name: such as ``cuda:0/compute``.
+        physical: the device's CUDA ordinal; several logical devices may share one.
+        raw: the ``cupy.cuda.Stream``.
+        pool: where allocations come from while the stream is active.
+        on_lost: called with the error, once and on the event loop, when the device has failed.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_card",
+        "_closed",
+        "_device",
+        "_failures",
+        "_reaper",
+        "name",
+        "on_lost",
+        "physical",
+        "pool",
+        "raw",
+    )
+
+    def __init__(self, cupy: Any, physical: int, name: str, pool: Pool | None = None) -> None:
+        """Take a stream of the device, or make one.
+
+        Args:
+            cupy: the module.
+            physical: the CUDA ordinal.
+            name: such as ``cuda:0/compute``.
+            pool: where allocations come from while the stream is active; may be set later.
+
+        Raises:
+            CUDARuntimeError: there is no such device, or it fails.
+        """
+        self._card = _card(cupy, physical)
+        self._device = cupy.cuda.Device(physical)
+        self.raw = self._card.take_stream()
+        self.physical = physical
+        self.name = name
+        self.pool = pool
+        self.on_lost: Callable[[BaseException], object] | None = None
+        self._failures: tuple[BaseException, ...] = ()
+        self._closed = False
+        tell = partial(_tell, weakref.ref(self))
+        self._reaper = Reaper(cupy, physical, self.raw, name, self._card.events, tell)
+        # Not at exit: the interpreter drops daemon threads without help, and there is nobody left to warn.
+        weakref.finalize(self, _dropped, self._reaper).atexit = False
+
+    def __repr__(self) -> str:
+        return f"<CudaStream {self.name} on device {self.physical}, {self.pending} pending>"
+
+    # -- what is current -----------------------------------------------------------------------------------------
+
+    def activate(self) -> AbstractContextManager[CudaStream]:
+        """Make this stream, its device and its pool current on this thread, for one block without ``await``.
+
+        Blocks of any streams nest, and each restores what it found, whatever is raised in it. What this returns can be
+        entered again and again. Entering the stream that is active already costs next to nothing, because it trusts
+        that nobody has made another stream or device current by other means meanwhile.
+
+        Raises:
+            InternalError: at the end, if another stream is active then: the block awaited something.
+        """
+        return self
+
+    def __enter__(self) -> CudaStream:
+        """See `activate`."""
+        thread = _thread
+        outer = thread.stream
+        if outer is not self:
+            device = self._device
+            device.__enter__()
+            try:
+                self.raw.__enter__()
+            except BaseException:
+                device.__exit__(None, None, None)
+                raise
+            thread.stream = self
+        thread.outer.append(outer)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """See `activate`."""
+        thread = _thread
+        if thread.stream is not self:
+            raise InternalError(
+                f"stream {self.name} ends a block in which {thread.stream} is active; "
+                "nothing may be awaited inside activate()"
+            )
+        outer = thread.outer.pop()
+        if outer is not self:
+            thread.stream = outer
+            self.raw.__exit__(None, None, None)
+            self._device.__exit__(None, None, None)
+
+    # -- the `Stream` protocol -----------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """How many tickets are not delivered yet; work that has none is not counted."""
+        return self._reaper.pending
+
+    def enqueue(self, work: Callable[..., object], *args: object) -> None:
+        """Call ``work(*args)`` now, with this stream active: it launches.
+
+        What it launches is done after all earlier work. Its failure to launch is kept, and raised by the next event
+        that is awaited; one that no event has raised when the stream is closed is logged.
+
+        Raises:
+            SessionClosedError: the stream is closed, or this process is a fork of its owner.
+        """
+        self._reaper.refuse_if_closed()
+        try:
+            with self:
+                work(*args)
+        except Exception as exc:
+            self._failures += (_without_this_frame(exc),)
+
+    def submit(
+        self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Call ``work(*args)`` now; ``deliver(result, error, started_ns, ended_ns)`` when what it launched is done.
+
+        ``deliver`` is called once, on ``loop``, in order, with one wake-up of the loop for a whole batch. ``args`` and
+        the result stay referenced until then. ``error`` is what ``work`` raised, or what the device failed with. The
+        times are the host's: the work began no earlier, and was seen done then. If ``loop`` is closed by then, the
+        result is dropped.
+
+        Raises:
+            SessionClosedError: the stream is closed, or this process is a fork of its owner.
+            RuntimeError: tickets of a different loop are pending.
+        """
+        self._reaper.refuse_if_closed()
+        submission = _Submission(deliver, args)
+        try:
+            with self:
+                submission.result = work(*args)
+        except Exception as exc:
+            submission.failure = _without_this_frame(exc)
+        self._reaper.give(submission, loop)
+
+    def record(self) -> CudaEvent:
+        """An event that completes when all work given so far is done.
+
+        Raises:
+            SessionClosedError: the stream is closed, or this process is a fork of its owner.
+            CUDARuntimeError: the device failed.
+        """
+        self._reaper.refuse_if_closed()
+        return self._reaper.record(partial(CudaEvent, self, self._failures))
+
+    def wait(self, event: Event) -> None:
+        """Make work given from here on wait for ``event``, of any stream of any device; the host does not wait.
+
+        This orders and no more: a failure before ``event`` is raised by those who await it, not here.
+
+        Raises:
+            TypeError: ``event`` is of a kind that a GPU cannot wait for.
+            SessionClosedError: the stream is closed, or this process is a fork of its owner.
+            CUDARuntimeError: the device failed.
+        """
+        if not isinstance(event, CudaEvent):
+            raise TypeError(f"stream {self.name} can wait for a CudaEvent, not for {type(event).__name__}")
+        self._reaper.refuse_if_closed()
+        if event.stream.lost is not None:
+            raise event.stream.lost.with_traceback(None)  # that device is lost, and this one need not be
+        if event.stream is not self and not event.seen_done:
+            self._reaper.follow(event)
+
+    def stop(self) -> None:
+        """Take no more work; what was given is still done. Idempotent, never blocks."""
+        self._reaper.stop()
+
+    async def aclose(self, grace_s: float) -> bool:
+        """`stop`, then wait up to ``grace_s`` seconds for all work to be done; True if it is. Idempotent.
+
+        All tickets have been delivered then. After the grace, what is in flight stays referenced, since the device may
+        still use it, and tickets are delivered if the work ends after all.
+
+        Cancellation: the stream stays stopped, and its thread still ends after the work it has.
+        """
+        reaper = self._reaper
+        self.stop()
+        if reaper.forked:
+            return True
+        try:
+            async with asyncio.timeout(grace_s):
+                await reaper.ended.wait()
+        except TimeoutError:
+            return False
+        reaper.settle()
+        if not self._closed:
+            self._closed = True
+            if reaper.lost is None:
+                self._card.give_back(self.raw)
+        for failure in self._failures:
+            _log.error("work on stream %s failed and no event was awaited", self.name, exc_info=failure)
+        self._failures = ()
+        return True
+
+    # -- tickets -------------------------------------------------------------------------------------------------
+
+    @property
+    def oldest_ns(self) -> int | None:
+        """When the oldest ticket that is not delivered was given, on `time.perf_counter_ns`; None if all are."""
+        return self._reaper.oldest_ns
+
+    @property
+    def lost(self) -> BaseException | None:
+        """The error that the device failed with, as far as this stream knows."""
+        return self._reaper.lost
+
+    def notify(self, deliver: Notice, *holds: object) -> None:
+        """Call ``deliver(error)`` once, on the running event loop, when all work given so far is done.
+
+        ``error`` is None, or what the device failed with. Tickets are delivered in order, with one wake-up of the loop
+        for a whole batch. ``holds`` stay referenced until then, whatever becomes of those who wait, and are let go
+        right before the call. If the loop is closed by then, nobody is called.
+
+        Raises:
+            SessionClosedError: the stream is closed, or this process is a fork of its owner.
+            RuntimeError: tickets of a different loop are pending.
+        """
+        self._reaper.give(Ticket(deliver, holds))
+
+    def hold(self, *holds: object) -> None:
+        """Refer to ``holds`` until all work given so far is done; calls in one turn of the loop share one event.
+
+        Raises:
+            SessionClosedError: the stream is closed, or this process is a fork of its owner.
+            RuntimeError: tickets of a different loop are pending.
+        """
+        self._reaper.hold(holds)
+
+    # -- used by events ------------------------------------------------------------------------------------------
+
+    async def reach(self, event: CudaEvent) -> None:
+        """Return when the work before `event` is done."""
+        reaper = self._reaper
+        if reaper.stopped:  # the thread's last act is to see all work done
+            reaper.refuse_if_forked()
+            await reaper.ended.wait()
+            if reaper.lost is not None:
+                raise reaper.lost.with_traceback(None)
+        else:
+            reached = asyncio.get_running_loop().create_future()
+            reaper.give(Ticket(partial(resolve, reached, None), event=event))
+            await reached
+
+    def fail(self, error: BaseException) -> None:
+        """The device failed: all tickets, pending and to come, get `error`."""
+        self._reaper.lose(error)
+
+    def report(self, failures: tuple[BaseException, ...]) -> tuple[BaseException, ...]:
+        """Forget those of `failures` that no event has raised, and return them: they are about to be raised."""
+        mine = tuple(kept for kept in self._failures if any(kept is failure for failure in failures))
+        self._failures = tuple(kept for kept in self._failures if not any(kept is failure for failure in mine))
+        return mine
+
+
+class CudaEvent(PooledEvent):
+    """A point in a `CudaStream`'s order.
+
+    Attributes:
+        raw: the ``cupy.cuda.Event``, which is used again when the last reference to this is gone.
+        stream: whose point it is.
+    """
+
+    __slots__ = ("_failures", "stream")
+
+    def __init__(self, stream: CudaStream, failures: tuple[BaseException, ...], pool: EventPool, raw: Any) -> None:
+        super().__init__(pool, raw)
+        self.stream = stream
+        self._failures = failures
+
+    def done(self) -> bool:
+        """Whether all work before this point is done; never blocks.
+
+        Raises:
+            CUDARuntimeError: the device failed.
+        """
+        try:
+            return super().done()
+        except Exception as exc:
+            self.stream.fail(exc)
+            raise
+
+    async def wait(self) -> None:
+        """Return when the work before this point is done; any number of tasks may wait, on the loop of the stream.
+
+        Raises:
+            CUDARuntimeError: the device failed.
+            Exception: what enqueued work before this point failed with, as a group if there were several.
+            SessionClosedError: this process is a fork of the stream's owner.
+
+        Ordering: after the tickets given before the call, those of later work included.
+        Cancellation: leaves the event and the stream as they were.
+        """
+        if not self.done():
+            await self.stream.reach(self)
+        if self._failures:
+            failures = self.stream.report(self._failures)
+            if len(failures) == 1:
+                raise failures[0]
+            if failures:
+                raise BaseExceptionGroup(f"{len(failures)} failures on stream {self.stream.name}", failures)
+
+
+class _Submission(Ticket):
+    """A ticket for the outcome of submitted work."""
+
+    __slots__ = ("_outcome", "failure", "result")
+
+    def __init__(self, outcome: Deliver, args: tuple[object, ...]) -> None:
+        super().__init__(None, args)
+        self._outcome: Deliver | None = outcome
+        self.result: object = None
+        self.failure: BaseException | None = None
+
+    def finish(self) -> None:
+        outcome, result = self._outcome, self.result
+        error = self.error if self.failure is None else self.failure
+        self.drop()
+        assert outcome is not None  # only `drop` takes it away, and then nobody finishes the ticket
+        outcome(result if error is None else None, error, self.started_ns, self.ended_ns)
+
+    def drop(self) -> None:
+        super().drop()
+        self._outcome = None
+        self.result = None
+        self.failure = None
+
+
+class _Card:
+    """The CUDA streams and events of one physical device, which outlive the sessions that use them."""
+
+    __slots__ = ("_cupy", "_free", "_made", "_physical", "events")
+
+    def __init__(self, cupy: Any, physical: int) -> None:
+        self._cupy = cupy
+        self._physical = physical
+        self._free: list[Any] = []
+        self._made: list[Any] = []  # also those that never come back: none is ever destroyed
+        self.events = EventPool(cupy)
+
+    def take_stream(self) -> Any:
+        """A ``cupy.cuda.Stream`` that nobody uses."""
+        if self._free:
+            return self._free.pop()
+        with self._cupy.cuda.Device(self._physical):
+            raw = self._cupy.cuda.Stream(non_blocking=True)
+        self._made.append(raw)
+        return raw
+
+    def give_back(self, raw: Any) -> None:
+        """All work of the stream is done, and nobody gives it more."""
+        self._free.append(raw)
+
+
+_cards: dict[tuple[Any, int], _Card] = {}
+"""By CuPy module, of which there are several in tests, and CUDA ordinal."""
+
+
+def _card(cupy: Any, physical: int) -> _Card:
+    card = _cards.get((cupy, physical))
+    if card is None:
+        card = _cards[cupy, physical] = _Card(cupy, physical)
+    return card
+
+
+class _Thread(threading.local):
+    """What is active on a thread, and what was around it."""
+
+    def __init__(self) -> None:
+        self.stream: CudaStream | None = None
+        self.outer: list[CudaStream | None] = []
+
+
+_thread = _Thread()
+
+
+def _tell(stream: weakref.ref[CudaStream], error: BaseException) -> None:
+    owner = stream()
+    if owner is not None and owner.on_lost is not None:
+        owner.on_lost(error)
+
+
+def _dropped(reaper: Reaper) -> None:
+    if not reaper.stopped and (reaper.started or reaper.pending):
+        reaper.stop()
+        warnings.warn(
+            f"stream {reaper.name} was dropped and not closed; close its session (async with)",
+            ResourceWarning,
+            stacklevel=2,
+        )
+
+
+def _without_this_frame(exc: Exception) -> Exception:
+    """The exception with a traceback that begins in the work: our frame would keep the arguments alive."""
+    return exc.with_traceback(exc.__traceback__.tb_next if exc.__traceback__ else None)

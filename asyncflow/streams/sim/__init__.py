@@ -1,0 +1,1 @@
+"""Streams and events on virtual time."""
