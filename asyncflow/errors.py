@@ -67,7 +67,7 @@ _WRITTEN_AT = "\n  written at "
 
 
 _definition: ContextVar[SourceLocation] = ContextVar("asyncflow_definition", default=UNKNOWN_LOCATION)
-"""What to name where the call stack has no line of the user's."""
+"""The name of a place for which the call stack has no line of the user's."""
 
 
 @contextlib.contextmanager

@@ -162,7 +162,7 @@ FUNCTIONS: Final[Mapping[str, str]] = (
 
 
 def in_place_of(name: str, arguments: str = "") -> str | None:
-    """What to write for a function or method that is called so elsewhere; None for one of which nothing is known."""
+    """A hint at what to write for a function or method that is called so elsewhere; None if nothing is known of it."""
     known = FUNCTIONS.get(name)
     return f"af.{known}{arguments}" if known is not None and re.fullmatch(r"[\w.]+", known) else known
 

@@ -115,7 +115,7 @@ def format_costs(measured: list[Measured], card: str) -> str:
 
 
 def _counts(program: Program) -> Mapping[Call, int]:
-    """What the host does in one go of a program, once warm."""
+    """Counts of the host's work in one go of a program, once warm."""
     if program.calls is not None:
         return program.calls
 

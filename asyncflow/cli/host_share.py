@@ -1,4 +1,4 @@
-"""What ``asyncflow simulate`` says of the host: how busy it was, with what, and whether it held up the devices."""
+"""Lines of ``asyncflow simulate`` about the host: how busy it was, with what, and whether it held up the devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOUND = 0.8
 _MOST_SHOWN = 4
 
 _WORTHWHILE = 0.05
-"""What saves less of the host's time is not worth an option."""
+"""The share of the host's time that an option has to save to be worth a word."""
 
 _WORDS: Mapping[Call, str] = {
     "run": "runs",
@@ -99,7 +99,7 @@ def format_host(share: HostShare, summary: Summary, launches: Launches) -> list[
 
 
 def _help(share: HostShare, launches: Launches, devices: int) -> str:
-    """What helps one whose launches take too long, as far as the model says so."""
+    """Advice for one whose launches take too long, as far as the model says so."""
     fewer = []
     if launches == "nodes":
         fewer.append("--launches regions")

@@ -119,7 +119,7 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _no_devices(program_arguments: Sequence[str]) -> str:
-    """What to say to one who did not give ``--devices``, or gave it to the program."""
+    """The hint for one who did not give ``--devices``, or gave it to the program."""
     if any(argument.partition("=")[0] == "--devices" for argument in program_arguments):
         return (
             f"--devices comes after {program_arguments[0]!r}, an argument of the program, and so goes to the program; "

@@ -60,7 +60,7 @@ def profile(
 
 
 def how_to_open(path: Path) -> str:
-    """What to add to "wrote FILE": where such a timeline can be looked at, unless any program shows it."""
+    """The words after "wrote FILE": where such a timeline can be looked at, unless any program shows it."""
     suffix = path.suffix.lower()
     if suffix in (".png", ".svg"):
         return ""

@@ -73,7 +73,7 @@ def _as_program(target: Target, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """What Python would make of it: a number is the code, any other object is printed and means failure."""
+    """Python's exit code for it: a number is the code, any other object is printed and means failure."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):

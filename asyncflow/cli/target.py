@@ -49,12 +49,12 @@ class Target:
 
     @property
     def search_path(self) -> str:
-        """What ``python file.py`` or ``python -m module`` would put first on ``sys.path``."""
+        """The folder that ``python file.py`` or ``python -m module`` would put first on ``sys.path``."""
         return str(self.file.parent) if self.file is not None else str(Path.cwd())
 
     @property
     def program(self) -> str:
-        """What the program finds as ``sys.argv[0]``."""
+        """The program's ``sys.argv[0]``."""
         return str(self.file) if self.file is not None else self.module
 
     def load(self) -> Callable[[], object]:
@@ -109,7 +109,7 @@ def _import_file(name: str, file: Path) -> ModuleType:
 
 
 def _offers(module: ModuleType) -> str:
-    """What the module defines that could have been meant."""
+    """The names in the module that could have been meant."""
     names = [
         name
         for name, value in vars(module).items()

@@ -36,7 +36,7 @@ def render_html(trace: Trace) -> Iterator[str]:
 
 
 def timeline_data(trace: Trace) -> Json:
-    """What the page draws: a column of integers per property and lane, with the strings in tables beside them.
+    """The data that the page draws: a column of integers per property and lane, with the strings in tables beside them.
 
     Times are integer nanoseconds from the first event. ``sites`` holds ``[node, op, location]``. A transfer's ends name
     their group, and their lane among those of all groups; it is -1 where no firing is.

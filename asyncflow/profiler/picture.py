@@ -45,7 +45,7 @@ class Bar:
     key: str
     """Whose colour it has: an entry of the legend."""
     label: str
-    """What to write into it if there is room."""
+    """The text in it, if there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def can_plot() -> bool:
 
 
 def lay_out(trace: Trace, *, color_by: ColorBy = "auto") -> Picture:
-    """What a picture of `trace` shows.
+    """The bars, lanes and arrows in a picture of `trace`.
 
     Args:
         trace: what the runs recorded.
@@ -163,7 +163,7 @@ class _Keys:
         return f"{first} to {last}" if last > first else str(first)
 
     def label(self, firing: Firing) -> str:
-        """What is written into the firing's bar: what its colour does not say."""
+        """The text in the firing's bar: what its colour does not say."""
         number = outermost_iteration(firing.tag) if self.by_iteration else None
         if number is not None:
             return str(number)

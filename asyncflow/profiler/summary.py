@@ -101,7 +101,7 @@ class Summary:
     queueing_ns: int
     """Time in which work waited for a thread, and nothing computed or was awaited."""
     runtime_ns: int
-    """What is left of the time of runs: scheduling, and whatever else the event loop did meanwhile."""
+    """The rest of the time of runs: scheduling, and whatever else the event loop did meanwhile."""
     runs: int
     firings: int
     inline: int
@@ -266,7 +266,7 @@ def _union_ns(spans: Iterable[Span]) -> int:
 
 
 def _divide_time(trace: Trace, firings: Sequence[Firing]) -> dict[str, int]:
-    """What the time of runs went into; of things at once, the first that is named counts."""
+    """The time of runs, by what it went into; of things at once, the first that is named counts."""
     computing = [(f.started_ns, f.ended_ns) for f in firings if f.stream != "async"]
     awaiting = [(f.started_ns, f.ended_ns) for f in firings if f.stream == "async"]
     queueing = [(f.queued_ns, f.started_ns) for f in firings if f.queued_ns is not None]
@@ -281,7 +281,7 @@ def _divide_time(trace: Trace, firings: Sequence[Firing]) -> dict[str, int]:
 
 
 class _Tally:
-    """What is added up of one node."""
+    """Sums over the firings of one node."""
 
     def __init__(self) -> None:
         self.times: list[int] = []
