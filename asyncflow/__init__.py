@@ -204,9 +204,9 @@ from asyncflow.ops.statistical import cumulative_prod, cumulative_sum, max, mean
 from asyncflow.ops.utility import all, any, diff
 from asyncflow.ops.windows import dynamic_slice
 from asyncflow.runtime.loop import run
+from asyncflow.runtime.session.calls import Prepared
 from asyncflow.runtime.session.function import Function, function
 from asyncflow.runtime.session.namespace_info import NamespaceInfo as _NamespaceInfo
-from asyncflow.runtime.session.prepared import Prepared
 from asyncflow.runtime.session.session import Session
 from asyncflow.runtime.session.session_statistics import SessionStatistics
 from asyncflow.runtime.session.value_and_grad import value_and_grad

@@ -11,7 +11,7 @@ from asyncflow.compiler.batching.batch_loops import block_bytes
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
 from asyncflow.compiler.lowering.layout import build_partition
 from asyncflow.compiler.lowering.lower import lower
-from asyncflow.compiler.lowering.straight import find_straight
+from asyncflow.compiler.lowering.single_call import find_single_call
 from asyncflow.compiler.optimize.passes import optimize as run_optimizations
 from asyncflow.compiler.placement.assign_streams import assign_streams
 from asyncflow.compiler.placement.constraints import resolve_requests
@@ -134,7 +134,7 @@ def compile_plan(
         partitions=partitions,
         fetches=extracted.order,
         placement=placement,
-        straight=find_straight(partitions, devices),
+        single_call=find_single_call(partitions, devices),
         saved=saved,
         loops=loops,
         read_on_host=read_on_host,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS
-from asyncflow.compiler.batching.rows_ahead import ROW_AHEAD
+from asyncflow.compiler.batching.products_ahead import PRODUCT_AHEAD
 from asyncflow.compiler.program.estimate import estimate_region
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.fused import FUSED, kernel_source
@@ -35,7 +35,7 @@ from asyncflow.graph.builtin import IDENTITY
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from asyncflow.compiler.lowering.straight import Straight
+    from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.placement.place import Placement
     from asyncflow.compiler.program.estimate import RegionEstimate
     from asyncflow.compiler.program.saved import Saved
@@ -310,7 +310,7 @@ class Plan:
         partitions: one per device.
         fetches: per fetch asked for, its position among the fetched values; None for a node, which has no value.
         placement: why each node is on its device.
-        straight: the plan as one call, if it is that simple.
+        single_call: the plan as one call, if it is that simple.
         saved: what its loops save for their gradients.
         loops: what drives those on cards.
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
@@ -325,7 +325,7 @@ class Plan:
     partitions: list[Partition]
     fetches: list[int | None]
     placement: Placement
-    straight: Straight | None = None
+    single_call: SingleCall | None = None
     is_repeatable: bool = False
     states: frozenset[Hashable] = frozenset()
     expected_s: float = 0.0
@@ -384,7 +384,7 @@ class Plan:
             for planned in partition.nodes:
                 source = planned.source
                 for node in source.attrs["region"].walk() if source.op is REGION else (source,):
-                    if node.op is ROW_AHEAD:
+                    if node.op is PRODUCT_AHEAD:
                         lines.append(f"{node.name}: made ahead, for several iterations at once")
                     elif node.op is ADD_PRODUCTS:
                         others = len(node.attrs["operands"]) - 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.batching.rows_ahead import ROWS_AHEAD
+from asyncflow.compiler.batching.products_ahead import PRODUCTS_AHEAD
 from tests.compiler.batching import WIDTH, Array, Recurrent, run_both, values, where
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ async def test_operands_that_do_not_fit_fail_as_in_the_loop(graph: af.Graph) -> 
 def test_bytes_of_what_is_ahead() -> None:
     """None before the first look; then those of the last two blocks."""
     steps = (("getitem", {"key": (("input", 0),)}, (1, 0)), ("matmul", {"dtype": np.dtype("float32")}, (3, 2)))
-    bind = ROWS_AHEAD.kernel
+    bind = PRODUCTS_AHEAD.kernel
     assert bind is not None
     ahead = bind(
         np,

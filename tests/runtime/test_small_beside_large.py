@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.runtime.scheduler import region_firing
+from asyncflow.runtime.scheduler import sliced_region
 from asyncflow.runtime.trace import WHOLE
 from tests.conftest import OpenSession, assert_baseline
 from tests.faults.kernels import INT, SLOW, ThreadGate, in_flight, until
 from tests.patience import PATIENCE_S
-from tests.runtime.test_region_firing import Probe, counting
+from tests.runtime.test_sliced_region import Probe, counting
 from tests.runtime.work_clock import WorkClock
 
 BUSY_NS = 500_000
@@ -207,7 +207,7 @@ async def test_101_waiting_for_a_thread_is_not_computing(work: WorkClock, graph:
 async def test_101_taking_turns_is_not_computing(graph: af.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """CONFORMANCE 101: loops that share the event loop compute one after the other, in parts."""
     # No slice proves heavy, which one would in which the garbage collector happens to run.
-    monkeypatch.setattr(region_firing, "thread_time_ns", lambda: 0)
+    monkeypatch.setattr(sliced_region, "thread_time_ns", lambda: 0)
     n = af.placeholder("int64", ())
     (count,) = af.while_loop(lambda i: i < n, lambda i: i + 1, (0,))
     trace = af.Trace(detail="region")

@@ -2,8 +2,8 @@
 
 Found are the products themselves and what their rows are made of: rows of captured arrays, and what cheap ops make of
 them. All that becomes a small program, which a node in front of the loop holds; in the body a product becomes a look
-at what the program has made (`rows_ahead`). What its rows were made of is then dropped from the body, but for what may
-fail there: that runs in its own iteration as before, and the product waits for it.
+at what the program has made (`products_ahead`). What its rows were made of is then dropped from the body, but for what
+may fail there: that runs in its own iteration as before, and the product waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.compiler.batching.rows_ahead import ENOUGH_ROWS, ROW_AHEAD, ROWS_AHEAD
+from asyncflow.compiler.batching.products_ahead import ENOUGH_ROWS, PRODUCT_AHEAD, PRODUCTS_AHEAD
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, has_variants
 from asyncflow.control.tensor_array import READ, UNSTACK
@@ -280,7 +280,7 @@ class _Move:
             for node, inputs in zip(self.found.program, sources, strict=True)
         )
         counter = self.body.inputs[self.place]
-        ahead = detached_node(self.loop.graph, ROWS_AHEAD, outer, {}, like, Spec(VARIANT))
+        ahead = detached_node(self.loop.graph, PRODUCTS_AHEAD, outer, {}, like, Spec(VARIANT))
         rows = add_capture(self.loop, ahead.outputs[0])[self.loop.subgraphs.index(self.body)]
         kept = self._replace(rows, counter)
         ahead.attrs.update(
@@ -322,7 +322,7 @@ class _Move:
             row = next(tensor for tensor in product.inputs if tensor in self.found.classes.varying)
             summed = (row.shape or (None,))[-1] or 1
             product.attrs = {"which": 0, "value": product.outputs[0].spec, "summed": summed}
-            product.op = ROW_AHEAD
+            product.op = PRODUCT_AHEAD
             product.inputs = [rows, counter, *needed]
         self._drop(droppable)
         kept = [node for node in self.body.nodes if node in products]

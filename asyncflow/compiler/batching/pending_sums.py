@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.compiler.batching.rows_ahead import most_at_once
+from asyncflow.compiler.batching.products_ahead import most_at_once
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import Op
 from asyncflow.graph.spec import Spec

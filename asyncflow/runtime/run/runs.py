@@ -16,7 +16,7 @@ from asyncflow.runtime.run.atomic import AtomicRuns
 from asyncflow.runtime.run.channel import Channel
 from asyncflow.runtime.run.memory_turns import MemoryTurns
 from asyncflow.runtime.run.run import Run
-from asyncflow.runtime.run.straight import quiet_context, run_straight
+from asyncflow.runtime.run.single_call import quiet_context, run_single_call
 from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
 from asyncflow.runtime.values.copies import Copies
@@ -28,14 +28,14 @@ from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 
-    from asyncflow.compiler.lowering.straight import Straight
+    from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.plan import Plan
     from asyncflow.compiler.program.request import PlanOptions
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.run.admission import Ticket
     from asyncflow.runtime.run.atomic import Claim
+    from asyncflow.runtime.session.calls import Call
     from asyncflow.runtime.session.plans import Compile, PlanCache
-    from asyncflow.runtime.session.prepared import Call
 
 
 class Runs:
@@ -120,7 +120,7 @@ class Runs:
         ticket = claim = None
         is_whole = False
         # What needs no scheduler is over before anybody could wait for it.
-        if self.admission is None or (is_planned and plan is not None and plan.straight is not None and not atomic):
+        if self.admission is None or (is_planned and plan is not None and plan.single_call is not None and not atomic):
             checked, waits = call.check(values)
         else:
             self._refuse_late(plan, timeout, asked_s)  # before anything is copied
@@ -134,8 +134,8 @@ class Runs:
                 plan, checked = await self._planned(call, checked, recorder, timeout)
             if plan.read_on_host or waits:
                 checked = await self._at_hand(plan, call, checked, timeout, asked_s)
-            if plan.straight is not None and recorder is None and not atomic:
-                fetched = self._run_straight(plan, plan.straight, checked, timeout, asked_s)
+            if plan.single_call is not None and recorder is None and not atomic:
+                fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
                 if fetched is not None:
                     return call.result(plan, fetched, self._devices, allow_dead=allow_dead)
             if self.admission is not None and ticket is None:
@@ -265,8 +265,8 @@ class Runs:
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def _run_straight(
-        self, plan: Plan, straight: Straight, values: list[Any], timeout: float | None, asked_s: float
+    def _run_single_call(
+        self, plan: Plan, call: SingleCall, values: list[Any], timeout: float | None, asked_s: float
     ) -> list[Any] | None:
         """The fetched values of a plan that is one call; None if that has to be left to the scheduler."""
         assert self._turn is not None and self._loop is not None
@@ -278,7 +278,7 @@ class Runs:
         if self._atomic.claims and self._atomic.holds_up(plan.states):
             return None
         try:
-            found = run_straight(straight, self._devices[plan.partitions[0].device], self._quiet, values)
+            found = run_single_call(call, self._devices[plan.partitions[0].device], self._quiet, values)
         except OutOfMemoryError:
             if self.memory_turns is None or not plan.is_repeatable:
                 raise

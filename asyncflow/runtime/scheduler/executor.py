@@ -29,9 +29,9 @@ from asyncflow.runtime.scheduler.grace import GRACE_S, leave_behind
 from asyncflow.runtime.scheduler.ports import Ports
 from asyncflow.runtime.scheduler.provenance import as_kernel_error, with_provenance
 from asyncflow.runtime.scheduler.recorder import Recorder
-from asyncflow.runtime.scheduler.region_firing import size_of
 from asyncflow.runtime.scheduler.region_launch import Regions
 from asyncflow.runtime.scheduler.scheduler import Scheduler, SchedulingError
+from asyncflow.runtime.scheduler.sliced_region import size_of
 from asyncflow.streams.holding import Hold, holding, may_wait_for_itself, refuse_to_queue
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.runtime.scheduler.frame import Iteration
-    from asyncflow.runtime.scheduler.region_firing import RegionFiring
+    from asyncflow.runtime.scheduler.sliced_region import SlicedRegion
     from asyncflow.runtime.trace import Trace
 
 
@@ -63,7 +63,7 @@ class Recorder:
 
     def region(
         self,
-        firing: RegionFiring,
+        firing: SlicedRegion,
         stream: str,
         started: int,
         ended: int,

@@ -9,7 +9,7 @@ from collections import deque
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.runtime.scheduler.region_firing import RegionFiring, Stopped
+from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class Regions:
     __slots__ = ("_asynchronous", "_executor", "suspended")
 
     def __init__(self, executor: Executor, asynchronous: AsynchronousDevice | None) -> None:
-        self.suspended: deque[RegionFiring] = deque()
+        self.suspended: deque[SlicedRegion] = deque()
         self._executor = executor
         self._asynchronous = asynchronous
 
@@ -55,7 +55,7 @@ class Regions:
         with executor.recording(spans):
             clock = None if self._asynchronous is None else self._asynchronous.now_ns
             is_traced = executor.recorder is not None and self._asynchronous is None
-            firing = RegionFiring(node, iteration, inputs, node.kernel(*inputs), spans, clock, is_traced=is_traced)
+            firing = SlicedRegion(node, iteration, inputs, node.kernel(*inputs), spans, clock, is_traced=is_traced)
         # A thread would gain nothing where steps only launch.
         if self._asynchronous is None and executor.goes_to_a_thread(firing.expected_hold_ns()):
             self._on_stream(firing)
@@ -93,7 +93,7 @@ class Regions:
                 self._record_part(firing, "inline", began, now)
             self.suspended.append(firing)
 
-    def _on_stream(self, firing: RegionFiring) -> None:
+    def _on_stream(self, firing: SlicedRegion) -> None:
         executor, node, iteration = self._executor, firing.node, firing.iteration
 
         def take(result: object, error: BaseException | None, times: Times) -> None:
@@ -109,7 +109,7 @@ class Regions:
 
     def _record_part(
         self,
-        firing: RegionFiring,
+        firing: SlicedRegion,
         stream: str,
         started: int,
         ended: int,

@@ -31,8 +31,8 @@ from asyncflow.runtime.options import (
     check_plan_options,
 )
 from asyncflow.runtime.run.runs import Runs
+from asyncflow.runtime.session.calls import Call, CallCache, Prepared
 from asyncflow.runtime.session.plans import PlanCache
-from asyncflow.runtime.session.prepared import Call, CallCache, Prepared
 from asyncflow.runtime.session.session_statistics import SessionStatistics
 from asyncflow.runtime.trace import Trace
 from asyncflow.runtime.values.feeds import as_feeds

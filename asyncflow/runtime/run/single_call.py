@@ -1,4 +1,4 @@
-"""Runs a straight plan: one short call in which nothing can wait, so that it needs neither scheduler nor scope."""
+"""Runs a plan that is a single short call, in which nothing can wait: it needs neither scheduler nor scope."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.runtime.scheduler.first_guess import first_guess
 from asyncflow.runtime.scheduler.provenance import as_kernel_error
-from asyncflow.runtime.scheduler.region_firing import size_of
+from asyncflow.runtime.scheduler.sliced_region import size_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from asyncflow.compiler.lowering.straight import Straight
+    from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.devices.protocol import Device
 
 _MOST_ELEMENTS = 1 << 16
@@ -36,27 +36,27 @@ def quiet_context() -> Context:
     return context
 
 
-def run_straight(straight: Straight, device: Device, quiet: Context, feeds: Sequence[Any]) -> list[Any] | None:
+def run_single_call(call: SingleCall, device: Device, quiet: Context, feeds: Sequence[Any]) -> list[Any] | None:
     """The fetched values for these fed ones; None if computing them may take too long for the event loop.
 
     Raises:
         KernelError: the kernel failed.
         OutOfMemoryError: its results pass the device's limit.
     """
-    inputs = straight.inputs(feeds)
-    if straight.is_open:
-        return _run_open(straight, device, quiet, inputs)
-    node = straight.node
+    inputs = call.inputs(feeds)
+    if call.is_open:
+        return _run_open(call, device, quiet, inputs)
+    node = call.node
     try:
         output = quiet.run(node.kernel, *inputs)  # type: ignore[arg-type]
     except BaseException as error:
         failure = as_kernel_error(error, node, "", inputs, device.name)
         raise failure from failure.__cause__
-    return straight.results(output)
+    return call.results(output)
 
 
-def _run_open(straight: Straight, device: Device, quiet: Context, inputs: Sequence[Any]) -> list[Any] | None:
-    node = straight.node
+def _run_open(call: SingleCall, device: Device, quiet: Context, inputs: Sequence[Any]) -> list[Any] | None:
+    node = call.node
     cost = node.cost
     is_generator = node.region is not None and node.region.is_generator
     if cost is None:
@@ -72,7 +72,7 @@ def _run_open(straight: Straight, device: Device, quiet: Context, inputs: Sequen
         if is_generator:
             output = quiet.run(_outputs, output)
         cost.observe(size, perf_counter_ns() - started)
-        results = straight.results(output)
+        results = call.results(output)
         for value in results:
             device.memory.track(value, node.name)
     except BaseException as error:

@@ -35,9 +35,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 async def short(session: af.Session, y: af.Tensor, x: af.Tensor) -> None:
     """Whatever this machine is busy with, the kernel took no time lately, and the session's turn has just begun."""
     await asyncio.sleep(0)
-    straight = session.plan(y, [x]).straight
-    assert straight is not None
-    straight.node.cost = measured(0)
+    call = session.plan(y, [x]).single_call
+    assert call is not None
+    call.node.cost = measured(0)
 
 
 def measured(ns: int) -> MeasuredCost:
@@ -90,16 +90,16 @@ async def test_a_kernel_that_took_long_goes_to_a_thread(runs: list[Run]) -> None
         x = af.placeholder("float32", (None,))
         y = x * x
     async with af.Session() as session:
-        straight = session.plan(y, [x]).straight
-        assert straight is not None
-        straight.node.cost = MeasuredCost(slope_ns=INLINE_LIMIT_NS / 100)
+        call = session.plan(y, [x]).single_call
+        assert call is not None
+        call.node.cost = MeasuredCost(slope_ns=INLINE_LIMIT_NS / 100)
         await session.run(y, {x: np.ones(51, np.float32)})
         assert len(runs) == 1
-        straight.node.cost = MeasuredCost(slope_ns=INLINE_LIMIT_NS / 100)
+        call.node.cost = MeasuredCost(slope_ns=INLINE_LIMIT_NS / 100)
         await asyncio.sleep(0)
         await session.run(y, {x: np.ones(49, np.float32)})
         assert len(runs) == 1
-        assert straight.node.cost.is_measured
+        assert call.node.cost.is_measured
 
 
 async def test_long_kernels_and_large_arrays_take_the_scheduler(runs: list[Run]) -> None:
@@ -127,7 +127,7 @@ async def test_what_may_wait_or_is_the_users_takes_the_scheduler(runs: list[Run]
         random = x + af.random.normal((3,), dtype="float32")
     async with af.Session() as session:
         for y in (mine, loop, random):
-            assert session.plan(y, [x]).straight is None
+            assert session.plan(y, [x]).single_call is None
 
 
 async def test_errors_name_the_node(runs: list[Run]) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Straight:
+class SingleCall:
     """A plan that runs as one call.
 
     Attributes:
@@ -48,8 +48,8 @@ class Straight:
         return [output] if self.node.single else [output[index] for index in self.fetched]
 
 
-def find_straight(partitions: Sequence[Partition], devices: Sequence[Device]) -> Straight | None:
-    """The straight form of a plan; None if it needs the scheduler."""
+def find_single_call(partitions: Sequence[Partition], devices: Sequence[Device]) -> SingleCall | None:
+    """The single call that a plan is; None if it needs the scheduler."""
     partition = partitions[0]
     if len(partitions) > 1 or any(d.is_asynchronous for d in devices if d.name == partition.device):
         return None
@@ -75,7 +75,7 @@ def find_straight(partitions: Sequence[Partition], devices: Sequence[Device]) ->
         return None
     template = partition.root.values[node.slot : node.slot + node.n_inputs]
     in_order = tuple(fetched[index] for index in sorted(fetched))
-    return Straight(node, tuple(template), tuple(fed), in_order, is_open=not node.is_small)
+    return SingleCall(node, tuple(template), tuple(fed), in_order, is_open=not node.is_small)
 
 
 def _may_be_short(node: PlanNode) -> bool:

@@ -237,7 +237,7 @@ class _Course:
     is_exact: bool
 
 
-class RowsAhead:
+class ProductsAhead:
     """The products of a loop's next iterations. It holds the last two blocks, as iterations overlap."""
 
     __slots__ = ("_block_bytes", "_blocks", "_bound", "_course", "_inputs", "_lock", "_next", "_program")
@@ -305,7 +305,7 @@ def _ahead_kernel(
     block_bytes: int,
 ) -> Kernel:
     program, course = _Program(xp, steps, results, n_inputs), _Course(counter, step, margin, is_exact)
-    return lambda *inputs: RowsAhead(program, course, block_bytes, inputs)
+    return lambda *inputs: ProductsAhead(program, course, block_bytes, inputs)
 
 
 def _row_kernel(xp: ModuleType, *, which: int, value: Spec, summed: int) -> Kernel:
@@ -321,6 +321,6 @@ def _row_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, which: int,
 
 
 # Each belongs to one activation of one loop, so it is never shared with an equal one.
-ROWS_AHEAD = Op(name="rows_ahead", infer=_ahead_spec, kernel=_ahead_kernel, is_random=True, flops=free)
-ROW_AHEAD = Op(name="row_ahead", infer=_row_spec, kernel=_row_kernel, flops=_row_flops)
-"""One row of a `RowsAhead`; further inputs are what fails in this iteration if its rows cannot be made."""
+PRODUCTS_AHEAD = Op(name="rows_ahead", infer=_ahead_spec, kernel=_ahead_kernel, is_random=True, flops=free)
+PRODUCT_AHEAD = Op(name="row_ahead", infer=_row_spec, kernel=_row_kernel, flops=_row_flops)
+"""One row of a `ProductsAhead`; further inputs are what fails in this iteration if its rows cannot be made."""

@@ -44,7 +44,7 @@ class Stopped(Exception):
     """The run was stopped while the region ran on a thread."""
 
 
-class RegionFiring:
+class SlicedRegion:
     """A region in progress.
 
     Attributes:

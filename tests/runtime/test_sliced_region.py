@@ -15,8 +15,8 @@ import pytest
 import asyncflow as af
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op
-from asyncflow.runtime.scheduler import region_firing
-from asyncflow.runtime.scheduler.region_firing import RegionFiring, Stopped
+from asyncflow.runtime.scheduler import sliced_region
+from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
 from tests.conftest import assert_baseline
 from tests.faults.kernels import DEADLINES_S, until
 from tests.patience import PATIENCE_S
@@ -94,8 +94,8 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0
         self.busy = 0
-        monkeypatch.setattr(region_firing, "perf_counter_ns", lambda: self.now)
-        monkeypatch.setattr(region_firing, "thread_time_ns", lambda: self.busy)
+        monkeypatch.setattr(sliced_region, "perf_counter_ns", lambda: self.now)
+        monkeypatch.setattr(sliced_region, "thread_time_ns", lambda: self.busy)
 
     def pass_(self, ns: int, *, busy: bool = True) -> None:
         self.now += ns
@@ -107,8 +107,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def firing_of(generator: Generator[bool | None, int | None, tuple[Any, ...]]) -> RegionFiring:
-    return RegionFiring(None, None, (), generator)  # type: ignore[arg-type]
+def firing_of(generator: Generator[bool | None, int | None, tuple[Any, ...]]) -> SlicedRegion:
+    return SlicedRegion(None, None, (), generator)  # type: ignore[arg-type]
 
 
 def iterations(clock: Clock, costs: Callable[[int], int]) -> Generator[bool | None, int | None, tuple[Any, ...]]:
@@ -426,7 +426,7 @@ async def test_a_region_is_one_span(session: af.Session, graph: af.Graph) -> Non
     assert span.outputs == "int64[], int64[]"
     assert span.tag == ""
     assert span.scheduled_ns <= span.started_ns < span.ended_ns
-    assert "test_region_firing.py" in span.location
+    assert "test_sliced_region.py" in span.location
     assert {firing.op for firing in trace.firings} <= {"loop", "fetch", "feed"}
 
 
@@ -541,7 +541,7 @@ async def test_an_error_keeps_its_provenance(
     error = caught.value
     assert (error.op, error.node, error.tag) == ("probe", "loop/body/probe", "loop/4")
     assert error.inputs == ("int64[]",)
-    assert "test_region_firing.py" in str(error.location)
+    assert "test_sliced_region.py" in str(error.location)
     assert error.__cause__ is probe.error
     assert (probe.threads[-1] == LOOP_THREAD) == (busy_ns == LIGHT_NS)
     *_, span = [firing for firing in trace.firings if firing.op == "loop"]
