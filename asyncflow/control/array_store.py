@@ -174,8 +174,9 @@ class Rows:
 
 @dataclass(slots=True)
 class Family:
-    """What a store shares with its copies."""
+    """What a store shares with its copies; `in_block`: elements are copied into one block where they can."""
 
+    in_block: bool
     lock: Lock = field(default_factory=Lock)
     is_closed: bool = False
 
@@ -238,11 +239,11 @@ class Store:
         """A block for `size` elements like `first`; None if they are better kept one by one.
 
         They are if the array may grow; if it is so large that room for elements that may never come is too much;
-        on a device, whose streams order work by value and not by part of one; and if they hold text, which lies
-        outside the array. A stack of a single element is one copy with a block, too.
+        on a device, whose streams and memory know values and no parts of one; and if they hold text, which lies outside
+        the array. A stack of a single element is one copy with a block, too.
         """
         kind = self.kind
-        if kind.dynamic_size or size < 2 or self.xp is not np or kind.dtype.hasobject:
+        if kind.dynamic_size or size < 2 or not self.family.in_block or kind.dtype.hasobject:
             return None
         return Block(size, first.shape, kind.dtype) if size * max(first.nbytes, 1) <= _BLOCK_LIMIT else None
 

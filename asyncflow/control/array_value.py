@@ -40,7 +40,7 @@ class ArrayValue:
         """An array of `size` elements, none of them written; `xp` is the array namespace of its elements."""
         if size < 0:
             raise ValueError(f"the size of a TensorArray is not negative; got {size}")
-        return cls(Store(xp, kind, Family()), 0, size, None)
+        return cls(Store(xp, kind, Family(in_block=xp is np)), 0, size, None)
 
     def __repr__(self) -> str:
         return f"<{self.kind}, size {self.size}>"
@@ -54,6 +54,11 @@ class ArrayValue:
     def kind(self) -> ArrayKind:
         """The properties that all states of the array share."""
         return self._store.kind
+
+    def one_by_one(self) -> ArrayValue:
+        """This array, to which nothing is written yet: it will keep each element by itself, as it is given."""
+        self._store.family.in_block = False
+        return self
 
     def current_size(self) -> int:
         """`size`, checked: an array that was closed has none."""

@@ -12,6 +12,7 @@ from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
 from asyncflow.compiler.program.estimate import flops_of
 from asyncflow.compiler.program.fused import alone
 from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
+from asyncflow.control.tensor_array import TENSOR_ARRAY
 from asyncflow.devices.cuda.values import as_scalar
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.regions.region_code import RegionCode
     from asyncflow.compiler.regions.regions import Region
+    from asyncflow.control.array_value import ArrayValue
     from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, Shape
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
@@ -114,7 +116,8 @@ def bind_launch(
         flops=partial(_flops, node),
         infer=partial(_infer, node),
     )
-    return device.bind(bare(np if on_host else device.xp), info)
+    kernel = bare(np if on_host else device.xp)
+    return device.bind(partial(_one_by_one, kernel) if node.op is TENSOR_ARRAY else kernel, info)
 
 
 def bind_member(
@@ -202,6 +205,12 @@ def bind_region(
         infer=partial(_infer, node),
     )
     return device.bind_region(code.function, info, is_generator=code.is_generator)
+
+
+def _one_by_one(new_array: Kernel, size: Any) -> ArrayValue:
+    """A TensorArray for a device that knows when each value is written, and when its memory is free."""
+    array: ArrayValue = new_array(size)
+    return array.one_by_one()
 
 
 def _keeps_arrays(node: Node) -> bool:

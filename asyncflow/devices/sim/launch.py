@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,13 +13,14 @@ import numpy as np
 
 from asyncflow.devices.memory import owner_of
 from asyncflow.devices.protocol import CoroutineKernel, recording
-from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimOpaque, Storage
+from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimOpaque, Storage, StoreBuffer
 from asyncflow.devices.values import is_array
 from asyncflow.errors import InternalError, ShapeError
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
     from asyncflow.devices.host import Call
+    from asyncflow.devices.memory import Held
     from asyncflow.devices.protocol import ArraySpec, KernelInfo, Span
     from asyncflow.devices.sim.device import SimDevice
     from asyncflow.streams.sim.stream import SimEvent
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 _Specs: TypeAlias = "Sequence[ArraySpec] | None"
 
 _MOST_SPECS = 64
+
+_NOTHING = nullcontext()
 
 _PLAIN = (type(None), str, bytes, int, float, complex, np.ndarray, np.generic)
 """What the host can look at although the device made it: strings, and numbers of Python's."""
@@ -83,8 +87,9 @@ class Launcher:
         if not self._has_data(arrays, specs):
             outputs = self._without_data(arrays, shapes, specs)
         else:
-            result = self._compute(args)
-            outputs = self._wrap(values, arrays, shapes, [result] if info.single else list(result))
+            with device.account.one_kernel() if info.keeps_arrays else _NOTHING:
+                result = self._compute(args)
+                outputs = self._wrap(values, arrays, shapes, [result] if info.single else list(result))
         return outputs[0] if info.single else tuple(outputs)
 
     def call_async(self, *args: Any) -> Coroutine[Any, Any, Any]:
@@ -253,6 +258,7 @@ class Launcher:
         homes: _Homes,
     ) -> Any:
         if not is_array(output):
+            self._count_buffers(output)
             depends = (event,) if event is not None else _latest(events)
             return output if isinstance(output, _PLAIN) or not depends else SimOpaque(output, depends)
         home = home or homes.find(output)  # an output before may share its memory
@@ -263,6 +269,18 @@ class Launcher:
         if self._device.machine.shapes_only and output.nbytes > SMALL_BYTES:
             data = storage.array = None
         return self._followed(SimArray(data, output.dtype, output.shape, storage, written, self._info.name))
+
+    def _count_buffers(self, output: object) -> None:
+        """Count what a store has made for itself; what it was given is kept, and counts by itself."""
+        held: Held | None = getattr(output, "held", None)
+        device, stream = self._device, self._stream
+        for buffer in () if held is None else held.buffers():
+            if device.machine.kept(buffer) is None:
+                origin = stream.origin(self._info.name)
+                made = StoreBuffer(
+                    device.machine, device.account, stream, origin, buffer.nbytes, device=device.name, array=None
+                )
+                made.keep(buffer)
 
     def _view(self) -> None:
         info = self._info
@@ -363,7 +381,7 @@ class _Homes:
         home = self._known.get(id(owner))
         if home is None and self._keeps:
             storage = self._device.machine.kept(owner)
-            if storage is not None and storage.device == self._device.name:
+            if type(storage) is Storage and storage.device == self._device.name:
                 home = (storage, storage.written)
         return home
 

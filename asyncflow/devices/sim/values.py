@@ -11,6 +11,7 @@ a pattern, so that whoever still reads it shows in the results.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -20,6 +21,8 @@ from asyncflow.devices.values import DeviceArray, DType
 from asyncflow.errors import HazardError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from asyncflow.devices.protocol import Shape
     from asyncflow.devices.sim.machine import SimMachine
     from asyncflow.streams.sim.stream import SimEvent, SimStream
@@ -38,11 +41,12 @@ class SimMemoryAccount(MemoryAccount):
     A simulation of shapes has no arrays to watch, and a buffer that a copy still uses counts although nobody has it.
     """
 
-    __slots__ = ("_charges", "_next", "_sum")
+    __slots__ = ("_charges", "_late", "_next", "_sum")
 
     def __init__(self, device_name: str, limit: int | None = None) -> None:
         super().__init__(device_name, limit)
         self._charges: dict[int, LiveBuffer] = {}
+        self._late: list[int] | None = None
         self._next = 0
         self._sum = 0
 
@@ -80,8 +84,23 @@ class SimMemoryAccount(MemoryAccount):
         return self._next
 
     def credit(self, charge: int) -> None:
-        """Count something no longer."""
-        self._sum -= self._charges.pop(charge).nbytes
+        """Count something no longer; inside `one_kernel`, once that ends."""
+        if self._late is not None:
+            self._late.append(charge)
+        else:
+            self._sum -= self._charges.pop(charge).nbytes
+
+    @contextmanager
+    def one_kernel(self) -> Iterator[None]:
+        """A kernel has its outputs before it lets go of what it takes out of a store: both count at once."""
+        late: list[int] = []
+        self._late = late
+        try:
+            yield
+        finally:
+            self._late = None
+            for charge in late:
+                self.credit(charge)
 
     def top(self, n: int = 5) -> tuple[LiveBuffer, ...]:
         """The ``n`` largest buffers, largest first."""
@@ -160,6 +179,15 @@ class Storage:
         self.array = None
         if array is not None:
             self.machine.keep(owner_of(array), self)
+
+
+class StoreBuffer(Storage):
+    """Memory that a store has filled by itself, such as a sum of gradients: it counts, and no output looks into it.
+
+    The kernel that first gives it out takes the time of filling new memory, which then counts in place of this.
+    """
+
+    __slots__ = ()
 
 
 class SimArray(DeviceArray):

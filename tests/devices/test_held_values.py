@@ -1,0 +1,145 @@
+"""What stores hold counts as held, on every kind of device, for as long as they hold it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+import asyncflow as af
+from asyncflow.testing import virtual_clock
+from tests.conftest import small_cards
+
+N, SIDE = 6, 128
+ELEMENT = SIDE * SIDE * 8
+LIMIT = 64 << 20
+"""On a CPU stores are looked into only where there is a limit."""
+
+SMALL = ELEMENT // 4
+"""What counters and constants, and what a CPU counts beside each value, may take."""
+
+KINDS = ("sim", "virtual cpu", "cuda", "cpu")
+
+Look = Callable[[Any], af.Tensor]
+"""Notes how much the device holds; gives what it is given."""
+
+
+@contextmanager
+def loops(kind: str) -> Iterator[Callable[[Any], Any]]:
+    """Where a session on a device of this kind runs."""
+    with ExitStack() as stack:
+        if kind in ("sim", "virtual cpu"):
+            yield stack.enter_context(virtual_clock("v100")).run
+        else:
+            if kind == "cuda":
+                stack.enter_context(small_cards(seed=1))
+            yield asyncio.run
+
+
+def held_by(kind: str, build: Callable[[Look], af.Tensor], *, regions: bool) -> tuple[list[int], int]:
+    """Bytes held at each call of `look` while what is built runs, and at the most; afterwards nothing is held."""
+    seen: list[int] = []
+
+    async def main() -> int:
+        device = f"{kind.rpartition(' ')[2]}:0"
+        async with af.Session(devices=[device], regions=regions, memory_limit=LIMIT) as session:
+            (account,) = (device.memory for device in session.devices)
+
+            @af.op(outputs=af.spec("int64", ()))
+            async def look(i: Any) -> Any:
+                seen.append(account.used)
+                return i
+
+            await session.run(build(look))
+            assert account.used < SMALL
+            return account.peak
+
+    with af.Graph(), loops(kind) as run:
+        peak = run(main())
+    return seen, peak
+
+
+def numbers(i: af.Tensor) -> af.Tensor:
+    return af.ones((SIDE, SIDE)) * af.astype(i, "float64") + 1.0
+
+
+def written(look: Look, **options: Any) -> af.Tensor:
+    _, array = af.while_loop(
+        lambda i, array: i < N,
+        lambda i, array: (i + 1, array.write(look(i), numbers(i))),
+        (0, af.TensorArray("float64", **{"size": N, **options})),
+        parallel_iterations=1,
+    )
+    return array.stack()
+
+
+def saved(look: Look) -> af.Tensor:
+    def body(i: af.Tensor, x: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        return i + 1, af.tanh(x * af.astype(look(i) + 1, "float64"))
+
+    start = af.ones((SIDE, SIDE)) * 0.5
+    _, last = af.while_loop(lambda i, x: i < N, body, (0, start), parallel_iterations=1)
+    return af.gradients(af.sum(last), [start])[0]
+
+
+GROWING: dict[str, Callable[[Look], af.Tensor]] = {
+    "an array of fixed size": written,
+    "an array that is read again": lambda look: written(look, clear_after_read=False),
+    "an array that grows": lambda look: written(look, size=0, dynamic_size=True),
+    "what a gradient needs": saved,
+}
+"""Programs whose iteration i begins with i values in a store."""
+
+
+@pytest.mark.parametrize("regions", [True, False])
+@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_value_counts_from_when_it_is_put_in(kind: str, name: str, regions: bool) -> None:
+    seen, peak = held_by(kind, GROWING[name], regions=regions)
+    assert [held >= i * ELEMENT for i, held in enumerate(seen)] == [True] * N, seen
+    if kind != "cpu":  # where an array of fixed size is one block, and stacked already
+        assert all(held < (i + 1) * ELEMENT + SMALL for i, held in enumerate(seen)), seen
+        stacked = 2 * N if "array" in name else N
+        assert peak >= stacked * ELEMENT, "elements are there until the stack is"
+
+
+def write_at_once(write: Callable[[af.TensorArray], af.TensorArray]) -> Callable[[Look], af.Tensor]:
+    def build(look: Look) -> af.Tensor:
+        array = write(af.TensorArray("float64", N, clear_after_read=False))
+        return array.read(look(array.size() - 1))
+
+    return build
+
+
+def rows(*shape: int) -> af.Tensor:
+    return af.ones(shape) * 2.0
+
+
+AT_ONCE: dict[str, Callable[[Look], af.Tensor]] = {
+    "scatter": write_at_once(lambda array: array.scatter(list(range(N)), rows(N, SIDE, SIDE))),
+    "split": write_at_once(lambda array: array.split(rows(N * SIDE, SIDE), [SIDE] * N)),
+    "unstack": write_at_once(lambda array: array.unstack(rows(N, SIDE, SIDE))),
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_put_in_at_once_count(kind: str, name: str) -> None:
+    ((held,), _) = held_by(kind, AT_ONCE[name], regions=True)
+    assert held >= N * ELEMENT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sum_of_gradients_counts_beside_what_it_is_made_of(kind: str) -> None:
+    def build(look: Look) -> af.Tensor:
+        whole = rows(N, SIDE, SIDE)
+        _, total = af.while_loop(
+            lambda i, total: i < N, lambda i, total: (i + 1, total + af.sum(af.tanh(whole[i]))), (0, 0.0)
+        )
+        return af.gradients(total, [whole])[0]
+
+    _, peak = held_by(kind, build, regions=True)
+    assert peak >= 3 * N * ELEMENT
