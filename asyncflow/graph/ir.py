@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NewType
+from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.operators import Operators, _call
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 NodeId = NewType("NodeId", int)
 """Position of a node in the order in which its root graph was built."""
+
+Attrs: TypeAlias = "Mapping[str, Any]"
+"""The static arguments of a node by name; the signatures of the op's own rules, which take them, have their types."""
 
 
 PICKLE_GRAPHS = (
@@ -125,7 +128,7 @@ class Node(NotPickled):
         name: str,
         op: Op,
         inputs: Sequence[Tensor],
-        attrs: Mapping[str, Any],
+        attrs: Attrs,
         specs: Spec | tuple[Spec, ...],
         control_inputs: Sequence[Node],
         device: str | None,

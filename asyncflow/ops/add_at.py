@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncflow.graph.dtypes import float32
 
+if TYPE_CHECKING:
+    from asyncflow.values import Array, Index, Namespace
+
 _ATOMIC = frozenset("efdiILQ")
 """Type characters of what CUDA adds atomically, and CuPy at positions; that of uint64 is ``L`` or ``Q``."""
 
 
-def add_at(xp: Any, result: Any, index: Any, values: Any) -> None:
+def add_at(xp: Namespace, result: Array, index: Index, values: Array) -> None:
     """``result[index] += values``, where all values for one element add up; unlike `+=`, which adds the last alone.
 
     Elsewhere than on the CPU the order in which floats are added is open, and positions out of range wrap around.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.spec import Spec
+    from asyncflow.values import Array, Namespace
 
 
-def _text(value: Any, summarize: int | None) -> str:
+def _text(value: Array, summarize: int | None) -> str:
     array = np.asarray(value)
     if array.ndim == 0:
         return str(array[()])
@@ -36,8 +37,8 @@ def _print_effects(node: Node) -> Effects:
     return (("stdout", Access.WRITE),)
 
 
-def _print_kernel(xp: Any, *, message: str, summarize: int | None) -> Kernel:
-    def write(*values: Any) -> Any:
+def _print_kernel(xp: Namespace, *, message: str, summarize: int | None) -> Kernel:
+    def write(*values: Array) -> Array:
         parts = [message] if message else []
         line = " ".join([*parts, *(_text(value, summarize) for value in values)])
         # One call, so that lines of several runs do not mix.
@@ -72,8 +73,8 @@ def print_(*values: TensorLike, message: str = "", summarize: int | None = 3) ->
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_numerics_kernel(xp: Any, *, message: str) -> Kernel:
-    def check(x: Any) -> Any:
+def _check_numerics_kernel(xp: Namespace, *, message: str) -> Kernel:
+    def check(x: Array) -> Array:
         if not xp.isfinite(x).all():
             nans, infinities = int(xp.isnan(x).sum()), int(xp.isinf(x).sum())
             found = f"{nans} NaN and {infinities} Inf among {x.size} values"
@@ -112,8 +113,8 @@ def _assert_spec(condition: Spec, *data: Spec, message: str, summarize: int | No
     return condition
 
 
-def _assert_kernel(xp: Any, *, message: str, summarize: int | None) -> Kernel:
-    def check(condition: Any, *data: Any) -> Any:
+def _assert_kernel(xp: Namespace, *, message: str, summarize: int | None) -> Kernel:
+    def check(condition: Array, *data: Array) -> Array:
         if not condition.all():
             lines = [message or "the condition does not hold", *(f"  {_text(item, summarize)}" for item in data)]
             raise AssertionError("\n".join(lines))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Namespace
 
 
 class SupportsDLPack(Protocol):
@@ -65,7 +66,7 @@ def _full_spec(value: Spec, *sizes: Spec, shape: Shape) -> Spec:
     return Spec(value.dtype, template_shape(shape, sizes))
 
 
-def _full_kernel(xp: Any, *, shape: Shape) -> Kernel:
+def _full_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     read = shape_reader(shape)
     return lambda value, *sizes: xp.full(read(sizes), value, dtype=value.dtype)
 
@@ -75,7 +76,7 @@ def _full_like_spec(x: Spec, value: Spec) -> Spec:
     return Spec(value.dtype, x.shape)
 
 
-def _full_like_kernel(xp: Any) -> Kernel:
+def _full_like_kernel(xp: Namespace) -> Kernel:
     return lambda x, value: xp.full(x.shape, value, dtype=value.dtype)
 
 
@@ -167,7 +168,7 @@ def _arange_spec(start: Spec, stop: Spec, step: Spec, *, dtype: DType, length: i
     return Spec(dtype, (length,))
 
 
-def _arange_kernel(xp: Any, *, dtype: DType, length: int | None) -> Kernel:
+def _arange_kernel(xp: Namespace, *, dtype: DType, length: int | None) -> Kernel:
     return lambda start, stop, step: xp.arange(start.item(), stop.item(), step.item(), dtype=dtype)
 
 
@@ -222,7 +223,7 @@ def _linspace_spec(start: Spec, stop: Spec, *size: Spec, num: Shape, dtype: DTyp
     return Spec(dtype, num)
 
 
-def _linspace_kernel(xp: Any, *, num: Shape, dtype: DType, endpoint: bool) -> Kernel:
+def _linspace_kernel(xp: Namespace, *, num: Shape, dtype: DType, endpoint: bool) -> Kernel:
     read = shape_reader(num)
     return lambda start, stop, *size: xp.linspace(start, stop, *read(size), endpoint=endpoint, dtype=dtype)
 
@@ -268,7 +269,7 @@ def _eye_spec(*sizes: Spec, shape: Shape, k: int, dtype: DType) -> Spec:
     return Spec(dtype, shape)
 
 
-def _eye_kernel(xp: Any, *, shape: Shape, k: int, dtype: DType) -> Kernel:
+def _eye_kernel(xp: Namespace, *, shape: Shape, k: int, dtype: DType) -> Kernel:
     read = shape_reader(shape)
     return lambda *sizes: xp.eye(*read(sizes), k=k, dtype=dtype)
 
@@ -333,7 +334,7 @@ def _meshgrid_spec(*inputs: Spec, indexing: str) -> tuple[Spec, ...]:
     return tuple(Spec(x.dtype, tuple(dims)) for x in inputs)
 
 
-def _meshgrid_kernel(xp: Any, *, indexing: str) -> Kernel:
+def _meshgrid_kernel(xp: Namespace, *, indexing: str) -> Kernel:
     return lambda *arrays: tuple(xp.meshgrid(*arrays, indexing=indexing))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
@@ -27,8 +27,9 @@ from asyncflow.ops.promotion import kind_of
 from asyncflow.ops.searching import WHERE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from asyncflow.graph.ir import Attrs
     from asyncflow.graph.op import Op
 
 _C_TYPES = {
@@ -129,9 +130,7 @@ _composite: set[Op] = set()
 _not_fused: dict[Op, str] = {}
 
 
-def expression(
-    op: Op, attrs: Mapping[str, Any], inputs: Sequence[DType], output: DType, operands: Sequence[str]
-) -> str | None:
+def expression(op: Op, attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str | None:
     """The expression for one element of the output of `op`, of type ``c_type(output)``.
 
     Args:
@@ -201,7 +200,7 @@ def _ufunc(op: Op, writer: Writer) -> None:
     assert op.kernel is not None
     ufunc = cast("np.ufunc", op.kernel(np))
 
-    def rule(attrs: Mapping[str, Any], inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str | None:
+    def rule(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str | None:
         dtypes = _loop(ufunc, inputs)
         return None if dtypes is None or dtypes[-1] != output else _write(ufunc, writer, inputs, operands)
 
@@ -415,16 +414,16 @@ def is_otherwise_in_cupy(op: Op, dtype: DType) -> bool:
 # -- other ops -------------------------------------------------------------------------------------------------------
 
 
-def _astype(attrs: Mapping[str, Any], inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
+def _astype(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
     return convert(operands[0], inputs[0], output)
 
 
-def _where(attrs: Mapping[str, Any], inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
+def _where(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
     condition, x1, x2 = operands
     return f"{condition} ? {x1} : {x2}"
 
 
-def _clip(attrs: Mapping[str, Any], inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str | None:
+def _clip(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str | None:
     text: str | None = operands[0]
     dtype = inputs[0]
     steps = [(np.maximum, "maximum")] * attrs["low"] + [(np.minimum, "minimum")] * attrs["high"]
@@ -437,7 +436,7 @@ def _clip(attrs: Mapping[str, Any], inputs: Sequence[DType], output: DType, oper
     return None if text is None else convert(text, dtype, output)
 
 
-def _relu(attrs: Mapping[str, Any], inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
+def _relu(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
     loop = _Loop(output)
     return f"asyncflow_maximum<{loop.type}>({operands[0]}, {loop.number(0)})"
 
@@ -445,7 +444,7 @@ def _relu(attrs: Mapping[str, Any], inputs: Sequence[DType], output: DType, oper
 def _activation(writer: Callable[[_Loop, str], str]) -> Rule:
     """Half-precision values are rounded once, at the end."""
 
-    def rule(attrs: Mapping[str, Any], inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
+    def rule(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
         return rounded(writer(_Loop(output), operands[0]), output)
 
     return rule

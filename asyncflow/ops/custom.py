@@ -14,7 +14,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import SupportsTensor, TensorLike, as_tensor, graph_for, is_masked
 from asyncflow.graph.dtypes import dtype_name, string
 from asyncflow.graph.graph import current_graph
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import Access, Op
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec, spec_of
@@ -22,15 +22,16 @@ from asyncflow.ops.derivatives.user_rules import accepted_arguments, rule_of_op
 from asyncflow.ops.promotion import is_weak, promoted_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Effects, Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace, Nest, Value
 
 nest.register_leaf(Spec)
 
-Outputs: TypeAlias = Any
+Outputs: TypeAlias = object
 """A `Spec`, any nest of them, or a function of the inputs' specs (and, by name, of static arguments) that gives one."""
 
 Cost: TypeAlias = "float | Callable[[Sequence[Shape], Sequence[Shape]], float]"
@@ -52,11 +53,11 @@ class CustomOp(Generic[P]):
 
     def __init__(
         self,
-        function: Callable[P, Any],
+        function: Callable[P, object],
         *,
         outputs: Outputs = None,
         name: str | None = None,
-        gradient: Callable[..., Any] | None = None,
+        gradient: Callable[..., object] | None = None,
         device: str | None = None,
         cost: Cost | None = None,
         stateful: bool | None = None,
@@ -83,11 +84,11 @@ class CustomOp(Generic[P]):
 
     # The signature is the function's, whose parameters say what arrays it gets; in a graph it is given tensors.
     @overload
-    def __call__(self, *inputs: P.args, **arguments: P.kwargs) -> Any: ...
+    def __call__(self, *inputs: P.args, **arguments: P.kwargs) -> Nest: ...
     @overload
-    def __call__(self, *inputs: TensorLike, **arguments: Any) -> Any: ...
+    def __call__(self, *inputs: TensorLike, **arguments: object) -> Nest: ...
 
-    def __call__(self, *inputs: Any, **arguments: Any) -> Any:
+    def __call__(self, *inputs: TensorLike, **arguments: object) -> Nest:
         """A node for tensors, or while a graph is built; else what the function itself gives.
 
         Args:
@@ -106,7 +107,7 @@ class CustomOp(Generic[P]):
         with graph_for(*inputs) as graph:
             tensors = [graph.import_tensor(as_tensor(x)) for x in inputs]
             outputs = self._declare(tensors, arguments)
-            attrs = {"outputs": outputs, "arguments": arguments}
+            attrs: Attrs = {"outputs": outputs, "arguments": arguments}
             node = graph.add_node(self.op, tensors, attrs, _infer(**attrs))
         node.device = self.device or node.device
         return nest.flatten(outputs)[1].unflatten(node.outputs) if node.outputs else node
@@ -116,7 +117,7 @@ class CustomOp(Generic[P]):
 
     # -- building ------------------------------------------------------------------------------------------------
 
-    def _check_call(self, inputs: Sequence[TensorLike], arguments: Mapping[str, Any]) -> None:
+    def _check_call(self, inputs: Sequence[TensorLike], arguments: Attrs) -> None:
         for name, value in arguments.items():
             if any(isinstance(leaf, Tensor | SupportsTensor) for leaf in nest.flatten(value)[0]):
                 raise GraphError(
@@ -131,7 +132,7 @@ class CustomOp(Generic[P]):
                 f"{sorted(arguments)}: {error}"
             ) from None
 
-    def _declare(self, tensors: Sequence[Tensor], arguments: Mapping[str, Any]) -> Outputs:
+    def _declare(self, tensors: Sequence[Tensor], arguments: Attrs) -> Outputs:
         """The outputs' specs for a call."""
         if not callable(self.outputs):
             return self.outputs
@@ -165,21 +166,21 @@ class CustomOp(Generic[P]):
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def _kernel(self, xp: Any, *, outputs: Outputs, arguments: dict[str, Any]) -> Kernel:
+    def _kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
         function = partial(self.function, **arguments) if arguments else self.function
         check = partial(_checked, outputs) if isinstance(outputs, Spec) else _Results(outputs)
 
-        def call(*values: Any) -> Any:
+        def call(*values: Value) -> Value:
             return check(_given_up(function(*map(_read_only, values))))
 
-        async def call_async(*values: Any) -> Any:
+        async def call_async(*values: Value) -> Value:
             return check(_given_up(await function(*map(_read_only, values))))
 
         return call_async if self.op.is_async else call
 
 
 @overload
-def op(function: Callable[P, Any], /) -> CustomOp[P]: ...
+def op(function: Callable[P, object], /) -> CustomOp[P]: ...
 
 
 @overload
@@ -187,24 +188,24 @@ def op(
     *,
     outputs: Outputs = None,
     name: str | None = None,
-    gradient: Callable[..., Any] | None = None,
+    gradient: Callable[..., object] | None = None,
     device: str | None = None,
     cost: Cost | None = None,
     stateful: bool | None = None,
-) -> Callable[[Callable[P, Any]], CustomOp[P]]: ...
+) -> Callable[[Callable[P, object]], CustomOp[P]]: ...
 
 
 def op(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., object] | None = None,
     /,
     *,
     outputs: Outputs = None,
     name: str | None = None,
-    gradient: Callable[..., Any] | None = None,
+    gradient: Callable[..., object] | None = None,
     device: str | None = None,
     cost: Cost | None = None,
     stateful: bool | None = None,
-) -> CustomOp[...] | Callable[[Callable[..., Any]], CustomOp[...]]:
+) -> CustomOp[...] | Callable[[Callable[..., object]], CustomOp[...]]:
     """Turns a function or coroutine function into an op.
 
     In a graph, values passed by position become inputs, and the function gets them as read-only NumPy arrays (or
@@ -258,12 +259,12 @@ def op(
 # -- declarations ----------------------------------------------------------------------------------------------------
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _name_of(function: Callable[..., object]) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     return "op" if name == "<lambda>" else name
 
 
-def _is_coroutine_function(name: str, function: Callable[..., Any]) -> bool:
+def _is_coroutine_function(name: str, function: Callable[..., object]) -> bool:
     candidates = (function, getattr(function, "__call__", function))  # noqa: B004
     if any(inspect.isgeneratorfunction(x) or inspect.isasyncgenfunction(x) for x in candidates):
         raise GraphError(
@@ -273,7 +274,7 @@ def _is_coroutine_function(name: str, function: Callable[..., Any]) -> bool:
     return any(inspect.iscoroutinefunction(x) for x in candidates)
 
 
-def _declared(name: str, function: Callable[..., Any], outputs: Outputs) -> Outputs:
+def _declared(name: str, function: Callable[..., object], outputs: Outputs) -> Outputs:
     if outputs is None:
         outputs = _return_annotation(function)
     if outputs is None:
@@ -286,7 +287,7 @@ def _declared(name: str, function: Callable[..., Any], outputs: Outputs) -> Outp
     return outputs
 
 
-def _return_annotation(function: Callable[..., Any]) -> Outputs:
+def _return_annotation(function: Callable[..., object]) -> Outputs:
     """The return annotation if it is a spec or a nest of specs, ``()`` if it is None; else None."""
     annotations = getattr(inspect.unwrap(function), "__annotations__", {})
     found = annotations.get("return", type)
@@ -311,7 +312,7 @@ def _check_specs(what: str, declared: Outputs) -> None:
             )
 
 
-def _infer(*inputs: Spec, outputs: Outputs, arguments: dict[str, Any]) -> Spec | tuple[Spec, ...]:
+def _infer(*inputs: Spec, outputs: Outputs, arguments: Attrs) -> Spec | tuple[Spec, ...]:
     return outputs if isinstance(outputs, Spec) else tuple(nest.flatten(outputs)[0])
 
 
@@ -322,7 +323,7 @@ def _flops(cost: Cost, inputs: Sequence[Shape], outputs: Sequence[Shape], /, **a
 # -- what goes in and comes out --------------------------------------------------------------------------------------
 
 
-def _read_only(value: Any) -> Any:
+def _read_only(value: Value) -> Value:
     """`value` so that the user's code cannot write to it: others use the same memory."""
     if not isinstance(value, np.ndarray) or not value.flags.writeable:
         return value
@@ -339,14 +340,14 @@ class _Results:
     def __init__(self, outputs: Outputs) -> None:
         self._specs, self._structure = nest.flatten(outputs)
 
-    def __call__(self, returned: Any) -> tuple[Any, ...]:
+    def __call__(self, returned: Nest) -> tuple[Value, ...]:
         values = self._leaves(returned)
         return tuple(
             _checked(spec, value, f"output {index}")
             for index, (spec, value) in enumerate(zip(self._specs, values, strict=True))
         )
 
-    def _leaves(self, returned: Any) -> list[Any]:
+    def _leaves(self, returned: Nest) -> list[Value]:
         if not self._specs and returned is None:
             return []
         if self._structure.kind in (tuple, list) and isinstance(returned, tuple | list):
@@ -370,7 +371,7 @@ _FRESH = _references(np.empty(0))
 """How often an array is referred to that a call has just given, and nobody has kept."""
 
 
-def _given_up(result: Any) -> Any:
+def _given_up(result: Nest) -> Nest:
     """What a function returned, with copies of the arrays that it, or anybody, has kept and may write to later."""
     if type(result) is np.ndarray:
         return result.copy() if getrefcount(result) > _FRESH or _is_window(result) else result
@@ -386,12 +387,12 @@ def _given_up(result: Any) -> Any:
     )
 
 
-def _is_window(array: np.ndarray[Any, Any]) -> bool:
+def _is_window(array: Array) -> bool:
     """Whether it looks into an array that somebody has kept."""
     return array.base is not None and array.flags.writeable and getrefcount(array.base) > _FRESH
 
 
-def _checked(spec: Spec, value: Any, what: str = "its result") -> Any:
+def _checked(spec: Spec, value: Any, what: str = "its result") -> Array:
     """`value` as a value of `spec`.
 
     Raises:
@@ -417,12 +418,13 @@ def _checked(spec: Spec, value: Any, what: str = "its result") -> Any:
                 f".astype({dtype_name(spec.dtype)!r}), or declare what it returns"
             )
         value = np.asarray(value).astype(string)
-    if not is_compatible(value.shape, spec.shape):
-        raise ValueError(f"the function returned shape {format_shape(value.shape)} as {what}, declared as {spec}")
-    return value
+    array: Array = value
+    if not is_compatible(array.shape, spec.shape):
+        raise ValueError(f"the function returned shape {format_shape(array.shape)} as {what}, declared as {spec}")
+    return array
 
 
-def _from_python(spec: Spec, value: bool | int | float | complex | str, what: str) -> Any:
+def _from_python(spec: Spec, value: bool | int | float | complex | str, what: str) -> Array:
     """A Python scalar as a value of the declared dtype."""
     if isinstance(value, str):
         fits = spec.dtype == string

@@ -20,6 +20,7 @@ from asyncflow.ops.promotion import is_weak, kind_of, promoted_dtype
 if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace
 
 FloatLimits: TypeAlias = "np.finfo[Any]"
 IntegerLimits: TypeAlias = "np.iinfo[Any]"
@@ -46,8 +47,8 @@ def _astype_spec(x: Spec, *, dtype: DType) -> Spec:
     return Spec(dtype, x.shape)
 
 
-def _astype_kernel(xp: Any, *, dtype: DType) -> Kernel:
-    def convert(x: Any) -> Any:
+def _astype_kernel(xp: Namespace, *, dtype: DType) -> Kernel:
+    def convert(x: Array) -> Array:
         if dtype == string or x.dtype == string:
             return _convert_string(x, dtype)
         return x.astype(dtype, copy=False)
@@ -55,7 +56,7 @@ def _astype_kernel(xp: Any, *, dtype: DType) -> Kernel:
     return convert
 
 
-def _convert_string(x: Any, dtype: DType) -> Any:
+def _convert_string(x: Array, dtype: DType) -> Array:
     # NumPy has no casts between bfloat16 and strings; and a string scalar would come back as a Python str.
     array = np.asarray(x)
     if kind_of(array.dtype) == "f" and array.dtype.kind != "f":
@@ -92,7 +93,7 @@ def _broadcast_arrays_spec(*inputs: Spec) -> tuple[Spec, ...]:
     return tuple(Spec(x.dtype, shape) for x in inputs)
 
 
-def _broadcast_arrays_kernel(xp: Any) -> Kernel:
+def _broadcast_arrays_kernel(xp: Namespace) -> Kernel:
     return lambda *values: tuple(xp.broadcast_arrays(*values))
 
 
@@ -117,7 +118,7 @@ def _broadcast_to_spec(x: Spec, *sizes: Spec, shape: Shape) -> Spec:
     return Spec(x.dtype, target)
 
 
-def _broadcast_to_kernel(xp: Any, *, shape: Shape) -> Kernel:
+def _broadcast_to_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     read = shape_reader(shape)
     return lambda x, *sizes: xp.broadcast_to(x, read(sizes))
 

@@ -6,7 +6,7 @@ gives NaN on a GPU, which does not wait to find out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace, Value
 
 _DTYPES = ("float32", "float64", "complex64", "complex128")
 
@@ -112,13 +113,13 @@ def _cubic(factor: float) -> Callable[..., float]:
     return flops
 
 
-def _of_linalg(name: str, infer: Callable[..., Any], factor: float) -> Op:
+def _of_linalg(name: str, infer: Callable[..., Spec | tuple[Spec, ...]], factor: float) -> Op:
     """Registers the op that is the function of that name in ``xp.linalg``."""
 
-    def kernel(xp: Any) -> Kernel:
+    def kernel(xp: Namespace) -> Kernel:
         function = getattr(xp.linalg, name)
 
-        def run(x: Any) -> Any:
+        def run(x: Array) -> Value:
             found = function(x)
             return tuple(found) if isinstance(found, tuple) else found
 
@@ -229,8 +230,8 @@ def _solve_spec(x1: Spec, x2: Spec) -> Spec:
     return Spec(x1.dtype, (*batch, other[-2] if dims[-1] is None else dims[-1], other[-1]))
 
 
-def _solve_kernel(xp: Any) -> Kernel:
-    def kernel(x1: Any, x2: Any) -> Any:
+def _solve_kernel(xp: Namespace) -> Kernel:
+    def kernel(x1: Array, x2: Array) -> Array:
         batch = np.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
         left = xp.broadcast_to(x1, (*batch, *x1.shape[-2:]))
         return xp.linalg.solve(left, xp.broadcast_to(x2, (*batch, *x2.shape[-2:])))
@@ -300,12 +301,12 @@ def _pinv_spec(x: Spec, *, rtol: float | None) -> Spec:
     return Spec(x.dtype, None if dims is None else (*dims[:-2], dims[-1], dims[-2]))
 
 
-def _relative(x: Any, rtol: float | None) -> float:
+def _relative(x: Array, rtol: float | None) -> float:
     """Up to which share of the largest singular value others count as 0."""
     return max(x.shape[-2:]) * float(np.finfo(x.dtype).eps) if rtol is None else rtol
 
 
-def _pinv_kernel(xp: Any, *, rtol: float | None) -> Kernel:
+def _pinv_kernel(xp: Namespace, *, rtol: float | None) -> Kernel:
     return lambda x: xp.linalg.pinv(x, _relative(x, rtol))
 
 
@@ -314,8 +315,8 @@ def _matrix_rank_spec(x: Spec, *, rtol: float | None) -> Spec:
     return Spec(int64, None if dims is None else dims[:-2])
 
 
-def _matrix_rank_kernel(xp: Any, *, rtol: float | None) -> Kernel:
-    def kernel(x: Any) -> Any:
+def _matrix_rank_kernel(xp: Namespace, *, rtol: float | None) -> Kernel:
+    def kernel(x: Array) -> Value:
         if not x.size:
             return xp.zeros(x.shape[:-2], dtype=int64)
         values = xp.linalg.svd(x, compute_uv=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace
 
 
 def diagonal_length(rows: int, columns: int, offset: int) -> int:
@@ -39,7 +40,7 @@ def _diagonal_spec(x: Spec, *, offset: int) -> Spec:
     return Spec(x.dtype, (*x.shape[:-2], length))
 
 
-def _diagonal_kernel(xp: Any, *, offset: int) -> Kernel:
+def _diagonal_kernel(xp: Namespace, *, offset: int) -> Kernel:
     return operator.methodcaller("diagonal", offset, -2, -1)
 
 
@@ -60,10 +61,10 @@ def _diagonal_matrix_spec(x: Spec, *sizes: Spec, shape: Shape, offset: int) -> S
     return Spec(x.dtype, (*x.shape[:-1], rows, columns))
 
 
-def _diagonal_matrix_kernel(xp: Any, *, shape: Shape, offset: int) -> Kernel:
+def _diagonal_matrix_kernel(xp: Namespace, *, shape: Shape, offset: int) -> Kernel:
     read = shape_reader(shape)
 
-    def kernel(x: Any, *sizes: Any) -> Any:
+    def kernel(x: Array, *sizes: Array) -> Array:
         rows, columns = read(sizes)
         length = diagonal_length(rows, columns, offset)
         if x.shape[-1] != length:

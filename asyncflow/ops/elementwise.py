@@ -6,7 +6,7 @@ Dtypes follow NumPy's ufuncs (integers passed to `sqrt` and its like give floats
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Namespace
 
 # Plain Python operators on NumPy scalars give the same dtype and bits for these; for `pow` and `abs` they do not.
 ADD = ufunc_op("add", "add", operator.add)
@@ -101,7 +102,7 @@ def _clip_spec(x: Spec, *bounds: Spec, low: bool, high: bool, dtype: DType) -> S
     return Spec(dtype, broadcast(operand.shape for operand in (x, *bounds)))
 
 
-def _clip_kernel(xp: Any, *, low: bool, high: bool, dtype: DType) -> Kernel:
+def _clip_kernel(xp: Namespace, *, low: bool, high: bool, dtype: DType) -> Kernel:
     # Not `xp.clip`: it knows no bfloat16, and maximum and minimum cost less on small values.
     if not high:
         return lambda x, least: xp.maximum(x, least).astype(dtype, copy=False)

@@ -6,13 +6,16 @@ Below 1 the function is ``x * T(x**2) / U(x**2)``, beyond it ``1 - exp(-x**2) * 
 from __future__ import annotations
 
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.ops.nn import _activation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from asyncflow.graph.ir import Tensor
+    from asyncflow.values import Array, Namespace
 
 _T = (
     9.60497373987051638749,
@@ -56,11 +59,11 @@ _FAR = 6.0
 """From here on the result is 1."""
 
 
-def _polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
+def _polynomial(coefficients: Sequence[float | Array], x: Array) -> float | Array:
     return reduce(lambda total, coefficient: total * x + coefficient, coefficients)
 
 
-def _erf(xp: Any, x: Any) -> Any:
+def _erf(xp: Namespace, x: Array) -> Array:
     size = xp.minimum(xp.abs(x), _FAR)
     near_square = xp.minimum(size * size, 1)
     near = x * _polynomial(_T, near_square) / _polynomial(_U, near_square)

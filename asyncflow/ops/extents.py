@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.shapes import Shape
     from asyncflow.graph.spec import Spec
+    from asyncflow.values import Array
 
 Extent: TypeAlias = "SupportsIndex | Tensor | SupportsTensor"
 ExtentsLike: TypeAlias = "Extent | Sequence[Extent]"
@@ -60,7 +61,7 @@ def split_extents(shape: ExtentsLike | None) -> tuple[Shape, tuple[Tensor, ...]]
     return template, tuple(item for item in items if isinstance(item, Tensor))
 
 
-def static_value(x: Tensor) -> np.ndarray[Any, Any] | None:
+def static_value(x: Tensor) -> Array | None:
     """What is known of a value while the graph is built: a constant, one that a body captures, or what small ones give.
 
     That is: by operations that depend on nothing else, such as those that make a shape of others. None for all others.
@@ -75,10 +76,10 @@ _DEEPEST = 32
 """How long a chain of operations may be."""
 
 
-def _static_value(x: Tensor, found: dict[Tensor, np.ndarray[Any, Any] | None]) -> np.ndarray[Any, Any] | None:
+def _static_value(x: Tensor, found: dict[Tensor, Array | None]) -> Array | None:
     node = x.node
     if node.op is CONSTANT:
-        value: np.ndarray[Any, Any] = node.attrs["value"]
+        value: Array = node.attrs["value"]
         return value
     if node.op is PARAMETER:
         outer = next((outer for outer, inner in getattr(node.graph, "captures", {}).items() if inner is x), None)
@@ -89,7 +90,7 @@ def _static_value(x: Tensor, found: dict[Tensor, np.ndarray[Any, Any] | None]) -
     return found[x]
 
 
-def _computed(x: Tensor, found: dict[Tensor, np.ndarray[Any, Any] | None]) -> np.ndarray[Any, Any] | None:
+def _computed(x: Tensor, found: dict[Tensor, Array | None]) -> Array | None:
     node, size = x.node, size_of(x.shape)
     if not node.op.is_pure or not node.single or not node.inputs or size is None or size > _LARGEST_FOUND:
         return None
@@ -117,7 +118,7 @@ def template_shape(template: Shape, sizes: Sequence[Spec]) -> Shape:
     return None if length is None else (None,) * length
 
 
-def shape_reader(template: Shape) -> Callable[[Sequence[Any]], tuple[int, ...]]:
+def shape_reader(template: Shape) -> Callable[[Sequence[Array]], tuple[int, ...]]:
     """A function from the values of the inputs to the shape."""
     if template is None:
         return lambda sizes: tuple(int(item) for item in sizes[0].tolist())
@@ -125,7 +126,7 @@ def shape_reader(template: Shape) -> Callable[[Sequence[Any]], tuple[int, ...]]:
         fixed = tuple(item for item in template if item is not None)
         return lambda sizes: fixed
 
-    def read(sizes: Sequence[Any]) -> tuple[int, ...]:
+    def read(sizes: Sequence[Array]) -> tuple[int, ...]:
         rest = iter(sizes)
         return tuple(int(next(rest)) if item is None else item for item in template)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import log2
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from asyncflow.ops.promotion import kind_of
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace, Value
 
 Norm: TypeAlias = Literal["backward", "ortho", "forward"]
 
@@ -88,10 +89,10 @@ def _transform(name: str, infer: Callable[..., Spec]) -> Op:
     A second input, which derivatives give, stands for an `n` that only a run knows.
     """
 
-    def kernel(xp: Any, *, n: int | None, axis: int, norm: str) -> Kernel:
+    def kernel(xp: Namespace, *, n: int | None, axis: int, norm: str) -> Kernel:
         function = getattr(xp.fft, name)
 
-        def run(x: Any, *size: Any) -> Any:
+        def run(x: Array, *size: Array) -> Value:
             found = function(x, n=int(size[0]) if size else n, axis=axis, norm=norm)
             single = {"c": complex64, "f": float32}[found.dtype.kind]
             return found.astype(single, copy=False) if _is_single(x.dtype) else found
@@ -290,7 +291,7 @@ def rfftfreq(n: int, /, *, d: float = 1.0, dtype: DTypeLike | None = None, devic
 
 
 def _frequencies(
-    function: Callable[[int, float], Any], n: int, d: float, dtype: DTypeLike | None, device: str | None
+    function: Callable[[int, float], Array], n: int, d: float, dtype: DTypeLike | None, device: str | None
 ) -> Tensor:
     count, found = static_int(n, "n"), float64 if dtype is None else as_dtype(dtype)
     if count < 1 or d == 0:

@@ -21,20 +21,23 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, string
 from asyncflow.graph.graph import current_graph
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import format_shape, is_compatible, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.derivatives.user_rules import output_gradients
-from asyncflow.ops.torch_arrays import CudaTensors, HostTensors, torch_dtype
+from asyncflow.ops.torch_arrays import CudaTensors, HostTensors, TorchTensor, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
 
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.ops.custom import Outputs
+    from asyncflow.values import Array, Nest, Value
 
 _KINDS = frozenset({"cpu", "cuda"})
 """PyTorch's names of kinds of devices that sessions may have."""
@@ -51,7 +54,7 @@ class TorchOp:
         name: of the op and its nodes.
     """
 
-    def __init__(self, module: Callable[..., Any], outputs: Any, name: str | None) -> None:
+    def __init__(self, module: Callable[..., object], outputs: Outputs, name: str | None) -> None:
         self._torch: Any = importlib.import_module("torch")
         if not callable(module):
             raise GraphError(f"from_torch takes a torch.nn.Module or a function on tensors; got {brief(module)}")
@@ -88,7 +91,7 @@ class TorchOp:
     def __repr__(self) -> str:
         return f"<from_torch {self.name}>"
 
-    def parameters(self) -> dict[str, np.ndarray[Any, Any]]:
+    def parameters(self) -> dict[str, Array]:
         """Copies of the module's parameters by name, such as ``"0.weight"``, to make variables of.
 
         Raises:
@@ -105,7 +108,9 @@ class TorchOp:
 
     # -- building ------------------------------------------------------------------------------------------------
 
-    def __call__(self, *inputs: TensorLike, params: Mapping[str, TensorLike] | None = None, **arguments: Any) -> Any:
+    def __call__(
+        self, *inputs: TensorLike, params: Mapping[str, TensorLike] | None = None, **arguments: object
+    ) -> Nest:
         """A node for tensors.
 
         Args:
@@ -140,7 +145,7 @@ class TorchOp:
         node.device = node.device or home
         return nest.flatten(outputs)[1].unflatten(node.outputs)
 
-    def _check_names(self, given: Mapping[str, Any]) -> None:
+    def _check_names(self, given: Mapping[str, TensorLike]) -> None:
         known = dict(self._module.named_parameters()) if self._is_module else {}
         unknown = [name for name in given if name not in known]
         if unknown:
@@ -154,7 +159,7 @@ class TorchOp:
             raise GraphError(f"{self.name}: parameter {name!r} is {spec}, and {tensor!r} was given")
         return tensor
 
-    def _home(self, given: Mapping[str, Any]) -> str | None:
+    def _home(self, given: Mapping[str, TensorLike]) -> str | None:
         """The kind of device that the module's own tensors are on; None if it has none, or no card could be chosen.
 
         Raises:
@@ -174,12 +179,12 @@ class TorchOp:
                 )
         return next(iter(kinds)) if len(kinds) == 1 and self._takes_cards else None
 
-    def _own_tensors(self) -> list[tuple[str, Any]]:
+    def _own_tensors(self) -> list[tuple[str, TorchTensor]]:
         if not self._is_module:
             return []
         return [*self._module.named_parameters(), *self._module.named_buffers()]
 
-    def _inferred(self, tensors: Sequence[Tensor], names: tuple[str, ...], arguments: Mapping[str, Any]) -> Any:
+    def _inferred(self, tensors: Sequence[Tensor], names: tuple[str, ...], arguments: Attrs) -> Nest:
         """The nest of specs that the module gives on tensors without data."""
         torch = self._torch
         is_open = any(None in (x.shape or ()) for x in tensors)
@@ -228,7 +233,7 @@ class TorchOp:
             results[index] = grad
         return results
 
-    def _flops(self, inputs: Sequence[Shape], results: Sequence[Shape], /, **attrs: Any) -> float:
+    def _flops(self, inputs: Sequence[Shape], results: Sequence[Shape], /, **attrs: object) -> float:
         """As if every parameter were multiplied once a row."""
         rows = max((size_of(shape) or 1) // max(shape[-1] or 1, 1) for shape in (*inputs, (1,)) if shape)
         return float(2 * rows * sum(x.numel() for _, x in self._own_tensors()))
@@ -237,11 +242,11 @@ class TorchOp:
 
     def _called(
         self,
-        tensors: Sequence[Any],
+        tensors: Sequence[TorchTensor],
         names: tuple[str, ...],
-        arguments: Mapping[str, Any],
-        own: Mapping[str, Any] | None = None,
-    ) -> Any:
+        arguments: Attrs,
+        own: Mapping[str, TorchTensor] | None = None,
+    ) -> Nest:
         """What the module returns; the last tensors are its parameters of these names, `own` others of its tensors."""
         count = len(tensors) - len(names)
         replaced = {**(own or {}), **dict(zip(names, tensors[count:], strict=True))}
@@ -250,13 +255,13 @@ class TorchOp:
         call = self._torch.func.functional_call
         return call(self.module, replaced, tuple(tensors[:count]), dict(arguments))
 
-    def _forward(self, xp: Any, *, outputs: Any, names: tuple[str, ...], arguments: Mapping[str, Any]) -> Kernel:
+    def _forward(self, xp: ModuleType, *, outputs: Outputs, names: tuple[str, ...], arguments: Attrs) -> Kernel:
         tensors_of = self._bridge(xp)
         structure = nest.flatten(outputs)[1]
         specs = nest.flatten(outputs)[0]
         is_single = isinstance(outputs, Spec)
 
-        def forward(*values: Any) -> Any:
+        def forward(*values: Array) -> Value:
             with tensors_of.active(), self._torch.no_grad():
                 inputs = [tensors_of.tensor(value) for value in values]
                 self._check_place(inputs, names)
@@ -277,17 +282,17 @@ class TorchOp:
 
     def _backward(
         self,
-        xp: Any,
+        xp: ModuleType,
         *,
-        outputs: Any,
+        outputs: Outputs,
         names: tuple[str, ...],
-        arguments: Mapping[str, Any],
+        arguments: Attrs,
         wanted: tuple[int, ...],
         reaching: tuple[int, ...],
     ) -> Kernel:
         torch, tensors_of = self._torch, self._bridge(xp)
 
-        def backward(*values: Any) -> tuple[Any, ...]:
+        def backward(*values: Array) -> tuple[Array, ...]:
             with tensors_of.active(), torch.enable_grad():
                 tensors = [tensors_of.tensor(value) for value in values]
                 inputs, grads = tensors[: -len(reaching)], tensors[-len(reaching) :]
@@ -302,7 +307,7 @@ class TorchOp:
                     )
                 leaves = [x for x in nest.flatten(returned)[0] if isinstance(x, torch.Tensor)]
                 ends = [(leaves[i], grad) for i, grad in zip(reaching, grads, strict=True) if leaves[i].requires_grad]
-                found: Sequence[Any] = [None] * len(wanted)
+                found: Sequence[TorchTensor | None] = [None] * len(wanted)
                 if ends:  # else nothing depends on the inputs
                     ys, grads_of_ys = zip(*ends, strict=True)
                     at = [inputs[index] for index in wanted]
@@ -315,14 +320,14 @@ class TorchOp:
 
         return backward
 
-    def _buffers(self) -> dict[str, Any]:
+    def _buffers(self) -> dict[str, TorchTensor]:
         """Copies, so that running statistics count a batch once."""
         return {name: x.clone() for name, x in self._module.named_buffers()} if self._is_module else {}
 
-    def _bridge(self, xp: Any) -> HostTensors | CudaTensors:
+    def _bridge(self, xp: ModuleType) -> HostTensors | CudaTensors:
         return HostTensors(self._torch) if xp is np else CudaTensors(self._torch, xp)
 
-    def _leaves(self, structure: nest.Structure, returned: Any) -> list[Any]:
+    def _leaves(self, structure: nest.Structure, returned: Nest) -> list[TorchTensor]:
         if structure.kind in (tuple, list) and isinstance(returned, tuple | list):
             returned = structure.kind(returned)  # either will do, as for @op
         try:
@@ -330,7 +335,7 @@ class TorchOp:
         except nest.StructureMismatch as error:
             raise TypeError(f"{self.name} returned another nest than is declared: {error}") from None
 
-    def _check_place(self, inputs: Sequence[Any], names: tuple[str, ...]) -> None:
+    def _check_place(self, inputs: Sequence[TorchTensor], names: tuple[str, ...]) -> None:
         for name, x in self._own_tensors():
             if name not in names and inputs and x.device != inputs[0].device:
                 raise RuntimeError(
@@ -339,7 +344,7 @@ class TorchOp:
                 )
 
 
-def from_torch(module: Callable[..., Any], *, outputs: Any = None, name: str | None = None) -> TorchOp:
+def from_torch(module: Callable[..., object], *, outputs: Outputs = None, name: str | None = None) -> TorchOp:
     """Turns a `torch.nn.Module`, or a function on torch's tensors, into an op: ``f = af.from_torch(module)``, ``f(x)``.
 
     Values and tensors share memory, in and out. On a CPU device the module runs on the event loop if it is short and on
@@ -378,13 +383,13 @@ def from_torch(module: Callable[..., Any], *, outputs: Any = None, name: str | N
         raise ImportError("from_torch needs PyTorch: pip install 'asyncflow[torch]'") from error
 
 
-def _check_specs(name: str, outputs: Any) -> None:
+def _check_specs(name: str, outputs: Outputs) -> None:
     leaves = nest.flatten(outputs)[0]
     if not leaves or not all(isinstance(leaf, Spec) for leaf in leaves):
         raise GraphError(f"{name}: outputs are described by af.spec(dtype, shape), or a nest of specs; got {outputs!r}")
 
 
-def _infer(*inputs: Spec, outputs: Any, **attrs: Any) -> Spec | tuple[Spec, ...]:
+def _infer(*inputs: Spec, outputs: Outputs, **attrs: object) -> Spec | tuple[Spec, ...]:
     return outputs if isinstance(outputs, Spec) else tuple(nest.flatten(outputs)[0])
 
 
@@ -392,13 +397,13 @@ def _name(dtype: object) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def _spec_of(leaf: Any) -> Spec:
+def _spec_of(leaf: TorchTensor) -> Spec:
     if not hasattr(leaf, "dtype"):
         raise TypeError(f"it returns {brief(leaf)}, which is no tensor")
     return Spec(as_dtype(_name(leaf.dtype)), tuple(leaf.shape))
 
 
-def _joined(found: Sequence[Any]) -> Any:
+def _joined(found: Sequence[Nest]) -> Nest:
     """The nest of specs, in which an extent is unknown if it differs between the nests found."""
     leaves = [nest.flatten(one)[0] for one in found]
     structure = nest.flatten(found[0])[1]
@@ -412,7 +417,7 @@ def _joined_spec(a: Spec, b: Spec) -> Spec:
     return Spec(a.dtype, tuple(x if x == y else None for x, y in dims))
 
 
-def _checked(spec: Spec, tensor: Any, what: str) -> Any:
+def _checked(spec: Spec, tensor: TorchTensor, what: str) -> TorchTensor:
     """`tensor`, which has to be of the declared dtype and shape."""
     found = f"{type(tensor).__name__}"
     if hasattr(tensor, "untyped_storage"):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace, Value
 
 # -- x[key] ----------------------------------------------------------------------------------------------------------
 
@@ -38,14 +39,14 @@ def _getitem_spec(x: Spec, *indices: Spec, key: Key) -> Spec:
     return Spec(x.dtype, indexed_shape(x.shape, key, indices))
 
 
-def _getitem_kernel(xp: Any, *, key: Key) -> Kernel:
+def _getitem_kernel(xp: Namespace, *, key: Key) -> Kernel:
     static, build = compile_key(key)
     if static is not None:
         return operator.itemgetter(static[0] if len(static) == 1 else static)
     if xp is np:
         return operator.getitem if key == (("input", 0),) else lambda x, *indices: x[build(*indices)]
 
-    def kernel(x: Any, *indices: Any) -> Any:
+    def kernel(x: Any, *indices: Array) -> Value:
         index = build(*indices)
         return x[index if isinstance(x, np.ndarray | np.generic) else device_index(xp, index)]
 
@@ -79,7 +80,7 @@ GETITEM = register(
 )
 
 
-def getitem(x: TensorLike, key: Any, /) -> Tensor:
+def getitem(x: TensorLike, key: object, /) -> Tensor:
     """``x[key]`` with NumPy's meaning; what ``x[...]`` on a tensor calls.
 
     Args:
@@ -145,7 +146,7 @@ def gather(x: TensorLike, indices: TensorLike, /, *, axis: int = 0) -> Tensor:
         return apply(TAKE, tensor, positions, axis=at)[0]
 
 
-def _key_along(x: Tensor, axis: int, positions: Tensor) -> tuple[Any, ...]:
+def _key_along(x: Tensor, axis: int, positions: Tensor) -> tuple[object, ...]:
     """The key that indexes one axis."""
     if x.ndim is not None:
         axis = normalize_axis(axis, x.ndim)
@@ -208,15 +209,15 @@ def _added_spec(x: Spec, values: Spec, *indices: Spec, key: Key) -> Spec:
     return _changed_spec(x, values, *indices, key=key)
 
 
-def _update_kernel(xp: Any, *, key: Key) -> Kernel:
+def _update_kernel(xp: Namespace, *, key: Key) -> Kernel:
     _, build = compile_key(key)
 
-    def kernel(x: Any, values: Any, *indices: Any) -> Any:
+    def kernel(x: Array, values: Array, *indices: Array) -> Array:
         result = np.array(x)
         result[build(*indices)] = values
         return result
 
-    def device_kernel(x: Any, values: Any, *indices: Any) -> Any:
+    def device_kernel(x: Array, values: Array, *indices: Array) -> Array:
         if any(map(is_flag, indices)):
             return kernel(x, values, *indices)
         result = xp.array(x)
@@ -226,20 +227,20 @@ def _update_kernel(xp: Any, *, key: Key) -> Kernel:
     return kernel if xp is np else device_kernel
 
 
-def _add_kernel(xp: Any, *, key: Key) -> Kernel:
+def _add_kernel(xp: Namespace, *, key: Key) -> Kernel:
     static, build = compile_key(key)
 
-    def basic(x: Any, values: Any) -> Any:
+    def basic(x: Array, values: Array) -> Array:
         result = xp.array(x)
         result[static] += values
         return result
 
-    def kernel(x: Any, values: Any, *indices: Any) -> Any:
+    def kernel(x: Array, values: Array, *indices: Array) -> Array:
         result = np.array(x)
         add_at(np, result, build(*indices), values)
         return result
 
-    def device_kernel(x: Any, values: Any, *indices: Any) -> Any:
+    def device_kernel(x: Array, values: Array, *indices: Array) -> Array:
         if any(map(is_flag, indices)):
             return kernel(x, values, *indices)
         result = xp.array(x)
@@ -269,7 +270,7 @@ INDEX_ADD = register(
 )
 
 
-def index_update(x: TensorLike, key: Any, values: TensorLike, /) -> Tensor:
+def index_update(x: TensorLike, key: object, values: TensorLike, /) -> Tensor:
     """A copy of `x` with ``x[key]`` replaced by `values`; which value stays where `key` names an element twice is open.
 
     Args:
@@ -284,7 +285,7 @@ def index_update(x: TensorLike, key: Any, values: TensorLike, /) -> Tensor:
     return _change(INDEX_UPDATE, x, key, values)
 
 
-def index_add(x: TensorLike, key: Any, values: TensorLike, /) -> Tensor:
+def index_add(x: TensorLike, key: object, values: TensorLike, /) -> Tensor:
     """A copy of `x` with `values` added to ``x[key]``; where `key` names an element twice both are added.
 
     The gradient of `getitem`. Arguments and errors as for `index_update`; `x` holds numbers or booleans ("or").
@@ -321,7 +322,7 @@ def _scatter(op: Op, x: TensorLike, indices: TensorLike, updates: TensorLike, ax
         return _change(op, tensor, _key_along(tensor, static_int(axis, "axis"), positions), updates)
 
 
-def _change(op: Op, x: TensorLike, key: Any, values: TensorLike) -> Tensor:
+def _change(op: Op, x: TensorLike, key: object, values: TensorLike) -> Tensor:
     with graph_for(x, values):
         tensor = as_tensor(x)
         entries, indices = encode(key)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.graph.spec import Spec
+    from asyncflow.values import Array, Index, Namespace
 
 Entry: TypeAlias = tuple[Any, ...]
 Key: TypeAlias = tuple[Entry, ...]
@@ -101,7 +102,7 @@ def _input(tensor: Tensor, tensors: list[Tensor]) -> Entry:
 # -- to an index at run time -----------------------------------------------------------------------------------------
 
 
-def compile_key(key: Key) -> tuple[Any, Callable[..., Any]]:
+def compile_key(key: Key) -> tuple[Index | None, Callable[..., Index]]:
     """``(static, build)``: the whole index if no tensor is in it, else None; and a function of the tensors' values."""
     if not any(_inputs_of(entry) for entry in key):
         index = tuple(_static(entry) for entry in key)
@@ -114,7 +115,7 @@ def compile_key(key: Key) -> tuple[Any, Callable[..., Any]]:
     return None, lambda *values: tuple([part(values) for part in parts])
 
 
-def _as_given(*values: Any) -> Any:
+def _as_given(*values: Array) -> Index:
     return values
 
 
@@ -122,7 +123,7 @@ def _inputs_of(entry: Entry) -> bool:
     return entry[0] == "input" or any(isinstance(bound, tuple) for bound in entry[1:])
 
 
-def _static(entry: Entry) -> Any:
+def _static(entry: Entry) -> Index:
     match entry:
         case ("int", position):
             return position
@@ -134,7 +135,7 @@ def _static(entry: Entry) -> Any:
             return slice(*entry[1:])
 
 
-def _compile_entry(entry: Entry) -> Callable[[Sequence[Any]], Any]:
+def _compile_entry(entry: Entry) -> Callable[[Sequence[Array]], Index]:
     """A function from the tensors' values to one item of the index."""
     if not _inputs_of(entry):
         item = _static(entry)
@@ -145,7 +146,7 @@ def _compile_entry(entry: Entry) -> Callable[[Sequence[Any]], Any]:
     return lambda values: slice(start(values), stop(values), step(values))
 
 
-def _compile_bound(bound: int | Entry | None) -> Callable[[Sequence[Any]], Any]:
+def _compile_bound(bound: int | Entry | None) -> Callable[[Sequence[Array]], Index]:
     return operator.itemgetter(bound[1]) if isinstance(bound, tuple) else lambda values: bound
 
 
@@ -164,12 +165,12 @@ def host_indices(key: Key, indices: Sequence[Spec]) -> list[int] | None:
     return [*masks, *bounds]
 
 
-def device_index(xp: Any, index: Any) -> Any:
+def device_index(xp: Namespace, index: Index) -> Index:
     """`index` with the positions of its true elements for each mask, which the host has; NumPy's arrays become `xp`'s.
 
     CuPy would count the elements itself, and wait for the result.
     """
-    items: list[Any] = []
+    items: list[Index] = []
     for item in index if isinstance(index, tuple) else (index,):
         if not isinstance(item, np.ndarray):
             items.append(item)
@@ -180,7 +181,7 @@ def device_index(xp: Any, index: Any) -> Any:
     return tuple(items)
 
 
-def is_flag(value: Any) -> bool:
+def is_flag(value: Array | Tensor) -> bool:
     """Whether a tensor in a key is a single boolean."""
     return bool(value.ndim == 0 and value.dtype.kind == "b")
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace
 
 Contraction: TypeAlias = int | tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -164,7 +165,7 @@ def _tensordot_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, axes:
     return 2.0 * elements(outputs[0]) * summed
 
 
-def _tensordot_kernel(xp: Any, *, axes: Contraction, dtype: DType) -> Kernel:
+def _tensordot_kernel(xp: Namespace, *, axes: Contraction, dtype: DType) -> Kernel:
     return _narrowed(partial(xp.tensordot, axes=axes), dtype)
 
 
@@ -208,11 +209,11 @@ def _without(shape: tuple[int | None, ...], axis: int) -> Shape:
     return shape[:at] + shape[at + 1 :]
 
 
-def _vecdot_kernel(xp: Any, *, axis: int, dtype: DType) -> Kernel:
+def _vecdot_kernel(xp: Namespace, *, axis: int, dtype: DType) -> Kernel:
     if hasattr(xp, "vecdot"):
         return _narrowed(partial(xp.vecdot, axis=axis), dtype)
 
-    def kernel(x1: Any, x2: Any) -> Any:
+    def kernel(x1: Array, x2: Array) -> Array:
         row, column = xp.moveaxis(x1, axis, -1).conj()[..., None, :], xp.moveaxis(x2, axis, -1)[..., :, None]
         return xp.matmul(row, column)[..., 0, 0]
 
@@ -334,7 +335,7 @@ def _einsum_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, subscrip
     return (1.0 if len(inputs) < 3 else PASS) * len(inputs) * elements(tuple(extents.values()))
 
 
-def _einsum_kernel(xp: Any, *, subscripts: str, dtype: DType) -> Kernel:
+def _einsum_kernel(xp: Namespace, *, subscripts: str, dtype: DType) -> Kernel:
     # An optimized path contracts pairs with matrix products; for one or two operands it is the plain call.
     product = partial(xp.einsum, subscripts, optimize=True)
     if dtype.name != "bfloat16":

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace
 
 Dims: TypeAlias = tuple[int | None, ...]
 
@@ -53,9 +54,10 @@ def _concat_spec(*xs: Spec, axis: int | None) -> Spec:
     return Spec(dtype, tuple(rest))
 
 
-def _total(extents: Any) -> int | None:
+def _total(extents: Iterable[int | None]) -> int | None:
     listed = list(extents)
-    return None if None in listed else sum(listed)
+    known = [extent for extent in listed if extent is not None]
+    return sum(known) if len(known) == len(listed) else None
 
 
 def _agreed(dims: list[int | None], xs: Sequence[Spec]) -> int | None:
@@ -81,8 +83,8 @@ def _stack_spec(*xs: Spec, axis: int) -> Spec:
     return Spec(dtype, tuple(dims))
 
 
-def _concat_kernel(xp: Any, *, axis: int | None) -> Kernel:
-    def concat(*xs: Any, out: Any = None) -> Any:
+def _concat_kernel(xp: Namespace, *, axis: int | None) -> Kernel:
+    def concat(*xs: Array, out: Array | None = None) -> Array:
         return xp.concatenate(xs, axis=axis, out=out)
 
     concat.takes_out = True  # type: ignore[attr-defined]
@@ -133,8 +135,8 @@ def _unstack_spec(x: Spec, *, axis: int) -> tuple[Spec, ...]:
     return (Spec(x.dtype, x.shape[:at] + x.shape[at + 1 :]),) * extent
 
 
-def _unstack_kernel(xp: Any, *, axis: int) -> Kernel:
-    def kernel(x: Any) -> tuple[Any, ...]:
+def _unstack_kernel(xp: Namespace, *, axis: int) -> Kernel:
+    def kernel(x: Array) -> tuple[Array, ...]:
         parts = xp.moveaxis(x, axis, 0)
         # The ellipsis keeps each part an array: one string would otherwise be a Python str.
         return tuple(parts[i, ...] for i in range(len(parts)))
@@ -165,7 +167,7 @@ def _expand_dims_spec(x: Spec, *, axis: tuple[int, ...]) -> Spec:
     return Spec(x.dtype, tuple(1 if i in new else next(rest) for i in range(len(x.shape) + len(axis))))
 
 
-def _expand_dims_kernel(xp: Any, *, axis: tuple[int, ...]) -> Kernel:
+def _expand_dims_kernel(xp: Namespace, *, axis: tuple[int, ...]) -> Kernel:
     if not axis or min(axis) < 0 <= max(axis):
         return partial(xp.expand_dims, axis=axis)
     # Indexing with None is the same, ten times as fast.
@@ -297,7 +299,7 @@ def _roll_spec(x: Spec, by: Spec | None = None, *, shift: int | tuple[int, ...] 
     return x
 
 
-def _roll_kernel(xp: Any, *, shift: int | tuple[int, ...] | None, axis: Axes) -> Kernel:
+def _roll_kernel(xp: Namespace, *, shift: int | tuple[int, ...] | None, axis: Axes) -> Kernel:
     if shift is None:
         return lambda x, by: xp.roll(x, int(by), axis)
     return partial(xp.roll, shift=shift, axis=axis)
@@ -349,13 +351,13 @@ def _check_counts(counts: Spec, shape: Shape, axis: int) -> None:
         raise ShapeError(f"repeats names {given} counts for an axis of extent {extent}")
 
 
-def _repeat_kernel(xp: Any, *, repeats: int | None, axis: int | None) -> Kernel:
+def _repeat_kernel(xp: Namespace, *, repeats: int | None, axis: int | None) -> Kernel:
     if repeats is not None:
         return partial(xp.repeat, repeats=repeats, axis=axis)
     if xp is np:
         return lambda x, counts: np.repeat(x, counts.astype(int64), axis=axis)
 
-    def take(x: Any, counts: Any) -> Any:
+    def take(x: Array, counts: Array) -> Array:
         # CuPy copies the repeats of each element by a kernel of its own.
         x = xp.asarray(x)
         whole, at = (x.reshape(-1), 0) if axis is None or not x.ndim else (x, axis)

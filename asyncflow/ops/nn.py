@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace, Value
 
 
 def _wide(function: Callable[..., Any]) -> Kernel:
     """A kernel that computes in float32 at least and gives back the dtype of its first input."""
 
-    def run(x: Any, *rest: Any) -> Any:
+    def run(x: Array, *rest: Array) -> Value:
         if x.dtype.itemsize >= float32.itemsize:
             return function(x, *rest)
         return function(x.astype(float32), *(item.astype(float32) for item in rest)).astype(x.dtype)
@@ -46,7 +47,7 @@ def _float_spec(x: Spec) -> Spec:
     return x
 
 
-def _activation(name: str, function: Callable[[Any, Any], Any], flops: float) -> Op:
+def _activation(name: str, function: Callable[[Namespace, Array], Value], flops: float) -> Op:
     def cost(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
         return flops * PASS * elements(outputs[0])
 
@@ -58,7 +59,7 @@ def _activation(name: str, function: Callable[[Any, Any], Any], flops: float) ->
 # -- activations -----------------------------------------------------------------------------------------------------
 
 
-def _sigmoid(xp: Any, x: Any) -> Any:
+def _sigmoid(xp: Namespace, x: Array) -> Array:
     # Both tails keep their digits; where the exponential overflows, the result is below the smallest normal number.
     grown = xp.exp(xp.negative(x))
     if not grown.ndim:
@@ -67,7 +68,7 @@ def _sigmoid(xp: Any, x: Any) -> Any:
     return xp.divide(1, grown, out=grown)
 
 
-def _softplus(xp: Any, x: Any) -> Any:
+def _softplus(xp: Namespace, x: Array) -> Array:
     return xp.maximum(x, 0) + xp.log1p(xp.exp(-xp.abs(x)))
 
 
@@ -75,11 +76,11 @@ FARTHEST = -3e38
 """What counts as -inf where that is multiplied by a 0: what a float32 can hold, and far beyond where that is 0."""
 
 
-def _silu(xp: Any, x: Any) -> Any:
+def _silu(xp: Namespace, x: Array) -> Array:
     return xp.maximum(x, FARTHEST) * _sigmoid(xp, x)
 
 
-def _gelu(xp: Any, x: Any) -> Any:
+def _gelu(xp: Namespace, x: Array) -> Value:
     return 0.5 * xp.maximum(x, FARTHEST) * (1 + xp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
@@ -88,7 +89,7 @@ def _relu_spec(x: Spec) -> Spec:
     return x
 
 
-def _relu_kernel(xp: Any) -> Kernel:
+def _relu_kernel(xp: Namespace) -> Kernel:
     return lambda x: xp.maximum(x, x.dtype.type(0))
 
 
@@ -134,14 +135,14 @@ def _softmax_spec(x: Spec, *, axis: int) -> Spec:
     return x
 
 
-def _softmax(xp: Any, axis: int, x: Any) -> Any:
+def _softmax(xp: Namespace, axis: int, x: Array) -> Value:
     if not x.size:
         return x
     weights = xp.exp(x - x.max(axis=axis, keepdims=True))
     return weights / weights.sum(axis=axis, keepdims=True)
 
 
-def _log_softmax(xp: Any, axis: int, x: Any) -> Any:
+def _log_softmax(xp: Namespace, axis: int, x: Array) -> Value:
     if not x.size:
         return x
     shifted = x - x.max(axis=axis, keepdims=True)
@@ -181,7 +182,7 @@ def _logsumexp_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
     return Spec(x.dtype, reduced(x.shape, axis, keepdims))
 
 
-def _logsumexp(xp: Any, axis: Axes, keepdims: bool, x: Any) -> Any:
+def _logsumexp(xp: Namespace, axis: Axes, keepdims: bool, x: Array) -> Array:
     x = xp.asarray(x)
     axes = normalize_axes(axis, x.ndim)
     if any(x.shape[i] == 0 for i in axes):
@@ -196,7 +197,7 @@ def _logsumexp(xp: Any, axis: Axes, keepdims: bool, x: Any) -> Any:
     return total if keepdims else total.reshape(reduced(x.shape, axis, False))
 
 
-def _logsumexp_kernel(xp: Any, *, axis: Axes, keepdims: bool) -> Kernel:
+def _logsumexp_kernel(xp: Namespace, *, axis: Axes, keepdims: bool) -> Kernel:
     return _wide(partial(_logsumexp, xp, axis, keepdims))
 
 
@@ -223,7 +224,9 @@ def _layer_norm_spec(x: Spec, *affine: Spec, axis: Axes, epsilon: float, scaled:
     return x
 
 
-def _layer_norm(xp: Any, axis: Axes, epsilon: float, scaled: bool, shifted: bool, x: Any, *affine: Any) -> Any:
+def _layer_norm(
+    xp: Namespace, axis: Axes, epsilon: float, scaled: bool, shifted: bool, x: Array, *affine: Array
+) -> Array:
     if not x.size:
         return x
     result = _normal(xp, axis, epsilon, x)
@@ -232,11 +235,11 @@ def _layer_norm(xp: Any, axis: Axes, epsilon: float, scaled: bool, shifted: bool
     return result + affine[-1] if shifted else result
 
 
-def _normal(xp: Any, axis: Axes, epsilon: float, x: Any) -> Any:
+def _normal(xp: Namespace, axis: Axes, epsilon: float, x: Array) -> Array:
     """`x` with mean 0 and variance 1, though the squares of its values may be larger than any number."""
     if xp is np:  # to look costs nothing here
-        centred = x - x.mean(axis=axis, keepdims=True)
-        variance = (centred * centred).mean(axis=axis, keepdims=True)
+        centred: Array = x - x.mean(axis=axis, keepdims=True)
+        variance: Array = (centred * centred).mean(axis=axis, keepdims=True)
         if np.isfinite(variance).all():
             return centred / np.sqrt(variance + epsilon)
     limit, factor, least = scale_of_squares(x.dtype)
@@ -254,7 +257,7 @@ def scale_of_squares(dtype: DType) -> tuple[float, float, float]:
     return 2.0 ** (half - 12), 2.0 ** -(half + 16), float(info.tiny)
 
 
-def _layer_norm_kernel(xp: Any, *, axis: Axes, epsilon: float, scaled: bool, shifted: bool) -> Kernel:
+def _layer_norm_kernel(xp: Namespace, *, axis: Axes, epsilon: float, scaled: bool, shifted: bool) -> Kernel:
     return _wide(partial(_layer_norm, xp, axis, epsilon, scaled, shifted))
 
 
@@ -303,10 +306,10 @@ def _one_hot_spec(indices: Spec, *size: Spec, depth: Shape, dtype: DType, axis: 
     return Spec(dtype, (*indices.shape[:at], extent, *indices.shape[at:]))
 
 
-def _one_hot_kernel(xp: Any, *, depth: Shape, dtype: DType, axis: int) -> Kernel:
+def _one_hot_kernel(xp: Namespace, *, depth: Shape, dtype: DType, axis: int) -> Kernel:
     read = shape_reader(depth)
 
-    def run(indices: Any, *size: Any) -> Any:
+    def run(indices: Array, *size: Array) -> Value:
         at = normalize_axis(axis, indices.ndim + 1)
         classes = xp.arange(*read(size)).reshape((-1,) + (1,) * (indices.ndim - at))
         return (xp.expand_dims(indices, at) == classes).astype(dtype)
@@ -343,8 +346,8 @@ def _embedding_spec(table: Spec, ids: Spec) -> Spec:
     return Spec(table.dtype, ids.shape + table.shape[1:])
 
 
-def _embedding_kernel(xp: Any) -> Kernel:
-    def look_up(table: Any, ids: Any) -> Any:
+def _embedding_kernel(xp: Namespace) -> Kernel:
+    def look_up(table: Array, ids: Array) -> Array:
         # GPUs wrap around: to look at the ids is to wait.
         if xp is np and ids.size and ids.min() < 0:
             raise IndexError(f"id {ids.min()} is below 0: ids are rows, counted from 0")

@@ -25,6 +25,7 @@ from asyncflow.ops.statistical import max, min, sum
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace, Value
 
 
 def vector_norm(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False, ord: float = 2) -> Tensor:
@@ -124,8 +125,8 @@ def _cross_spec(x1: Spec, x2: Spec, *, axis: int) -> Spec:
     return Spec(dtype, replaced(broadcast((x1.shape, x2.shape)), axis, 3))
 
 
-def _cross_kernel(xp: Any, *, axis: int) -> Kernel:
-    def kernel(x1: Any, x2: Any) -> Any:
+def _cross_kernel(xp: Namespace, *, axis: int) -> Kernel:
+    def kernel(x1: Array, x2: Array) -> Value:
         for x in (x1, x2):
             if x.shape[axis] != 3:
                 raise ValueError(f"vectors have 3 elements, along axis {axis}; got shape {x.shape}")

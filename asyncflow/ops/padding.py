@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace
 
 Widths: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -35,8 +36,8 @@ def _pad_spec(x: Spec, value: Spec, *, widths: Widths) -> Spec:
     return Spec(x.dtype, tuple(None if dim is None else before + dim + after for dim, (before, after) in pairs))
 
 
-def _pad_kernel(xp: Any, *, widths: Widths) -> Kernel:
-    def kernel(x: Any, value: Any) -> Any:
+def _pad_kernel(xp: Namespace, *, widths: Widths) -> Kernel:
+    def kernel(x: Array, value: Array) -> Array:
         x = xp.asarray(x)
         dims = [before + dim + after for dim, (before, after) in zip(x.shape, widths, strict=True)]
         result = xp.full(tuple(dims), value, dtype=x.dtype)
@@ -80,7 +81,9 @@ def pad(
 
 
 def _pairs(widths: int | Sequence[int | Sequence[int]], x: Tensor) -> Widths:
-    listed = list(widths) if isinstance(widths, tuple | list) else [widths]
+    listed: Sequence[int | Sequence[int | Sequence[int]]] = (
+        list(widths) if isinstance(widths, tuple | list) else [widths]
+    )
     is_pair = len(listed) == 2 and not any(isinstance(item, tuple | list) for item in listed)
     pairs = [_pair(listed)] if is_pair else [_pair(item) for item in listed]
     if is_pair or not isinstance(widths, tuple | list):
@@ -92,7 +95,7 @@ def _pairs(widths: int | Sequence[int | Sequence[int]], x: Tensor) -> Widths:
     return tuple(pairs)
 
 
-def _pair(item: Any) -> tuple[int, int]:
+def _pair(item: object) -> tuple[int, int]:
     if not isinstance(item, tuple | list):
         width = static_int(item, "a width")
         return width, width

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace, Value
 
 _WORD = 2**64 - 1
 
@@ -57,14 +58,14 @@ def _seed_of(name: str) -> int:
     return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _random_op(name: str, infer: Callable[..., Spec], draw: Callable[..., Callable[..., Any]]) -> Op:
+def _random_op(name: str, infer: Callable[..., Spec], draw: Callable[..., Callable[..., Value]]) -> Op:
     """Registers an op; ``draw(**attrs)`` gives a function of the generator and the inputs, in NumPy."""
 
-    def kernel(xp: Any, *, seed: int, **attrs: Any) -> Kernel:
+    def kernel(xp: Namespace, *, seed: int, **attrs: object) -> Kernel:
         function = draw(**attrs)
         return lambda context, *inputs: function(generator(context, seed), *inputs)
 
-    def rule(*inputs: Spec, seed: int, **attrs: Any) -> Spec:
+    def rule(*inputs: Spec, seed: int, **attrs: object) -> Spec:
         return infer(*inputs, **attrs)
 
     op = Op(name=f"random_{name}", infer=rule, kernel=kernel, needs_context=True, is_random=True, runs_on_host=True)
@@ -81,14 +82,14 @@ def _apply(op: Op, *inputs: TensorLike, seed: int | None, name: str | None, **at
     return result
 
 
-def _require(holds: Any, values: Any, rule: str) -> None:
+def _require(holds: Array | bool, values: Array, rule: str) -> None:
     """Raises a ValueError that shows the first of `values` for which it does not hold."""
     if not np.all(holds):
         wrong = np.asarray(values)[~np.asarray(holds)]
         raise ValueError(f"{rule}; got {wrong.flat[0]} ({wrong.size} of {np.size(values)} values are wrong)")
 
 
-def _check_known(what: str, rule: str, *values: TensorLike, holds: Callable[..., Any]) -> None:
+def _check_known(what: str, rule: str, *values: TensorLike, holds: Callable[..., Array | bool]) -> None:
     """Refuses parameters that are known while the graph is built."""
     known = [static_value(x) if isinstance(x, Tensor) else x for x in values if not isinstance(x, SupportsTensor)]
     if len(known) == len(values) and all(x is not None for x in known) and not np.all(holds(*map(np.asarray, known))):
@@ -104,22 +105,22 @@ def _float_spec(*sizes: Spec, shape: Shape, dtype: DType) -> Spec:
 
 
 def _float_draw(
-    sample: Callable[[np.random.Generator, tuple[int, ...], DType], Any], *, shape: Shape, dtype: DType
-) -> Callable[..., Any]:
+    sample: Callable[[np.random.Generator, tuple[int, ...], DType], Array], *, shape: Shape, dtype: DType
+) -> Callable[..., Value]:
     read = shape_reader(shape)
     drawn = float64 if dtype == float64 else float32
     return lambda rng, *sizes: sample(rng, read(sizes), drawn).astype(dtype, copy=False)
 
 
-def _sample_normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Any:
+def _sample_normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Array:
     return rng.standard_normal(shape, dtype=dtype.type)
 
 
-def _sample_uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Any:
+def _sample_uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Array:
     return rng.random(shape, dtype=dtype.type)
 
 
-def _sample_truncated(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Any:
+def _sample_truncated(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Array:
     values = np.asarray(rng.standard_normal(shape, dtype=dtype.type))
     while (outside := np.abs(values) > 2).any():
         values[outside] = rng.standard_normal(int(outside.sum()), dtype=dtype.type)
@@ -229,14 +230,17 @@ def _parameter_spec(parameter: Spec, *sizes: Spec, shape: Shape, dtype: DType) -
 
 
 def _parameter_op(
-    name: str, rule: str, holds: Callable[[Any], Any], sample: Callable[[np.random.Generator, Any, Any], Any]
+    name: str,
+    rule: str,
+    holds: Callable[[Array], Array],
+    sample: Callable[[np.random.Generator, Array, tuple[int, ...]], Value],
 ) -> Op:
     """Registers an op that draws from distributions with one parameter, which is finite and for which `rule` holds."""
 
-    def prepare(*, shape: Shape, dtype: DType) -> Callable[..., Any]:
+    def prepare(*, shape: Shape, dtype: DType) -> Callable[..., Value]:
         read = shape_reader(shape)
 
-        def draw(rng: np.random.Generator, parameter: Any, *sizes: Any) -> Any:
+        def draw(rng: np.random.Generator, parameter: Array, *sizes: Array) -> Value:
             wide = np.asarray(parameter).astype(float64)
             _require(np.isfinite(wide) & holds(wide), wide, rule)
             return np.asarray(sample(rng, wide, read(sizes))).astype(dtype, copy=False)
@@ -317,7 +321,7 @@ def _integers_spec(low: Spec, high: Spec, *sizes: Spec, shape: Shape, dtype: DTy
     return Spec(dtype, target)
 
 
-def _integers_draw(*, shape: Shape, dtype: DType) -> Callable[..., Any]:
+def _integers_draw(*, shape: Shape, dtype: DType) -> Callable[..., Value]:
     read = shape_reader(shape)
     return lambda rng, low, high, *sizes: rng.integers(low, high, size=read(sizes), dtype=dtype.type)
 
@@ -356,8 +360,8 @@ def _bernoulli_spec(p: Spec) -> Spec:
     return Spec(bool_, p.shape)
 
 
-def _bernoulli_draw() -> Callable[..., Any]:
-    def draw(rng: np.random.Generator, p: Any) -> Any:
+def _bernoulli_draw() -> Callable[..., Value]:
+    def draw(rng: np.random.Generator, p: Array) -> Value:
         p = np.asarray(p).astype(float64)
         _require((p >= 0) & (p <= 1), p, "probabilities lie from 0 to 1")
         return rng.random(p.shape) < p
@@ -382,8 +386,8 @@ def _categorical_spec(logits: Spec, *, axis: int) -> Spec:
     return Spec(int64, reduced(logits.shape, axis, keepdims=False))
 
 
-def _categorical_draw(*, axis: int) -> Callable[..., Any]:
-    def draw(rng: np.random.Generator, logits: Any) -> Any:
+def _categorical_draw(*, axis: int) -> Callable[..., Value]:
+    def draw(rng: np.random.Generator, logits: Array) -> Value:
         if not logits.shape[axis]:
             raise ValueError(f"there is no category to draw: logits of shape {logits.shape} along axis {axis}")
         largest = logits.max(axis=axis)
@@ -419,10 +423,10 @@ def _choice_spec(x: Spec, *rest: Spec, shape: Shape, replace: bool, weighted: bo
     return Spec(x.dtype, None if target is None or x.shape is None else target + x.shape[1:])
 
 
-def _choice_draw(*, shape: Shape, replace: bool, weighted: bool) -> Callable[..., Any]:
+def _choice_draw(*, shape: Shape, replace: bool, weighted: bool) -> Callable[..., Value]:
     read = shape_reader(shape)
 
-    def draw(rng: np.random.Generator, x: Any, *rest: Any) -> Any:
+    def draw(rng: np.random.Generator, x: Array, *rest: Array) -> Value:
         p = rest[0].astype(float64) if weighted else None
         return x[rng.choice(len(x), read(rest[weighted:]), replace=replace, p=p)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, graph_for
@@ -18,8 +18,11 @@ from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace
 
 # -- extremes --------------------------------------------------------------------------------------------------------
 
@@ -30,7 +33,7 @@ def _argument_spec(x: Spec, *, axis: int | None, keepdims: bool) -> Spec:
     return Spec(int64, reduced(x.shape, axis, keepdims))
 
 
-def _function(name: str) -> Any:
+def _function(name: str) -> Callable[..., Kernel]:
     return lambda xp, **attrs: partial(getattr(xp, name), **attrs)
 
 
@@ -66,7 +69,7 @@ def _count_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
     return Spec(int64, reduced(x.shape, axis, keepdims))
 
 
-def _count_kernel(xp: Any, *, axis: Axes, keepdims: bool) -> Kernel:
+def _count_kernel(xp: Namespace, *, axis: Axes, keepdims: bool) -> Kernel:
     total = operator.methodcaller("sum", axis=axis, dtype=int64, keepdims=keepdims)
     # `count_nonzero` itself gives a Python int on NumPy and has no keepdims on CuPy.
     return lambda x: total(x.astype(bool))
@@ -121,7 +124,7 @@ def _searchsorted_spec(x1: Spec, x2: Spec, sorter: Spec | None = None, *, side: 
     return Spec(int64, x2.shape)
 
 
-def _searchsorted_kernel(xp: Any, *, side: str) -> Kernel:
+def _searchsorted_kernel(xp: Namespace, *, side: str) -> Kernel:
     return lambda x1, x2, sorter=None: xp.searchsorted(x1, x2, side=side, sorter=sorter)
 
 
@@ -161,7 +164,7 @@ def _where_spec(condition: Spec, x1: Spec, x2: Spec) -> Spec:
     return Spec(x1.dtype, broadcast((condition.shape, x1.shape, x2.shape)))
 
 
-def _choose(condition: Any, x1: Any, x2: Any) -> Any:
+def _choose(condition: Array, x1: Array, x2: Array) -> Array:
     return x1 if condition else x2
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from asyncflow.ops.shape import shape
 
 if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
+    from asyncflow.ops.extents import ExtentsLike
+    from asyncflow.values import Array, Namespace
 
 
 def _segment_ids_spec(segment_ids: Spec, x: Spec) -> Spec:
@@ -38,8 +40,8 @@ def _segment_ids_spec(segment_ids: Spec, x: Spec) -> Spec:
     return Spec(segment_ids.dtype, rows if segment_ids.shape in (None, (None,)) else segment_ids.shape)
 
 
-def _segment_ids_kernel(xp: Any) -> Kernel:
-    def kernel(segment_ids: Any, x: Any) -> Any:
+def _segment_ids_kernel(xp: Namespace) -> Kernel:
+    def kernel(segment_ids: Array, x: Array) -> Array:
         if segment_ids.shape != x.shape[:1]:
             seen = format_shape(segment_ids.shape)
             raise ValueError(f"takes one segment id for each of {x.shape[0]} rows; got {seen}")
@@ -68,7 +70,7 @@ def segment_sum(x: TensorLike, segment_ids: TensorLike, /, num_segments: Extent)
         return scatter_add(zeros(_summed_shape(tensor, num_segments), dtype=tensor.dtype), ids, tensor)
 
 
-def _summed_shape(x: Tensor, num_segments: Extent) -> Any:
+def _summed_shape(x: Tensor, num_segments: Extent) -> ExtentsLike:
     if x.shape is None:
         return concat([reshape(num_segments, (1,)), shape(x)[1:]])
     rest = [shape(x)[axis] if dim is None else dim for axis, dim in enumerate(x.shape)][1:]
@@ -86,8 +88,8 @@ def _bincount_spec(x: Spec, *weights: Spec, minlength: int, dtype: DType) -> Spe
     return Spec(dtype, (None,))
 
 
-def _bincount_kernel(xp: Any, *, minlength: int, dtype: DType) -> Kernel:
-    def kernel(x: Any, *weights: Any) -> Any:
+def _bincount_kernel(xp: Namespace, *, minlength: int, dtype: DType) -> Kernel:
+    def kernel(x: Array, *weights: Array) -> Array:
         counted = weights[0].astype(float64) if weights else None
         return np.bincount(x.astype(int64), counted, minlength).astype(dtype, copy=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import int64
@@ -17,6 +17,7 @@ from asyncflow.ops.promotion import require_kind
 
 if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace
 
 
 class UniqueAll(NamedTuple):
@@ -63,20 +64,20 @@ def _all_spec(x: Spec) -> tuple[Spec, ...]:
     return values, per_value, Spec(int64, x.shape), per_value
 
 
-def _all_kernel(xp: Any) -> Kernel:
+def _all_kernel(xp: Namespace) -> Kernel:
     unique = partial(xp.unique, return_index=True, return_inverse=True, return_counts=True, equal_nan=False)
 
-    def kernel(x: Any) -> tuple[Any, ...]:
+    def kernel(x: Array) -> tuple[Array, ...]:
         values, indices, inverse, counts = unique(x)
         return values, indices, inverse.reshape(x.shape), counts
 
     return kernel
 
 
-def _inverse_kernel(xp: Any) -> Kernel:
+def _inverse_kernel(xp: Namespace) -> Kernel:
     unique = partial(xp.unique, return_inverse=True, equal_nan=False)
 
-    def kernel(x: Any) -> tuple[Any, ...]:
+    def kernel(x: Array) -> tuple[Array, ...]:
         values, inverse = unique(x)
         return values, inverse.reshape(x.shape)
 

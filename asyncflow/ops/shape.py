@@ -5,7 +5,7 @@ They are NumPy values on every device, as the host knows them: what takes a shap
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,17 +18,18 @@ from asyncflow.ops.cost import free
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Namespace
 
 
-def _shape_kernel(xp: Any) -> Kernel:
+def _shape_kernel(xp: Namespace) -> Kernel:
     return lambda x: np.array(x.shape, dtype=int64)
 
 
-def _size_kernel(xp: Any) -> Kernel:
+def _size_kernel(xp: Namespace) -> Kernel:
     return lambda x: np.int64(x.size)
 
 
-def _rank_kernel(xp: Any) -> Kernel:
+def _rank_kernel(xp: Namespace) -> Kernel:
     return lambda x: np.int64(x.ndim)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
@@ -19,6 +19,7 @@ from asyncflow.ops.promotion import require_kind
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace, Value
 
 
 def _sort_spec(x: Spec, *, axis: int, descending: bool, stable: bool) -> Spec:
@@ -32,7 +33,7 @@ def _argsort_spec(x: Spec, *, axis: int, descending: bool, stable: bool) -> Spec
     return Spec(int64, _sort_spec(x, axis=axis, descending=descending, stable=stable).shape)
 
 
-def _sort_kernel(xp: Any, *, axis: int, descending: bool, stable: bool) -> Kernel:
+def _sort_kernel(xp: Namespace, *, axis: int, descending: bool, stable: bool) -> Kernel:
     ascending = partial(xp.sort, axis=axis, kind="stable" if stable else None)
     if not descending:
         return ascending
@@ -40,7 +41,7 @@ def _sort_kernel(xp: Any, *, axis: int, descending: bool, stable: bool) -> Kerne
     return lambda x: xp.flip(ascending(xp.flip(x, axis)), axis)
 
 
-def _argsort_kernel(xp: Any, *, axis: int, descending: bool, stable: bool) -> Kernel:
+def _argsort_kernel(xp: Namespace, *, axis: int, descending: bool, stable: bool) -> Kernel:
     ascending = partial(xp.argsort, axis=axis, kind="stable" if stable else None)
     if not descending:
         return ascending
@@ -80,10 +81,10 @@ def _top_k_spec(x: Spec, *, k: int, axis: int, largest: bool) -> Spec:
     return Spec(int64, replaced(x.shape, axis, k))
 
 
-def _top_k_kernel(xp: Any, *, k: int, axis: int, largest: bool) -> Kernel:
+def _top_k_kernel(xp: Namespace, *, k: int, axis: int, largest: bool) -> Kernel:
     positions = _argsort_kernel(xp, axis=axis, descending=largest, stable=True)
 
-    def kernel(x: Any) -> Any:
+    def kernel(x: Array) -> Value:
         at = axis % x.ndim
         if k > x.shape[at]:
             raise ValueError(f"there are no {k} elements along axis {axis} of {format_shape(x.shape)}")

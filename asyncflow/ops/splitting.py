@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace
 
 Sections: TypeAlias = int | tuple[int, ...]
 
@@ -54,8 +55,8 @@ def _split_spec(x: Spec, *, sections: Sections, axis: int) -> tuple[Spec, ...]:
     return tuple(Spec(x.dtype, replaced(x.shape, axis, size)) for size in sizes)
 
 
-def _split_kernel(xp: Any, *, sections: Sections, axis: int) -> Kernel:
-    def kernel(x: Any) -> tuple[Any, ...]:
+def _split_kernel(xp: Namespace, *, sections: Sections, axis: int) -> Kernel:
+    def kernel(x: Array) -> tuple[Array, ...]:
         at = axis % x.ndim
         bounds = accumulate(_sizes(x.shape[at], sections), initial=0)
         return tuple(x[(slice(None),) * at + (slice(start, stop),)] for start, stop in pairwise(bounds))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.dtypes import DTypeLike
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace, Value
 
 # -- sums and products -----------------------------------------------------------------------------------------------
 
@@ -45,7 +46,7 @@ def _sum_spec(x: Spec, *, axis: Axes, dtype: DType, keepdims: bool) -> Spec:
     return Spec(_accumulated(x, dtype), reduced(x.shape, axis, keepdims))
 
 
-def _in_dtype(method: str, dtype: DType, **options: Any) -> Kernel:
+def _in_dtype(method: str, dtype: DType, **options: object) -> Kernel:
     """Calls ``x.method(dtype=dtype)``; bfloat16 accumulates in float32, as it stops counting at 256."""
     if dtype.name != "bfloat16":
         return operator.methodcaller(method, dtype=dtype, **options)
@@ -53,8 +54,8 @@ def _in_dtype(method: str, dtype: DType, **options: Any) -> Kernel:
     return lambda x: wide(x).astype(dtype)
 
 
-def _summing(method: str) -> Any:
-    def factory(xp: Any, *, axis: Axes, dtype: DType, keepdims: bool) -> Kernel:
+def _summing(method: str) -> Callable[..., Kernel]:
+    def factory(xp: Namespace, *, axis: Axes, dtype: DType, keepdims: bool) -> Kernel:
         return _in_dtype(method, dtype, axis=axis, keepdims=keepdims)
 
     return factory
@@ -101,8 +102,8 @@ def _cumulative_spec(x: Spec, *, axis: int | None, dtype: DType, include_initial
     return Spec(result, replaced(x.shape, at, None if extent is None else extent + include_initial))
 
 
-def _cumulating(method: str, initial: int) -> Any:
-    def factory(xp: Any, *, axis: int | None, dtype: DType, include_initial: bool) -> Kernel:
+def _cumulating(method: str, initial: int) -> Callable[..., Kernel]:
+    def factory(xp: Namespace, *, axis: int | None, dtype: DType, include_initial: bool) -> Kernel:
         at = 0 if axis is None else axis
         running = _in_dtype(method, dtype, axis=at)
         return partial(_with_initial, xp, running, at, initial) if include_initial else running
@@ -110,7 +111,7 @@ def _cumulating(method: str, initial: int) -> Any:
     return factory
 
 
-def _with_initial(xp: Any, running: Kernel, axis: int, initial: int, x: Any) -> Any:
+def _with_initial(xp: Namespace, running: Kernel, axis: int, initial: int, x: Array) -> Array:
     result = running(x)
     shape = list(result.shape)
     shape[axis] = 1
@@ -156,7 +157,7 @@ def _extreme_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
 def method_reduction(name: str, infer: Callable[..., Spec]) -> Op:
     """Registers a reduction that is a method of arrays, which is quicker to call than the function of its name."""
 
-    def kernel(xp: Any, **attrs: Any) -> Kernel:
+    def kernel(xp: Namespace, **attrs: object) -> Kernel:
         return operator.methodcaller(name, **attrs)
 
     return register(Op(name=name, infer=infer, kernel=kernel, is_total=True, flops=per_input_element))
@@ -196,7 +197,7 @@ def _mean_spec(x: Spec, *, axis: Axes, keepdims: bool, dtype: DType) -> Spec:
     return Spec(dtype, reduced(x.shape, axis, keepdims))
 
 
-def _mean_kernel(xp: Any, *, axis: Axes, keepdims: bool, dtype: DType) -> Kernel:
+def _mean_kernel(xp: Namespace, *, axis: Axes, keepdims: bool, dtype: DType) -> Kernel:
     if dtype.name == "bfloat16":
         kernel = _in_dtype("mean", dtype, axis=axis, keepdims=keepdims)
     else:  # Without a dtype NumPy accumulates float16 in float32.
@@ -204,7 +205,7 @@ def _mean_kernel(xp: Any, *, axis: Axes, keepdims: bool, dtype: DType) -> Kernel
     return partial(_moment_or_nan, xp, kernel, axis, keepdims, dtype)
 
 
-def _moment_or_nan(xp: Any, kernel: Kernel, axis: Axes, keepdims: bool, dtype: DType, x: Any) -> Any:
+def _moment_or_nan(xp: Namespace, kernel: Kernel, axis: Axes, keepdims: bool, dtype: DType, x: Array) -> Value:
     """``kernel(x)``; NaNs where NumPy would warn of an empty slice: the number of elements is the program's affair."""
     if x.size:
         return kernel(x)
@@ -216,8 +217,8 @@ def _spread_spec(x: Spec, *, axis: Axes, correction: float, keepdims: bool, dtyp
     return Spec(real_dtype(dtype), _mean_spec(x, axis=axis, keepdims=keepdims, dtype=dtype).shape)
 
 
-def _spread(name: str) -> Any:
-    def factory(xp: Any, *, axis: Axes, correction: float, keepdims: bool, dtype: DType) -> Kernel:
+def _spread(name: str) -> Callable[..., Kernel]:
+    def factory(xp: Namespace, *, axis: Axes, correction: float, keepdims: bool, dtype: DType) -> Kernel:
         if dtype.name == "bfloat16":
             kernel = _in_dtype(name, dtype, axis=axis, ddof=correction, keepdims=keepdims)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -12,9 +12,16 @@ from asyncflow.graph.dtypes import DType, bfloat16, dtype_name
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from contextlib import AbstractContextManager
+    from types import ModuleType
+
+    from asyncflow.values import Array
 
 
-def torch_dtype(torch: Any, dtype: DType) -> Any:
+TorchTensor: TypeAlias = Any
+"""A `torch.Tensor`; PyTorch need not be installed."""
+
+
+def torch_dtype(torch: ModuleType, dtype: DType) -> object:
     """torch's dtype of that name."""
     return getattr(torch, dtype_name(dtype))
 
@@ -22,18 +29,18 @@ def torch_dtype(torch: Any, dtype: DType) -> Any:
 class HostTensors:
     """Tensors and NumPy's arrays."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: ModuleType) -> None:
         self._torch = torch
 
     def active(self) -> AbstractContextManager[object]:
         """Nothing."""
         return nullcontext()
 
-    def random_state(self) -> Any:
+    def random_state(self) -> TorchTensor:
         """Which random numbers come next."""
         return self._torch.get_rng_state()
 
-    def tensor(self, value: Any) -> Any:
+    def tensor(self, value: Array) -> TorchTensor:
         """A tensor in the memory of an array or scalar; nobody may write to it."""
         torch, array = self._torch, np.asarray(value)
         if dtype_name(array.dtype) == "bfloat16":
@@ -44,21 +51,21 @@ class HostTensors:
         # torch warns of arrays that are locked, and has no way to lock a tensor.
         return torch.from_numpy(array if array.flags.writeable else np.asarray(_Unlocked(array)))
 
-    def array(self, tensor: Any) -> np.ndarray[Any, Any]:
+    def array(self, tensor: TorchTensor) -> Array:
         """An array in the memory of a tensor."""
         torch = self._torch
         tensor = tensor.resolve_conj().resolve_neg()
         if tensor.dtype is torch.bfloat16:
-            bits: np.ndarray[Any, Any] = tensor.contiguous().view(torch.int16).numpy()
+            bits: Array = tensor.contiguous().view(torch.int16).numpy()
             return bits.view(bfloat16())
-        array: np.ndarray[Any, Any] = tensor.numpy()
+        array: Array = tensor.numpy()
         return array
 
-    def places(self, tensors: Iterable[Any]) -> set[int]:
+    def places(self, tensors: Iterable[TorchTensor]) -> set[int]:
         """Where the memory of tensors is."""
         return {x.untyped_storage().data_ptr() for x in tensors}
 
-    def output(self, tensor: Any, shared: Collection[int]) -> np.ndarray[Any, Any]:
+    def output(self, tensor: TorchTensor, shared: Collection[int]) -> Array:
         """An array in the memory of a tensor; locked if that is among `shared`, or else it is nobody else's."""
         array = self.array(tensor)
         if tensor.untyped_storage().data_ptr() in shared:
@@ -69,7 +76,7 @@ class HostTensors:
 class _Unlocked:
     """A locked array, for those who need to be told that they may write to it."""
 
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+    def __init__(self, array: Array) -> None:
         interface = array.__array_interface__
         self.array = array
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
@@ -78,10 +85,10 @@ class _Unlocked:
 class CudaTensors:
     """Tensors and CuPy's arrays, on the stream that is CuPy's current one when they are made."""
 
-    def __init__(self, torch: Any, xp: Any) -> None:
+    def __init__(self, torch: ModuleType, xp: ModuleType) -> None:
         self._torch = torch
         self._xp = xp
-        self._streams: dict[tuple[int, int], Any] = {}
+        self._streams: dict[tuple[int, int], AbstractContextManager[object]] = {}
 
     def active(self) -> AbstractContextManager[object]:
         """A block in which CuPy's current stream is torch's; nothing may be awaited in it."""
@@ -95,11 +102,11 @@ class CudaTensors:
         stack.enter_context(torch.cuda.stream(stream))
         return stack
 
-    def random_state(self) -> Any:
+    def random_state(self) -> TorchTensor:
         """Which random numbers come next."""
         return self._torch.cuda.get_rng_state()
 
-    def tensor(self, value: Any) -> Any:
+    def tensor(self, value: Array | np.generic) -> TorchTensor:
         """A tensor in the memory of an array; a number of the host is filled in by a kernel."""
         torch = self._torch
         if isinstance(value, np.generic) or not value.size:
@@ -113,15 +120,16 @@ class CudaTensors:
         # Both sides have one stream, so neither waits.
         return torch.from_dlpack(value)
 
-    def places(self, tensors: Iterable[Any]) -> set[int]:
+    def places(self, tensors: Iterable[TorchTensor]) -> set[int]:
         """Where the memory of tensors is."""
         return {x.untyped_storage().data_ptr() for x in tensors}
 
-    def output(self, tensor: Any, shared: Collection[int]) -> Any:
+    def output(self, tensor: TorchTensor, shared: Collection[int]) -> Array:
         """An array that owns the memory of a tensor; a copy if that is among `shared`: CuPy cannot lock arrays."""
         tensor = tensor.detach().resolve_conj().resolve_neg()
         is_shared = tensor.untyped_storage().data_ptr() in shared
-        return self._xp.from_dlpack(tensor.clone() if is_shared else tensor.contiguous())
+        array: Array = self._xp.from_dlpack(tensor.clone() if is_shared else tensor.contiguous())
+        return array
 
 
-__all__ = ["CudaTensors", "HostTensors", "torch_dtype"]
+__all__ = ["CudaTensors", "HostTensors", "TorchTensor", "torch_dtype"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply
@@ -19,6 +19,7 @@ from asyncflow.ops.statistical import method_reduction
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Namespace
 
 
 def _test_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:
@@ -50,7 +51,7 @@ def _diff_spec(x: Spec, *, axis: int, n: int) -> Spec:
     return Spec(x.dtype, replaced(x.shape, axis, None if extent is None else extent - n if extent > n else 0))
 
 
-def _diff_kernel(xp: Any, *, axis: int, n: int) -> Kernel:
+def _diff_kernel(xp: Namespace, *, axis: int, n: int) -> Kernel:
     return partial(xp.diff, n=n, axis=axis)
 
 

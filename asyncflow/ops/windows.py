@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace
 
 
 def _window_spec(x: Spec, *starts: Spec, sizes: tuple[int, ...]) -> Spec:
@@ -33,8 +34,8 @@ def _window_spec(x: Spec, *starts: Spec, sizes: tuple[int, ...]) -> Spec:
     return Spec(x.dtype, sizes)
 
 
-def _window_kernel(xp: Any, *, sizes: tuple[int, ...]) -> Kernel:
-    def cut(x: Any, *starts: Any) -> Any:
+def _window_kernel(xp: Namespace, *, sizes: tuple[int, ...]) -> Kernel:
+    def cut(x: Array, *starts: Array) -> Array:
         if x.ndim != len(sizes):
             raise ValueError(f"takes a start and a size for each axis of {format_shape(x.shape)}, got {len(sizes)}")
         window = []

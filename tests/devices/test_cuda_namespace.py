@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -138,9 +138,9 @@ def _check_sums(dtype: Any) -> None:
     values = np.array([2, -1 if dtype.kind in "ifc" else 1, 1, 0]).astype(dtype)
     if dtype.kind == "c":
         values = values * dtype.type(1 + 2j)
-    here, there = start.copy(), DeviceArray(start.copy())
+    here, there = start.copy(), cast("Any", DeviceArray(start.copy()))
     add_at(np, here, index, values)
-    add_at(XP, there, DeviceArray(index), DeviceArray(values))
+    add_at(XP, there, DeviceArray(index), cast("Any", DeviceArray(values)))
     assert there.dtype == dtype
     np.testing.assert_array_equal(values_of(there), here)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op, derivative, register
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace
 
 
 def _fitted(node: Node, grad: Tensor) -> Tensor:
@@ -60,8 +61,8 @@ def _rfft(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [_fitted(node, real(found))]
 
 
-def _doubled_kernel(xp: Any, *, axis: int, is_even: bool) -> Kernel:
-    def kernel(x: Any) -> Any:
+def _doubled_kernel(xp: Namespace, *, axis: int, is_even: bool) -> Kernel:
+    def kernel(x: Array) -> Array:
         result = x * 2
         at = (slice(None),) * (axis % x.ndim)
         for end in (slice(1), slice(-1, None))[: 1 + is_even]:

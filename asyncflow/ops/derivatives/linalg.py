@@ -30,9 +30,10 @@ from asyncflow.ops.promotion import promoted_dtype
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.ir import Attrs, Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace
 
 # -- transposes that find out at run time how their operands are shaped ----------------------------------------------
 
@@ -46,13 +47,13 @@ def _transpose_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs:
     return 2.0 * math.sqrt(math.prod(elements(shape) for shape in (*inputs[:2], outputs[0])))
 
 
-def _transpose_op(name: str, find: Callable[..., Any]) -> Op:
+def _transpose_op(name: str, find: Callable[..., Array]) -> Op:
     """Registers an op; ``find(xp, x, y, shape, **attrs)`` gives its value but for broadcast axes, not yet summed."""
 
-    def kernel(xp: Any, *, shape: Shape, known: Shape, **attrs: Any) -> Kernel:
+    def kernel(xp: Namespace, *, shape: Shape, known: Shape, **attrs: object) -> Kernel:
         read = shape_reader(shape)
 
-        def run(x: Any, y: Any, *sizes: Any) -> Any:
+        def run(x: Array, y: Array, *sizes: Array) -> Array:
             target = read(sizes)
             found = find(xp, x, y, target, **attrs)
             return _summed_to(xp, found, target).astype(xp.result_type(x.dtype, y.dtype), copy=False)
@@ -64,7 +65,7 @@ def _transpose_op(name: str, find: Callable[..., Any]) -> Op:
     )
 
 
-def _summed_to(xp: Any, x: Any, shape: tuple[int, ...]) -> Any:
+def _summed_to(xp: Namespace, x: Array, shape: tuple[int, ...]) -> Array:
     """`x` summed over the axes by which its shape is broadcast from `shape`."""
     if x.shape == shape:
         return x
@@ -82,7 +83,7 @@ def _apply_transpose(op: Op, x: Tensor, y: Tensor, like: Tensor, **attrs: Any) -
 def _product_rules(left: Op, right: Op, product: Callable[..., Tensor], *names: str) -> None:
     """Installs the derivatives of the transposes of a product whose attributes have these names."""
 
-    def attrs_of(node: Node) -> dict[str, Any]:
+    def attrs_of(node: Node) -> Attrs:
         return {name: node.attrs[name] for name in names}
 
     @derivative(left)
@@ -105,20 +106,20 @@ def _product_rules(left: Op, right: Op, product: Callable[..., Tensor], *names: 
 # -- matmul ----------------------------------------------------------------------------------------------------------
 
 
-def _as_columns(grad: Any, x_rank: int, y_rank: int) -> Any:
+def _as_columns(grad: Array, x_rank: int, y_rank: int) -> Array:
     """The gradient of a product with the axes back that vectors among the operands have taken away."""
     if y_rank == 1:
         grad = grad[..., None]
     return grad[..., None, :] if x_rank == 1 else grad
 
 
-def _find_matmul_left(xp: Any, grad: Any, y: Any, shape: tuple[int, ...]) -> Any:
+def _find_matmul_left(xp: Namespace, grad: Array, y: Array, shape: tuple[int, ...]) -> Array:
     columns = y[:, None] if y.ndim == 1 else y
     found = xp.matmul(_as_columns(grad, len(shape), y.ndim), xp.swapaxes(columns, -1, -2))
     return found[..., 0, :] if len(shape) == 1 else found
 
 
-def _find_matmul_right(xp: Any, x: Any, grad: Any, shape: tuple[int, ...]) -> Any:
+def _find_matmul_right(xp: Namespace, x: Array, grad: Array, shape: tuple[int, ...]) -> Array:
     rows = x[None, :] if x.ndim == 1 else x
     found = xp.matmul(xp.swapaxes(rows, -1, -2), _as_columns(grad, x.ndim, len(shape)))
     return found[..., 0] if len(shape) == 1 else found
@@ -185,19 +186,23 @@ def _free(rank: int, summed: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(rank) if axis not in summed)
 
 
-def _ordered(xp: Any, x: Any, axes: Sequence[int]) -> Any:
+def _ordered(xp: Namespace, x: Array, axes: Sequence[int]) -> Array:
     """`x`, whose axis ``i`` is to become axis ``axes[i]``."""
     return xp.transpose(x, sorted(range(len(axes)), key=axes.__getitem__))
 
 
-def _find_tensordot_left(xp: Any, grad: Any, y: Any, shape: tuple[int, ...], *, axes: linalg.Contraction) -> Any:
+def _find_tensordot_left(
+    xp: Namespace, grad: Array, y: Array, shape: tuple[int, ...], *, axes: linalg.Contraction
+) -> Array:
     first, second = linalg._summed_axes(len(shape), y.ndim, axes)
     free_x, free_y = _free(len(shape), first), _free(y.ndim, second)
     found = xp.tensordot(grad, y, axes=(tuple(range(len(free_x), grad.ndim)), free_y))
     return _ordered(xp, found, [*free_x, *(first[second.index(j)] for j in sorted(second))])
 
 
-def _find_tensordot_right(xp: Any, x: Any, grad: Any, shape: tuple[int, ...], *, axes: linalg.Contraction) -> Any:
+def _find_tensordot_right(
+    xp: Namespace, x: Array, grad: Array, shape: tuple[int, ...], *, axes: linalg.Contraction
+) -> Array:
     first, second = linalg._summed_axes(x.ndim, len(shape), axes)
     free_x, free_y = _free(x.ndim, first), _free(len(shape), second)
     found = xp.tensordot(x, grad, axes=(free_x, tuple(range(len(free_x)))))
@@ -224,14 +229,14 @@ def _tensordot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 # -- vecdot ----------------------------------------------------------------------------------------------------------
 
 
-def _find_vecdot_left(xp: Any, grad: Any, y: Any, shape: tuple[int, ...], *, axis: int) -> Any:
+def _find_vecdot_left(xp: Namespace, grad: Array, y: Array, shape: tuple[int, ...], *, axis: int) -> Array:
     at = normalize_axis(axis, len(shape))
     target = (*shape[:at], *shape[at + 1 :], shape[at])
     found = xp.asarray(grad)[..., None] * xp.moveaxis(y, axis, -1)
     return xp.moveaxis(_summed_to(xp, found, target), -1, at)
 
 
-def _find_vecdot_right(xp: Any, x: Any, grad: Any, shape: tuple[int, ...], *, axis: int) -> Any:
+def _find_vecdot_right(xp: Namespace, x: Array, grad: Array, shape: tuple[int, ...], *, axis: int) -> Array:
     return _find_vecdot_left(xp, grad, x, shape, axis=axis)
 
 
@@ -263,10 +268,10 @@ def _fit_spec(x: Spec, *sizes: Spec, shape: Shape) -> Spec:
     return Spec(x.dtype, template_shape(shape, sizes))
 
 
-def _fit_kernel(xp: Any, *, shape: Shape) -> Kernel:
+def _fit_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     read = shape_reader(shape)
 
-    def fit(x: Any, *sizes: Any) -> Any:
+    def fit(x: Array, *sizes: Array) -> Array:
         target = read(sizes)
         if x.shape == target:
             return x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace
 
 not_differentiable(RANK, SHAPE, SIZE, because="they are integers")
 
@@ -169,19 +170,21 @@ def _reshape_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 # -- repeating -------------------------------------------------------------------------------------------------------
 
 
-def _summed(x: Any, axis: int | tuple[int, ...]) -> Any:
+def _summed(x: Array, axis: int | tuple[int, ...]) -> Array:
     """Sum over `axis`; bfloat16 accumulates in float32, as it stops counting at 256."""
-    return x.sum(axis, dtype=float32).astype(x.dtype) if x.dtype.name == "bfloat16" else x.sum(axis, dtype=x.dtype)
+    is_narrow = x.dtype.name == "bfloat16"
+    total: Array = x.sum(axis, dtype=float32 if is_narrow else x.dtype)
+    return total.astype(x.dtype) if is_narrow else total
 
 
 def _sum_tiles_spec(x: Spec, *sizes: Spec, repetitions: tuple[int, ...], shape: Shape) -> Spec:
     return Spec(x.dtype, template_shape(shape, sizes))
 
 
-def _sum_tiles_kernel(xp: Any, *, repetitions: tuple[int, ...], shape: Shape) -> Kernel:
+def _sum_tiles_kernel(xp: Namespace, *, repetitions: tuple[int, ...], shape: Shape) -> Kernel:
     read = shape_reader(shape)
 
-    def sum_tiles(x: Any, *sizes: Any) -> Any:
+    def sum_tiles(x: Array, *sizes: Array) -> Array:
         target = read(sizes)
         rank = max(len(target), len(repetitions))
         counts = (1,) * (rank - len(repetitions)) + repetitions
@@ -223,16 +226,17 @@ def _sum_repeats_spec(x: Spec, *rest: Spec, repeats: int | None, axis: int | Non
     return Spec(x.dtype, template_shape(shape, rest if repeats is not None else rest[1:]))
 
 
-def _sum_repeats_kernel(xp: Any, *, repeats: int | None, axis: int | None, shape: Shape) -> Kernel:
+def _sum_repeats_kernel(xp: Namespace, *, repeats: int | None, axis: int | None, shape: Shape) -> Kernel:
     read = shape_reader(shape)
+    times = repeats or 0  # of no use where they are counted
 
-    def equally(x: Any, *sizes: Any) -> Any:
+    def equally(x: Array, *sizes: Array) -> Array:
         target = read(sizes)
         dims, at = ((math.prod(target),), 0) if axis is None else (target, axis % len(target))
-        apart = x.reshape((*dims[: at + 1], repeats, *dims[at + 1 :]))
+        apart = x.reshape((*dims[: at + 1], times, *dims[at + 1 :]))
         return _summed(apart, at + 1).reshape(target)
 
-    def counted(x: Any, counts: Any, *sizes: Any) -> Any:
+    def counted(x: Array, counts: Array, *sizes: Array) -> Array:
         target = read(sizes)
         dims, at = ((math.prod(target),), 0) if axis is None else (target, axis % len(target))
         result = xp.zeros(dims, dtype=x.dtype)

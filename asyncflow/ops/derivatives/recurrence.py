@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op, derivative, register
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace
 
 
 def _recurrence_spec(x: Spec, factors: Spec, *, axis: int, reverse: bool) -> Spec:
     return x
 
 
-def _recurrence_kernel(xp: Any, *, axis: int, reverse: bool) -> Kernel:
-    def recur(x: Any, factors: Any) -> Any:
+def _recurrence_kernel(xp: Namespace, *, axis: int, reverse: bool) -> Kernel:
+    def recur(x: Array, factors: Array) -> Array:
         result = xp.array(x)
         lines, steps = xp.moveaxis(result, axis, 0), xp.moveaxis(factors, axis, 0)
         if reverse:

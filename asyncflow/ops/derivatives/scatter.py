@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -28,11 +28,12 @@ from asyncflow.ops.manipulation import concat, reshape
 from asyncflow.ops.shape import shape as shape_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Hashable, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Index, Namespace
 
 T = TypeVar("T")
 
@@ -82,11 +83,11 @@ def _scatter_spec(*inputs: Spec, keys: tuple[Key, ...], shape: Shape, known: Sha
     return Spec(inputs[0].dtype, target)
 
 
-def _scatter_kernel(xp: Any, *, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Kernel:
+def _scatter_kernel(xp: Namespace, *, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Kernel:
     read = shape_reader(shape)
     add_parts = [part_kernel(xp, key, is_first=place == 0) for place, key in enumerate(keys)]
 
-    def scatter(*inputs: Any) -> Any:
+    def scatter(*inputs: Array) -> Array:
         result = xp.zeros(read(sizes_of(inputs, shape)), dtype=inputs[0].dtype)
         for add_part, (values, indices) in zip(add_parts, parts_of(inputs, keys), strict=True):
             add_part(result, values, indices)
@@ -96,7 +97,7 @@ def _scatter_kernel(xp: Any, *, keys: tuple[Key, ...], shape: Shape, known: Shap
         return scatter
     on_host = _scatter_kernel(np, keys=keys, shape=shape, known=known)
 
-    def scatter_or_host(*inputs: Any) -> Any:
+    def scatter_or_host(*inputs: Array) -> Array:
         has_flag = any(is_flag(index) for _, indices in parts_of(inputs, keys) for index in indices)
         return (on_host if has_flag else scatter)(*inputs)
 
@@ -121,17 +122,17 @@ def host_places(node: Node, first: int = 0) -> Collection[int]:
     return found
 
 
-def part_kernel(xp: Any, key: Key, *, is_first: bool) -> Callable[[Any, Any, Sequence[Any]], None]:
+def part_kernel(xp: Namespace, key: Key, *, is_first: bool) -> Callable[[Array, Array, Sequence[Array]], None]:
     """A function that adds values to an array at a key; `is_first`: to zeros alone."""
     static, build = compile_key(key)
 
-    def set_slices(result: Any, values: Any, indices: Sequence[Any]) -> None:
+    def set_slices(result: Array, values: Array, indices: Sequence[Array]) -> None:
         result[static] = values
 
-    def add_at_slices(result: Any, values: Any, indices: Sequence[Any]) -> None:
+    def add_at_slices(result: Array, values: Array, indices: Sequence[Array]) -> None:
         result[static] += values
 
-    def add_at_indices(result: Any, values: Any, indices: Sequence[Any]) -> None:
+    def add_at_indices(result: Array, values: Array, indices: Sequence[Array]) -> None:
         index = build(*indices) if xp is np else device_index(xp, build(*indices))
         for item in indices:
             if item.ndim and item.dtype.kind != "b":
@@ -144,7 +145,7 @@ def part_kernel(xp: Any, key: Key, *, is_first: bool) -> Callable[[Any, Any, Seq
     return set_slices if is_first else add_at_slices
 
 
-def _add_at(xp: Any, result: Any, index: tuple[Any, ...], values: Any) -> None:
+def _add_at(xp: Namespace, result: Array, index: tuple[Index, ...], values: Array) -> None:
     """``result[index] += values`` where values for one element all add."""
     axis = _only_axis(index, result.ndim)
     if xp is not np or axis is None:
@@ -159,7 +160,7 @@ def _add_at(xp: Any, result: Any, index: tuple[Any, ...], values: Any) -> None:
     np.add.at(result.reshape(-1), positions.reshape(-1), values.reshape(-1))
 
 
-def _only_axis(index: tuple[Any, ...], rank: int) -> int | None:
+def _only_axis(index: tuple[Index, ...], rank: int) -> int | None:
     """The axis that `index` picks from by one array of integers, if it takes all others whole."""
     at = [place for place, item in enumerate(index) if isinstance(item, np.ndarray)]
     others = [item for item in index if not isinstance(item, np.ndarray)]
@@ -169,7 +170,7 @@ def _only_axis(index: tuple[Any, ...], rank: int) -> int | None:
     return rank - (len(index) - at[0]) if behind else at[0]
 
 
-def _checked(rows: Any, extent: int, axis: int) -> Any:
+def _checked(rows: Array, extent: int, axis: int) -> Array:
     """`rows` as int64 counted from the front; out of range raises, as indexing does."""
     wrong = (rows < -extent) | (rows >= extent) if rows.dtype.kind == "i" else rows >= extent
     if wrong.any():
@@ -226,7 +227,7 @@ def sum_of_gradients(grads: Sequence[Tensor]) -> Tensor:
     Args:
         grads: at least one; all of one dtype and, in the run, one shape.
     """
-    groups: dict[Any, list[Node]] = {}
+    groups: dict[Hashable, list[Node]] = {}
     rest: list[Tensor] = []
     for grad in grads:
         node = grad.node
@@ -292,10 +293,10 @@ def _along_spec(values: Spec, indices: Spec, *sizes: Spec, axis: int, distinct: 
     return Spec(values.dtype, template_shape(shape, sizes))
 
 
-def _along_kernel(xp: Any, *, axis: int, distinct: bool, shape: Shape) -> Kernel:
+def _along_kernel(xp: Namespace, *, axis: int, distinct: bool, shape: Shape) -> Kernel:
     read = shape_reader(shape)
 
-    def scatter(values: Any, indices: Any, *sizes: Any) -> Any:
+    def scatter(values: Array, indices: Array, *sizes: Array) -> Array:
         result = xp.zeros(read(sizes), dtype=values.dtype)
         at, rank = axis % result.ndim, result.ndim
         index = tuple(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.values import Array, Namespace, Value
 
 Extents: TypeAlias = "tuple[int, ...] | Tensor"
 
@@ -53,10 +53,10 @@ def _sum_to_spec(x: Spec, *sizes: Spec, shape: Shape) -> Spec:
     return Spec(x.dtype, template_shape(shape, sizes))
 
 
-def _sum_to_kernel(xp: ModuleType, *, shape: Shape) -> Kernel:
+def _sum_to_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     read = shape_reader(shape)
 
-    def sum_to_shape(x: Any, *sizes: Any) -> Any:
+    def sum_to_shape(x: Array, *sizes: Array) -> Value:
         target = read(sizes)
         if x.shape == target:
             return x
@@ -107,7 +107,7 @@ ENSURE_SHAPE = register(
 """Its input, which is known to have a shape that inference could not tell."""
 
 
-def _same(value: Any) -> Any:
+def _same(value: Array) -> Array:
     return value
 
 
@@ -125,10 +125,10 @@ def _check_shape_spec(x: Spec, *sizes: Spec, shape: Shape, what: str) -> Spec:
     return Spec(x.dtype, merge(x.shape, template_shape(shape, sizes)))
 
 
-def _check_shape_kernel(xp: ModuleType, *, shape: Shape, what: str) -> Kernel:
+def _check_shape_kernel(xp: Namespace, *, shape: Shape, what: str) -> Kernel:
     read = shape_reader(shape)
 
-    def check(x: Any, *sizes: Any) -> Any:
+    def check(x: Array, *sizes: Array) -> Array:
         expected = read(sizes)
         if x.shape != expected:
             raise ValueError(f"{what} has shape {format_shape(x.shape)}; it is to have shape {format_shape(expected)}")

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, refuse_coroutines
 from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.graph import current_graph
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.ops.derivatives.shapes import carries_gradient, checked_shape, zeros_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
+    from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Derivative
+    from asyncflow.values import Nest
 
 
-def accepted_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., object], arguments: Attrs) -> Attrs:
     """Those of `arguments` that `function` takes by name."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -37,7 +39,7 @@ def output_gradients(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) 
 
 
 def input_gradients(
-    what: str, node: Node, inputs: Sequence[Tensor], structures: Sequence[nest.Structure], returned: Any
+    what: str, node: Node, inputs: Sequence[Tensor], structures: Sequence[nest.Structure], returned: Nest
 ) -> list[Tensor | None]:
     """What a user's function returned, as the gradient of each tensor of `inputs`.
 
@@ -54,7 +56,7 @@ def input_gradients(
     """
     refuse_coroutines(returned)
     nests = [None] * len(structures) if returned is None else _one_each(what, node, structures, returned)
-    leaves: list[Any] = []
+    leaves: list[object] = []
     for place, (structure, found) in enumerate(zip(structures, nests, strict=True)):
         if found is None:
             leaves += [None] * structure.size
@@ -69,7 +71,7 @@ def input_gradients(
     return [_of_input(what, node, x, leaf) for x, leaf in zip(inputs, leaves, strict=True)]
 
 
-def _one_each(what: str, node: Node, structures: Sequence[nest.Structure], returned: Any) -> Sequence[Any]:
+def _one_each(what: str, node: Node, structures: Sequence[nest.Structure], returned: Nest) -> Sequence[Nest]:
     is_list = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
     if len(structures) == 1 and (not is_list or _fits(structures[0], returned)):
         return [returned]
@@ -79,11 +81,11 @@ def _one_each(what: str, node: Node, structures: Sequence[nest.Structure], retur
             f"{what} returns one gradient for each of {len(structures)} arguments, in a tuple; it returned {seen}"
             f"\n  differentiates {node.name}, built at {node.location}"
         )
-    found: Sequence[Any] = returned
+    found: Sequence[Nest] = returned
     return found
 
 
-def _fits(structure: nest.Structure, returned: Any) -> bool:
+def _fits(structure: nest.Structure, returned: Nest) -> bool:
     if structure.kind is None:
         return False
     try:
@@ -93,7 +95,7 @@ def _fits(structure: nest.Structure, returned: Any) -> bool:
     return True
 
 
-def _of_input(what: str, node: Node, x: Tensor, value: Any) -> Tensor | None:
+def _of_input(what: str, node: Node, x: Tensor, value: TensorLike | None) -> Tensor | None:
     if value is None or not carries_gradient(x.spec):
         return None
     is_symbolic = isinstance(value, Tensor)
@@ -113,7 +115,7 @@ def _of_input(what: str, node: Node, x: Tensor, value: Any) -> Tensor | None:
     return checked_shape(graph.import_tensor(grad), x, f"what {what} returned as the gradient of {x!r}")
 
 
-def rule_of_op(name: str, gradient: Callable[..., Any]) -> Derivative:
+def rule_of_op(name: str, gradient: Callable[..., object]) -> Derivative:
     """The derivative of a user's op that has ``gradient(inputs, outputs, grads, **arguments)``; see `@op`."""
 
     def rule(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:

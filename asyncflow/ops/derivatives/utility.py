@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op, derivative, inputs_from, register
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace
 
 
 def _diff_transpose_spec(grad: Spec, *sizes: Spec, axis: int, n: int, shape: Shape) -> Spec:
     return Spec(grad.dtype, template_shape(shape, sizes))
 
 
-def _diff_transpose_kernel(xp: Any, *, axis: int, n: int, shape: Shape) -> Kernel:
+def _diff_transpose_kernel(xp: Namespace, *, axis: int, n: int, shape: Shape) -> Kernel:
     read = shape_reader(shape)
     odd = n % 2
 
-    def run(grad: Any, *sizes: Any) -> Any:
+    def run(grad: Array, *sizes: Array) -> Array:
         target = read(sizes)
         at = normalize_axis(axis, len(target))
         if not grad.shape[at]:

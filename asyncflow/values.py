@@ -1,0 +1,54 @@
+"""Types of what is there in a run: the values that kernels compute with, and the libraries that they compute by.
+
+They are for type checkers and readers alone; nothing asks for them at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    pass
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+"""An array of NumPy's, or a scalar of its, or an array of CuPy's: kernels use what all of them have."""
+
+Value: TypeAlias = object
+"""What flows along an edge: an `Array`, or what only some ops understand, such as the store behind a TensorArray."""
+
+Nest: TypeAlias = Any
+"""A value, or a nest of values, whose structure the user's code decides: what loops, branches and runs give back.
+
+Type checkers cannot know that structure; where one can follow it, as in `while_loop`, an overload says so.
+"""
+
+
+Index: TypeAlias = Any
+"""What stands between the brackets of an array, or one item of it; NumPy's own type for that is private."""
+
+
+class Namespace(Protocol):
+    """NumPy, or what has its functions for the arrays of a device."""
+
+    @property
+    def add(self) -> np.ufunc:
+        """A ufunc, with ``add.at``."""
+        ...
+
+    @property
+    def fft(self) -> Namespace:
+        """Fourier transforms."""
+        ...
+
+    @property
+    def linalg(self) -> Namespace:
+        """Functions of matrices."""
+        ...
+
+    def __getattr__(self, name: str, /) -> Callable[..., Array]: ...
+
+
+__all__ = ["Array", "Index", "Namespace", "Nest", "Value"]
