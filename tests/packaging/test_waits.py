@@ -38,10 +38,10 @@ WAITS = {"aclose", "block", "communicate", "join", "result", "wait"}
 OF_MODULES = {"asyncio": {"timeout", "wait_for"}, "subprocess": WAITING}
 SOME_WAIT = re.compile(r"threading|asyncio\.|subprocess|futures")
 VIRTUAL = {
-    "tests/devices/test_sim.py",
-    "tests/devices/test_sim_hazards.py",
+    "tests/devices/test_sim_device.py",
+    "tests/devices/test_sim_machine_hazards.py",
     "tests/streams/test_beside.py",
-    "tests/streams/test_sim.py",
+    "tests/streams/test_sim_stream.py",
     "tests/streams/test_virtual.py",
 }
 """On virtual time every limit is exact."""

@@ -43,7 +43,7 @@ def test_no_device_fits_a_request() -> None:
     expected = (
         r"no device fits 'cuda': this session has cpu:0, cpu:1; ask for one of these, or add it to the session's: "
         r"Session\(devices=\['cpu:0', \.\.\., 'cuda'\]\)"
-        r"\n  asked for by y \(identity\), built at .*test_place_constraints\.py:\d+"
+        r"\n  asked for by y \(identity\), built at .*test_constraints\.py:\d+"
     )
     with pytest.raises(af.PlacementError, match=expected):
         placed(graph, [y], devices("cpu:0", "cpu:1"))
@@ -157,7 +157,7 @@ def test_conflict_names_requests_places_and_reasons() -> None:
         placed(graph, [a, b, c], devices("sim:0", "sim:1"))
     lines = str(caught.value).splitlines()
     assert lines[0] == ("nodes that have to be on one device ask for different ones; this session has sim:0, sim:1")
-    here = "test_place_constraints.py:"
+    here = "test_constraints.py:"
     assert lines[1].startswith("  'sim:0' asked for by a (identity), built at ") and here in lines[1]
     assert lines[2].startswith("  'sim:1' asked for by c (identity), built at ") and here in lines[2]
     assert lines[3] == "they have to be together because"
@@ -275,7 +275,7 @@ def test_a_loop_by_hand_that_cannot_be_cut_says_why() -> None:
     found = placed(graph, [left], devices("sim:0", "sim:1"))
     assert of_loop(found) == {"sim:1"}
     (note,) = found.placement.notes
-    place = r"test_place_constraints.py:\d+"
+    place = r"test_constraints.py:\d+"
     assert re.search(rf"frame 'loop' stays on one device: less \(less, built at .*{place}\) uses enter_1", note)
     assert note in found.placement.explain()
     graph, left, _ = by_hand("sim:1", "sim:0", is_regular=False)

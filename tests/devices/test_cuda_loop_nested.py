@@ -13,7 +13,7 @@ import pytest
 from asyncflow.devices.cuda.decisions import Branch, Decision, Ended, Loop, advance, decisions
 from asyncflow.devices.cuda.experimental.conditional import ENDED, GIVEN_UP, STOPPED, TOO_LONG
 from tests.devices.cards import MIB
-from tests.devices.test_cuda_while import Card, by_numpy
+from tests.devices.test_cuda_loop import Card, by_numpy
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.graphs import Graph
 
