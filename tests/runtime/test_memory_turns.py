@@ -96,13 +96,14 @@ async def test_a_run_that_somebody_might_notice_twice_fails_as_ever(graph: af.Gr
         calls.append(1)
         return v + 1.0
 
-    y, z = holds(x, turns=3000), [holds(noted(x)), holds(x * 3.0)]
+    y, z = holds(x, turns=10**9), [holds(noted(x)), holds(x * 3.0)]
     async with af.Session(graph, memory_limit=LIMIT, regions=False) as session, asyncio.timeout(PATIENCE_S):
         other = asyncio.ensure_future(_sum_of(session, y, {x: LARGE}))
         await until(lambda: session.statistics().used_bytes["cpu:0"])
         with pytest.raises(af.OutOfMemoryError):
             await session.run(z, {x: LARGE})
-        assert await other == 200_000.0
+        assert not other.done()
+        other.cancel()
     assert len(calls) == 1
 
 
