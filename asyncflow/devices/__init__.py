@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncflow.devices.blas import BlasLease, acquire_blas_threads
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.devices.cpu.device import CpuDevice
+from asyncflow.devices.kinds import DeviceDescription, DeviceKind, DeviceOptions, register_kind
 from asyncflow.devices.memory import (
     TRACKED_BYTES,
     LiveBuffer,
@@ -14,7 +15,7 @@ from asyncflow.devices.memory import (
 )
 from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import AsynchronousDevice, Device, KernelInfo, Span
-from asyncflow.devices.registry import DeviceDescription, available_devices, open_devices
+from asyncflow.devices.registry import available_devices, open_devices
 from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.machine import SimMachine, current_machine, use_machine
 
@@ -26,7 +27,9 @@ __all__ = [
     "CpuDevice",
     "Device",
     "DeviceDescription",
+    "DeviceKind",
     "DeviceName",
+    "DeviceOptions",
     "DeviceSpec",
     "KernelInfo",
     "LiveBuffer",
@@ -41,5 +44,6 @@ __all__ = [
     "available_devices",
     "current_machine",
     "open_devices",
+    "register_kind",
     "use_machine",
 ]

@@ -6,13 +6,10 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from asyncflow.devices.kinds import find_kind, kind_names
 from asyncflow.errors import PlacementError
 
-KINDS = ("cpu", "cuda", "sim")
-"""The kinds of device that have a name, whether or not this machine has one."""
-
 _PATTERN = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]*))?")
-_ACCEPTED = "accepted are a kind (cpu, cuda, sim) or a kind and an index (cpu:0, cuda:1, sim:3)"
 _OTHER_WORDS = {"gpu": "cuda", "host": "cpu", "simulated": "sim"}
 
 
@@ -72,13 +69,17 @@ class DeviceSpec:
 def _split(text: object) -> tuple[str, int | None]:
     match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise PlacementError(f"{text!r} is no device name; {_ACCEPTED}")
+        raise PlacementError(f"{text!r} is no device name; {_accepted()}")
     kind, index = match[1], match[2]
-    if kind not in KINDS:
-        raise PlacementError(f"unknown kind of device in {text!r}{_suggestion(kind)}; {_ACCEPTED}")
+    if find_kind(kind) is None:
+        raise PlacementError(f"unknown kind of device in {text!r}{_suggestion(kind)}; {_accepted()}")
     return kind, None if index is None else int(index)
 
 
+def _accepted() -> str:
+    return f"accepted are a kind ({', '.join(kind_names())}) or a kind and an index (cpu:0, cuda:1, sim:3)"
+
+
 def _suggestion(kind: str) -> str:
-    close = [_OTHER_WORDS[kind]] if kind in _OTHER_WORDS else difflib.get_close_matches(kind, KINDS, n=1)
+    close = [_OTHER_WORDS[kind]] if kind in _OTHER_WORDS else difflib.get_close_matches(kind, kind_names(), n=1)
     return f", did you mean {close[0]!r}?" if close else ""

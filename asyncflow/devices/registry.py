@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from asyncflow.devices import hardware
-from asyncflow.devices.cpu.device import CpuDevice
-from asyncflow.devices.cuda.backend import cuda_backend
-from asyncflow.devices.cuda.device import CudaDevice
-from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.cpu.kind import CpuKind
+from asyncflow.devices.cuda.kind import CudaKind
+from asyncflow.devices.kinds import (
+    DeviceDescription,
+    DeviceKind,
+    DeviceOptions,
+    find_kind,
+    kind_names,
+    register_kind,
+)
 from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import Device, has_own_memory
 from asyncflow.devices.sim.device import SimDevice
+from asyncflow.devices.sim.kind import SimKind
 from asyncflow.devices.sim.machine import SimMachine, current_machine
 from asyncflow.errors import PlacementError
 
+_SIMULATED = {"cpu": SimKind("cpu"), "sim": SimKind("sim")}
+"""The kinds that there are on virtual time."""
+
+for _kind in (CpuKind(), CudaKind(), _SIMULATED["sim"]):
+    register_kind(_kind)
+
 _DEFAULT = ("cpu:0",)
 _AVAILABLE = "available are logical CPU devices, as many as you like: cpu:0, cpu:1, ..."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceDescription:
-    """One line of ``asyncflow devices``."""
-
-    name: str
-    """Such as ``cpu:0``; a kind alone where there is none of it."""
-    available: bool
-    detail: str
-    """What it is; where it is not available, why."""
 
 
 def open_devices(
@@ -64,35 +65,36 @@ def open_devices(
     names = [_full_name(spec) for spec in specs]
     if not names:
         raise PlacementError(f"devices= is empty and a session needs one; leave it out for {_DEFAULT[0]}; {_AVAILABLE}")
+    kinds: list[DeviceKind] = []
     for name in names:
-        _check_available(name, machine)
+        kinds.append(_available_kind(name, machine))
         if names.count(name) > 1:
             raise PlacementError(f"device {name} is named {names.count(name)} times in devices=; name each once")
-    if machine is None:
-        sharing = sum(name.kind == "cpu" for name in names)
-        return tuple(
-            _open_cuda(name.index, memory_limit, compute_streams)
-            if name.kind == "cuda"
-            else CpuDevice(name.index, memory_limit=memory_limit, compute_streams=compute_streams, sharing=sharing)
-            for name in names
-        )
+    sharing = Counter(kinds)
     return tuple(
-        SimDevice(
-            machine,
+        kind.open(
             name.index,
-            kind="sim" if name.kind == "sim" else "cpu",
-            memory_limit=memory_limit,
-            compute_streams=compute_streams,
+            DeviceOptions(memory_limit=memory_limit, compute_streams=compute_streams, sharing=sharing[kind]),
         )
-        for name in names
+        for name, kind in zip(names, kinds, strict=True)
     )
 
 
-def _open_cuda(index: int, memory_limit: int | None, compute_streams: int) -> CudaDevice:
-    """One of a session's CUDA devices; those beyond the number of cards share them in turn."""
-    backend = cuda_backend()
-    card = index % len(backend.cards)
-    return CudaDevice(backend.cupy, index, physical=card, memory_limit=memory_limit, compute_streams=compute_streams)
+def _available_kind(name: DeviceName, machine: SimMachine | None) -> DeviceKind:
+    kind = find_kind(name.kind) if machine is None else _SIMULATED.get(name.kind)
+    if kind is None:
+        raise PlacementError(
+            f"device {name}: there are no real cards on virtual time; the simulated ones are sim:0, sim:1, ..."
+        )
+    missing = kind.why_not(name.index)
+    if missing is not None:
+        raise PlacementError(f"device {name}: {missing}{f'; {_AVAILABLE}' if machine is None else ''}")
+    return kind
+
+
+def _full_name(spec: str) -> DeviceName:
+    parsed = DeviceSpec.parse(spec)
+    return DeviceName(parsed.kind or "cpu", parsed.index or 0)
 
 
 def has_one_memory(devices: Sequence[Device]) -> bool:
@@ -118,55 +120,8 @@ def check_event_loop(devices: Sequence[Device], loop: asyncio.AbstractEventLoop)
 
 def available_devices() -> tuple[DeviceDescription, ...]:
     """The devices that this machine has, and for those it has not, why."""
-    memory = hardware.usable_memory()
-    parts = (
-        hardware.processor(),
-        f"{hardware.usable_cores()} cores",
-        "memory unknown" if memory is None else format_bytes(memory),
-        hardware.blas_library(),
-    )
-    cpu = DeviceDescription(name="cpu:0", available=True, detail=", ".join(parts))
-    backend = cuda_backend()
-    if backend.cupy is None:
-        return (cpu, DeviceDescription(name="cuda", available=False, detail=f"off: {backend.reason}"))
-    cards = (
-        DeviceDescription(name=f"cuda:{card}", available=True, detail=line) for card, line in enumerate(backend.cards)
-    )
-    return (cpu, *cards)
+    kinds = [find_kind(name) for name in kind_names()]
+    return tuple(line for kind in kinds if kind is not None for line in kind.describe())
 
 
-def _full_name(spec: str) -> DeviceName:
-    parsed = DeviceSpec.parse(spec)
-    return DeviceName(parsed.kind or "cpu", parsed.index or 0)
-
-
-def _check_available(name: DeviceName, machine: SimMachine | None) -> None:
-    if name.kind == "cuda":
-        _check_cuda(name, machine)
-    if name.kind == "sim":
-        _check_simulated(name, machine)
-
-
-def _check_simulated(name: DeviceName, machine: SimMachine | None) -> None:
-    if machine is None:
-        raise PlacementError(
-            f"device {name}: simulated devices exist on virtual time only; open the session inside "
-            f"asyncflow.testing.virtual_clock(); {_AVAILABLE}"
-        )
-    cards = machine.spec.cards
-    if name.index >= len(cards):
-        plural = f"{len(cards)} cards, sim:0 to sim:{len(cards) - 1}" if len(cards) > 1 else "1 card, sim:0"
-        raise PlacementError(
-            f"device {name}: the simulated machine has {plural}; name one of them, or give virtual_clock() a machine "
-            f'with more, such as "{name.index + 1} x {cards[-1].name}"'
-        )
-
-
-def _check_cuda(name: DeviceName, machine: SimMachine | None) -> None:
-    if machine is not None:
-        raise PlacementError(
-            f"device {name}: there are no real cards on virtual time; the simulated ones are sim:0, sim:1, ..."
-        )
-    backend = cuda_backend()
-    if backend.cupy is None:
-        raise PlacementError(f"device {name}: CUDA is off on this machine: {backend.reason}; {_AVAILABLE}")
+__all__ = ["available_devices", "check_event_loop", "has_one_memory", "open_devices"]

@@ -459,7 +459,7 @@ def test_the_list_of_devices(make: Make) -> None:
 
 def test_the_list_of_devices_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     off = CudaBackend(None, reason="no NVIDIA driver found; cupy is not installed")
-    monkeypatch.setattr("asyncflow.devices.registry.cuda_backend", lambda: off)
+    monkeypatch.setattr("asyncflow.devices.cuda.kind.cuda_backend", lambda: off)
     assert list_devices().splitlines()[1].split(maxsplit=1) == ["cuda", f"off: {off.reason}"]
     with pytest.raises(
         PlacementError, match="device cuda:0: CUDA is off on this machine: no NVIDIA driver found; cupy"
