@@ -63,6 +63,49 @@ class SourceLocation:
 
 UNKNOWN_LOCATION = SourceLocation("<unknown>", 0, "<unknown>")
 
+
+@dataclass(frozen=True, slots=True)
+class LoopIdentity:
+    """Names a loop, the same whatever drives it: generated code, the scheduler, a card, or the host for a card.
+
+    Attributes:
+        name: that of its `while` node, or of the frame that a user has entered by hand.
+        location: the user's line that built it.
+        by_hand: a user made it of primitives, so that it has no node of its own.
+    """
+
+    name: str
+    location: SourceLocation = UNKNOWN_LOCATION
+    by_hand: bool = False
+
+    @property
+    def label(self) -> str:
+        """The last part of its name, as tags show it."""
+        return self.name.rpartition("/")[2]
+
+    def check(self, count: int, limit: int | None) -> None:
+        """Raises TooManyIterations if `count` iterations are more than the limit; None is none."""
+        if limit is not None and count > limit:
+            raise TooManyIterations(self, limit)
+
+
+class TooManyIterations(Exception):
+    """A loop went on after the session's ``max_iterations``: the cause of a `KernelError`.
+
+    Attributes:
+        loop: which.
+        limit: how many iterations it may run.
+    """
+
+    def __init__(self, loop: LoopIdentity, limit: int) -> None:
+        self.loop = loop
+        self.limit = limit
+        super().__init__(loop, limit)
+
+    def __str__(self) -> str:
+        return f"loop {self.loop.label} reached max_iterations={self.limit}"
+
+
 _WRITTEN_AT = "\n  written at "
 
 

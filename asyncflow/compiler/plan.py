@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.program.saved import Saved
     from asyncflow.compiler.regions.loop_drivers import LoopDriver
     from asyncflow.compiler.regions.regions import Region
+    from asyncflow.errors import LoopIdentity
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
@@ -237,7 +238,8 @@ class PlanFrame:
 
     Attributes:
         path: frame names from the outermost inward.
-        label: the innermost name, as tags show it.
+        loop: which loop it is a frame of, for errors.
+        label: of that loop, as tags show it.
         values: an iteration's values before any token arrived; constants are there already.
         pending: how many inputs each node waits for.
         initial: nodes that wait for none.
@@ -252,6 +254,7 @@ class PlanFrame:
         "exits",
         "initial",
         "label",
+        "loop",
         "n_enters",
         "nodes",
         "parallel_iterations",
@@ -260,9 +263,10 @@ class PlanFrame:
         "values",
     )
 
-    def __init__(self, path: FramePath, parallel_iterations: int) -> None:
+    def __init__(self, path: FramePath, parallel_iterations: int, loop: LoopIdentity) -> None:
         self.path = path
-        self.label = path[-1].rpartition("/")[2] if path else ""
+        self.loop = loop
+        self.label = loop.label
         self.parallel_iterations = parallel_iterations
         self.nodes: list[PlanNode] = []
         self.values: list[Any] = []

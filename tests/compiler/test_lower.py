@@ -104,11 +104,11 @@ def test_a_loop(graph: af.Graph) -> None:
     assert lowered(graph, list(results)) == golden("""
         %feed = feed() {index=0, spec=int64[]} : int64[]
         %constant = constant() {value=array(int64[], 0)} : int64[]
-        %loop/enter = enter(%constant) {constant=false, frame="loop", parallel_iterations=7} : int64[]
+        %loop/enter = enter(%constant) {constant=false, frame="loop", loop="loop", parallel_iterations=7} : int64[]
         %loop/merge = merge(%loop/enter, %loop/next_iteration) : (int64[], int32[])
-        %loop/enter_1 = enter(%feed) {constant=false, frame="loop", parallel_iterations=7} : int64[]
+        %loop/enter_1 = enter(%feed) {constant=false, frame="loop", loop="loop", parallel_iterations=7} : int64[]
         %loop/merge_1 = merge(%loop/enter_1, %loop/next_iteration_1) : (int64[], int32[])
-        %loop/enter_2 = enter(%feed) {constant=true, frame="loop", parallel_iterations=7} : int64[]
+        %loop/enter_2 = enter(%feed) {constant=true, frame="loop", loop="loop", parallel_iterations=7} : int64[]
         %loop/cond/less = less(%loop/merge, %loop/enter_2) : bool[]
         %loop/loop_cond = loop_cond(%loop/cond/less) : bool[]
         %loop/switch = switch(%loop/merge, %loop/loop_cond) : (int64[], int64[])
@@ -143,7 +143,7 @@ def test_a_loop_in_a_branch_enters_only_if_the_branch_is_taken(graph: af.Graph) 
         %pick/true/constant = constant() {value=array(int64[], 0)} : int64[]
         %pick/switch = switch(%feed, %feed) : (bool[], bool[])
         %pick/switch/pivot = identity(%pick/switch:1) : bool[]
-        %pick/true/loop/enter = enter(%pick/true/constant) {constant=false, frame="pick/true/loop"} after(%pick/switch/pivot) : int64[]
+        %pick/true/loop/enter = enter(%pick/true/constant) {constant=false, frame="pick/true/loop", loop="pick/true/loop"} after(%pick/switch/pivot) : int64[]
         %pick/true/loop/merge = merge(%pick/true/loop/enter, %pick/true/loop/next_iteration) : (int64[], int32[])
         %pick/true/loop/cond/constant = constant() {value=array(int64[], 3)} : int64[]
         %pick/true/loop/cond/less = less(%pick/true/loop/merge, %pick/true/loop/cond/constant) : bool[]
@@ -170,21 +170,21 @@ def test_a_loop_in_a_loop(graph: af.Graph) -> None:
     assert lowered(graph, list(af.while_loop(lambda i: i < n, body, (0,), name="outer"))) == golden("""
         %feed = feed() {index=0, spec=int64[]} : int64[]
         %constant = constant() {value=array(int64[], 0)} : int64[]
-        %outer/enter = enter(%constant) {constant=false, frame="outer"} : int64[]
+        %outer/enter = enter(%constant) {constant=false, frame="outer", loop="outer"} : int64[]
         %outer/merge = merge(%outer/enter, %outer/next_iteration) : (int64[], int32[])
-        %outer/enter_1 = enter(%feed) {constant=true, frame="outer"} : int64[]
+        %outer/enter_1 = enter(%feed) {constant=true, frame="outer", loop="outer"} : int64[]
         %outer/cond/less = less(%outer/merge, %outer/enter_1) : bool[]
         %outer/loop_cond = loop_cond(%outer/cond/less) : bool[]
         %outer/switch = switch(%outer/merge, %outer/loop_cond) : (int64[], int64[])
         %outer/body/constant = constant() {value=array(int64[], 1)} : int64[]
         %outer/switch/pivot = identity(%outer/switch:1) : int64[]
-        %outer/body/inner/enter = enter(%outer/body/constant) {constant=false, frame="outer/body/inner"} after(%outer/switch/pivot) : int64[]
+        %outer/body/inner/enter = enter(%outer/body/constant) {constant=false, frame="outer/body/inner", loop="outer/body/inner"} after(%outer/switch/pivot) : int64[]
         %outer/body/inner/merge = merge(%outer/body/inner/enter, %outer/body/inner/next_iteration) : (int64[], int32[])
-        %outer/body/inner/enter_1 = enter(%outer/enter_1) {constant=true, frame="outer/body/inner"} after(%outer/switch/pivot) : int64[]
+        %outer/body/inner/enter_1 = enter(%outer/enter_1) {constant=true, frame="outer/body/inner", loop="outer/body/inner"} after(%outer/switch/pivot) : int64[]
         %outer/body/inner/cond/less = less(%outer/body/inner/merge, %outer/body/inner/enter_1) : bool[]
         %outer/body/inner/loop_cond = loop_cond(%outer/body/inner/cond/less) : bool[]
         %outer/body/inner/switch = switch(%outer/body/inner/merge, %outer/body/inner/loop_cond) : (int64[], int64[])
-        %outer/body/inner/enter_2 = enter(%outer/switch:1) {constant=true, frame="outer/body/inner"} : int64[]
+        %outer/body/inner/enter_2 = enter(%outer/switch:1) {constant=true, frame="outer/body/inner", loop="outer/body/inner"} : int64[]
         %outer/body/inner/body/add = add(%outer/body/inner/switch:1, %outer/body/inner/enter_2) : int64[]
         %outer/body/inner/next_iteration = next_iteration(%outer/body/inner/body/add) : int64[]
         %outer/body/inner/exit = exit(%outer/body/inner/switch) : int64[]
@@ -225,7 +225,7 @@ def test_a_control_edge_to_a_loop_holds_back_its_entry(graph: af.Graph) -> None:
     assert lowered(graph, [last]) == golden("""
         %feed = feed() {index=0, spec=int64[]} : int64[]
         %square = square(%feed) : int64[]
-        %loop/enter = enter(%feed) {constant=false, frame="loop"} after(%square) : int64[]
+        %loop/enter = enter(%feed) {constant=false, frame="loop", loop="loop"} after(%square) : int64[]
         %loop/merge = merge(%loop/enter, %loop/next_iteration) : (int64[], int32[])
         %loop/cond/constant = constant() {value=array(int64[], 9)} : int64[]
         %loop/cond/less = less(%loop/merge, %loop/cond/constant) : bool[]
@@ -249,7 +249,7 @@ def test_a_control_edge_from_a_loop_variable_waits_for_the_body(graph: af.Graph)
 
     assert lowered(graph, list(af.while_loop(lambda i: i < 9, body, (x,), name="loop"))) == golden("""
         %feed = feed() {index=0, spec=int64[]} : int64[]
-        %loop/enter = enter(%feed) {constant=false, frame="loop"} : int64[]
+        %loop/enter = enter(%feed) {constant=false, frame="loop", loop="loop"} : int64[]
         %loop/merge = merge(%loop/enter, %loop/next_iteration) : (int64[], int32[])
         %loop/cond/constant = constant() {value=array(int64[], 9)} : int64[]
         %loop/cond/less = less(%loop/merge, %loop/cond/constant) : bool[]

@@ -17,14 +17,12 @@ from asyncflow.devices.cuda.experimental.conditional import ENDED, MOST_ITERATIO
 from asyncflow.devices.cuda.experimental.loop_launch import Patience, WhileLauncher
 from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.devices.protocol import KernelInfo, is_coroutine_kernel
+from asyncflow.errors import LoopIdentity, TooManyIterations
 from tests.fake_cupy.stand_in import stand_in
 from tests.patience import PATIENCE_S
 
+LOOP = LoopIdentity("loop")
 INFO = KernelInfo(name="while", single=False, flops=lambda *_: 0.0, infer=lambda *_: None)
-
-
-class TooManyError(Exception):
-    """What the launchers here are told to raise."""
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def bind(device: CudaDevice, request: pytest.FixtureRequest) -> Callable[..., Wh
     bindings = device.cupy.bindings if request.param == "launched" else None
 
     def bound(condition: Callable[..., Any], body: Callable[..., Any], **options: Any) -> WhileLauncher:
-        return WhileLauncher(device, bindings, (condition, body), INFO, too_many=TooManyError, **options)
+        return WhileLauncher(device, bindings, (condition, body), INFO, **{"identity": LOOP, **options})
 
     return bound
 
@@ -94,7 +92,7 @@ async def test_the_limit_is_an_error_only_where_more_would_follow(
     launcher = bind(*sums.functions, n_vars=2, limit=limit)
     for n in (0, limit - 1, limit):
         assert (await sums.run(launcher, n))[0] == n
-    with pytest.raises(TooManyError):
+    with pytest.raises(TooManyIterations):
         await sums.run(launcher, limit + 1)
 
 
@@ -107,7 +105,7 @@ async def test_a_long_loop_is_launched_again_and_again(
     for n in (3, 4, 5, 7):
         assert (await sums.run(launcher, n))[1].tolist() == [n * (n - 1) / 2] * 2
     if limit is not None:
-        with pytest.raises(TooManyError):
+        with pytest.raises(TooManyIterations):
             await sums.run(launcher, limit + 1)
         assert (await sums.run(launcher, limit))[0] == limit
 
@@ -116,7 +114,7 @@ async def test_a_loop_is_one_launch_and_the_host_is_asked_once(
     device: CudaDevice, sums: Sums, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_while_launch, "LONG_S", math.inf)  # however busy the machine is
-    launcher = WhileLauncher(device, device.cupy.bindings, sums.functions, INFO, n_vars=2, too_many=TooManyError)
+    launcher = WhileLauncher(device, device.cupy.bindings, sums.functions, INFO, n_vars=2, identity=LOOP)
     await sums.run(launcher, 3)
     for n in (3, 300):
         device.cupy.engine.launches.clear()
@@ -144,7 +142,7 @@ async def test_what_cannot_be_captured_gives_the_same(device: CudaDevice) -> Non
         (lambda i, x: device.cupy.max(x) < 100, multiplied),
         INFO,
         n_vars=2,
-        too_many=TooManyError,
+        identity=LOOP,
     )
     x = np.full((2, 2), 1.0)
     i, found = await fetched(device, await launcher(np.int64(0), device.copy_in(x, "x")))
@@ -185,7 +183,7 @@ class Rows:
             lambda j, row, i: (add(j, np.int64(1)), add(row, j)),
             (np.int64(0), self.xp.zeros(2)),
             (add(i, self.xp.zeros_like(n)),),
-            "row",
+            LoopIdentity("row"),
         )
         _, row = yield row
         (total,) = yield Branch(is_odd, lambda t, r: (t - r,), lambda t, r: (t + r,), (total, row))
@@ -261,19 +259,19 @@ def test_launches_are_as_long_as_waiting_for_them_allows() -> None:
 @pytest.mark.parametrize("limit", [1, 4])
 async def test_the_limit_is_one_of_each_loop(rows: Rows, bind: Callable[..., WhileLauncher], limit: int) -> None:
     """Of an inner one each time that it is come to."""
-    launcher = bind(*rows.functions, n_vars=2, label="all", limit=limit)
+    launcher = bind(*rows.functions, n_vars=2, identity=LoopIdentity("all"), limit=limit)
     assert await rows.run(launcher, limit) == [limit, [rows.expected(limit)] * 2]
-    with pytest.raises(TooManyError, match="all"):
+    with pytest.raises(TooManyIterations, match="all"):
         await rows.run(launcher, limit + 1)
 
     def long_rows(i: Any, total: Any, n: Any) -> Any:
         add = rows.xp.add
         j = rows.xp.zeros_like(n)
-        (j,) = yield Loop(lambda j: rows.xp.less(j, limit + 1), lambda j: (add(j, 1),), (j,), (), "row")
+        (j,) = yield Loop(lambda j: rows.xp.less(j, limit + 1), lambda j: (add(j, 1),), (j,), (), LoopIdentity("row"))
         return add(i, np.int64(1)), add(total, j)
 
-    with pytest.raises(TooManyError, match="row"):
-        await rows.run(bind(rows.is_below, long_rows, n_vars=2, label="all", limit=limit), 1)
+    with pytest.raises(TooManyIterations, match="row"):
+        await rows.run(bind(rows.is_below, long_rows, n_vars=2, identity=LoopIdentity("all"), limit=limit), 1)
 
 
 async def test_what_a_branch_raises_is_raised(device: CudaDevice, bind: Callable[..., WhileLauncher]) -> None:

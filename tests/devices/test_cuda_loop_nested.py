@@ -158,9 +158,7 @@ def test_a_branch_in_the_condition(card: Card) -> None:
 
 def sums_below(xp: Any, i: Any, total: Any, n: Any) -> Any:
     """Adds the numbers below `i` to the total."""
-    _, total = yield Loop(
-        lambda j, total, i: j < i, lambda j, total, i: (j + 1, total + j), (np.int64(0), total), (i,), "inner"
-    )
+    _, total = yield Loop(lambda j, total, i: j < i, lambda j, total, i: (j + 1, total + j), (np.int64(0), total), (i,))
     return i + 1, total
 
 

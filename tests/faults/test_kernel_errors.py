@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.errors import TooManyIterations
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op
 from tests.conftest import assert_baseline
 from tests.faults.kernels import INT, CoroutineGate, ThreadGate, in_flight, raising, ticks, until
+from tests.runtime.hand_written import counting_loop
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -254,6 +256,19 @@ async def test_f16_max_iterations(graph: af.Graph, regions: bool) -> None:
         assert (caught.value.tag, caught.value.node, caught.value.op) == ("endless/100", "endless", "while")
         assert_baseline(session)
         assert await session.run(short) == 100
+
+
+async def test_f16_a_loop_written_by_hand_has_no_node_but_its_back_edges(graph: af.Graph) -> None:
+    """FAULTS F16: whatever those are called."""
+    with af.name_scope("endless"):
+        counting_loop(10**9, frame="endless")
+    (back_edge,) = (node for node in graph.nodes if node.op.name == "next_iteration")
+    assert back_edge.name == "endless/next_iteration"
+    async with af.Session(graph, max_iterations=5) as session:
+        with pytest.raises(af.KernelError, match="loop endless reached max_iterations=5") as caught:
+            await session.run(graph.nodes[-1].outputs[0])
+    assert (caught.value.tag, caught.value.node, caught.value.op) == ("endless/5", back_edge.name, "next_iteration")
+    assert isinstance(caught.value.__cause__, TooManyIterations)
 
 
 async def test_f16_there_is_no_limit_by_default(run: Run, graph: af.Graph) -> None:

@@ -132,8 +132,9 @@ async def test_the_limit_holds_for_loops_inside(limit: int) -> None:
         if limit >= 9:
             assert (await session.run(y, {x: np.zeros(2)})).tolist() == [29, 29]
         else:
-            with pytest.raises(af.AsyncflowError, match="loop inner reached max_iterations=5"):
+            with pytest.raises(af.KernelError, match="loop inner reached max_iterations=5") as caught:
                 await session.run(y, {x: np.zeros(2)})
+            assert (caught.value.node, caught.value.op) == ("outer/body/inner", "while")
         assert (await session.run(y, {x: np.full(2, 27.0)})).tolist() == [29, 29]
 
 

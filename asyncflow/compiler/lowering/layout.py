@@ -15,7 +15,7 @@ from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.merge import MERGE
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.devices.protocol import is_coroutine_kernel
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, LoopIdentity
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.frames import output_frame
 
@@ -71,7 +71,7 @@ class _Layout:
         self.streams = streams
         self.bind = bind
         self.bind_region = bind_region
-        self.frames: dict[FramePath, PlanFrame] = {(): PlanFrame((), 1)}
+        self.frames: dict[FramePath, PlanFrame] = {(): PlanFrame((), 1, LoopIdentity(""))}
         self.nodes: dict[Node, PlanNode] = {}
         self.targets: dict[Tensor, tuple[list[Any], list[Any]]] = {}
         self.control_targets: dict[Node, list[tuple[int, PlanNode]]] = {}
@@ -124,7 +124,9 @@ class _Layout:
         if node.op is ENTER:
             path = output_frame(node, self.frame_of[node])
             if path not in self.frames:
-                self.frames[path] = PlanFrame(path, node.attrs["parallel_iterations"])
+                lowered_from = node.attrs.get("loop")
+                loop = LoopIdentity(lowered_from or path[-1], node.location, by_hand=lowered_from is None)
+                self.frames[path] = PlanFrame(path, node.attrs["parallel_iterations"], loop)
             require_one_window(node, path, self.frames[path].parallel_iterations)
             planned.child = self.frames[path]
             planned.child.n_enters += 1

@@ -73,7 +73,8 @@ class Loop:
 
     def enter_attrs(self, *, constant: bool) -> dict[str, Any]:
         """The attributes of an Enter into it."""
-        return {"frame": self.frame, "constant": constant, "parallel_iterations": self.parallel_iterations}
+        attrs = {"frame": self.frame, "constant": constant, "parallel_iterations": self.parallel_iterations}
+        return attrs if self.node.op is ENTER else attrs | {"loop": self.node.name}
 
 
 class Emitter:

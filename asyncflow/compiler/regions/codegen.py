@@ -26,6 +26,7 @@ from asyncflow.compiler.program.kernels import is_small_spec
 from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
 from asyncflow.compiler.regions.region_code import Phase, Place, RegionCode
 from asyncflow.devices.cost import INLINE_LIMIT_NS
+from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.op import KernelContext
 
@@ -359,8 +360,8 @@ class _Generator:
         condition: Subgraph = node.attrs["cond"]
         body: Subgraph = node.attrs["body"]
         n_vars: int = node.attrs["n_vars"]
-        label = node.name.rpartition("/")[2]
-        counter = self.fresh(f"{label}_iteration", "iteration")
+        loop = LoopIdentity(node.name, node.location)
+        counter = self.fresh(f"{loop.label}_iteration", "iteration")
         variables = [self.fresh(tensor.node.name, "var") for tensor in body.inputs[:n_vars]]
         for variable, initial in zip(variables, node.inputs, strict=False):
             self.line(block, f"{variable} = {self.value(initial)}")
@@ -373,7 +374,7 @@ class _Generator:
             self.phases[-1].counter = counter
         elif follows_loop and not (block.loops and _is_light(condition) and _is_light(body)):
             self.part(block)  # as between phases
-        inner = _Block((*block.loops, (label, counter)), block.depth + 1)
+        inner = _Block((*block.loops, (loop.label, counter)), block.depth + 1)
         self.put_predicate(condition, block, inner)
         carried = self.carried(condition, body, n_vars)
         self.put_line(body.nodes, body.results, inner, carried)
@@ -386,7 +387,8 @@ class _Generator:
         if self.max_iterations is not None:
             self.bound.setdefault("TooManyIterations", TooManyIterations)
             self.line(inner, f"if {counter} >= {self.max_iterations}:")
-            self.line(inner.deeper(), f"raise TooManyIterations({label!r}, {self.max_iterations})", node)
+            identity = self.bind_name(f"{loop.label}_loop", "loop", loop)
+            self.line(inner.deeper(), f"raise TooManyIterations({identity}, {self.max_iterations})", node)
         self.line(inner, f"{counter} += 1")
         self.checkpoint(inner)
         self.names.update(zip(node.outputs, variables, strict=True))
@@ -444,10 +446,3 @@ def _takes_time(nodes: Iterable[Node]) -> bool:
 def _is_light(body: Subgraph) -> bool:
     """Whether all values in a loop's body, or its predicate, are known to be small."""
     return all(is_small_spec(tensor.spec) for node in body.walk() for tensor in (*node.inputs, *node.outputs))
-
-
-class TooManyIterations(Exception):
-    """A loop passed the session's ``max_iterations``."""
-
-    def __init__(self, label: str, limit: int) -> None:
-        super().__init__(f"loop {label} reached max_iterations={limit}")

@@ -15,6 +15,7 @@ from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.cuda.decisions import Branch, Loop, decisions
 from asyncflow.devices.cuda.experimental.graph import driven
+from asyncflow.errors import LoopIdentity
 from asyncflow.graph.builtin import CONSTANT, NO_OP, PARAMETER
 from asyncflow.graph.graph import STRUCTURED
 
@@ -115,8 +116,8 @@ class DeviceFunctions:
     def _loop(self, node: Node) -> Callable[..., Loop]:
         n_vars: int = node.attrs["n_vars"]
         condition, body = self.condition(node.attrs["cond"]), self.body(node.attrs["body"])
-        label = node.name.rpartition("/")[2]
-        return lambda *values: Loop(condition, body, values[:n_vars], values[n_vars:], label)
+        identity = LoopIdentity(node.name, node.location)
+        return lambda *values: Loop(condition, body, values[:n_vars], values[n_vars:], identity)
 
 
 __all__ = ["DeviceFunctions"]

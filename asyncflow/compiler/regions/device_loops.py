@@ -15,12 +15,12 @@ from asyncflow.compiler.program.host_values import find_host_values
 from asyncflow.compiler.program.kernels import bind_member, find_unknown_vectors
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.capturable import host_values_inside, is_device_loop
-from asyncflow.compiler.regions.codegen import TooManyIterations
 from asyncflow.compiler.regions.device_functions import DeviceFunctions
 from asyncflow.compiler.regions.fuse import fuse_line
 from asyncflow.devices.cuda.bindings import cuda_bindings
 from asyncflow.devices.cuda.experimental.loop_launch import WhileLauncher
 from asyncflow.devices.protocol import KernelInfo
+from asyncflow.errors import LoopIdentity
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.op import Op
@@ -41,12 +41,14 @@ class Loop:
     """What a `device_while` node runs.
 
     Attributes:
-        condition, body: those of the `while` node.
+        identity: of the `while` node.
+        condition, body: its.
         n_vars: how many of the inputs are loop variables; the others are what the loop captures.
         specs: of the outputs.
         captured_on_host: positions of the inputs whose values are on the host, among those it captures.
     """
 
+    identity: LoopIdentity
     condition: Subgraph
     body: Subgraph
     n_vars: int
@@ -118,7 +120,8 @@ def _device_while(node: Node, device: str | None, on_host: Collection[Tensor]) -
     n_vars: int = node.attrs["n_vars"]
     specs = tuple(tensor.spec for tensor in node.outputs)
     there = frozenset(index for index, tensor in enumerate(node.inputs) if index >= n_vars and tensor in on_host)
-    loop = Loop(node.attrs["cond"], node.attrs["body"], n_vars, specs, there)
+    identity = LoopIdentity(node.name, node.location)
+    loop = Loop(identity, node.attrs["cond"], node.attrs["body"], n_vars, specs, there)
     name = f"{node.name.removeprefix(node.graph.scope.name_scope)}/device"  # the graph puts its scope in front
     made = detached_node(node.graph, DEVICE_WHILE, node.inputs, {"loop": loop}, node, specs, name=name)
     made.control_inputs = list(node.control_inputs)
@@ -160,16 +163,14 @@ def bind_device_loop(
         flops=lambda inputs, outputs: 0.0,
         infer=lambda inputs: None,
     )
-    label = node.name.rpartition("/")[0].rpartition("/")[2]
     return WhileLauncher(
         cast("CudaDevice", device),
         cuda_bindings(),
         (functions.condition(loop.condition), functions.body(loop.body)),
         info,
         n_vars=loop.n_vars,
-        label=label,
+        identity=loop.identity,
         limit=max_iterations,
-        too_many=lambda label: TooManyIterations(label, max_iterations or 0),
     )
 
 

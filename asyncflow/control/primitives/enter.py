@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
 
 
-def _infer(data: Spec, *, frame: str, constant: bool, parallel_iterations: int, shape: Any = ...) -> Spec:
+def _infer(
+    data: Spec, *, frame: str, constant: bool, parallel_iterations: int, shape: Any = ..., loop: str = ""
+) -> Spec:
+    """`loop`: the name of the `while` node that was lowered to it; empty where a user has written it."""
     check_parallel_iterations(parallel_iterations)
     if shape is ...:
         return data

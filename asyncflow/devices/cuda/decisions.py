@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any, TypeAlias
 
+from asyncflow.errors import LoopIdentity
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
@@ -33,6 +35,9 @@ class Branch:
     arguments: Sequence[Any]
 
 
+_UNNAMED = LoopIdentity("loop")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Loop:
     """A body is to be run as long as a condition holds; the results are the variables.
@@ -41,14 +46,14 @@ class Loop:
         condition, body: take the variables and then the captures.
         variables: what they begin with: arrays, or numbers of the host.
         captures: arrays and host values that do not change.
-        label: for errors.
+        identity: for errors.
     """
 
     condition: Condition
     body: Body
     variables: Sequence[Any]
     captures: Sequence[Any] = ()
-    label: str = "loop"
+    identity: LoopIdentity = _UNNAMED
 
 
 Decision: TypeAlias = Branch | Loop

@@ -465,14 +465,11 @@ class Executor:
         self.fail(as_kernel_error(error, node, iteration.tag(), inputs, self._device.name), node.id)
 
     def _rule_broken(self, error: SchedulingError) -> None:
-        provenance = with_provenance(
-            KernelError, error.reason, error.node, error.iteration.tag(), self._device.name, ()
-        )
-        loop = error.iteration.frame.info.path[-1:]
-        if error.node.name.startswith(tuple(f"{name}/next_iteration" for name in loop)):
-            # A while_loop that was lowered: named as it is where it runs in a region.
-            provenance.move_to(node=loop[0], op="while", tag=provenance.tag, inputs=(), location=provenance.location)
-        self.fail(provenance, error.node.id)
+        reason, node, tag = error.reason, error.node, error.iteration.tag()
+        if isinstance(reason, str):
+            self.fail(with_provenance(KernelError, reason, node, tag, self._device.name, ()), node.id)
+        else:
+            self.fail(as_kernel_error(reason, node, tag, (), self._device.name), node.id)
 
     def broken(self, error: BaseException) -> None:
         """Ends the run because something raised that is no firing: a device's call, say."""

@@ -5,9 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.compiler.regions.codegen import TooManyIterations
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.errors import AsyncflowError, DeviceLostError, KernelError, OutOfMemoryError, told
+from asyncflow.errors import (
+    AsyncflowError,
+    DeviceLostError,
+    KernelError,
+    OutOfMemoryError,
+    TooManyIterations,
+    told,
+)
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.shapes import format_shape
 
@@ -58,6 +64,10 @@ def as_kernel_error(
         wrapped = with_provenance(KernelError, reason, node, tag, device, described)
     if node.region is not None:
         _place_in_region(wrapped, node.region, error)
+    if isinstance(error, TooManyIterations) and not error.loop.by_hand:
+        # The loop itself, whatever drove it: a region, a card, or the primitives it was lowered to.
+        loop, tag, seen = error.loop, wrapped.tag, wrapped.inputs
+        wrapped.move_to(node=loop.name, op="while", tag=tag, inputs=seen, location=loop.location)
     if isinstance(wrapped, OutOfMemoryError):
         error.__traceback__ = None  # its frames hold the very values that are too many
     wrapped.__cause__ = error

@@ -42,6 +42,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from asyncflow.compiler.plan import Kind
+from asyncflow.errors import TooManyIterations
 from asyncflow.runtime.scheduler.frame import Frame, Iteration
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ _ROUTES: Final = range(64)
 class SchedulingError(Exception):
     """A rule was broken while running: two live inputs at a Merge, or too many iterations."""
 
-    def __init__(self, reason: str, node: PlanNode, iteration: Iteration) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str | TooManyIterations, node: PlanNode, iteration: Iteration) -> None:
+        super().__init__(str(reason))
         self.reason = reason
         self.node = node
         self.iteration = iteration
@@ -438,9 +439,7 @@ class Scheduler:
         # One more iteration than the body runs: the last only finds that the predicate fails.
         if node is not None and self.max_iterations is not None and index > self.max_iterations:
             assert previous is not None
-            raise SchedulingError(
-                f"loop {frame.info.label} reached max_iterations={self.max_iterations}", node, previous
-            )
+            raise SchedulingError(TooManyIterations(frame.info.loop, self.max_iterations), node, previous)
         iteration = Iteration(frame, index, previous if previous is not None and frame.live else None)
         if previous is not None:
             previous.next = iteration

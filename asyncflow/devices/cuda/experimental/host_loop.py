@@ -24,7 +24,7 @@ class HostDriver:
     Arguments and results of its methods are CuPy's arrays and host values.
     """
 
-    __slots__ = ("_args", "_check", "_device", "_info", "_spans", "_values")
+    __slots__ = ("_args", "_device", "_info", "_limit", "_spans", "_values")
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class HostDriver:
         info: KernelInfo,
         args: Sequence[Any],
         spans: list[Span] | None,
-        check: Callable[[str, int], None],
+        limit: int | None,
     ) -> None:
         """Nothing is launched yet.
 
@@ -43,14 +43,14 @@ class HostDriver:
             info: of the node.
             args: of the call: device values and host values.
             spans: what is launched goes there.
-            check: is given a loop's label and how many iterations it has made or is about to, and may raise.
+            limit: most iterations of a loop; None for no limit.
         """
         self._device = device
         self._values = values
         self._info = info
         self._args = args
         self._spans = spans
-        self._check = check
+        self._limit = limit
 
     def in_one_block(self, launch: Callable[..., Result], *arguments: Any) -> Result:
         """``launch(*arguments)``, with the stream active."""
@@ -73,7 +73,7 @@ class HostDriver:
         variables = loop.variables
         while await self.fetched(await self._results(loop.condition, (*variables, *loop.captures))):
             done += 1
-            self._check(loop.label, done)
+            loop.identity.check(done, self._limit)
             variables = await self._results(loop.body, (*variables, *loop.captures))
         return variables
 

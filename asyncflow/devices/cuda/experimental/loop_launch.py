@@ -11,7 +11,7 @@ may make therefore follows how long launches take.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cuda.arguments import Values
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.cuda.decisions import Body, Condition
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.protocol import KernelInfo, Span
+    from asyncflow.errors import LoopIdentity
 
 
 FIRST_ITERATIONS = 1 << 10
@@ -69,7 +70,7 @@ class Patience:
 class WhileLauncher(CoroutineKernel):
     """A loop bound to a CUDA device: calling it with its variables and captures gives a coroutine of its results."""
 
-    __slots__ = ("_device", "_info", "_label", "_limit", "_loop", "_n_vars", "_patience", "_too_many", "_values")
+    __slots__ = ("_device", "_identity", "_info", "_limit", "_loop", "_n_vars", "_patience", "_values")
 
     def __init__(
         self,
@@ -79,9 +80,8 @@ class WhileLauncher(CoroutineKernel):
         info: KernelInfo,
         *,
         n_vars: int,
-        label: str = "loop",
+        identity: LoopIdentity,
         limit: int | None = None,
-        too_many: Callable[[str], Exception],
     ) -> None:
         """Nothing is captured before the first call.
 
@@ -91,17 +91,15 @@ class WhileLauncher(CoroutineKernel):
             functions: condition and body, over CuPy's arrays and host values; see `DeviceLoop`.
             info: of the node.
             n_vars: how many of the arguments of a call are loop variables.
-            label: of the loop, for errors.
+            identity: of the loop, for errors.
             limit: most iterations of a loop, this one or one inside.
-            too_many: the error if the predicate of the loop of that label still holds after so many.
         """
         stream = device.compute_streams[info.stream]
         self._device = device
         self._info = info
         self._n_vars = n_vars
-        self._label = label
+        self._identity = identity
         self._limit = limit
-        self._too_many = too_many
         self._values = Values(device, stream)
         self._loop = DeviceLoop(device.cupy, stream, device.pool, bindings, *functions, info.name)
         self._patience = Patience()
@@ -112,7 +110,8 @@ class WhileLauncher(CoroutineKernel):
         Raises (from the coroutine):
             DeviceLostError: an earlier kernel has broken the device.
             MemoryLimitExceeded: a value does not fit.
-            BaseException: what `too_many` gives, or what a kernel raises.
+            TooManyIterations: the predicate of a loop still holds after as many as the limit.
+            BaseException: what a kernel raises.
 
         Cancellation: what is launched is done to its end, which takes some tenths of a second as a rule.
         """
@@ -127,7 +126,7 @@ class WhileLauncher(CoroutineKernel):
     async def _launched(self, args: tuple[Any, ...], spans: list[Span] | None) -> tuple[Any, ...]:
         with recording(self._device, spans):
             args = self._values.brought(args, self._info.vectors)
-        host = HostDriver(self._device, self._values, self._info, args, spans, self._check)
+        host = HostDriver(self._device, self._values, self._info, args, spans, self._limit)
         with self._values.stream.activate():
             raw = [self._values.raw(value, self._info.name) for value in args]
         variables: Sequence[Any] = raw[: self._n_vars]
@@ -143,19 +142,14 @@ class WhileLauncher(CoroutineKernel):
             is_worth_another = self._patience.learn(outcome, time.monotonic() - began)
             if outcome in (ENDED, STOPPED):
                 done += count
-                self._check(self._label, done + (outcome == STOPPED))
+                self._identity.check(done + (outcome == STOPPED), self._limit)
                 variables = iterated.values
             elif not is_worth_another:
                 break
         if outcome != ENDED:
-            rest = Loop(self._loop.condition, self._loop.body, variables, captures, self._label)
+            rest = Loop(self._loop.condition, self._loop.body, variables, captures, self._identity)
             variables = await host.looped(rest, done)
         return tuple([self._values.wrapped(value, self._info.name) for value in variables])
-
-    def _check(self, label: str, count: int) -> None:
-        """Raise if that many iterations are too many."""
-        if self._limit is not None and count > self._limit:
-            raise self._too_many(label)
 
 
 __all__ = ["FIRST_ITERATIONS", "LONG_S", "SHORT_S", "Patience", "WhileLauncher"]
