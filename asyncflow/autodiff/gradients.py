@@ -12,7 +12,7 @@ from asyncflow.autodiff.structured import differentiate_structured
 from asyncflow.autodiff.sweep import Sweep, add_gradients
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
-from asyncflow.graph.build import SupportsTensor, as_tensor, graph_for
+from asyncflow.graph.build import as_tensor, graph_for, is_symbolic, symbolic
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
@@ -97,9 +97,7 @@ def gradients(
 
 def _tensor(graph: Graph, leaf: Any, what: str) -> Tensor:
     """A tensor of `graph` or of one whose values are at hand there."""
-    tensor = leaf
-    if not isinstance(leaf, Tensor) and isinstance(leaf, SupportsTensor):
-        tensor = leaf.__asyncflow_tensor__()
+    tensor = symbolic(leaf)
     if not isinstance(tensor, Tensor):
         raise GraphError(f"gradients: {what} are tensors and variables; got {leaf!r}")
     if tensor.dtype == VARIANT and what != "stop_gradients":
@@ -253,7 +251,7 @@ def _seed(y: Tensor, given: TensorLike | None) -> Tensor:
                 f"such as af.ones_like(y), or differentiate a real number made of it, such as af.real(y) or af.abs(y)"
             )
         return ones(shape_of(y), dtype=y.dtype)
-    grad = as_tensor(given) if isinstance(given, Tensor | SupportsTensor) else as_tensor(given, y.dtype)
+    grad = as_tensor(given) if is_symbolic(given) else as_tensor(given, y.dtype)
     if grad.dtype != y.dtype:
         raise DTypeError(f"the grad_y of {y!r} is {grad!r}; they have one dtype")
     if not is_compatible(grad.shape, y.shape):

@@ -12,7 +12,7 @@ from asyncflow.control.cond import cond, effects_advice
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
-from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, graph_for, group, identity
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, group, identity, is_symbolic
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.graph import has_side_effect
 from asyncflow.graph.ir import Node, Tensor
@@ -152,7 +152,7 @@ def switch_case(
 
 
 def _listed(items: Any, rule: str) -> list[Any]:
-    if isinstance(items, Tensor | SupportsTensor) or not isinstance(items, Iterable):
+    if is_symbolic(items) or not isinstance(items, Iterable):
         raise GraphError(f"{rule}; got {items!r}")
     return list(items)
 

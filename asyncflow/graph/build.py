@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, cast
 
 import numpy as np
 
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from asyncflow.graph.shapes import ShapeLike
 
 
-@runtime_checkable
 class SupportsTensor(Protocol):
-    """Something that reads as a tensor, such as a `Variable`."""
+    """Something that reads as a tensor, such as a `Variable`; `is_symbolic` asks for it."""
 
     def __asyncflow_tensor__(self) -> Tensor:
         """The tensor, built in the current graph."""
@@ -102,10 +101,15 @@ def _record_frame(graph: Graph, node: Node) -> None:
             unknown.pop()
 
 
-def symbolic(value: TensorLike) -> TensorLike:
-    """The tensor that `value` is or reads as, such as a `Variable`; else `value` itself."""
+def is_symbolic(value: object) -> TypeGuard[Tensor | SupportsTensor]:
+    """Whether `value` is a tensor or reads as one, such as a `Variable`."""
     # Its type is asked: isinstance of a protocol takes longer than all else that a constant needs.
-    if isinstance(value, Tensor) or not hasattr(type(value), "__asyncflow_tensor__"):
+    return isinstance(value, Tensor) or hasattr(type(value), "__asyncflow_tensor__")
+
+
+def symbolic(value: TensorLike) -> TensorLike:
+    """The tensor that `value` is or reads as; else `value` itself."""
+    if isinstance(value, Tensor) or not is_symbolic(value):
         return value
     return cast("SupportsTensor", value).__asyncflow_tensor__()
 
@@ -297,7 +301,7 @@ def _refuse_tensors(value: Any) -> None:
 def _contains_tensor(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(_contains_tensor(item) for item in value)
-    return isinstance(value, Tensor | SupportsTensor)
+    return is_symbolic(value)
 
 
 def placeholder(dtype: DTypeLike, shape: ShapeLike = None, name: str | None = None) -> Tensor:
@@ -362,6 +366,7 @@ __all__ = [
     "group",
     "identity",
     "is_masked",
+    "is_symbolic",
     "placeholder",
     "refuse_coroutines",
     "symbolic",

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.build import SupportsTensor, awaited_node, graph_for
+from asyncflow.graph.build import SupportsTensor, awaited_node, graph_for, is_symbolic, symbolic
 from asyncflow.graph.graph import is_name
 from asyncflow.graph.ir import Node, Tensor
 
@@ -68,10 +68,10 @@ def colocate_with(x: Tensor | Node | SupportsTensor) -> Iterator[None]:
     Raises:
         GraphError: `x` is none of these, or belongs to another graph.
     """
-    if not isinstance(x, Tensor | Node | SupportsTensor):
+    if not (isinstance(x, Node) or is_symbolic(x)):
         raise GraphError(f"colocate_with({x!r}): pass a tensor, a node or a variable; for a device there is af.device")
     graph = graph_for(x)
-    node = x if isinstance(x, Node) else (x if isinstance(x, Tensor) else x.__asyncflow_tensor__()).node
+    node = x if isinstance(x, Node) else symbolic(x).node
     if node.graph.root is not graph.root:
         raise GraphError(f"colocate_with({x!r}): it belongs to another graph; built at {node.location}")
     with graph.scoped(colocated_with=node.name):
@@ -95,16 +95,14 @@ def control_dependencies(items: Sequence[Tensor | Node | SupportsTensor] | None)
 
 
 def _is_listing(items: object) -> bool:
-    return isinstance(items, Iterable) and not isinstance(items, Tensor | SupportsTensor)
+    return isinstance(items, Iterable) and not is_symbolic(items)
 
 
 def _local_controls(items: Sequence[Tensor | Node | SupportsTensor]) -> Iterator[Node]:
     graph = graph_for(*items)
     for item in items:
-        if not isinstance(item, Tensor | Node):
-            if not isinstance(item, SupportsTensor):
-                raise GraphError(f"control_dependencies: {item!r} is neither a tensor, a node nor a variable")
-            item = item.__asyncflow_tensor__()
-        local = awaited_node(item, graph)
+        if not (isinstance(item, Node) or is_symbolic(item)):
+            raise GraphError(f"control_dependencies: {item!r} is neither a tensor, a node nor a variable")
+        local = awaited_node(symbolic(item), graph)
         if local is not None:
             yield local

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, constant, graph_for, identity
+from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for, identity, is_symbolic
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, inputs_from, register
@@ -113,7 +113,7 @@ def full_like(
 
 
 def _fill_value(value: TensorLike, dtype: DTypeLike | None) -> Tensor:
-    if isinstance(value, Tensor | SupportsTensor):
+    if is_symbolic(value):
         return as_tensor(value) if dtype is None else astype(value, dtype)
     return constant(value, dtype)
 
@@ -372,7 +372,7 @@ def asarray(
     Raises:
         DTypeError: a value that no tensor can hold, or that does not fit `dtype`.
     """
-    if not isinstance(obj, Tensor | SupportsTensor):
+    if not is_symbolic(obj):
         with placed_on(device):
             return constant(obj, dtype)
     found = as_tensor(obj) if dtype is None else astype(obj, dtype)

@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, brief
 from asyncflow.graph import nest
-from asyncflow.graph.build import SupportsTensor, TensorLike, as_tensor, graph_for, is_masked
+from asyncflow.graph.build import TensorLike, as_tensor, graph_for, is_masked, is_symbolic
 from asyncflow.graph.dtypes import dtype_name, string
 from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Attrs, Tensor
@@ -101,7 +101,7 @@ class CustomOp(Generic[P]):
         Raises:
             GraphError: the function does not take these arguments, or a tensor is passed by name.
         """
-        if current_graph() is None and not any(isinstance(x, Tensor | SupportsTensor) for x in inputs):
+        if current_graph() is None and not any(is_symbolic(x) for x in inputs):
             return self.function(*inputs, **arguments)
         self._check_call(inputs, arguments)
         with graph_for(*inputs) as graph:
@@ -119,7 +119,7 @@ class CustomOp(Generic[P]):
 
     def _check_call(self, inputs: Sequence[TensorLike], arguments: Attrs) -> None:
         for name, value in arguments.items():
-            if any(isinstance(leaf, Tensor | SupportsTensor) for leaf in nest.flatten(value)[0]):
+            if any(is_symbolic(leaf) for leaf in nest.flatten(value)[0]):
                 raise GraphError(
                     f"{self.name}: {name}={value!r} is passed by name; names are for static Python values, pass "
                     f"tensors by position"
@@ -452,7 +452,7 @@ def _advice(value: object) -> str:
     if inspect.iscoroutine(value):
         value.close()  # it will never be awaited, which Python would warn of
         return "; declare the function with `async def`"
-    if isinstance(value, Tensor | SupportsTensor):
+    if is_symbolic(value):
         return "; it is called while the graph runs and computes with NumPy, not with graph functions"
     if isinstance(value, list | tuple):
         return "; return np.asarray(...) of it, or declare a tuple of specs for several outputs"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError, brief
-from asyncflow.graph.build import SupportsTensor, as_tensor
+from asyncflow.graph.build import SupportsTensor, as_tensor, is_symbolic
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import bound_kernel
@@ -39,7 +39,7 @@ def split_extents(shape: ExtentsLike | None) -> tuple[Shape, tuple[Tensor, ...]]
         ShapeError: a negative or unknown extent, or an unknown rank.
         DTypeError: an extent that is no integer.
     """
-    if isinstance(shape, Tensor | SupportsTensor):
+    if is_symbolic(shape):
         whole = _integer(as_tensor(shape))
         known = static_value(whole)
         if known is not None:
@@ -56,7 +56,7 @@ def split_extents(shape: ExtentsLike | None) -> tuple[Shape, tuple[Tensor, ...]]
         listed = [given] if isinstance(given, SupportsIndex) else list(given)
     except TypeError:
         raise ShapeError(f"a shape is an int, a sequence of ints, or a tensor; got {brief(shape)}") from None
-    items = [_scalar(x) if isinstance(x, Tensor | SupportsTensor) else _extent(x) for x in listed]
+    items = [_scalar(x) if is_symbolic(x) else _extent(x) for x in listed]
     template = tuple(None if isinstance(item, Tensor) else item for item in items)
     return template, tuple(item for item in items if isinstance(item, Tensor))
 

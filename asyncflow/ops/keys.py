@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import SupportsTensor, TensorLike, as_tensor
+from asyncflow.graph.build import TensorLike, as_tensor, is_symbolic
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible
@@ -64,7 +64,7 @@ def _entry(item: object, tensors: list[Tensor]) -> Entry:
         return ELLIPSIS
     if isinstance(item, slice):
         return ("slice", *(_bound(bound, tensors) for bound in (item.start, item.stop, item.step)))
-    if not isinstance(item, Tensor | SupportsTensor | bool | np.bool_ | np.ndarray) and hasattr(item, "__index__"):
+    if not (is_symbolic(item) or isinstance(item, bool | np.bool_ | np.ndarray)) and hasattr(item, "__index__"):
         return ("int", operator.index(item))
     return _input(_index_tensor(item), tensors)
 
@@ -84,7 +84,7 @@ def _index_tensor(item: TensorLike) -> Tensor:
 def _bound(bound: object, tensors: list[Tensor]) -> int | Entry | None:
     if bound is None:
         return None
-    if isinstance(bound, Tensor | SupportsTensor):
+    if is_symbolic(bound):
         tensor = as_tensor(bound)
         if tensor.dtype.kind not in "iu" or tensor.shape not in (None, ()):
             raise DTypeError(f"a slice bound must be an integer scalar, got {tensor!r}")

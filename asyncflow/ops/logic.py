@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.graph.build import SupportsTensor, TensorLike
+from asyncflow.graph.build import TensorLike, is_symbolic
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, register
 from asyncflow.graph.operators import install
@@ -150,16 +150,17 @@ def signbit(x: TensorLike, /) -> Tensor:
     return unary(SIGNBIT, x)
 
 
-_COMPARABLE = (Tensor, np.ndarray, np.generic, bool, int, float, complex, str, list, tuple, SupportsTensor)
+def _is_comparable(x: TensorLike) -> bool:
+    # What no tensor can hold, such as None, leaves `==` and `!=` to Python, which compares identities.
+    return is_symbolic(x) or isinstance(x, np.ndarray | np.generic | int | float | complex | str | list | tuple)
 
 
 def _eq(x1: TensorLike, x2: TensorLike) -> Tensor | NotImplementedType:
-    # What no tensor can hold, such as None, leaves `==` and `!=` to Python, which compares identities.
-    return equal(x1, x2) if isinstance(x2, _COMPARABLE) else NotImplemented
+    return equal(x1, x2) if _is_comparable(x2) else NotImplemented
 
 
 def _ne(x1: TensorLike, x2: TensorLike) -> Tensor | NotImplementedType:
-    return not_equal(x1, x2) if isinstance(x2, _COMPARABLE) else NotImplemented
+    return not_equal(x1, x2) if _is_comparable(x2) else NotImplemented
 
 
 install(

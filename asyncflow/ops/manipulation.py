@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
-from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor, graph_for
+from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, inputs_from, register
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from asyncflow.values import Array, Namespace
 
 Dims: TypeAlias = tuple[int | None, ...]
-
-
-def _is_symbolic(value: object) -> bool:
-    return isinstance(value, Tensor | SupportsTensor)
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
@@ -317,7 +313,7 @@ def roll(x: TensorLike, /, shift: TensorLike, *, axis: Axes = None) -> Tensor:
         axis: one axis, several, or None to roll the flattened `x`.
     """
     axes = as_axes(axis)
-    if _is_symbolic(shift):
+    if is_symbolic(shift):
         return apply(ROLL, x, shift, shift=None, axis=axes)[0]
     return apply(ROLL, x, shift=as_axes(shift), axis=axes)[0]
 
@@ -476,7 +472,7 @@ def reshape(x: TensorLike, /, shape: TensorLike, *, copy: bool | None = None) ->
     Raises:
         ShapeError: the number of elements does not fit.
     """
-    if _is_symbolic(shape):
+    if is_symbolic(shape):
         with graph_for(x, shape):
             vector = as_tensor(shape)
         known = static_value(vector) if vector.dtype.kind in "iu" else None
@@ -484,9 +480,9 @@ def reshape(x: TensorLike, /, shape: TensorLike, *, copy: bool | None = None) ->
             return apply(RESHAPE_TO, x, vector, dims=None)[0]
         shape = known.tolist()
     listed = [_known(dim) for dim in (shape if isinstance(shape, Iterable) else [shape])]
-    if not any(_is_symbolic(dim) for dim in listed):
+    if not any(is_symbolic(dim) for dim in listed):
         return apply(RESHAPE, x, shape=tuple(static_int(dim, "an extent") for dim in listed))[0]
-    dims = tuple(None if _is_symbolic(dim) else static_int(dim, "an extent") for dim in listed)
+    dims = tuple(None if is_symbolic(dim) else static_int(dim, "an extent") for dim in listed)
     with graph_for(x, *listed):
         return apply(RESHAPE_TO, x, stack(listed), dims=dims)[0]
 

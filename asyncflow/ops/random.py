@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.foreign_names import public_names
-from asyncflow.graph.build import SupportsTensor, TensorLike, apply, as_tensor
+from asyncflow.graph.build import TensorLike, apply, as_tensor, is_symbolic
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, bool_, dtype_name, float32, float64, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KernelContext, Op, register
@@ -91,7 +91,9 @@ def _require(holds: Array | bool, values: Array, rule: str) -> None:
 
 def _check_known(what: str, rule: str, *values: TensorLike, holds: Callable[..., Array | bool]) -> None:
     """Refuses parameters that are known while the graph is built."""
-    known = [static_value(x) if isinstance(x, Tensor) else x for x in values if not isinstance(x, SupportsTensor)]
+    known = [
+        static_value(x) if isinstance(x, Tensor) else x for x in values if isinstance(x, Tensor) or not is_symbolic(x)
+    ]
     if len(known) == len(values) and all(x is not None for x in known) and not np.all(holds(*map(np.asarray, known))):
         seen = " and ".join(map(brief, values))
         raise GraphError(f"random_{what}: {rule}; got {seen}")
@@ -488,7 +490,7 @@ def permutation(x: TensorLike, /, *, axis: int = 0, seed: int | None = None, nam
 def _rows(x: TensorLike) -> Tensor:
     if isinstance(x, bool) or (is_weak(x) and not isinstance(x, int)):
         raise GraphError(f"takes a tensor or an int to choose from, not {x!r}")
-    if not isinstance(x, Tensor | SupportsTensor) and np.ndim(x) == 0:
+    if not is_symbolic(x) and np.ndim(x) == 0:
         return arange(x)
     return as_tensor(x)
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import (
-    SupportsTensor,
     TensorLike,
     add_control_input,
     apply,
@@ -22,6 +21,7 @@ from asyncflow.graph.build import (
     as_tensor,
     constant,
     graph_for,
+    is_symbolic,
 )
 from asyncflow.graph.dtypes import VARIANT, DTypeLike, as_dtype, dtype_name
 from asyncflow.graph.graph import Subgraph, is_name
@@ -170,7 +170,7 @@ class Variable(Resource, Operators):
 
     def _own(self, x: TensorLike) -> Tensor:
         """`x` as a tensor; what Python leaves without a dtype takes the variable's."""
-        if isinstance(x, Tensor | SupportsTensor | np.ndarray | np.generic):
+        if is_symbolic(x) or isinstance(x, np.ndarray | np.generic):
             return as_tensor(x)
         if is_weak(x) and promoted_dtype([self.dtype, x]) != self.dtype:
             raise DTypeError(
@@ -212,7 +212,7 @@ def _declared(
         if value.dtype == VARIANT:
             raise DTypeError("a variable cannot hold variants; only the ops that made them read them")
         return value, None
-    if isinstance(value, Tensor | SupportsTensor):
+    if is_symbolic(value):
         raise GraphError(
             f"Variable({value!r}): the initial value is fixed before any run; "
             f"write Variable(af.spec(dtype, shape)) and assign the tensor to it"

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncflow.errors import FeedError, GraphError, told
 from asyncflow.graph import nest
-from asyncflow.graph.build import SupportsTensor, as_array, placeholder
+from asyncflow.graph.build import as_array, is_symbolic, placeholder
 from asyncflow.graph.dtypes import as_dtype
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec, spec_of
@@ -220,7 +220,7 @@ def _kind(leaf: Any) -> Kind:
         return leaf
     if isinstance(leaf, Tensor):
         return leaf.spec  # the feed is refused, in words that fit any feed
-    if isinstance(leaf, SupportsTensor):
+    if is_symbolic(leaf):
         return _static(leaf, "it is no array")
     if is_exchangeable(leaf):
         try:

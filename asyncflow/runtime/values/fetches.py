@@ -10,7 +10,7 @@ from asyncflow.compiler.plan import Dead
 from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.errors import FetchError, GraphError
 from asyncflow.graph import nest
-from asyncflow.graph.build import SupportsTensor
+from asyncflow.graph.build import is_symbolic
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
@@ -151,7 +151,7 @@ def _read_fetch(leaf: object, graph: Graph | None) -> Fetch:
         leaf = _named(leaf, graph)
     if stays and isinstance(leaf, Node):
         raise FetchError(f"{leaf!r} is a node, which has no value to leave on its device; fetch the node itself")
-    if not isinstance(leaf, Tensor | Node | SupportsTensor):
+    if not (isinstance(leaf, Node) or is_symbolic(leaf)):
         raise FetchError(
             f"a fetch is a tensor, a node, a variable or a name, in any nest; got {type(leaf).__name__} {leaf!r}"
         )
