@@ -1,6 +1,15 @@
-"""How long will a kernel take? It decides whether it may run on the event loop."""
+"""How long will a kernel of the host take? It decides where it is placed, and whether it may run on the event loop."""
 
 from __future__ import annotations
+
+NS_PER_CALL = 2_000.0
+"""Calling a NumPy kernel, with the run's own work around it."""
+
+NS_PER_FLOP = 0.1
+"""10 GFLOP/s: one core, between what a matrix product and a transcendental function reach."""
+
+NS_PER_BYTE = 0.1
+"""10 GB/s: what one core reads and writes of main memory."""
 
 INLINE_LIMIT_NS = 200_000
 """A kernel that is expected to take longer does not run on the event loop (0.2 ms)."""

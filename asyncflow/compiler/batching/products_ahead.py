@@ -41,7 +41,7 @@ INLINE_FLOPS = 8e6
 """What is done in one go of work that is done on the event loop: less than 0.2 ms on one core."""
 
 LONG_FLOPS = 2e6
-"""A product of so many is not expected to run there (`asyncflow.compiler.program.estimate`)."""
+"""A product of so many is not expected to run there (`asyncflow.compiler.placement.node_costs`)."""
 
 
 def most_at_once(rows: int, enough: int, nbytes: int, flops: float, block_bytes: int) -> int:

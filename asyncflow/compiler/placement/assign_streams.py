@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.program.estimate import ASSUMED_ITERATIONS, assumed_ns
+from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, assumed_ns
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.compiler.program.frames import has_primitives
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER

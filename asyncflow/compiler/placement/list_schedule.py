@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.placement.simulated_execution import SPREAD, Memory, Places, edges, loads, occupy, simulate
+from asyncflow.compiler.placement.simulated_execution import SPREAD, Execution, edges, loads, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -226,11 +226,8 @@ class _Greedy:
         self.usable = usable
         self.groups = groups = problem.groups
         self.devices = [group.allowed[0] if len(group.allowed) == 1 else None for group in groups]
-        self.places = Places(problem, self.devices)
-        self.memory = Memory(problem) if any(limit is not None for limit in problem.limits) else None
-        self.free = [0.0] * len(problem.limits)
+        self.execution = Execution(problem, self.devices)
         self.promised = [0.0] * len(problem.limits)
-        self.finish = [0.0] * len(problem.tasks)
         self.finishes: list[dict[int, float] | None] = [None] * len(problem.groups)
         self.full: list[tuple[int, ...]] = [()] * len(problem.groups)
 
@@ -241,10 +238,7 @@ class _Greedy:
             if task.spread is None and device is None:
                 self.devices[task.group] = device = self._choose(task)
                 self.promised[device] += self._work(task.group, device)
-            start = self._start(task, device)
-            self.finish[index] = occupy(task, SPREAD if device is None else device, start, self.free)
-            if self.memory is not None and device is not None:
-                self.memory.run(task, device)
+            self.execution.run(index, self.execution.ready(task, device))
         devices = [SPREAD if device is None else device for device in self.devices]
         solution = _evaluated(self.problem, devices)
         solution.finishes, solution.full = self.finishes, self.full
@@ -272,14 +266,16 @@ class _Greedy:
         allowed = group.allowed
         if self.usable is not None:
             allowed = [device for device in allowed if device in self.usable] or allowed
-        if self.memory is not None:
-            needs = {device: self.memory.needs(task, device) for device in allowed}
-            fitting = [device for device in allowed if needs[device] <= self.memory.room(device)]
+        memory = self.execution.memory
+        if memory is not None:
+            needs = {device: memory.needs(task, device) for device in allowed}
+            fitting = [device for device in allowed if needs[device] <= memory.room(device)]
             self.full[task.group] = tuple(device for device in allowed if device not in fitting)
-            allowed = fitting or [max(allowed, key=lambda device: self._room(device) - needs[device])]
+            allowed = fitting or [max(allowed, key=lambda device: memory.room(device) - needs[device])]
         rest = {device: self._work(task.group, device) for device in allowed}
         ends = {
-            device: rest[device] + max(self._start(task, device), self.free[device], self.promised[device])
+            device: rest[device]
+            + max(self.execution.ready(task, device), self.execution.free[device], self.promised[device])
             for device in allowed
         }
         self.finishes[task.group] = ends
@@ -294,21 +290,8 @@ class _Greedy:
     def _work(self, group: int, device: int) -> float:
         return sum(self.problem.tasks[member].times[device] for member in self.groups[group].tasks)
 
-    def _room(self, device: int) -> float:
-        return float("inf") if self.memory is None else self.memory.room(device)
-
     def _first_home(self, task: Task) -> int | None:
         """Where the first input is that is in one place, or else the first task that it runs after."""
-        homes = [self.places.of(self.problem.values[i]) for i in task.inputs]
+        homes = [self.execution.places.of(self.problem.values[i]) for i in task.inputs]
         homes += [self.devices[self.problem.tasks[before].group] for before in task.waits]
         return next((home for home in homes if home is not None), None)
-
-    def _start(self, task: Task, device: int | None) -> float:
-        """When all inputs are there."""
-        start = max((self.finish[before] for before in task.waits), default=0.0)
-        for i in task.inputs:
-            value = self.problem.values[i]
-            needed = task.spread.inputs[i] if task.spread else device
-            made = 0.0 if value.maker is None else self.finish[value.maker]
-            start = max(start, made + self.places.transfer(value, self.places.of(value), needed))
-        return start

@@ -22,9 +22,8 @@ from asyncflow.compiler.placement.choices import Choices
 from asyncflow.compiler.placement.followers import place_followers
 from asyncflow.compiler.placement.level import Level, Split, Whole
 from asyncflow.compiler.placement.list_schedule import GAIN, search
-from asyncflow.compiler.placement.node_costs import NodeCosts, tensor_nbytes
+from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, NodeCosts, tensor_nbytes
 from asyncflow.compiler.placement.simulated_execution import Value
-from asyncflow.compiler.program.estimate import ASSUMED_ITERATIONS
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import STRUCTURED

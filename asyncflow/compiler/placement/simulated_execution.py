@@ -180,6 +180,57 @@ class Memory:
                     self.used[holder] -= values[index].nbytes
 
 
+class Execution:
+    """Tasks, each run once all that it waits for has been: where and when.
+
+    Attributes:
+        places: by the devices that groups are on, of which more may become known as it goes on.
+        memory: None if no device has a limit.
+        ends: when each task ends, in ns.
+        free: when each device has ended its last task.
+    """
+
+    def __init__(self, problem: Problem, devices: Sequence[int | None]) -> None:
+        self.problem = problem
+        self.places = Places(problem, devices)
+        self.memory = Memory(problem) if any(limit is not None for limit in problem.limits) else None
+        self.ends = [0.0] * len(problem.tasks)
+        self.free = [0.0] * len(problem.limits)
+
+    def ready(self, task: Task, device: int | None) -> float:
+        """When all that the task waits for is there, if it is on `device`."""
+        places, values, ends = self.places, self.problem.values, self.ends
+        ready = 0.0
+        for before in task.waits:
+            ready = max(ready, ends[before])
+        for i in task.inputs:
+            value = values[i]
+            there = 0.0 if value.maker is None else ends[value.maker]
+            source, needed = places.of(value), task.spread.inputs[i] if task.spread else device
+            if source != needed:
+                there += places.transfer(value, source, needed)
+            ready = max(ready, there)
+        return ready
+
+    def run(self, index: int, ready: float, *, contend: bool = True) -> None:
+        """Runs the task where its group is, once it and its devices are ready; or at once, unless they `contend`."""
+        task = self.problem.tasks[index]
+        device = self.places.devices[task.group]
+        free = self.free if contend else [0.0] * len(self.free)
+        if task.spread is not None:
+            finish = ready + task.spread.span
+            for used, load in enumerate(task.spread.loads):
+                if load > 0.0:
+                    free[used] = max(free[used], ready) + load
+                    finish = max(finish, free[used])
+        else:
+            assert device is not None
+            free[device] = finish = max(ready, free[device]) + task.times[device]
+            if self.memory is not None:
+                self.memory.run(task, device)
+        self.ends[index] = finish
+
+
 def simulate(
     problem: Problem, devices: Sequence[int], n_tasks: int | None = None, *, contend: bool = True
 ) -> tuple[float, float, int]:
@@ -189,48 +240,33 @@ def simulate(
     `contend`, a device runs any number of tasks at a time.
     """
     tasks, values = problem.tasks[:n_tasks], problem.values
-    places = Places(problem, devices)
-    memory = Memory(problem) if any(limit is not None for limit in problem.limits) else None
-    followers, missing, ready = edges(tasks), [0] * len(tasks), [0.0] * len(tasks)
-    arrived: dict[tuple[int, int], float] = {}
-    for index, task in enumerate(tasks):
-        missing[index] = sum(values[i].maker is not None for i in task.inputs) + len(task.waits)
-        device = devices[task.group]
-        for i in task.inputs:
-            if values[i].maker is None:
-                needed = task.spread.inputs[i] if task.spread else device
-                ready[index] = max(ready[index], places.transfer(values[i], places.of(values[i]), needed))
-    queue = [(ready[index], index) for index in range(len(tasks)) if missing[index] == 0]
+    execution = Execution(problem, devices)
+    followers = edges(tasks)
+    missing = [sum(values[i].maker is not None for i in task.inputs) + len(task.waits) for task in tasks]
+    queue = [
+        (execution.ready(task, devices[task.group]), index) for index, task in enumerate(tasks) if not missing[index]
+    ]
     heapq.heapify(queue)
-    idle = [0.0] * len(problem.limits)
-    free = idle.copy()
-    span = 0.0
+    crossings: set[tuple[int, int]] = set()
     while queue:
-        start, index = heapq.heappop(queue)
-        task = tasks[index]
-        device = devices[task.group]
-        finish = occupy(task, device, start, free if contend else idle.copy())
-        if memory is not None and task.spread is None:
-            memory.run(task, device)
-        span = max(span, finish)
-        for output in task.outputs:
-            value = values[output]
-            source = places.of(value)
-            for user in value.users:
-                if user >= len(tasks):
-                    continue
-                other = tasks[user]
-                needed = other.spread.inputs[output] if other.spread else devices[other.group]
-                there = finish
-                if needed is not None and source is not None and needed != source:
-                    key = (output, needed)
-                    if key not in arrived:
-                        arrived[key] = finish + places.transfer(value, source, needed)
-                    there = arrived[key]
-                _arrive(user, there, ready, missing, queue)
-        for user in followers[index]:
-            _arrive(user, finish, ready, missing, queue)
-    return span, max(0.0, memory.overflow) if memory is not None else 0.0, len(arrived)
+        ready, index = heapq.heappop(queue)
+        execution.run(index, ready, contend=contend)
+        users = followers[index].copy()
+        for output in tasks[index].outputs:
+            source = execution.places.of(values[output])
+            for user in values[output].users:
+                if user < len(tasks):
+                    users.append(user)
+                    other = tasks[user]
+                    needed = other.spread.inputs[output] if other.spread else devices[other.group]
+                    if needed is not None and source is not None and needed != source:
+                        crossings.add((output, needed))
+        for user in users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(queue, (execution.ready(tasks[user], devices[tasks[user].group]), user))
+    memory = execution.memory
+    return max(execution.ends, default=0.0), max(0.0, memory.overflow) if memory else 0.0, len(crossings)
 
 
 def loads(problem: Problem, devices: Sequence[int], first: int = 0) -> list[float]:
@@ -251,23 +287,3 @@ def edges(tasks: Sequence[Task]) -> list[list[int]]:
         for before in task.waits:
             followers[before].append(index)
     return followers
-
-
-def _arrive(user: int, time: float, ready: list[float], missing: list[int], queue: list[tuple[float, int]]) -> None:
-    ready[user] = max(ready[user], time)
-    missing[user] -= 1
-    if missing[user] == 0:
-        heapq.heappush(queue, (ready[user], user))
-
-
-def occupy(task: Task, device: int, start: float, free: list[float]) -> float:
-    """Runs the task when it and its devices are ready; returns when it ends."""
-    if task.spread is None:
-        free[device] = finish = max(start, free[device]) + task.times[device]
-        return finish
-    finish = start + task.spread.span
-    for used, load in enumerate(task.spread.loads):
-        if load > 0.0:
-            free[used] = max(free[used], start) + load
-            finish = max(finish, free[used])
-    return finish

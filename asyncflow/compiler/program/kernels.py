@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
-from asyncflow.compiler.program.estimate import flops_of
 from asyncflow.compiler.program.fused import alone
 from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
+from asyncflow.compiler.program.work import flops_of
 from asyncflow.control.tensor_array import TENSOR_ARRAY
 from asyncflow.devices.cuda.values import as_scalar
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded

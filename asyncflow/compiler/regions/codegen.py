@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.compiler.program.estimate import may_be_long
+from asyncflow.compiler.placement.node_costs import may_be_long
 from asyncflow.compiler.program.kernels import is_small_spec
 from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
 from asyncflow.compiler.regions.region_code import Phase, Place, RegionCode

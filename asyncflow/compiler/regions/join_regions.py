@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncflow.compiler.placement.node_costs import SMALL_NBYTES, tensor_nbytes
-from asyncflow.compiler.program.estimate import ASSUMED_ITERATIONS
+from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, SMALL_NBYTES, tensor_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from asyncflow.devices.cost import NS_PER_BYTE, NS_PER_CALL, NS_PER_FLOP
 from asyncflow.devices.cpu.lanes import Lanes
 from asyncflow.devices.memory import MemoryAccount, format_bytes
 from asyncflow.devices.names import DeviceName
@@ -15,15 +16,6 @@ from asyncflow.streams.cpu.stream import ThreadStream
 
 if TYPE_CHECKING:
     from asyncflow.devices.protocol import Device
-
-NS_PER_CALL = 2_000.0
-"""Calling a NumPy kernel, with the run's own work around it."""
-
-NS_PER_FLOP = 0.1
-"""10 GFLOP/s: one core, between what a matrix product and a transcendental function reach."""
-
-NS_PER_BYTE = 0.1
-"""10 GB/s: what one core reads and writes of main memory."""
 
 NS_PER_HANDOVER = 30_000.0
 """From one CPU device of a process to another a value goes by reference: that takes two turns of an executor."""

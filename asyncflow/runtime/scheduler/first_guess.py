@@ -11,7 +11,8 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncflow.compiler.program.estimate import NS_PER_ELEMENT, kernel_ns, makes_what_it_is_told
+from asyncflow.compiler.placement.node_costs import NS_PER_ELEMENT, kernel_ns
+from asyncflow.compiler.program.work import makes_what_it_is_told
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.errors import GraphError
 from asyncflow.graph.shapes import is_static

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakSet
 
-from asyncflow.compiler.program.estimate import assumed_ns
+from asyncflow.compiler.placement.node_costs import assumed_ns
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.graph.builtin import CONSTANT

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.placement.node_costs import NodeCosts
-from asyncflow.compiler.program.estimate import assumed_ns, estimate_region
+from asyncflow.compiler.placement.node_costs import NodeCosts, assumed_ns, estimate_region
 from asyncflow.devices.cpu.device import CpuDevice
 from asyncflow.graph.op import registered_ops
 from asyncflow.nn.packing import first_rows, place_rows, take_rows

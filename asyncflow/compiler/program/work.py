@@ -1,0 +1,59 @@
+"""How much work is a kernel, as far as its op and shapes say?"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from asyncflow.errors import told
+from asyncflow.graph.op import host_inputs
+from asyncflow.graph.shapes import is_static
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node
+    from asyncflow.graph.shapes import Shape
+
+ASSUMED_EXTENT = 256
+
+
+def flops_of(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[Shape]) -> float | None:
+    """What the op of `node` says of its arithmetic on values of these shapes; None if it says nothing.
+
+    The cost function of a user is given shapes without unknown extents. If it does not take them it counts as none, for
+    a guess must not fail a program; it is told, unless it is the rank that was guessed.
+    """
+    op = node.op
+    if op.flops is None:
+        return None
+    if not op.is_user:
+        return op.flops(input_shapes, output_shapes, **node.attrs)
+    shapes = [assumed(shape) for shape in input_shapes], [assumed(shape) for shape in output_shapes]
+    try:
+        return float(op.flops(*shapes, **node.attrs))
+    except Exception as error:
+        if all(tensor.shape is not None for tensor in (*node.inputs, *node.outputs)):
+            warnings.warn(
+                f"the cost= of {op.name} fails for inputs of shapes {shapes[0]} and outputs of {shapes[1]}, so its "
+                f"time is guessed without: {told(error)}\n  built at {node.location}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return None
+
+
+def makes_what_it_is_told(node: Node) -> bool:
+    """Whether values decide how much a kernel makes, as those of `arange` do: then shapes say nothing of its time."""
+    return (
+        node.op.flops is None
+        and bool(host_inputs(node))
+        and not all(is_static(tensor.shape) for tensor in node.outputs)
+    )
+
+
+def assumed(shape: Shape) -> tuple[int, ...]:
+    """A shape without unknown extents."""
+    if shape is None:
+        return (ASSUMED_EXTENT, ASSUMED_EXTENT)
+    return tuple(ASSUMED_EXTENT if dim is None else dim for dim in shape)
