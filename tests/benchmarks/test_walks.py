@@ -1,0 +1,46 @@
+"""The walks of calls are counted, and stay as short as they have become."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from benchmarks.walks import CASES, Case, main, measure, table, walk_of
+
+MOST: dict[str, int] = {}
+"""What the walks that were made shorter have become; none may grow again unnoticed."""
+
+
+def one() -> int:
+    return 1
+
+
+async def test_only_functions_of_the_package_are_counted() -> None:
+    """Not those of tests, nor of anybody else."""
+
+    async def call() -> None:
+        one()
+        await asyncio.sleep(0)
+
+    assert (await walk_of(call)).total() == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_walk_is_counted(case: Case) -> None:
+    walk = measure(case)
+    called = "plan" if case.name == "compile" else "run"
+    assert walk[f"runtime/session/session.py: Session.{called}"]
+    assert walk.total() <= MOST.get(case.name, 2 * case.before)
+
+
+def test_the_table_holds_what_was_counted_against_what_was_before() -> None:
+    assert table({"straight": 16}).splitlines() == [
+        "functions called      issue   22ec133   now   now/22ec133",
+        "straight                 34        32    16          0.50",
+    ]
+
+
+def test_the_functions_of_a_walk_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "straight"]) == 0
+    assert "   1  runtime/session/session.py: Session.run\n" in capsys.readouterr().out
