@@ -135,7 +135,15 @@ async def test_an_idle_stream_holds_no_argument_and_no_result() -> None:
         assert watch() is None
 
 
-def test_arguments_are_freed_before_the_loop_is_told() -> None:
+class Holder:
+    """Work that holds values by itself, as regions do."""
+
+    def work(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("is_method", [False, True])
+def test_what_the_work_held_is_freed_before_the_loop_is_told(is_method: bool) -> None:
     class Loop:
         alive_when_woken: object = "never woken"
 
@@ -148,14 +156,15 @@ def test_arguments_are_freed_before_the_loop_is_told() -> None:
         def call_soon_threadsafe(self, callback: object) -> None:
             self.alive_when_woken = watch()
 
-    argument = np.zeros(10)
-    watch = weakref.ref(argument)
+    held = Holder()
+    watch = weakref.ref(held)
     loop = Loop()
     with opened() as stream:
         gate = Gate()
         stream.enqueue(gate)
-        stream.submit(len, (argument,), lambda *_: None, cast(asyncio.AbstractEventLoop, loop))
-        del argument
+        work, args = (held.work, ()) if is_method else (id, (held,))
+        stream.submit(work, args, lambda *_: None, cast(asyncio.AbstractEventLoop, loop))
+        del held, work, args
         gate.opened.set()
     assert loop.alive_when_woken is None
 

@@ -207,6 +207,7 @@ class Run:
         for executor in self.executors:
             executor.stop()
         self.rendezvous.clear()
+        self.stayed.clear()
 
     @property
     def is_abandoned(self) -> bool:

@@ -215,6 +215,8 @@ class Scheduler:
         """Drops everything; firings handed out must not be completed any more."""
         self.ready.clear()
         self.ended.clear()
+        # An error that somebody keeps leads here, and must not keep values as well.
+        self.results = [None] * self.partition.n_fetches
         frames = [self._root]
         while frames:  # undoes every reference cycle, so that the values are freed now and not by the collector
             frame = frames.pop()

@@ -317,7 +317,7 @@ class _Submission:
             except BaseException as exc:
                 self.error = _without_this_frame(exc)
         self.ended_ns = perf_counter_ns()
-        self.args = ()  # freed before the loop is told, so that an account it then reads is right
+        del self.work, self.args  # freed before the loop is told, so that an account it then reads is right
         jobs.finished += 1
         self.mailbox.post(self)
 
