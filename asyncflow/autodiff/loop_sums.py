@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.autodiff.gradient_body import zeros_if_none
 from asyncflow.autodiff.part_sums import are_parts, whole_sum, with_parts
-from asyncflow.autodiff.store_gradients import STORE, no_gradient
+from asyncflow.autodiff.store_gradients import no_gradient
+from asyncflow.autodiff.stores import STORE
 from asyncflow.autodiff.sweep import add_gradients, sum_gradients
 from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import is_constant

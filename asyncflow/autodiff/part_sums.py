@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.autodiff.store_gradients import STORE, merge_gradients, no_gradient
+from asyncflow.autodiff.store_gradients import merge_gradients, no_gradient
+from asyncflow.autodiff.stores import STORE, Log, Version
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op, derivative, register
 from asyncflow.graph.shapes import size_of
@@ -115,48 +115,34 @@ class _Whole:
         return result
 
 
-class _Log(list[_Part]):
-    """The entries that versions of a sum share; see `asyncflow.devices.memory.Held`."""
-
-    __slots__ = ("__weakref__",)
+class _Parts(Log[_Part]):
+    __slots__ = ()
     entry_nbytes = 120  # a triple, and the tuple in it
 
-    def since(self, count: int) -> list[Any]:
+    def since(self, count: int) -> Sequence[object]:
         """The values behind the first `count`; None for what has been added up."""
         return [None if place is None else values for place, values, _ in self[count:]]
 
-    def buffers(self) -> list[Any]:
+    def buffers(self) -> Sequence[Any]:
         """What has been added up here; a view, or what it looks into, counts by itself."""
         return [values for place, values, _ in self[:1] if place is None and values.base is None]
 
 
-class PartSum:
-    """The gradients that have reached parts of a value: the first `length` entries of a log that versions share.
-
-    Only the newest version grows in place, and any thread may use any version.
+class PartSum(Version[_Part]):
+    """The gradients that have reached parts of a value, which add up when they are as large as the whole.
 
     Attributes:
         whole: what they are parts of.
-        length: how many there are.
-        nbytes: of the parts, for the profiler.
         size: elements that have come since the last time that all were added up; see `_ENTRY`.
     """
 
-    __slots__ = ("_lock", "_log", "_total", "length", "nbytes", "size", "whole")
+    __slots__ = ("_total", "size", "whole")
 
-    def __init__(self, whole: _Whole, log: _Log, lock: Lock, nbytes: int, size: int) -> None:
-        self._log = log
-        self._lock = lock
-        self._total: Any | None = None
+    def __init__(self, whole: _Whole, log: Log[_Part], length: int, nbytes: int, size: int) -> None:
+        super().__init__(log, length, nbytes)
         self.whole = whole
-        self.length = len(log)
-        self.nbytes = nbytes
         self.size = size
-
-    @property
-    def held(self) -> _Log:
-        """The store, for the account of a device that has a limit."""
-        return self._log
+        self._total: Any | None = None
 
     @classmethod
     def of(cls, whole: _Whole, parts: Sequence[_Part]) -> PartSum:
@@ -164,11 +150,11 @@ class PartSum:
         size = sum(values.size + _ENTRY for _, values, _ in parts)
         if size >= whole.size:
             parts, size = [(None, whole.added_up(parts), ())], 0
-        return cls(whole, _Log(parts), Lock(), sum(values.nbytes for _, values, _ in parts), size)
+        return cls(whole, _Parts(parts), len(parts), sum(values.nbytes for _, values, _ in parts), size)
 
     def parts(self) -> Sequence[_Part]:
         """All of them, or what they add up to if that is known."""
-        return self._log[: self.length] if self._total is None else [(None, self._total, ())]
+        return self.entries() if self._total is None else [(None, self._total, ())]
 
     def with_parts(self, parts: Sequence[_Part]) -> PartSum:
         """With more parts."""
@@ -178,12 +164,7 @@ class PartSum:
             nbytes += values.nbytes
         if size >= self.whole.size:
             return PartSum.of(self.whole, [*self.parts(), *parts])
-        with self._lock:
-            log, lock = self._log, self._lock
-            if self.length < len(log):
-                log, lock = _Log(log[: self.length]), Lock()
-            log.extend(parts)
-            return PartSum(self.whole, log, lock, nbytes, size)
+        return PartSum(self.whole, self.grown(parts), self.length + len(parts), nbytes, size)
 
     def merged(self, other: PartSum) -> PartSum:
         """With those of `other`; the cost is that of the shorter one."""

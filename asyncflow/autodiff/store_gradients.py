@@ -7,12 +7,11 @@ is taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.autodiff.stores import STORE, StoreGradient
 from asyncflow.control import tensor_array
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
@@ -24,111 +23,13 @@ from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape, sha
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import ModuleType
 
     from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-
-STORE = Spec(VARIANT, ())
-
-
-class StoreGradient:
-    """What has reached the elements of a store or array: the first `length` entries of a log that versions share.
-
-    An entry is the index of an element and a gradient of it; several of one element add up when they are read. Only the
-    newest version grows in place, and any thread may use any version.
-
-    Attributes:
-        nbytes: of the gradients, for the profiler.
-    """
-
-    __slots__ = ("length", "log", "nbytes")
-
-    def __init__(self, log: _Log, length: int, nbytes: int) -> None:
-        self.log = log
-        self.length = length
-        self.nbytes = nbytes
-
-    @property
-    def held(self) -> _Log:
-        """The store, for the account of a device that has a limit."""
-        return self.log
-
-    @classmethod
-    def of(cls, entries: Sequence[tuple[int, Any]]) -> StoreGradient:
-        """One with these entries alone."""
-        return cls(_Log(entries), len(entries), _nbytes(entries))
-
-    def with_entries(self, entries: Sequence[tuple[int, Any]]) -> StoreGradient:
-        """With more entries."""
-        log = self.log
-        length = self.length + len(entries)
-        with log.lock:
-            is_newest = self.length == len(log.entries)
-            if is_newest:
-                log.extend(entries)
-        if not is_newest:
-            log = _Log([*self.entries(), *entries])
-        return StoreGradient(log, length, self.nbytes + _nbytes(entries))
-
-    def merged(self, other: StoreGradient) -> StoreGradient:
-        """With those of `other`; the cost is that of the shorter one."""
-        if other.length > self.length:
-            return other.merged(self)
-        return self.with_entries(other.entries()) if other.length else self
-
-    def entries(self) -> Sequence[tuple[int, Any]]:
-        """All entries."""
-        return self.log.entries[: self.length]
-
-    def read(self, index: int) -> list[Any]:
-        """The gradients of one element."""
-        positions = self.log.positions.get(index, ())
-        return [self.log.entries[place][1] for place in positions if place < self.length]
-
-    def total(self, index: int, shape: tuple[int, ...], xp: ModuleType) -> Any | None:
-        """The sum of the gradients of one element of this shape; None if there are none.
-
-        Raises:
-            ValueError: one has another shape. It is not broadcast: the sum would be wrong without a word.
-        """
-        found = self.read(index)
-        for grad in found:
-            if grad.shape != shape:
-                raise ValueError(
-                    f"a gradient of shape {format_shape(grad.shape)} has reached element {index} of an array, which "
-                    f"has shape {format_shape(shape)}; they can only be added up if they are alike"
-                )
-        return reduce(xp.add, found) if found else None
-
-
-class _Log:
-    __slots__ = ("__weakref__", "entries", "lock", "positions")
-    entry_nbytes = 200  # a pair, its index, and the list of an element's positions
-
-    def __init__(self, entries: Sequence[tuple[int, Any]]) -> None:
-        self.entries: list[tuple[int, Any]] = []
-        self.lock = Lock()
-        self.positions: dict[int, list[int]] = {}
-        self.extend(entries)
-
-    def since(self, count: int) -> list[Any]:
-        return [grad for _, grad in self.entries[count:]]
-
-    def buffers(self) -> tuple[()]:
-        return ()
-
-    def extend(self, entries: Sequence[tuple[int, Any]]) -> None:
-        for entry in entries:
-            self.positions.setdefault(entry[0], []).append(len(self.entries))
-            self.entries.append(entry)
-
-
-def _nbytes(entries: Sequence[tuple[int, Any]]) -> int:
-    return sum(getattr(value, "nbytes", 0) for _, value in entries)
-
 
 # -- ops -------------------------------------------------------------------------------------------------------------
 
@@ -332,29 +233,33 @@ def _given(indices: Tensor | None) -> tuple[Tensor, ...]:
     return () if indices is None else (indices,)
 
 
-# -- their derivatives -----------------------------------------------------------------------------------------------
+# -- derivatives, of TensorArrays among them -------------------------------------------------------------------------
 
 
-@derivative(ACCUMULATE)
-def _accumulate(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
-    _, index, grad = node.inputs
-    return grads, None, element_gradient(grads, index, grad)
+@derivative(ACCUMULATE, tensor_array.WRITE)
+def gradient_of_write(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
+    """The derivative of what writes one value to a store or array."""
+    _, index, value = node.inputs
+    return grads, None, element_gradient(grads, index, value) if carries_gradient(value.spec) else None
 
 
-@derivative(MERGE_GRADIENTS)
-def _merge(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
-    return grads, grads
-
-
-@derivative(ELEMENT_GRADIENT)
-def _element(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+@derivative(ELEMENT_GRADIENT, tensor_array.READ)
+def gradient_of_read(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    """The derivative of what reads one value of a store or array; it may take sizes as well."""
     return [element_gradients(node.inputs[1], grad), *[None] * (len(node.inputs) - 1)]
 
 
-@derivative(STACKED_GRADIENTS)
-def _stacked(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
-    grad, *indices = node.inputs
-    return [rows_gradient(grads, grad, *indices), *[None] * len(indices)]
+@derivative(tensor_array.UNSTACK, tensor_array.SCATTER)
+def _written_rows(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
+    _, *indices, values = node.inputs
+    reached = rows_gradient(grads, values, *indices) if carries_gradient(values.spec) else None
+    return [grads, *[None] * len(indices), reached]
+
+
+@derivative(tensor_array.STACK, tensor_array.GATHER)
+def _read_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    _, *indices = node.inputs
+    return [stacked_gradients(grad, *indices), *[None] * len(indices)]
 
 
 @derivative(ROWS_GRADIENT)
@@ -363,54 +268,10 @@ def _rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [stacked_gradients(grad, *indices), *[None] * (len(node.inputs) - 1)]
 
 
-@derivative(JOINED_GRADIENTS)
-def _joined(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
-    grad, lengths = node.inputs
-    return pieces_gradient(grads, grad, lengths), None
-
-
-@derivative(PIECES_GRADIENT)
-def _pieces(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [joined_gradients(grad, node.inputs[1]), *[None] * (len(node.inputs) - 1)]
-
-
-not_differentiable(NO_GRADIENT, because="it has no inputs")
-
-
-# -- derivatives of TensorArrays -------------------------------------------------------------------------------------
-
-
-@derivative(tensor_array.WRITE)
-def _write(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
-    _, index, value = node.inputs
-    return grads, None, element_gradient(grads, index, value) if carries_gradient(value.spec) else None
-
-
-@derivative(tensor_array.READ)
-def _read(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return element_gradients(node.inputs[1], grad), None
-
-
-@derivative(tensor_array.UNSTACK)
-def _unstack(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
-    values = node.inputs[1]
-    return grads, rows_gradient(grads, values) if carries_gradient(values.spec) else None
-
-
-@derivative(tensor_array.STACK)
-def _stack(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [stacked_gradients(grad)]
-
-
-@derivative(tensor_array.SCATTER)
-def _scatter(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
-    _, indices, values = node.inputs
-    return grads, None, rows_gradient(grads, values, indices) if carries_gradient(values.spec) else None
-
-
-@derivative(tensor_array.GATHER)
-def _gather(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return stacked_gradients(grad, node.inputs[1]), None
+@derivative(STACKED_GRADIENTS)
+def _stacked(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
+    grad, *indices = node.inputs
+    return [rows_gradient(grads, grad, *indices), *[None] * len(indices)]
 
 
 @derivative(tensor_array.SPLIT)
@@ -424,6 +285,23 @@ def _concat(node: Node, grad: Tensor, lengths: None) -> Sequence[Tensor | None]:
     return [joined_gradients(grad, node.outputs[1])]
 
 
+@derivative(JOINED_GRADIENTS)
+def _joined(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
+    grad, lengths = node.inputs
+    return pieces_gradient(grads, grad, lengths), None
+
+
+@derivative(PIECES_GRADIENT)
+def _pieces(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [joined_gradients(grad, node.inputs[1]), *[None] * (len(node.inputs) - 1)]
+
+
+@derivative(MERGE_GRADIENTS)
+def _merge(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
+    return grads, grads
+
+
+not_differentiable(NO_GRADIENT, because="it has no inputs")
 not_differentiable(tensor_array.TENSOR_ARRAY, because="a new array depends on its size alone")
 not_differentiable(tensor_array.ELEMENT_SHAPE, tensor_array.SIZE, because="its result is an integer")
 not_differentiable(tensor_array.CLOSE, because="it has no outputs")

@@ -14,7 +14,7 @@ import pytest
 import asyncflow as af
 from asyncflow.autodiff import part_sums
 from asyncflow.autodiff.part_sums import PartSum
-from asyncflow.autodiff.store_gradients import StoreGradient
+from asyncflow.autodiff.stores import StoreGradient
 from asyncflow.devices.memory import MemoryAccount
 
 Run = Callable[..., Awaitable[Any]]

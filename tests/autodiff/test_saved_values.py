@@ -1,4 +1,4 @@
-"""`SavedValues`, the store that a loop carries from iteration to iteration, and when values are not saved in one."""
+"""Which values a loop saves for its gradient, and which are computed again."""
 
 from __future__ import annotations
 
@@ -9,33 +9,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.autodiff.saved_values import SAVE, Items, SavedValues
+from asyncflow.autodiff.saved_values import SAVE
 
 Run = Callable[..., Awaitable[Any]]
-
-
-def test_versions_of_a_store_keep_their_meaning() -> None:
-    """Two go on from one: the first in place, the second in a copy."""
-    base = SavedValues(Items(), 0, 0).saved(0, "a")
-    left, right = base.saved(1, "b"), base.saved(1, "c")
-    assert left.items is base.items
-    assert [each.length for each in (base, left, right)] == [1, 2, 2]
-    assert [left.read(index) for index in (0, 1)] == ["a", "b"]
-    assert [right.read(index) for index in (0, 1)] == ["a", "c"]
-
-
-def test_values_are_saved_in_order() -> None:
-    with pytest.raises(IndexError, match="value number 2 is saved into a store of 1"):
-        SavedValues(Items(), 0, 0).saved(0, "a").saved(2, "c")
-
-
-def test_bytes_are_those_of_the_version() -> None:
-    """Of arrays, scalars and stores; what has no size counts nothing."""
-    inner = SavedValues(Items(), 0, 0).saved(0, np.zeros(4))
-    values = SavedValues(Items(), 0, 0).saved(0, inner).saved(1, np.float32(1)).saved(2, "text")
-    assert [inner.nbytes, values.nbytes, SavedValues(Items(), 0, 0).nbytes] == [32, 36, 0]
-    assert inner.saved(1, np.zeros(1)).nbytes == 40
-    assert inner.nbytes == 32
 
 
 def viewed(x: Any, times: int) -> Any:

@@ -1,4 +1,4 @@
-"""Derivatives of TensorArrays, held against the same programs without arrays; and the values that carry them."""
+"""Derivatives of TensorArrays, held against the same programs without arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.autodiff.gradients import gradients
-from asyncflow.autodiff.store_gradients import JOINED_GRADIENTS, StoreGradient
+from asyncflow.autodiff.store_gradients import JOINED_GRADIENTS
 from asyncflow.ops.derivatives.shapes import zeros_of
 from tests.autodiff.sweep import KNOWN, gradients_at
 
@@ -211,43 +211,6 @@ def test_random_programs(program: Program) -> None:
 
 
 # -- the values ------------------------------------------------------------------------------------------------------
-
-
-def entries(*indices: int) -> list[tuple[int, Array]]:
-    return [(index, np.full(2, 10.0**place)) for place, index in enumerate(indices)]
-
-
-def test_versions_of_a_store_gradient_keep_their_meaning() -> None:
-    """Two go on from one: the first in place, the second in a copy; none sees what the others got."""
-    base = StoreGradient.of(entries(0))
-    left = base.with_entries(entries(0, 1))
-    right = base.with_entries(entries(1))
-    assert left.log is base.log
-    assert right.log is not base.log
-    assert [index for index, _ in base.entries()] == [0]
-    assert [index for index, _ in left.entries()] == [0, 0, 1]
-    assert [index for index, _ in right.entries()] == [0, 1]
-    assert [len(each.read(0)) for each in (base, left, right)] == [1, 2, 1]
-    assert [len(each.read(1)) for each in (base, left, right)] == [0, 1, 1]
-    assert [each.nbytes for each in (base, left, right)] == [16, 48, 32]
-
-
-def test_merging_appends_the_shorter_one() -> None:
-    """So a loop that adds a few entries to many in each iteration takes time for the few, whichever comes first."""
-    many, few = StoreGradient.of(entries(*range(9))), StoreGradient.of(entries(3))
-    merged = few.merged(many)
-    assert merged.log is many.log
-    assert merged.length == 10
-    assert merged.merged(StoreGradient.of(())) is merged
-    np.testing.assert_array_equal(merged.total(3, (2,), np), [1001, 1001])
-
-
-def test_totals_are_of_one_shape() -> None:
-    """What would broadcast is refused all the same; an element that nothing reached has no total."""
-    found = StoreGradient.of([(0, np.ones(2)), (0, np.ones(1))])
-    with pytest.raises(ValueError, match=r"\[1\] has reached element 0.*\[2\]"):
-        found.total(0, (2,), np)
-    assert found.total(1, (2,), np) is None
 
 
 def test_joined_gradients_are_as_long_as_their_pieces() -> None:

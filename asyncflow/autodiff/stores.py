@@ -1,0 +1,174 @@
+"""Stores that a loop carries from iteration to iteration: of the values it saves, and of gradients that add up.
+
+A store is a value like any other, a VARIANT, of which each write gives a new version. Versions share one log: the
+newest is written to in place, and an older one copies what it sees of the log first, so that all keep their meaning.
+What an entry is, and what is read of several, is the rule of each kind: here are `SavedValues`, one value a number and
+in order, and `StoreGradient`, whose entries for one element add up; `part_sums` has the sums of parts of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.shapes import format_shape
+from asyncflow.graph.spec import Spec
+
+if TYPE_CHECKING:
+    from asyncflow.values import Array, Namespace, Value
+
+STORE = Spec(VARIANT, ())
+"""What is known of every store."""
+
+Entry = TypeVar("Entry")
+
+
+class Log(list[Entry]):
+    """The entries that versions of a store share; see `asyncflow.devices.memory.Held`."""
+
+    __slots__ = ("__weakref__", "lock")
+    entry_nbytes = 8
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        super().__init__()
+        self.lock = Lock()
+        self.extend(entries)
+
+    def since(self, count: int) -> Sequence[object]:
+        """The values behind the first `count`."""
+        return self[count:]
+
+    def buffers(self) -> Sequence[Array]:
+        """None: values are kept as they come."""
+        return ()
+
+
+class Version(Generic[Entry]):
+    """What is seen of a store: the first `length` entries of a log. Any thread may use any version.
+
+    Attributes:
+        log: shared with other versions.
+        length: how many of its entries are seen.
+        nbytes: of their values, for the profiler; counted as they come, since it is asked for in each iteration.
+    """
+
+    __slots__ = ("length", "log", "nbytes")
+
+    def __init__(self, log: Log[Entry], length: int, nbytes: int) -> None:
+        self.log = log
+        self.length = length
+        self.nbytes = nbytes
+
+    @property
+    def held(self) -> Log[Entry]:
+        """The log, for the account of a device that has a limit."""
+        return self.log
+
+    def entries(self) -> Sequence[Entry]:
+        """All that is seen."""
+        return self.log[: self.length]
+
+    def grown(self, entries: Sequence[Entry]) -> Log[Entry]:
+        """The log with more entries: in place, or a copy if there is a newer version."""
+        log = self.log
+        with log.lock:
+            if self.length == len(log):
+                log.extend(entries)
+                return log
+        return type(log)([*self.entries(), *entries])
+
+
+class SavedValues(Version["Value"]):
+    """The values that a loop saves for its gradient, one in each iteration (EuroSys '18 §5)."""
+
+    __slots__ = ()
+
+    def saved(self, index: int, value: Value) -> SavedValues:
+        """The store with one value more, number `index`."""
+        length = self.length
+        if index != length:
+            raise IndexError(f"value number {index} is saved into a store of {length}")
+        log = self.log
+        if length == len(log):
+            log.append(value)  # a loop saves to each version once, so that no other thread does
+        else:
+            log = self.grown((value,))
+        return SavedValues(log, length + 1, self.nbytes + getattr(value, "nbytes", 0))
+
+    def read(self, index: int) -> Value:
+        """The value saved as number `index`."""
+        return self.log[index]
+
+
+Reached: TypeAlias = "tuple[int, Any]"
+"""The index of an element, and a gradient of it."""
+
+
+class _Gradients(Log[Reached]):
+    """Entries that are found by the element they belong to."""
+
+    __slots__ = ("positions",)
+    entry_nbytes = 200  # a pair, its index, and the list of an element's positions
+
+    def __init__(self, entries: Iterable[Reached]) -> None:
+        self.positions: dict[int, list[int]] = {}
+        super().__init__(entries)
+
+    def since(self, count: int) -> Sequence[object]:
+        return [grad for _, grad in self[count:]]
+
+    def extend(self, entries: Iterable[Reached]) -> None:
+        for entry in entries:
+            self.positions.setdefault(entry[0], []).append(len(self))
+            self.append(entry)
+
+
+class StoreGradient(Version[Reached]):
+    """What has reached the elements of a store or array; several gradients of one element add up when they are read."""
+
+    __slots__ = ()
+    log: _Gradients
+
+    @classmethod
+    def of(cls, entries: Sequence[Reached]) -> StoreGradient:
+        """One with these entries alone."""
+        return cls(_Gradients(entries), len(entries), _nbytes(entries))
+
+    def with_entries(self, entries: Sequence[Reached]) -> StoreGradient:
+        """With more entries."""
+        return StoreGradient(self.grown(entries), self.length + len(entries), self.nbytes + _nbytes(entries))
+
+    def merged(self, other: StoreGradient) -> StoreGradient:
+        """With those of `other`; the cost is that of the shorter one."""
+        if other.length > self.length:
+            return other.merged(self)
+        return self.with_entries(other.entries()) if other.length else self
+
+    def read(self, index: int) -> list[Any]:
+        """The gradients of one element."""
+        return [self.log[place][1] for place in self.log.positions.get(index, ()) if place < self.length]
+
+    def total(self, index: int, shape: tuple[int, ...], xp: Namespace) -> Any | None:
+        """The sum of the gradients of one element of this shape; None if there are none.
+
+        Raises:
+            ValueError: one has another shape. It is not broadcast: the sum would be wrong without a word.
+        """
+        found = self.read(index)
+        for grad in found:
+            if grad.shape != shape:
+                raise ValueError(
+                    f"a gradient of shape {format_shape(grad.shape)} has reached element {index} of an array, which "
+                    f"has shape {format_shape(shape)}; they can only be added up if they are alike"
+                )
+        return reduce(xp.add, found) if found else None
+
+
+def _nbytes(entries: Sequence[Reached]) -> int:
+    return sum(getattr(value, "nbytes", 0) for _, value in entries)
+
+
+__all__ = ["STORE", "Log", "SavedValues", "StoreGradient", "Version"]
