@@ -1,330 +1,261 @@
-"""How a graph becomes a plan: the passes, in order."""
+"""How a graph becomes a plan: the list of passes, in order.
+
+Each pass has its rule at the top of its module. What stands here is when it runs, what it is told, and where it puts
+what it has found out.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from math import inf
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial, wraps
+from typing import TYPE_CHECKING
 
-from asyncflow.compiler.batching.batch_loops import block_bytes
+from asyncflow.compiler.batching.batch_loops import batch_loops
+from asyncflow.compiler.lowering.bind import Binding
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
-from asyncflow.compiler.lowering.layout import build_partition
 from asyncflow.compiler.lowering.lower import lower
 from asyncflow.compiler.lowering.single_call import find_single_call
-from asyncflow.compiler.optimize.passes import optimize as run_optimizations
+from asyncflow.compiler.optimize.cse import eliminate_common_subexpressions
+from asyncflow.compiler.optimize.fold import fold
+from asyncflow.compiler.optimize.hoist import hoist
+from asyncflow.compiler.optimize.loop_variables import reduce_loop_variables
+from asyncflow.compiler.optimize.prune import prune
+from asyncflow.compiler.optimize.simplify import simplify
+from asyncflow.compiler.passes import Pass, Program
 from asyncflow.compiler.placement.assign_streams import assign_streams
 from asyncflow.compiler.placement.constraints import resolve_requests
-from asyncflow.compiler.placement.node_costs import NodeCosts
+from asyncflow.compiler.placement.homes import send_home
 from asyncflow.compiler.placement.place import place
 from asyncflow.compiler.plan import Plan
-from asyncflow.compiler.program.extract import FEED, extract
-from asyncflow.compiler.program.frames import assign_frames, is_everywhere
+from asyncflow.compiler.program.extract import extract
+from asyncflow.compiler.program.frames import has_primitives
 from asyncflow.compiler.program.host_values import find_host_values
-from asyncflow.compiler.program.kernels import bind_kernel, bind_launch, bind_member, bind_region
 from asyncflow.compiler.program.order_effects import order_effects
-from asyncflow.compiler.program.saved import find_saved
-from asyncflow.compiler.regions.capturable import can_capture
-from asyncflow.compiler.regions.codegen import generate
-from asyncflow.compiler.regions.device_loops import DEVICE_WHILE, bind_device_loop, make_device_loops
-from asyncflow.compiler.regions.fuse import fuse_region
-from asyncflow.compiler.regions.join_regions import RegionCosts
+from asyncflow.compiler.program.survey import survey
+from asyncflow.compiler.regions.device_loops import make_device_loops
+from asyncflow.compiler.regions.fuse import fuse_regions
+from asyncflow.compiler.regions.join_regions import region_costs
 from asyncflow.compiler.regions.loop_drivers import find_loop_drivers
-from asyncflow.compiler.regions.regions import REGION, make_regions
-from asyncflow.devices.names import DeviceSpec
-from asyncflow.devices.protocol import has_own_memory
-from asyncflow.errors import PlacementError
-from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import STRUCTURED, has_side_effect
+from asyncflow.compiler.regions.regions import make_regions
 from asyncflow.graph.op import host_inputs, runs_on_host
-from asyncflow.graph.resource import resources_of
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-    from types import ModuleType
+    from collections.abc import Callable
 
-    from asyncflow.compiler.plan import Partition
-    from asyncflow.compiler.program.extract import Extract
-    from asyncflow.compiler.program.kernels import Resolve
-    from asyncflow.compiler.program.request import PlanOptions, PlanRequest
-    from asyncflow.compiler.regions.loop_drivers import LoopDriver
-    from asyncflow.compiler.regions.region_code import RegionCode
-    from asyncflow.compiler.regions.regions import Region
-    from asyncflow.devices.memory import MemoryAccount
-    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.compiler.passes import Context, Run
+    from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
+    from asyncflow.graph.ir import Node
 
 
-def compile_plan(
-    request: PlanRequest,
-    options: PlanOptions,
-    *,
-    devices: Sequence[Device],
-    resolve: Resolve,
-    costs: Mapping[str, float] | None = None,
-    homes: dict[Hashable, str] | None = None,
-) -> Plan:
+def compile_plan(request: PlanRequest, context: Context) -> Plan:
     """Compiles what one kind of run needs.
 
     Args:
         request: the kind of run; its graph is not changed.
-        options: those of the session.
-        devices: those of the session.
-        resolve: looks up the state of resources.
-        costs: mean nanoseconds that nodes took in earlier runs, by name.
-        homes: where state is, of devices with a memory of their own; what this plan puts somewhere is added.
+        context: the session's.
 
     Raises:
         FeedError: a needed placeholder is not fed.
         GraphError: the graph is not a valid program.
         PlacementError: no device fits the constraints of a node.
     """
-    extracted = extract(
+    program = Program(request, request.graph)
+    for each in PASSES:
+        if each.when is None or each.when(program, context):
+            each.run(program, context)
+            if context.options.debug and not each.is_analysis:
+                verify(program.graph)
+    assert program.placement is not None
+    assert program.survey is not None
+    return Plan(
+        graph=program.graph,
+        partitions=program.partitions,
+        fetches=program.order,
+        placement=program.placement,
+        single_call=find_single_call(program.partitions, context.devices),
+        loops=program.loops,
+        **program.survey._asdict(),
+    )
+
+
+# -- when passes run -------------------------------------------------------------------------------------------------
+
+
+def _optimizes(program: Program, context: Context) -> bool:
+    return context.options.optimize and not program.is_hand_written
+
+
+def _folds(program: Program, context: Context) -> bool:
+    """Only kernels that would run on the host's memory give the same bits there."""
+    return context.is_on_host and _optimizes(program, context)
+
+
+def _moves(program: Program, context: Context) -> bool:
+    """A run that fails on NaN must not compute what it does not use."""
+    return not context.options.check_numerics and _optimizes(program, context)
+
+
+def _batches(program: Program, context: Context) -> bool:
+    return context.options.loop_batching and _moves(program, context) and context.block_bytes is not None
+
+
+def _fuses(program: Program, context: Context) -> object:
+    return program.request.regions and context.options.fusion and context.enqueuing
+
+
+def _delays(program: Program, context: Context) -> object:
+    return context.asynchronous and not program.is_hand_written
+
+
+# -- what they are told ----------------------------------------------------------------------------------------------
+
+
+def _of_graph(change: Callable[[Graph], object]) -> Run:
+    """The pass that changes a graph and needs to know nothing else."""
+
+    @wraps(change)
+    def run(program: Program, _: Context) -> None:
+        change(program.graph)
+
+    return run
+
+
+@wraps(extract)
+def _extract(program: Program, _: Context) -> None:
+    request = program.request
+    found = extract(
         request.graph, request.fetches, request.feeds, streamed=request.streamed, all_effects=request.all_effects
     )
-    working = extracted.graph
-    check = verify if options.debug else _do_not_verify
-    if homes:
-        _send_home(working, homes)
+    program.graph, program.fetches, program.kept = found.graph, found.fetches, found.kept
+    program.is_hand_written = has_primitives(found.graph.walk())
+
+
+@wraps(send_home)
+def _send_home(program: Program, context: Context) -> None:
+    assert context.homes is not None
+    send_home(program.graph, context.homes)
+
+
+@wraps(resolve_requests)
+def _resolve_requests(program: Program, context: Context) -> None:
+    options = context.options
     spread = options.placement_seed is not None
-    notes = resolve_requests(working, request.graph, devices, soft=options.soft_placement, spread=spread)
-    check(working)
-    if options.optimize:
-        run_optimizations(
-            working,
-            keep=extracted.kept,
-            on_host=not any(has_own_memory(device) for device in devices),
-            check_numerics=options.check_numerics,
-            debug=options.debug,
-            block_bytes=block_bytes(devices) if options.loop_batching else None,
-        )
-    order_effects(working)
-    check(working)
-    saved = find_saved(working)
-    placement = place(working, devices, costs, seed=options.placement_seed, notes=notes)
-    touched = list(_state_of(working))
-    if homes is not None:
-        homes.update((key, node.device) for node, key in touched if node.device is not None)
-    is_repeatable = not any(map(_is_noticed, working.walk()))
-    read_on_host = _states_for_host(working, devices, resolve)
-    asynchronous = {device.name for device in devices if device.is_asynchronous}
-    enqueuing = {device.name for device in devices if runs_regions(device)}
-    on_host, loops = _decide_loops(working, enqueuing, devices, options, check)
-    streams = assign_streams(working, {device.name: len(device.compute_streams) for device in devices}, costs)
-    if request.regions:
-        region_costs = _region_costs(devices) if enqueuing else None
-        streams = make_regions(working, streams, asynchronous - enqueuing, enqueuing, on_host, region_costs)
-        if options.fusion:
-            _fuse(working, enqueuing)
-        check(working)
-    lowered = lower(
-        working,
-        asynchronous=asynchronous,
-        truncate=options.transfer_dtype is not None,
-        reads=partial(_read_on_host, asynchronous=asynchronous, enqueuing=enqueuing, on_host=on_host),
-        delay=partial(delay_recvs, devices=devices, costs=costs),
-    )
-    check(lowered)
-    partitions = _Binding(options, resolve, streams, on_host).partitions(extracted, lowered, devices)
-    return Plan(
-        graph=lowered,
-        partitions=partitions,
-        fetches=extracted.order,
-        placement=placement,
-        single_call=find_single_call(partitions, devices),
-        saved=saved,
-        loops=loops,
-        read_on_host=read_on_host,
-        is_repeatable=is_repeatable,
-        states=frozenset(key for _, key in touched),
+    program.notes = resolve_requests(
+        program.graph, program.request.graph, context.devices, soft=options.soft_placement, spread=spread
     )
 
 
-def _is_noticed(node: Node) -> bool:
-    """Whether somebody might notice that a node runs twice: it changes something, or is the user's own code."""
-    op = node.op
-    return op.is_user or op.is_async or (op.effects is not None and has_side_effect(node))
+@wraps(batch_loops)
+def _batch_loops(program: Program, context: Context) -> None:
+    assert context.block_bytes is not None
+    batch_loops(program.graph, context.block_bytes)
 
 
-def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
-    """`kernel`, of whose outputs the stores are counted wherever it is called: their values may be small and many."""
-    stores = [tensor.index for tensor in node.outputs if tensor.dtype == VARIANT]
-    if not stores:
-        return kernel
-
-    def call(*inputs: Any) -> Any:
-        result = kernel(*inputs)
-        for index in stores:
-            memory.track(result if node.single else result[index], node.name)
-        return result
-
-    return call
+@wraps(prune)
+def _prune(program: Program, _: Context) -> None:
+    prune(program.graph, program.kept)
 
 
-def _do_not_verify(_: Graph) -> None:
-    pass
+@wraps(place)
+def _place(program: Program, context: Context) -> None:
+    seed = context.options.placement_seed
+    program.placement = place(program.graph, context.devices, context.costs, seed=seed, notes=program.notes)
 
 
-def _decide_loops(
-    graph: Graph,
-    enqueuing: Collection[str],
-    devices: Sequence[Device],
-    options: PlanOptions,
-    check: Callable[[Graph], None],
-) -> tuple[set[Tensor], tuple[LoopDriver, ...]]:
-    """Gives cards the loops that they are to run; and the values that stay on the host, and who drives which loop."""
-    if not enqueuing:
-        return set(), ()
-    cards = [device for device in devices if device.name in enqueuing]
-    may_run = options.device_while and all(cast("AsynchronousDevice", card).runs_loops for card in cards)
-    if may_run:
-        on_host = make_device_loops(graph, enqueuing, fusion=options.fusion)
-        check(graph)
-    else:
-        on_host = find_host_values(graph)
-    return on_host, find_loop_drivers(graph, enqueuing, on_host, device_while=may_run)
+@wraps(survey)
+def _survey(program: Program, context: Context) -> None:
+    program.survey = survey(program.graph, context.asynchronous, context.resolve, context.homes)
 
 
-def _region_costs(devices: Sequence[Device]) -> RegionCosts:
-    """What regions cost on `devices`, as far as it is known beforehand; nobody knows of branches and loops."""
-    costs = NodeCosts(devices, {})
-    calls = {device.name: cast("AsynchronousDevice", device).region_ns for device in devices if runs_regions(device)}
-
-    def kernel_ns(node: Node) -> float:
-        by_device = zip(devices, costs.times(node), strict=True)
-        is_known = node.op.name not in STRUCTURED
-        return next((ns for device, ns in by_device if device.name == node.device), 0.0) if is_known else inf
-
-    return RegionCosts(calls, kernel_ns)
+@wraps(make_device_loops)
+def _make_device_loops(program: Program, context: Context) -> None:
+    make_device_loops(program.graph, context.enqueuing, fusion=context.options.fusion)
 
 
-def _fuse(graph: Graph, enqueuing: Collection[str]) -> None:
-    for node in graph.walk():
-        if node.op is REGION and node.device in enqueuing:
-            node.attrs["region"] = fuse_region(node.attrs["region"])
+@wraps(find_host_values)
+def _find_host_values(program: Program, context: Context) -> None:
+    program.on_host = find_host_values(program.graph)
+    program.loops = find_loop_drivers(
+        program.graph, context.enqueuing, program.on_host, device_while=context.has_device_loops
+    )
 
 
-def _state_of(graph: Graph) -> Iterator[tuple[Node, Hashable]]:
-    """Nodes that touch a resource, with what tells resources apart."""
-    for node in graph.walk():
-        for resource in resources_of(node):
-            yield node, resource.effect_key
+@wraps(assign_streams)
+def _assign_streams(program: Program, context: Context) -> None:
+    counts = {device.name: len(device.compute_streams) for device in context.devices}
+    program.streams = assign_streams(program.graph, counts, context.costs)
 
 
-def _states_for_host(graph: Graph, devices: Sequence[Device], resolve: Resolve) -> tuple[Any, ...]:
-    """The states that CPUs use, and that another session, which shares the container, may have on a card."""
-    by_name = {device.name: device for device in devices}
-    found: dict[int, Any] = {}
-    for node in graph.walk():
-        for resource in resources_of(node):
-            if resource.container is not None and not by_name[node.device or devices[0].name].is_asynchronous:
-                state = resolve(resource)
-                found[id(state)] = state
-    return tuple(found.values())
+@wraps(make_regions)
+def _make_regions(program: Program, context: Context) -> None:
+    program.streams = make_regions(
+        program.graph,
+        program.streams,
+        context.asynchronous - context.enqueuing,
+        context.enqueuing,
+        program.on_host,
+        region_costs(context.devices) if context.enqueuing else None,
+    )
 
 
-def _send_home(graph: Graph, homes: Mapping[Hashable, str]) -> None:
-    """Asks for the device that holds the state a node touches.
-
-    Raises:
-        PlacementError: the node asks for another.
-    """
-    for node, key in _state_of(graph):
-        home = homes.get(key)
-        if home is None:
-            continue
-        if node.device is not None and not DeviceSpec.parse(node.device).matches(home):
-            raise PlacementError(
-                f"{node.name} ({node.op.name}) asks for {node.device!r}, and what it touches is in the memory of "
-                f"{home}, where an earlier run of this session has put it; ask for {home!r} or for none"
-                f"\n  built at {node.location}"
-            )
-        node.device = home
+@wraps(fuse_regions)
+def _fuse_regions(program: Program, context: Context) -> None:
+    fuse_regions(program.graph, context.enqueuing)
 
 
-def runs_regions(device: Device) -> bool:
-    """Whether the device is asynchronous, and one call enqueues all kernels of a region."""
-    return device.is_asynchronous and cast("AsynchronousDevice", device).runs_regions
+@wraps(lower)
+def _lower(program: Program, context: Context) -> None:
+    truncate = context.options.transfer_dtype is not None
+    reads = partial(_read_on_host, program=program, context=context)
+    program.graph, program.places = lower(
+        program.graph, asynchronous=context.asynchronous, truncate=truncate, reads=reads
+    )
 
 
-def _read_on_host(
-    node: Node, *, asynchronous: Collection[str], enqueuing: Collection[str], on_host: Collection[Tensor]
-) -> list[int]:
+def _read_on_host(node: Node, *, program: Program, context: Context) -> list[int]:
     """Positions of inputs that the kernel, or of primitives the scheduler, reads, and that may be the device's."""
-    if node.device not in (asynchronous if node.op.kernel is None else enqueuing) or runs_on_host(node):
+    reading = context.asynchronous if node.op.kernel is None else context.enqueuing
+    if node.device not in reading or runs_on_host(node):
         return []
-    return [index for index in sorted(host_inputs(node)) if node.inputs[index] not in on_host]
+    return [index for index in sorted(host_inputs(node)) if node.inputs[index] not in program.on_host]
 
 
-@dataclass(frozen=True, slots=True)
-class _Binding:
-    """How nodes get their code."""
+@wraps(delay_recvs)
+def _delay_recvs(program: Program, context: Context) -> None:
+    delay_recvs(program.graph, program.places, context.devices, context.costs)
 
-    options: PlanOptions
-    resolve: Resolve
-    streams: Mapping[Node, int]
-    on_host: Collection[Tensor]
 
-    def partitions(self, extracted: Extract, lowered: Graph, devices: Sequence[Device]) -> list[Partition]:
-        """One per device that has something to do."""
-        used = {node.device for node in lowered.nodes if not is_everywhere(node)}
-        devices = [device for device in devices if device.name in used] or devices[:1]
-        frames = assign_frames(lowered)
-        fetches = [fetch for fetch in extracted.fetches if fetch is not None]
-        nodes: dict[str | None, list[Node]] = {device.name: [] for device in devices}
-        for node in lowered.nodes:
-            if not is_everywhere(node):
-                nodes[node.device].append(node)
-        return [
-            build_partition(
-                nodes[device.name],
-                frames,
-                device=device.name,
-                streams=self.streams,
-                feeds={n: n.attrs["index"] for n in nodes[device.name] if n.op is FEED},
-                fetches={n: index for index, n in enumerate(fetches) if n.device == device.name},
-                n_fetches=len(fetches),
-                bind=partial(self.kernel, device),
-                bind_region=partial(self.region, device),
-            )
-            for device in devices
-        ]
+@wraps(Binding.partitions)
+def _bind(program: Program, context: Context) -> None:
+    binding = Binding(context.options, context.resolve, program.streams, program.on_host)
+    fetches = (fetch for fetch in program.fetches if fetch is not None)
+    program.partitions = binding.partitions(program.graph, fetches, context.devices)
 
-    def kernel(self, device: Device, node: Node) -> Kernel:
-        """What a firing of `node` calls."""
-        if not device.is_asynchronous:
-            kernel = self.bare(device.xp, node)
-            return kernel if device.memory.limit is None else _counted(kernel, node, device.memory)
-        launching = cast("AsynchronousDevice", device)
-        if node.op is DEVICE_WHILE:
-            return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.options.max_iterations)
-        return bind_launch(node, partial(self.bare, node=node), launching, self.streams.get(node, 0))
 
-    def bare(self, xp: ModuleType, node: Node) -> Kernel:
-        """The kernel itself."""
-        options = self.options
-        return bind_kernel(node, xp, self.resolve, check_outputs=options.debug, check_numerics=options.check_numerics)
+# -- the list --------------------------------------------------------------------------------------------------------
 
-    def region(self, device: Device, node: Node) -> tuple[RegionCode, Kernel]:
-        """A region's code, and what a firing calls."""
-        region: Region = node.attrs["region"]
-        generate_region = partial(generate, region, node.name, max_iterations=self.options.max_iterations)
-        if not device.is_asynchronous:
-            # Accounting costs a region more than many a kernel: without a limit only what enters and leaves counts.
-            track = device.memory.track if self.options.debug or device.memory.limit is not None else None
-            code = generate_region(partial(self.kernel, device), track=track)
-            return code, code.function
-        launching, stream = cast("AsynchronousDevice", device), self.streams.get(node, 0)
-
-        def bind(member: Node) -> Kernel:
-            return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
-
-        code = generate_region(bind, track=None, enqueues=True)
-        # A graph that is replayed raises nothing.
-        asks = launching.captures(self.options.cuda_graphs) or launching.charge is not None
-        could_capture = asks and not self.options.check_numerics and can_capture(region, self.on_host)
-        asked = self.options.cuda_graphs
-        return code, bind_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)
+PASSES = (
+    Pass("extract", _extract),
+    Pass("homes", _send_home, when=lambda _, context: context.homes, is_analysis=True),
+    Pass("constraints", _resolve_requests, is_analysis=True),
+    Pass("loop_variables", _of_graph(reduce_loop_variables), when=_optimizes),
+    Pass("fold", _of_graph(fold), when=_folds),
+    Pass("simplify", _of_graph(simplify), when=_optimizes),
+    Pass("cse", _of_graph(eliminate_common_subexpressions), when=_optimizes),
+    Pass("hoist", _of_graph(hoist), when=_moves),
+    Pass("batch_loops", _batch_loops, when=_batches),
+    Pass("prune", _prune, when=_optimizes),
+    Pass("order_effects", _of_graph(order_effects)),
+    Pass("place", _place, is_analysis=True),
+    Pass("survey", _survey, is_analysis=True),
+    Pass("device_loops", _make_device_loops, when=lambda _, context: context.has_device_loops),
+    Pass("host_values", _find_host_values, when=lambda _, context: context.enqueuing, is_analysis=True),
+    Pass("assign_streams", _assign_streams, when=lambda _, context: context.has_streams, is_analysis=True),
+    Pass("regions", _make_regions, when=lambda program, _: program.request.regions),
+    Pass("fuse", _fuse_regions, when=_fuses),
+    Pass("lower", _lower),
+    Pass("delay_recvs", _delay_recvs, when=_delays),
+    Pass("bind", _bind, is_analysis=True),
+)
+"""All of them, in the order in which they run."""

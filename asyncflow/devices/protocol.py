@@ -330,6 +330,11 @@ def has_own_memory(device: Device) -> bool:
     return device.is_asynchronous and cast("AsynchronousDevice", device).has_own_memory
 
 
+def runs_regions(device: Device) -> bool:
+    """Whether the device is asynchronous, and one call enqueues all kernels of a region."""
+    return device.is_asynchronous and cast("AsynchronousDevice", device).runs_regions
+
+
 @contextmanager
 def recording(device: AsynchronousDevice, spans: list[Any] | None) -> Iterator[None]:
     """What is launched inside, and nothing else, goes to `spans`; see `AsynchronousDevice.record_into`."""

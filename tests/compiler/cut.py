@@ -53,7 +53,7 @@ def _put(graph: Graph) -> None:
 
 def cut(graph: Graph, fetches: Sequence[Any], **options: Any) -> Graph:
     """The graph after `lower`."""
-    lowered = lower(put_by_hand(graph, fetches), **options)
+    lowered = lower(put_by_hand(graph, fetches), **options).graph
     af.verify(lowered)
     return lowered
 

@@ -40,7 +40,7 @@ def ordered(graph: Graph, fetches: Sequence[Any]) -> str:
 
 def lowered(graph: Graph, fetches: Sequence[Any]) -> str:
     """After all passes, without regions."""
-    return _text(lower(_ordered(graph, fetches)))
+    return _text(lower(_ordered(graph, fetches)).graph)
 
 
 def regions_made(graph: Graph, fetches: Sequence[Any], *, streamed: Sequence[af.Tensor] = ()) -> Graph:

@@ -14,10 +14,11 @@ import asyncflow as af
 from asyncflow.compiler import pipeline
 from asyncflow.compiler.lowering import delay_recvs as module
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
+from asyncflow.compiler.lowering.lower import lower
 from asyncflow.compiler.placement.node_costs import NodeCosts
 from asyncflow.compiler.program.frames import assign_frames
 from asyncflow.testing import virtual_clock
-from tests.compiler.cut import cut
+from tests.compiler.cut import put_by_hand
 from tests.compiler.placing import FakeDevice, work
 from tests.property.graphs import build
 from tests.property.programs import interpret
@@ -66,12 +67,10 @@ def delayed(
     truncate: bool = False,
 ) -> tuple[Graph, list[Node]]:
     """The lowered graph, and its delayed Recvs."""
-    found: list[Node] = []
-
-    def delay(flat: Graph, places: Mapping[Node, object]) -> None:
-        found.extend(delay_recvs(flat, places, devices(*names), costs))
-
-    return cut(graph, fetches, delay=delay, truncate=truncate), found
+    lowered = lower(put_by_hand(graph, fetches), truncate=truncate)
+    found = delay_recvs(lowered.graph, lowered.places, devices(*names), costs)
+    af.verify(lowered.graph)
+    return lowered.graph, found
 
 
 def chain(start: af.Tensor, length: int, *, ms: float = 1.0, name: str = "step") -> af.Tensor:
@@ -312,15 +311,6 @@ def test_in_a_branch_it_waits_for_a_node_of_the_same_branch(graph: af.Graph, x: 
     assert len(flat.node("pick/false/value/recv").control_inputs) == 1
 
 
-def test_control_flow_written_by_hand_is_left_alone(graph: af.Graph, x: af.Tensor) -> None:
-    value = on("sim:0", x, shape=MEGABYTE, name="value", ms=0.0)
-    with af.device("sim:1"):
-        late = work(chain(x, 6), value, name="late")
-    assert delays(graph, [late.node]) != {}
-    _, live = af.raw.switch(late, True)
-    assert delays(graph, [live.node]) == {}
-
-
 def test_it_is_looked_for_near_by_only(graph: af.Graph, x: af.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the way: a large graph compiles in linear time."""
     value = on("sim:0", x, shape=MEGABYTE, name="value", ms=0.0)
@@ -385,6 +375,20 @@ def simulate(
     return value, clock.now_ns, peak
 
 
+def test_control_flow_written_by_hand_is_left_alone() -> None:
+    graph, x, result = plain_steps(512)
+    with graph:
+        _, live = af.raw.switch(result, True)
+
+    def waiting(fetch: af.Tensor) -> int:
+        plan = af.Session(devices=["sim:0", "sim:1"]).plan(fetch, [x])
+        return sum(node.op.name == "recv" and bool(node.control_inputs) for node in plan.graph.nodes)
+
+    with virtual_clock("2 x v100, nvlink2"):
+        assert waiting(result) > 0
+        assert waiting(live) == 0
+
+
 @pytest.mark.parametrize("options", [{}, {"regions": False}, {"transfer_dtype": "bfloat16"}])
 def test_less_memory_and_no_more_time(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """Without the pass all values are there from the start; with it, about one at a time."""
@@ -432,9 +436,9 @@ def test_random_programs_give_the_same_and_never_stall(monkeypatch: pytest.Monke
     """Every value counts as large, and every Recv is delayed that can be, in branches and loops and around them."""
     found: Counter[str] = Counter()
 
-    def delay(flat: Graph, places: Mapping[Node, object], **options: Any) -> None:
+    def delay(flat: Graph, *arguments: Any) -> None:
         frames = assign_frames(flat)
-        for recv in delay_recvs(flat, places, **options):
+        for recv in delay_recvs(flat, *arguments):
             found[f"{len(frames[recv])} loops, {'gated' if len(recv.control_inputs) > 1 else 'free'}"] += 1
 
     monkeypatch.setattr(module, "SMALL_NBYTES", 0)

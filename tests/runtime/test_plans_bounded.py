@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.compiler.passes import Context
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.compiler.plan import Partition, Plan, PlanNode
 from asyncflow.compiler.program.request import PlanRequest
@@ -161,9 +162,9 @@ async def test_measured_costs_are_of_one_graph(monkeypatch: pytest.MonkeyPatch) 
     """A node of another graph may have the same name; what a graph has measured outlasts its growth."""
     asked: list[Any] = []
 
-    def noted(*args: Any, costs: Any, **options: Any) -> Plan:
-        asked.append(costs)
-        return compile_plan(*args, costs=costs, **options)
+    def noted(request: PlanRequest, context: Context) -> Plan:
+        asked.append(context.costs)
+        return compile_plan(request, context)
 
     monkeypatch.setattr(session_module, "compile_plan", noted)
 

@@ -22,7 +22,7 @@ written by hand stay as they are, and are cut in the same way (`lower_by_hand`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.compiler.lowering.lower_by_hand import PlacesByHand
 from asyncflow.compiler.lowering.places import INDEX, NEWS, Device, Emitter, Loop, Place
@@ -43,14 +43,20 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
 
 
+class Lowered(NamedTuple):
+    """A flat graph, and what is live together: equal places of nodes; constants, which are everywhere, have none."""
+
+    graph: Graph
+    places: Mapping[Node, Place]
+
+
 def lower(
     graph: Graph,
     *,
     asynchronous: Collection[str] = (),
     truncate: bool = False,
     reads: Callable[[Node], Collection[int]] | None = None,
-    delay: Callable[[Graph, Mapping[Node, object]], object] | None = None,
-) -> Graph:
+) -> Lowered:
     """`graph` without structured nodes; `graph` itself is used up.
 
     Args:
@@ -58,17 +64,12 @@ def lower(
         asynchronous: devices whose values must be copied to the host before Python may look at them.
         truncate: send float32 values as their upper 16 bits.
         reads: positions of a node's inputs that Python looks at when it runs; None for none of any node.
-        delay: adds control inputs to Recvs, given the result and the places of its nodes; see `delay_recvs`. Not called
-            where control flow is written by hand.
     """
-    if delay is not None and has_primitives(graph.walk()):
-        delay = None
     lowering = _Lowering(graph, asynchronous, truncate)
     lowering.reads = reads or _nothing
     lowering.put_nodes(graph, lowering.outside)
-    if delay is not None:
-        delay(lowering.flat, lowering.places)
-    return lowering.finish()
+    lowering.flat.renumber()
+    return Lowered(lowering.flat, lowering.places)
 
 
 def _nothing(_: Node) -> Collection[int]:

@@ -119,11 +119,6 @@ class Emitter:
             if tensor.node in self.awaited
         }
 
-    def finish(self) -> Graph:
-        """The flat graph, its nodes numbered."""
-        self.flat.renumber()
-        return self.flat
-
     def values(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """What stands for tensors of the structured graph."""
         return [self.tensors.get(tensor, tensor) for tensor in tensors]

@@ -8,7 +8,6 @@ effect. Loop variables and branch results nobody uses are dropped.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +43,6 @@ class Extract:
     """One FETCH node per fetch; None for a fetched node, which has no value."""
     kept: list[Node]
     """The fetched nodes."""
-
-    @property
-    def order(self) -> list[int | None]:
-        """For each fetch, which of the values it is; None for a fetched node."""
-        positions = itertools.count()
-        return [None if fetch is None else next(positions) for fetch in self.fetches]
 
 
 @dataclass(slots=True)

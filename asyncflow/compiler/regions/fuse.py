@@ -19,14 +19,16 @@ from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.fused import FUSED, Chain, Member
 from asyncflow.compiler.program.kernels import is_host_spec
 from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.compiler.regions.regions import REGION
 from asyncflow.graph.graph import STRUCTURED
 from asyncflow.nn.losses import CLASS_NUMBERS
 from asyncflow.ops.cuda_source import expression, is_composite, not_fused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from asyncflow.compiler.regions.regions import Region
+    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.shapes import Shape
 
@@ -43,6 +45,13 @@ _LONGEST = 1000
 
 not_fused(STOP_GRADIENT, because="its value is its input's: there is nothing to launch")
 not_fused(CLASS_NUMBERS, because="it looks at the numbers, and refuses some")
+
+
+def fuse_regions(graph: Graph, devices: Collection[str]) -> None:
+    """Fuses in all regions on `devices`, in place; `graph` has the device of every node in ``node.device``."""
+    for node in graph.walk():
+        if node.op is REGION and node.device in devices:
+            node.attrs["region"] = fuse_region(node.attrs["region"])
 
 
 def fuse_region(region: Region) -> Region:

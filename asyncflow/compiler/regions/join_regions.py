@@ -18,13 +18,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
-from typing import TYPE_CHECKING, NamedTuple
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, SMALL_NBYTES, tensor_nbytes
+from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, SMALL_NBYTES, NodeCosts, tensor_nbytes
+from asyncflow.devices.protocol import runs_regions
+from asyncflow.graph.graph import STRUCTURED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
 
@@ -53,6 +57,19 @@ class RegionCosts:
 
     call_ns: Mapping[str, float]
     kernel_ns: Callable[[Node], float]
+
+
+def region_costs(devices: Sequence[Device]) -> RegionCosts:
+    """What regions cost on `devices`, as far as it is known beforehand; nobody knows of branches and loops."""
+    costs = NodeCosts(devices, {})
+    calls = {device.name: cast("AsynchronousDevice", device).region_ns for device in devices if runs_regions(device)}
+
+    def kernel_ns(node: Node) -> float:
+        by_device = zip(devices, costs.times(node), strict=True)
+        is_known = node.op.name not in STRUCTURED
+        return next((ns for device, ns in by_device if device.name == node.device), 0.0) if is_known else inf
+
+    return RegionCosts(calls, kernel_ns)
 
 
 @dataclass(frozen=True, slots=True)

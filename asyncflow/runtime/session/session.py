@@ -8,10 +8,12 @@ import threading
 import warnings
 import weakref
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
+from asyncflow.compiler.passes import Context
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.compiler.program.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
@@ -181,15 +183,12 @@ class Session(NotPickled):
         self._threads = threads
         self._plans = PlanCache(plans)
         # Bound to no session: what runs hold must not keep one alive that was dropped.
+        homes: dict[Hashable, str] | None = None if has_one_memory(self.devices) else {}
         self._compile = partial(
             _compile,
-            options=self._options,
-            devices=self.devices,
-            state=self.state,
+            context=Context(devices=self.devices, options=self._options, resolve=self.state.lookup, homes=homes),
             # Only then is there a choice that depends on what nodes cost.
             measured=self._plans if len(self.devices) > 1 or compute_streams > 1 else None,
-            # A variable stays on the device whose memory it is in, whatever else a later plan runs.
-            homes=None if has_one_memory(self.devices) else {},
         )
         self._calls = CallCache(graph, self._plans, regions=regions)
         self._runs = Runs(
@@ -491,25 +490,12 @@ class Session(NotPickled):
         return self._plans.get_nowait(self._calls.new(fetches, feeds).request, self._compile)
 
 
-def _compile(
-    request: PlanRequest,
-    *,
-    options: PlanOptions,
-    devices: Sequence[Device],
-    state: StateStore,
-    measured: PlanCache | None,
-    homes: dict[Hashable, str] | None,
-) -> Plan:
-    """A new plan; `measured` says what nodes cost, and `homes` where variables are."""
+def _compile(request: PlanRequest, *, context: Context, measured: PlanCache | None) -> Plan:
+    """A new plan; `measured` says what nodes cost."""
+    if measured is not None:
+        context = replace(context, costs=measured.of(request.graph).learn_costs())
     try:
-        return compile_plan(
-            request,
-            options,
-            devices=devices,
-            resolve=state.lookup,
-            costs=None if measured is None else measured.of(request.graph).learn_costs(),
-            homes=homes,
-        )
+        return compile_plan(request, context)
     except RecursionError:
         raise GraphError(
             "the graph nests branches and loops too deep to compile; nest them less, or write a recursion as a "

@@ -1,0 +1,125 @@
+"""Pass: gives nodes their code, bound to device, attributes and state, and lays out what each device runs.
+
+The tables themselves are made in `layout`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from asyncflow.compiler.lowering.layout import build_partition
+from asyncflow.compiler.program.extract import FEED
+from asyncflow.compiler.program.frames import assign_frames, is_everywhere
+from asyncflow.compiler.program.kernels import bind_kernel, bind_launch, bind_member, bind_region
+from asyncflow.compiler.regions.capturable import can_capture
+from asyncflow.compiler.regions.codegen import generate
+from asyncflow.compiler.regions.device_loops import DEVICE_WHILE, bind_device_loop
+from asyncflow.graph.dtypes import VARIANT
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from types import ModuleType
+
+    from asyncflow.compiler.plan import Partition
+    from asyncflow.compiler.program.kernels import Resolve
+    from asyncflow.compiler.program.request import PlanOptions
+    from asyncflow.compiler.regions.region_code import RegionCode
+    from asyncflow.compiler.regions.regions import Region
+    from asyncflow.devices.memory import MemoryAccount
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How nodes get their code."""
+
+    options: PlanOptions
+    resolve: Resolve
+    streams: Mapping[Node, int]
+    on_host: Collection[Tensor]
+
+    def partitions(self, graph: Graph, fetches: Iterable[Node], devices: Sequence[Device]) -> list[Partition]:
+        """One per device that has something to do.
+
+        Args:
+            graph: lowered.
+            fetches: its FETCH nodes, in the order of the values that the plan gives.
+            devices: those of the session.
+        """
+        nodes: dict[str | None, list[Node]] = {}
+        for node in graph.nodes:
+            if not is_everywhere(node):
+                nodes.setdefault(node.device, []).append(node)
+        positions = {node: position for position, node in enumerate(fetches)}
+        frames = assign_frames(graph)
+        used = [device for device in devices if device.name in nodes] or devices[:1]
+        return [
+            build_partition(
+                nodes.get(device.name, ()),
+                frames,
+                device=device.name,
+                streams=self.streams,
+                feeds={n: n.attrs["index"] for n in nodes.get(device.name, ()) if n.op is FEED},
+                fetches={n: position for n, position in positions.items() if n.device == device.name},
+                n_fetches=len(positions),
+                bind=partial(self.kernel, device),
+                bind_region=partial(self.region, device),
+            )
+            for device in used
+        ]
+
+    def kernel(self, device: Device, node: Node) -> Kernel:
+        """What a firing of `node` calls."""
+        if not device.is_asynchronous:
+            kernel = self.bare(device.xp, node)
+            return kernel if device.memory.limit is None else _counted(kernel, node, device.memory)
+        launching = cast("AsynchronousDevice", device)
+        if node.op is DEVICE_WHILE:
+            return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.options.max_iterations)
+        return bind_launch(node, partial(self.bare, node=node), launching, self.streams.get(node, 0))
+
+    def bare(self, xp: ModuleType, node: Node) -> Kernel:
+        """The kernel itself."""
+        options = self.options
+        return bind_kernel(node, xp, self.resolve, check_outputs=options.debug, check_numerics=options.check_numerics)
+
+    def region(self, device: Device, node: Node) -> tuple[RegionCode, Kernel]:
+        """A region's code, and what a firing calls."""
+        region: Region = node.attrs["region"]
+        generate_region = partial(generate, region, node.name, max_iterations=self.options.max_iterations)
+        if not device.is_asynchronous:
+            # Accounting costs a region more than many a kernel: without a limit only what enters and leaves counts.
+            track = device.memory.track if self.options.debug or device.memory.limit is not None else None
+            code = generate_region(partial(self.kernel, device), track=track)
+            return code, code.function
+        launching, stream = cast("AsynchronousDevice", device), self.streams.get(node, 0)
+
+        def bind(member: Node) -> Kernel:
+            return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
+
+        code = generate_region(bind, track=None, enqueues=True)
+        # A graph that is replayed raises nothing.
+        asks = launching.captures(self.options.cuda_graphs) or launching.charge is not None
+        could_capture = asks and not self.options.check_numerics and can_capture(region, self.on_host)
+        asked = self.options.cuda_graphs
+        return code, bind_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)
+
+
+def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
+    """`kernel`, of whose outputs the stores are counted wherever it is called: their values may be small and many."""
+    stores = [tensor.index for tensor in node.outputs if tensor.dtype == VARIANT]
+    if not stores:
+        return kernel
+
+    def call(*inputs: Any) -> Any:
+        result = kernel(*inputs)
+        for index in stores:
+            memory.track(result if node.single else result[index], node.name)
+        return result
+
+    return call

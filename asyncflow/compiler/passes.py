@@ -1,0 +1,137 @@
+"""A pass of the compiler: a name, and what it does to a program, given a context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from asyncflow.compiler.batching.batch_loops import block_bytes
+from asyncflow.devices.protocol import has_own_memory, runs_regions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+
+    from asyncflow.compiler.placement.place import Placement
+    from asyncflow.compiler.plan import Partition
+    from asyncflow.compiler.program.kernels import Resolve
+    from asyncflow.compiler.program.request import PlanOptions, PlanRequest
+    from asyncflow.compiler.program.survey import Survey
+    from asyncflow.compiler.regions.loop_drivers import LoopDriver
+    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+
+
+@dataclass(slots=True)
+class Program:
+    """A graph on its way to a plan, and what passes have found out about it.
+
+    Attributes:
+        request: the kind of run that it is compiled for.
+        graph: at first the user's, which no pass changes; from `extract` on a private copy.
+        fetches: one FETCH node per fetch; None for a fetched node, which has no value.
+        kept: the fetched nodes.
+        is_hand_written: some of its control flow is written in primitives, which optimizations leave alone.
+        notes: which control flow written by hand stays on one device, and why.
+        placement: why each node is where it is.
+        survey: what a run of it touches.
+        on_host: tensors whose values are on the host, where devices have a memory of their own.
+        loops: what drives those on cards.
+        streams: the compute stream of each node; 0 for those left out.
+        places: what is live together, for every node but constants, once it is lowered.
+        partitions: one per device.
+    """
+
+    request: PlanRequest
+    graph: Graph
+    fetches: list[Node | None] = field(default_factory=list)
+    kept: list[Node] = field(default_factory=list)
+    is_hand_written: bool = False
+    notes: tuple[str, ...] = ()
+    placement: Placement | None = None
+    survey: Survey | None = None
+    on_host: Collection[Tensor] = ()
+    loops: tuple[LoopDriver, ...] = ()
+    streams: Mapping[Node, int] = field(default_factory=dict)
+    places: Mapping[Node, object] = field(default_factory=dict)
+    partitions: list[Partition] = field(default_factory=list)
+
+    @property
+    def order(self) -> list[int | None]:
+        """For each fetch, which of the fetched values it is; None for a fetched node."""
+        positions = count()
+        return [None if fetch is None else next(positions) for fetch in self.fetches]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What passes are told besides the program; all plans of a session share it, but for the costs.
+
+    Attributes:
+        devices: those of the session, the preferred one first.
+        options: those of the session.
+        resolve: looks up the state of resources.
+        costs: mean nanoseconds that nodes took in earlier runs, by name.
+        homes: where state is, of devices with a memory of their own; what a plan puts somewhere is added. None if all
+            devices share one memory.
+    """
+
+    devices: Sequence[Device]
+    options: PlanOptions
+    resolve: Resolve
+    costs: Mapping[str, float] = field(default_factory=dict)
+    homes: dict[Hashable, str] | None = None
+
+    @cached_property
+    def asynchronous(self) -> frozenset[str]:
+        """Names of the devices that do not wait for their kernels."""
+        return frozenset(device.name for device in self.devices if device.is_asynchronous)
+
+    @cached_property
+    def enqueuing(self) -> frozenset[str]:
+        """Names of those among them whose regions enqueue."""
+        return frozenset(device.name for device in self.devices if runs_regions(device))
+
+    @cached_property
+    def is_on_host(self) -> bool:
+        """Whether all kernels run on arrays in the host's memory: those run while compiling give the same bits."""
+        return not any(has_own_memory(device) for device in self.devices)
+
+    @cached_property
+    def has_streams(self) -> bool:
+        """Whether a device has several streams for kernels."""
+        return any(len(device.compute_streams) > 1 for device in self.devices)
+
+    @cached_property
+    def block_bytes(self) -> int | None:
+        """Most bytes of a block of iterations that are done at once; None if they are done one by one."""
+        return block_bytes(self.devices)
+
+    @cached_property
+    def has_device_loops(self) -> bool:
+        """Whether the devices whose regions enqueue are to run loops by themselves, and can."""
+        cards = [cast("AsynchronousDevice", device) for device in self.devices if device.name in self.enqueuing]
+        return self.options.device_while and bool(cards) and all(card.runs_loops for card in cards)
+
+
+Run: TypeAlias = "Callable[[Program, Context], None]"
+When: TypeAlias = "Callable[[Program, Context], object]"
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A step on the way from a graph to a plan.
+
+    Attributes:
+        name: that of the module that holds it.
+        run: does it, in place. It wraps the function that does the work, and so has that function's ``__module__``.
+        when: whether it may find something to do; None for always.
+        is_analysis: it finds something out, or says where nodes run, and changes no edge: nothing is to be verified.
+    """
+
+    name: str
+    run: Run
+    when: When | None = None
+    is_analysis: bool = False

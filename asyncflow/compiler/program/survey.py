@@ -1,0 +1,60 @@
+"""Pass: notes what a run touches: variables and where they are, and values that loops save for gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asyncflow.compiler.program.saved import find_saved
+from asyncflow.graph.graph import has_side_effect
+from asyncflow.graph.resource import resources_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable
+
+    from asyncflow.compiler.program.kernels import Resolve
+    from asyncflow.compiler.program.saved import Saved
+    from asyncflow.graph.graph import Graph
+
+
+class Survey(NamedTuple):
+    """What a run of a program touches.
+
+    Attributes:
+        states: what tells the variables that it touches from others.
+        is_repeatable: it only computes: run again, it gives the same, and nobody notices.
+        read_on_host: states that CPUs use, and that another session, which shares the container, may have on a card.
+        saved: what its loops save for their gradients.
+    """
+
+    states: frozenset[Hashable]
+    is_repeatable: bool
+    read_on_host: tuple[Any, ...]
+    saved: tuple[Saved, ...]
+
+
+def survey(
+    graph: Graph, asynchronous: Collection[str], resolve: Resolve, homes: dict[Hashable, str] | None = None
+) -> Survey:
+    """Looks at every node.
+
+    Args:
+        graph: with the device of every node in ``node.device``.
+        asynchronous: names of the devices that are no CPUs.
+        resolve: looks up the state of resources.
+        homes: where state is; what the program puts somewhere is added.
+    """
+    states: dict[Hashable, str | None] = {}
+    shared: dict[int, Any] = {}
+    is_repeatable = True
+    for node in graph.walk():
+        op = node.op
+        if op.is_user or op.is_async or (op.effects is not None and has_side_effect(node)):
+            is_repeatable = False  # it changes something, or is the user's own code
+        for resource in resources_of(node) if node.attrs else ():
+            states[resource.effect_key] = node.device
+            if resource.container is not None and node.device not in asynchronous:
+                state = resolve(resource)
+                shared[id(state)] = state
+    if homes is not None:
+        homes.update((key, device) for key, device in states.items() if device is not None)
+    return Survey(frozenset(states), is_repeatable, tuple(shared.values()), find_saved(graph))
