@@ -6,42 +6,51 @@ written before the loop, or in its body: what the shapes of those writes have in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, TypeAlias
 
 from asyncflow.control.array_store import Common, widen
 from asyncflow.graph.builtin import IDENTITY, PARAMETER
+from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.shapes import merge
+from asyncflow.graph.structured import CondNode, WhileNode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Op
     from asyncflow.graph.shapes import Shape
 
+ElementRule: TypeAlias = "Callable[[Node], Shape]"
+"""The shape of the elements that a node writes into an array."""
 
-def elements_of(handle: Tensor, declared: Shape) -> Common:
-    """What is known of the elements of the array that `handle` carries, each of which has the shape `declared`."""
-    written = _Written(declared)
+
+def elements_of(handle: Tensor, declared: Shape, writers: Mapping[Op, ElementRule]) -> Common:
+    """What is known of the elements of an array.
+
+    Args:
+        handle: carries the array.
+        declared: the shape that each element has.
+        writers: the ops that write elements into the array that is their first input, and which.
+    """
+    written = _Written(declared, writers)
     return written.common if written.follow(handle, None) else (declared,)
-
-
-def element_of(node: Node) -> Shape:
-    """The shape of the elements that a node writes, which is one of the ops that write."""
-    return _ELEMENTS[node.op.name](node)
 
 
 class _Written:
     """Joins the shapes of the writes on the way to a handle."""
 
-    def __init__(self, declared: Shape) -> None:
+    def __init__(self, declared: Shape, writers: Mapping[Op, ElementRule]) -> None:
         self._declared = declared
+        self._writers = writers
         self.common: Common = None
 
     def follow(self, handle: Tensor, start: Tensor | None) -> bool:
         """Adds the writes from `start`, or from where the array was made, to `handle`; whether all were found."""
         while handle is not start:
             node = handle.node
-            element = _ELEMENTS.get(node.op.name)
+            element = self._writers.get(node.op)
             if element is not None:
                 self.common = widen(self.common, merge(self._declared, element(node)))
                 handle = node.inputs[0]
@@ -52,15 +61,15 @@ class _Written:
                 if outer is None:
                     return False  # a variable of a loop around this one: anything may be in it
                 handle = outer
-            elif node.op.name == "while":
-                body = node.attrs["body"]
-                if not self.follow(body.results[handle.index], body.inputs[handle.index]):
+            elif isinstance(node, WhileNode):
+                variable, result = node.carried[handle.index]
+                if not self.follow(result, variable):
                     return False
                 handle = node.inputs[handle.index]
-            elif node.op.name == "cond":
+            elif isinstance(node, CondNode):
                 return all(self.follow(branch.results[handle.index], start) for branch in node.subgraphs)
             else:
-                return node.op.name == "tensor_array"
+                return all(tensor.dtype != VARIANT for tensor in node.inputs)  # where it was made
         return True
 
 
@@ -71,11 +80,17 @@ def _captured(inner: Tensor) -> Tensor | None:
     return next((outer for outer, each in graph.captures.items() if each is inner), None)
 
 
-def _value(node: Node) -> Shape:
+# -- the shape of the elements that a node writes ----------------------------------------------------------------------
+
+
+def value_written(node: Node) -> Shape:
+    """Of a node that writes its third input."""
     return node.inputs[2].shape
 
 
-def _row(place: int) -> Callable[[Node], Shape]:
+def rows_written(place: int) -> ElementRule:
+    """Of a node that writes the rows of its input number `place`."""
+
     def row(node: Node) -> Shape:
         shape = node.inputs[place].shape
         return shape[1:] if shape else None
@@ -83,15 +98,7 @@ def _row(place: int) -> Callable[[Node], Shape]:
     return row
 
 
-def _piece(node: Node) -> Shape:
+def pieces_written(node: Node) -> Shape:
+    """Of a node that cuts its second input into pieces."""
     shape = node.inputs[1].shape
     return (None, *shape[1:]) if shape else None
-
-
-_ELEMENTS: Final[Mapping[str, Callable[[Node], Shape]]] = {
-    "tensor_array_write": _value,
-    "tensor_array_unstack": _row(1),
-    "tensor_array_scatter": _row(2),
-    "tensor_array_split": _piece,
-}
-"""The shape of the elements that a node writes, by the name of its op."""

@@ -15,6 +15,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import relax
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import CondNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ def _infer(pred: Spec, *captures: Spec, true_branch: Subgraph, false_branch: Sub
     return tuple(Spec(a.dtype, relax(a.shape, b.shape)) for a, b in pairs)
 
 
-COND = register(Op(name="cond", infer=_infer))
+COND = register(Op(name="cond", infer=_infer, node_type=CondNode))
 
 
 @overload

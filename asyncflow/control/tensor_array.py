@@ -12,7 +12,7 @@ from weakref import ref
 
 import numpy as np
 
-from asyncflow.control.array_elements import element_of, elements_of
+from asyncflow.control.array_elements import elements_of, pieces_written, rows_written, value_written
 from asyncflow.control.array_store import ArrayKind, Common, element_shape, widen
 from asyncflow.control.array_value import ArrayValue
 from asyncflow.errors import DTypeError, GraphError, ShapeError, SourceLocation, user_location, warn_user
@@ -458,7 +458,7 @@ class TensorArray:
     def _written(self, op: Op, *inputs: TensorLike, name: str | None) -> TensorArray:
         declared = Spec(self.dtype, self._kind.element_shape)
         handle = self._apply(op, *inputs, name=name, element=declared)[0]
-        shape = merge(declared.shape, element_of(handle.node))
+        shape = merge(declared.shape, _WRITERS[op](handle.node))
         array = self._with_handle(handle, widen(self._common, shape))
         self._writes.append((ref(array), array._is_used, user_location()))
         return array
@@ -469,7 +469,7 @@ class TensorArray:
         return array
 
 
-_WRITERS = frozenset({WRITE, UNSTACK, SCATTER, SPLIT})
+_WRITERS = {WRITE: value_written, UNSTACK: rows_written(1), SCATTER: rows_written(2), SPLIT: pieces_written}
 _WEAK = frozenset({bool, int, float, complex, str, list, tuple})
 
 
@@ -482,7 +482,7 @@ def _pack(kind: Hashable, children: Sequence[Any]) -> TensorArray:
     assert isinstance(kind, ArrayKind)
     array = TensorArray.from_handle(children[0], kind)
     if isinstance(array.handle, Tensor):  # nests are also made of names and paths
-        array._common = elements_of(array.handle, kind.element_shape)
+        array._common = elements_of(array.handle, kind.element_shape, _WRITERS)
     return array
 
 

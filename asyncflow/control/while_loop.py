@@ -15,6 +15,7 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import as_shape, format_shape, is_subshape
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.extents import static_value
 from asyncflow.ops.logic import less, logical_and
@@ -40,7 +41,7 @@ def _infer(
     return tuple(inner.spec for inner in body.inputs[:n_vars])
 
 
-WHILE = register(Op(name="while", infer=_infer))
+WHILE = register(Op(name="while", infer=_infer, node_type=WhileNode))
 
 
 @overload

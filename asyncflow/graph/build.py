@@ -12,11 +12,12 @@ from asyncflow.errors import DTypeError, GraphError, brief, told, user_location
 from asyncflow.graph import builtin
 from asyncflow.graph.dtypes import VARIANT, as_dtype, is_supported, string
 from asyncflow.graph.frames import frame_of
-from asyncflow.graph.graph import STRUCTURED, Graph, current_graph, encloses, reopened
+from asyncflow.graph.graph import Graph, current_graph, encloses, reopened
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.operators import Operators
 from asyncflow.graph.shapes import as_shape
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import StructuredNode
 
 if TYPE_CHECKING:
     from asyncflow.graph.dtypes import DType, DTypeLike
@@ -339,7 +340,7 @@ def awaited_node(item: Tensor | Node, graph: Graph) -> Node | None:
         raise GraphError(f"{item!r} is neither a tensor nor a node, so that nothing can wait for it")
     if not isinstance(item, Tensor):
         return graph.import_control(item)
-    if item.node.op.name in STRUCTURED and encloses(item.graph, graph):
+    if isinstance(item.node, StructuredNode) and encloses(item.graph, graph):
         with reopened(item.graph):  # outside the bodies around `graph`, which would capture it
             item = identity(item)
         item.node.device = item.node.colocated_with = None

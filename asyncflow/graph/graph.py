@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, user_location
 from asyncflow.foreign_names import close_names
+from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.ir import PICKLE_GRAPHS, Node, NodeId, Tensor
-from asyncflow.graph.op import Access, Effects, find_op
+from asyncflow.graph.op import Access, Effects
+from asyncflow.graph.structured import StructuredNode, levels
 from asyncflow.pickling import NotPickled
 
 if TYPE_CHECKING:
@@ -174,7 +176,7 @@ class Graph(NotPickled):
         root, scope = self.root, self.scope
         location = location or user_location()
         with root.lock:
-            node = Node(
+            node = op.node_type(
                 graph=self,
                 id=NodeId(root.version),
                 name=reserved_name or self.unique_name(op.name if name is None else name),
@@ -278,13 +280,7 @@ class Graph(NotPickled):
 
     def walk(self) -> Iterator[Node]:
         """Every node, those of branches and loops included, outer before inner."""
-        stack: list[Graph] = [self]
-        while stack:
-            graph = stack.pop()
-            yield from graph.nodes
-            for node in graph.nodes:
-                if node.op.name in STRUCTURED:
-                    stack.extend(node.subgraphs)
+        return (node for graph in levels(self) for node in graph.nodes)
 
 
 def is_name(name: object) -> bool:
@@ -335,7 +331,7 @@ class Subgraph(Graph):
     def add_input(self, spec: Spec, name: str) -> Tensor:
         """A new inner tensor that stands for an input of the structured node."""
         with self.scoped(controls=()):
-            node = self.add_node(find_op("parameter"), (), {"spec": spec}, spec, name=name)
+            node = self.add_node(PARAMETER, (), {"spec": spec}, spec, name=name)
         self.inputs.append(node.outputs[0])
         return node.outputs[0]
 
@@ -393,7 +389,7 @@ def reopened(graph: Graph) -> Iterator[Graph]:
 
 def node_effects(node: Node) -> Effects:
     """Resources the node touches: its op's effects, or all effects inside a structured node, first touch first."""
-    if node.op.name in STRUCTURED:
+    if isinstance(node, StructuredNode):
         return _combine(effect for body in node.subgraphs for inner in body.nodes for effect in node_effects(inner))
     return node.op.effects(node) if node.op.effects is not None else ()
 

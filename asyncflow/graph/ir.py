@@ -89,6 +89,8 @@ class Tensor(NotPickled, Operators):
 class Node(NotPickled):
     """An op applied to inputs. Built by `asyncflow.graph.build.apply`; never changed by users.
 
+    Of ops with bodies it is a `CondNode` or `WhileNode` (`asyncflow.graph.structured`).
+
     Attributes:
         graph: the graph or subgraph it stands in.
         id: its place in the build order of the root graph.
@@ -152,7 +154,7 @@ class Node(NotPickled):
     @property
     def subgraphs(self) -> tuple[Subgraph, ...]:
         """The bodies a structured node (``cond``, ``while``) holds; empty for any other."""
-        return tuple(value for value in self.attrs.values() if getattr(value, "is_subgraph", False))
+        return ()
 
     def __repr__(self) -> str:
         return f"<Node {self.name} ({self.op.name})>"

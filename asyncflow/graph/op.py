@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.errors import GraphError
+from asyncflow.graph.ir import Node
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import ModuleType
 
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.ir import Tensor
 
 Kernel: TypeAlias = Callable[..., Any]
 """Takes input values and returns the output value (one output) or a tuple of them (several).
@@ -69,6 +70,7 @@ class Op:
         runs_on_host: the kernel computes with NumPy on any device: its outputs' shapes depend on the data, it draws
             NumPy's random numbers, it raises on what it finds, or it talks to the outside. A device with its own memory
             binds it to NumPy, copies all inputs to host memory, and the outputs in.
+        node_type: what its nodes are.
         alone: whose state a user's kernel changes, where that is not safe on several threads: two firings of ops that
             name the same object are never under way on two threads at once. None: nobody's.
         is_pure: its outputs depend on its inputs and attributes alone, and making them shows in nothing else.
@@ -89,6 +91,7 @@ class Op:
     derivative: Derivative | None = None
     host_inputs: HostInputs = ()
     runs_on_host: bool = False
+    node_type: type[Node] = Node
     alone: object = None
     is_pure: bool = field(init=False)
 

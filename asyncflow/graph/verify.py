@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError, told
+from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import bool_
-from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph
+from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.shapes import is_compatible
 from asyncflow.graph.spec import show_specs, specs_agree
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
 from asyncflow.graph.text import neighbourhood
 
 if TYPE_CHECKING:
@@ -33,9 +35,7 @@ def verify(graph: Graph) -> None:
     """
     names: dict[str, Node] = {}
     ids: dict[int, Node] = {}
-    stack = [graph]
-    while stack:
-        here = stack.pop()
+    for here in levels(graph):
         places = {node: place for place, node in enumerate(here.nodes)}
         for node in here.nodes:
             _check_registration(node, here, names, ids)
@@ -44,7 +44,6 @@ def verify(graph: Graph) -> None:
             # Bodies first: the shape rules of branches and loops take them for sound.
             _check_bodies(node, places)
             _check_outputs(node)
-        stack.extend(body for node in here.nodes if node.op.name in STRUCTURED for body in node.subgraphs)
 
 
 def _fault(node: Node, message: str) -> GraphError:
@@ -153,20 +152,20 @@ def _check_outputs(node: Node) -> None:
 
 
 def _check_bodies(node: Node, places: Places) -> None:
-    for name, body in node.attrs.items():
-        if isinstance(body, Subgraph) and node.op.name in STRUCTURED:
-            _check_body(node, name, body, places)
-    if node.op.name == "cond":
-        _check_cond(node)
-    if node.op.name == "while":
-        _check_while(node)
+    if isinstance(node, StructuredNode):
+        for name in node.body_names:
+            _check_body(node, name, _body(node, name), places)
+        if isinstance(node, CondNode):
+            _check_cond(node)
+        elif isinstance(node, WhileNode):
+            _check_while(node)
 
 
 def _check_body(node: Node, name: str, body: Subgraph, places: Places) -> None:
     if body.parent is not node.graph or body.root is not node.graph.root:
         raise _fault(node, f"its {name} {body.label!r} does not belong to the graph the node stands in")
     for tensor in body.inputs:
-        if tensor.node.graph is not body or tensor.node.op.name != "parameter":
+        if tensor.node.graph is not body or tensor.node.op is not PARAMETER:
             raise _fault(node, f"input {tensor.name} of its {name} is not a parameter of {body.label!r}")
     for tensor in body.results:
         if tensor.node.graph is not body or not _owns(tensor):
@@ -184,18 +183,17 @@ def _check_body(node: Node, name: str, body: Subgraph, places: Places) -> None:
             )
 
 
-def _check_cond(node: Node) -> None:
-    branches = [_body(node, name) for name in ("true_branch", "false_branch")]
+def _check_cond(node: CondNode) -> None:
     if not node.inputs:
         raise _fault(node, "its first input is to be the predicate; it has none")
     _check_predicate(node, node.inputs[0], "its predicate")
-    for branch in branches:
+    for branch in node.subgraphs:
         _check_specs(node, node.inputs[1:], branch.inputs, f"inputs after the predicate and those of {branch.label!r}")
         _check_specs(node, branch.results, node.outputs, f"results of {branch.label!r} and outputs")
 
 
-def _check_while(node: Node) -> None:
-    predicate, body = _body(node, "cond"), _body(node, "body")
+def _check_while(node: WhileNode) -> None:
+    predicate, body = node.subgraphs
     n_vars = node.attrs.get("n_vars")
     if type(n_vars) is not int or not 0 <= n_vars <= len(node.inputs):
         raise _fault(node, f"n_vars is {n_vars!r}; it counts the loop variables among its {len(node.inputs)} inputs")

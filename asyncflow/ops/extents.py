@@ -17,6 +17,7 @@ from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import bound_kernel
 from asyncflow.graph.shapes import is_static, size_of
+from asyncflow.ops.shape import SHAPE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,7 +97,7 @@ def _computed(x: Tensor, found: dict[Tensor, Array | None]) -> Array | None:
         return None
     if x.dtype.kind not in "biu" or len(found) > _DEEPEST:
         return None
-    if node.op.name == "shape" and is_static(node.inputs[0].shape):
+    if node.op is SHAPE and is_static(node.inputs[0].shape):
         return np.array(node.inputs[0].shape, x.dtype)
     values = [_static_value(source, found) for source in node.inputs]
     known = [value[()] for value in values if value is not None and value.size <= _LARGEST_FOUND]

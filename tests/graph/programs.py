@@ -11,6 +11,7 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import broadcast, relax
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import CondNode, WhileNode
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
@@ -43,8 +44,8 @@ ADD = Op(name="test_add", infer=_promoted)
 LESS = Op(name="test_less", infer=_less)
 HOLD = Op(name="test_hold", infer=lambda *inputs, **attrs: ())
 SPLIT = Op(name="test_split", infer=lambda x, *, parts: (x,) * parts)
-COND = Op(name="cond", infer=_cond)
-WHILE = Op(name="while", infer=_while)
+COND = Op(name="cond", infer=_cond, node_type=CondNode)
+WHILE = Op(name="while", infer=_while, node_type=WhileNode)
 MERGE = Op(name="merge", infer=_merge)
 NEXT_ITERATION = Op(name="next_iteration", infer=lambda x: x)
 OPS = {op.name: op for op in (ADD, LESS, HOLD, SPLIT, COND, WHILE, MERGE, NEXT_ITERATION)}

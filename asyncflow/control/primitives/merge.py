@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import reduce
 
+from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import int32
@@ -47,7 +48,7 @@ def add_back_edge(merged: Tensor, next_iteration: Tensor) -> None:
             in two frames.
         DTypeError, ShapeError: the next value has another dtype than the Merge's, or a shape that is no case of its.
     """
-    if merged.node.op is not MERGE or next_iteration.node.op.name != "next_iteration":
+    if merged.node.op is not MERGE or next_iteration.node.op is not NEXT_ITERATION:
         raise GraphError(f"a back edge runs from a next_iteration to a merge; got {next_iteration!r} to {merged!r}")
     _infer(merged.spec, next_iteration.spec)
     if not is_subshape(next_iteration.shape, merged.shape):

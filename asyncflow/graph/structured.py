@@ -1,0 +1,200 @@
+"""`CondNode` and `WhileNode`, the nodes that hold bodies: how their inputs and those of the bodies belong together.
+
+A `while` gives each input to its predicate and its body alike: loop variables first, then captures. A `cond` keeps its
+first input, the predicate, to itself, and gives the captures behind it to both branches.
+
+`Node.subgraphs` and `levels` lead into bodies; what is different for branches and loops asks for the class of a node.
+The attrs behind these views are for the op's shape rule and for the text form.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from asyncflow.graph.builtin import PARAMETER
+from asyncflow.graph.ir import Node, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from asyncflow.errors import SourceLocation
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.spec import Spec
+
+
+class StructuredNode(Node):
+    """A branch or loop.
+
+    Attributes:
+        body_names: the attrs that hold its bodies, in the order of `subgraphs`.
+        body_offset: how many of its inputs its bodies do not see.
+    """
+
+    __slots__ = ()
+    body_names: ClassVar[tuple[str, ...]]
+    body_offset: ClassVar[int]
+
+    @property
+    def subgraphs(self) -> tuple[Subgraph, ...]:
+        """See `Node.subgraphs`."""
+        first, second = self.body_names
+        return self.attrs[first], self.attrs[second]
+
+    @property
+    def decision(self) -> Tensor:
+        """The boolean that decides which branch runs, or whether the loop goes on."""
+        raise NotImplementedError
+
+    @property
+    def first_capture(self) -> int:
+        """Position of the first capture among the inputs."""
+        raise NotImplementedError
+
+    @property
+    def entering(self) -> list[Tensor]:
+        """The inputs that the bodies see, in the order of theirs."""
+        return self.inputs[self.body_offset :]
+
+    @property
+    def captures(self) -> list[Tensor]:
+        """The tensors outside that the bodies use."""
+        return self.inputs[self.first_capture :]
+
+    def captured(self, body: Subgraph) -> dict[Tensor, Tensor]:
+        """What stands for the captures in one of the bodies, and the tensors outside."""
+        return dict(zip(body.inputs[self.first_capture - self.body_offset :], self.captures, strict=True))
+
+    def add_capture(self, outer: Tensor, seen_in: Subgraph) -> Tensor:
+        """Gives the bodies one more capture; returns it as seen in one of them."""
+        self.inputs.append(outer)
+        name = f"capture_{outer.node.name.rpartition('/')[2]}"
+        for body in self.subgraphs:
+            front = next((place for place, each in enumerate(body.nodes) if each.op is not PARAMETER), len(body.nodes))
+            body.inputs.append(_add_parameter(body, outer.spec, name, outer.node.location, front))
+        return seen_in.inputs[-1]
+
+    def add_output(self, spec: Spec) -> Tensor:
+        """Gives the node one more output; the caller adds the results."""
+        output = Tensor(self, len(self.outputs), spec)
+        self.outputs = (*self.outputs, output)
+        return output
+
+    def drop_inputs(self, positions: Collection[int]) -> None:
+        """Takes inputs (by their positions at the node) away from it and its bodies, and their parameters."""
+        if not positions:
+            return
+        self.inputs = [tensor for place, tensor in enumerate(self.inputs) if place not in positions]
+        for body in self.subgraphs:
+            inner = enumerate(body.inputs, start=self.body_offset)
+            body.inputs = [tensor for place, tensor in inner if place not in positions]
+            parameters = {tensor.node for tensor in body.inputs}
+            body.nodes[:] = [node for node in body.nodes if node.op is not PARAMETER or node in parameters]
+
+
+class CondNode(StructuredNode):
+    """A `cond`. Its bodies are the branches, the one for a predicate that holds first."""
+
+    __slots__ = ()
+    body_names = ("true_branch", "false_branch")
+    body_offset = 1
+
+    @property
+    def predicate(self) -> Tensor:
+        """The boolean that decides."""
+        return self.inputs[0]
+
+    decision = predicate
+
+    @property
+    def first_capture(self) -> int:
+        """See `StructuredNode.first_capture`."""
+        return 1
+
+
+class WhileNode(StructuredNode):
+    """A `while`. Its bodies are the predicate and the body."""
+
+    __slots__ = ()
+    body_names = ("cond", "body")
+    body_offset = 0
+
+    @property
+    def predicate(self) -> Subgraph:
+        """The subgraph whose one result says whether another iteration runs."""
+        found: Subgraph = self.attrs["cond"]
+        return found
+
+    @property
+    def body(self) -> Subgraph:
+        """The subgraph that an iteration runs; its results are the next values of the loop variables."""
+        found: Subgraph = self.attrs["body"]
+        return found
+
+    @property
+    def decision(self) -> Tensor:
+        """See `StructuredNode.decision`; a tensor of `predicate`."""
+        return self.predicate.results[0]
+
+    @property
+    def n_vars(self) -> int:
+        """How many loop variables there are."""
+        count: int = self.attrs["n_vars"]
+        return count
+
+    first_capture = n_vars
+
+    @property
+    def carried(self) -> list[tuple[Tensor, Tensor]]:
+        """Each loop variable as the body sees it, and what it is in the next iteration."""
+        return list(zip(self.body.inputs, self.body.results, strict=False))
+
+    @property
+    def parallel_iterations(self) -> int:
+        """At most so many iterations are live at a time."""
+        window: int = self.attrs["parallel_iterations"]
+        return window
+
+    @property
+    def swap_memory(self) -> bool:
+        """Whether values saved for gradients may move to host memory."""
+        swaps: bool = self.attrs["swap_memory"]
+        return swaps
+
+    def add_variable(self, initial: Tensor, name: str = "var") -> tuple[Tensor, Tensor]:
+        """Gives the loop one more variable; returns it as the body sees it, and what the loop leaves in it.
+
+        The caller appends the body's result for it.
+        """
+        position = self.n_vars
+        self.inputs.insert(position, initial)
+        for body in self.subgraphs:
+            body.inputs.insert(position, _add_parameter(body, initial.spec, name, self.location, 0))
+        self.attrs["n_vars"] = position + 1
+        return self.body.inputs[position], self.add_output(initial.spec)
+
+    def keep_variables(self, places: Collection[int]) -> None:
+        """Leaves the loop only these results and outputs, in this order; the caller moves or drops its inputs."""
+        self.body.results = [self.body.results[place] for place in places]
+        self.outputs = tuple(self.outputs[place] for place in places)
+        for index, output in enumerate(self.outputs):
+            output.index = index
+        self.attrs["n_vars"] = len(places)
+
+
+def levels(graph: Graph) -> Iterator[Graph]:
+    """The graph and the bodies of all branches and loops in it, outer before inner."""
+    stack = [graph]
+    while stack:
+        graph = stack.pop()
+        yield graph
+        for node in graph.nodes:
+            if isinstance(node, StructuredNode):
+                stack.extend(node.subgraphs)
+
+
+def _add_parameter(body: Subgraph, spec: Spec, name: str, location: SourceLocation, place: int) -> Tensor:
+    """A parameter of `body` at this place among its nodes, in front of all that may use it."""
+    parameter = body.add_node(PARAMETER, (), {"spec": spec}, spec, name=name, location=location)
+    parameter.control_inputs = []
+    body.nodes.insert(place, body.nodes.pop())
+    return parameter.outputs[0]
