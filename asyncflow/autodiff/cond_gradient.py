@@ -17,7 +17,6 @@ from asyncflow.autodiff.sweep import StructuredRule, Sweep
 from asyncflow.control.cond import add_cond
 from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import is_constant
-from asyncflow.graph.captures import add_output, body_offset
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import current_graph, reopened
 from asyncflow.graph.ir import Tensor
@@ -30,25 +29,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.graph import Subgraph
-    from asyncflow.graph.ir import Node
+    from asyncflow.graph.structured import CondNode
     from asyncflow.state.variable import Variable
 
 
 def differentiate_cond(
-    node: Node, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
+    node: CondNode, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
 ) -> Sequence[Tensor | None]:
     """Gives what reaches each input of a `cond`, in the current graph."""
     graph = current_graph()
     assert graph is not None
-    offset = body_offset(node)
     wanted = [
         place
-        for place, tensor in enumerate(node.inputs[offset:])
+        for place, tensor in enumerate(node.captures)
         if tensor in sweep.connected and carries_gradient(tensor.spec)
     ]
     variables = list(sweep.variables.values())
     label = graph.unique_name("cond")
-    predicate = graph.import_tensor(node.inputs[0])
+    predicate = graph.import_tensor(node.predicate)
     n_results = len(grads)
     branches, sweeps = [], []
     for side, forward in zip(("true", "false"), node.subgraphs, strict=True):
@@ -70,7 +68,7 @@ def differentiate_cond(
     found: list[Tensor | None] = [None] * len(node.inputs)
     if not reached and not read:
         return found
-    around: list[Tensor | Variable] = [*(node.inputs[offset + place] for place in reached), *read]
+    around: list[Tensor | Variable] = [*(node.captures[place] for place in reached), *read]
     inside: list[list[Tensor | Variable]] = [
         [*(forward.inputs[place] for place in reached), *read] for forward in node.subgraphs
     ]
@@ -103,12 +101,12 @@ def _total(sweep: Sweep, x: Tensor | Variable) -> Tensor:
     return zeros_if_none(sweep.gradient(x) if isinstance(x, Tensor) else sweep.gradient_of_variable(x), x)
 
 
-def _restore(node: Node, body: GradientBody, tensor: Tensor) -> Tensor:
+def _restore(node: CondNode, body: GradientBody, tensor: Tensor) -> Tensor:
     """A value of a forward branch."""
     if is_constant(tensor):
         with body:
             return constant(tensor.node.attrs["value"])
-    captured = dict(zip(body.forward.inputs, node.inputs[body_offset(node) :], strict=True))
+    captured = node.captured(body.forward)
     if tensor in captured:
         return body.import_tensor(captured[tensor])
     if body.is_cheap(tensor, lambda each: each in captured or each in _exports(node)):
@@ -120,13 +118,13 @@ def _restore(node: Node, body: GradientBody, tensor: Tensor) -> Tensor:
         return ensure_shape(restored, tensor.shape)
 
 
-def _exports(node: Node) -> dict[Tensor, Tensor]:
+def _exports(node: CondNode) -> dict[Tensor, Tensor]:
     """The outputs of the forward `cond` that show values of its branches."""
     exports: dict[Tensor, Tensor] = node.graph.root.kept_for_gradients.setdefault(node, {})
     return exports
 
 
-def _exported(node: Node, forward: Subgraph, tensor: Tensor) -> Tensor:
+def _exported(node: CondNode, forward: Subgraph, tensor: Tensor) -> Tensor:
     """The output of the forward `cond` that shows a value of one of its branches."""
     exported = _exports(node)
     if tensor not in exported:
@@ -140,5 +138,5 @@ def _exported(node: Node, forward: Subgraph, tensor: Tensor) -> Tensor:
                 absent = zeros((0,) * (tensor.ndim or 0), dtype=tensor.dtype)
         forward.results.append(tensor)
         other.results.append(absent)
-        exported[tensor] = add_output(node, Spec(tensor.dtype, relax(tensor.shape, absent.shape)))
+        exported[tensor] = node.add_output(Spec(tensor.dtype, relax(tensor.shape, absent.shape)))
     return exported[tensor]

@@ -17,10 +17,11 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, graph_for, identity, refuse_coroutines
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.op import Op, register
+from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.derivatives.user_rules import input_gradients, output_gradients
+from asyncflow.state.variable import VARIABLE_READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -186,19 +187,19 @@ def _used(
         if tensor in seen or node.op is STOP_GRADIENT:
             continue
         seen.add(tensor)
-        if node.id < first or node.op is PARAMETER or node.op.name == "variable_read":
+        if node.id < first or node.op is PARAMETER or node.op is VARIABLE_READ:
             if carries_gradient(tensor.spec):
                 captured.append(tensor)
             continue
         stack += node.inputs
-        if node.op.name in STRUCTURED:
+        if isinstance(node, StructuredNode):
             variables.update((variable.serial, variable) for variable in _variables_in(node))
     return tuple(captured), tuple(variables.values())
 
 
 def _variables_in(node: Node) -> Iterable[Variable]:
     inner = (each for body in node.subgraphs for each in body.walk())
-    return [each.attrs["variable"] for each in inner if each.op.name == "variable_read"]
+    return [each.attrs["variable"] for each in inner if each.op is VARIABLE_READ]
 
 
 def differentiate_custom(

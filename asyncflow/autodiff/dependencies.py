@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.graph.captures import body_offset
-from asyncflow.graph.graph import STRUCTURED
+from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
+from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.state.variable import VARIABLE_READ
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node, Tensor
 
 
@@ -55,10 +56,10 @@ class Dependencies:
         """
         found: dict[Tensor, int] = dict(sources)
         for node in nodes:
-            if node.op.name == "stop_gradient":
+            if node.op is STOP_GRADIENT:
                 continue
             given = [found.get(tensor, 0) for tensor in node.inputs]
-            if node.op.name in STRUCTURED:
+            if isinstance(node, StructuredNode):
                 outputs = self._of_structured(node, given)
             else:
                 mask = self._read(node)
@@ -70,47 +71,45 @@ class Dependencies:
                     found[tensor] = found.get(tensor, 0) | mask
         return found
 
-    def inputs_of(self, node: Node) -> list[int]:
+    def inputs_of(self, node: StructuredNode) -> list[int]:
         """For each output of a branch or loop, the set of the node's inputs it depends on."""
         return self._summary(node)[0]
 
-    def variables_of(self, node: Node) -> list[int]:
+    def variables_of(self, node: StructuredNode) -> list[int]:
         """For each output of a branch or loop, the variables it depends on by reads inside."""
         return self._summary(node)[1]
 
     def _read(self, node: Node) -> int:
-        if node.op.name != "variable_read":
+        if node.op is not VARIABLE_READ:
             return 0
         return self.variables.get(node.attrs["variable"].serial, 0)
 
-    def _of_structured(self, node: Node, given: Sequence[int]) -> list[int]:
+    def _of_structured(self, node: StructuredNode, given: Sequence[int]) -> list[int]:
         inputs, variables = self._summary(node)
         return [_union(given, mask) | inside for mask, inside in zip(inputs, variables, strict=True)]
 
-    def _summary(self, node: Node) -> tuple[list[int], list[int]]:
+    def _summary(self, node: StructuredNode) -> tuple[list[int], list[int]]:
         found = self._outputs.get(node)
         # A branch or loop gets more outputs when gradients are taken, and a loop more inputs in front of its captures.
         if found is None or len(found[0]) != len(node.outputs):
-            found = self._outputs[node] = self._of_while(node) if node.op.name == "while" else self._of_cond(node)
+            of_node = self._of_while(node) if isinstance(node, WhileNode) else self._of_cond(node)
+            found = self._outputs[node] = of_node
         return found
 
-    def _of_results(self, node: Node, body: Graph, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[int]:
+    def _of_results(self, node: StructuredNode, body: Subgraph) -> list[int]:
         """The node's inputs, and above them the variables, that each result of a body depends on."""
-        offset = body_offset(node)
-        sources = {tensor: 1 << place for place, tensor in enumerate(inputs, start=offset)}
+        sources = {tensor: 1 << place for place, tensor in enumerate(body.inputs, start=node.body_offset)}
         shift = len(node.inputs)
         inside = Dependencies({serial: mask << shift for serial, mask in self.variables.items()})
         found = inside.of(body.nodes, sources)
-        return [found.get(result, 0) for result in results]
+        return [found.get(result, 0) for result in body.results]
 
-    def _of_cond(self, node: Node) -> tuple[list[int], list[int]]:
-        sides = [self._of_results(node, body, body.results, body.inputs) for body in node.subgraphs]
+    def _of_cond(self, node: StructuredNode) -> tuple[list[int], list[int]]:
+        sides = [self._of_results(node, body) for body in node.subgraphs]
         return _split([a | b for a, b in zip(*sides, strict=True)], len(node.inputs))
 
-    def _of_while(self, node: Node) -> tuple[list[int], list[int]]:
-        body = node.attrs["body"]
-        n_vars = node.attrs["n_vars"]
-        step = self._of_results(node, body, body.results, body.inputs)
+    def _of_while(self, node: WhileNode) -> tuple[list[int], list[int]]:
+        n_vars, step = node.n_vars, self._of_results(node, node.body)
         closed = [1 << place for place in range(n_vars)]
         while True:
             wider = [mask | _substitute(each, closed, n_vars) for mask, each in zip(closed, step, strict=True)]

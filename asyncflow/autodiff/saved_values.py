@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from asyncflow.autodiff.store_gradients import gradient_of_read, gradient_of_write
 from asyncflow.autodiff.stores import STORE, Log, SavedValues
 from asyncflow.graph.build import apply
-from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.op import Op, derivative, not_differentiable, register
+from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.cost import free
 
 if TYPE_CHECKING:
@@ -71,9 +71,10 @@ def store_node(tensor: Tensor) -> Node | None:
 
     All that touches a store is placed with it.
     """
-    while tensor.node.op.name in STRUCTURED:
+    while isinstance(tensor.node, StructuredNode):
         node = tensor.node
-        tensor = node.inputs[tensor.index] if node.op.name == "while" else node.subgraphs[0].results[tensor.index]
+        sources = node.inputs if isinstance(node, WhileNode) else node.subgraphs[0].results
+        tensor = sources[tensor.index]
     return tensor.node if tensor.node.op is NEW_STORE else None
 
 

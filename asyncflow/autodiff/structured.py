@@ -6,15 +6,21 @@ from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.cond_gradient import differentiate_cond
 from asyncflow.autodiff.while_gradient import differentiate_while
+from asyncflow.graph.structured import CondNode, WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.autodiff.sweep import Sweep
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.structured import StructuredNode
 
 
-def differentiate_structured(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
+def differentiate_structured(
+    node: StructuredNode, grads: Sequence[Tensor | None], sweep: Sweep
+) -> Sequence[Tensor | None]:
     """What reaches each input of a branch or loop; what reaches variables read inside is given to `sweep`."""
-    rule = differentiate_while if node.op.name == "while" else differentiate_cond
-    return rule(node, grads, sweep, differentiate_structured)
+    if isinstance(node, WhileNode):
+        return differentiate_while(node, grads, sweep, differentiate_structured)
+    assert isinstance(node, CondNode)
+    return differentiate_cond(node, grads, sweep, differentiate_structured)

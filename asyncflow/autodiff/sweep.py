@@ -16,13 +16,15 @@ from asyncflow.autodiff.store_gradients import merge_gradients
 from asyncflow.errors import GraphError, user_location
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import STRUCTURED, current_graph
+from asyncflow.graph.graph import current_graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import derivative_of, why_not_differentiable
 from asyncflow.graph.scopes import device
+from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.derivatives.scatter import sum_of_gradients
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.elementwise import add
+from asyncflow.state.variable import VARIABLE_READ
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 class StructuredRule(Protocol):
     """The derivative of branches and loops; see `asyncflow.autodiff.structured`."""
 
-    def __call__(self, node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
+    def __call__(self, node: StructuredNode, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
         """As the derivative of an op; what reaches variables read inside is given to the sweep itself."""
         ...
 
@@ -78,7 +80,7 @@ class Sweep:
         for node in reversed(self.nodes):
             if not any(tensor in self._grads and tensor not in self.stopped for tensor in node.outputs):
                 continue
-            if node.op.name == "variable_read":
+            if node.op is VARIABLE_READ:
                 self._leave(node)
             elif self.is_left(node.outputs[0]):
                 continue
@@ -149,7 +151,7 @@ class Sweep:
                 self.give(tensor, grad)
 
     def _derivative(self, node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        if node.op.name in STRUCTURED:
+        if isinstance(node, StructuredNode):
             return self._structured(node, grads, self)
         if node.op is CUSTOM_GRADIENT:
             return differentiate_custom(node, grads, self.connected, self.variables)

@@ -23,17 +23,17 @@ from asyncflow.autodiff.sweep import StructuredRule, Sweep
 from asyncflow.control.while_loop import add_loop
 from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import PARAMETER, is_constant
-from asyncflow.graph.captures import add_capture, add_variable
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph, current_graph, reopened
+from asyncflow.graph.graph import Graph, Subgraph, current_graph, reopened
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import derivative_of
 from asyncflow.graph.scopes import colocate_with, device
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.cost import free
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
-from asyncflow.ops.elementwise import add, subtract
+from asyncflow.ops.elementwise import ADD, add, subtract
 from asyncflow.ops.indexing import GETITEM
 from asyncflow.ops.logic import greater
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from asyncflow.graph.ir import Node
+    from asyncflow.graph.structured import WhileNode
     from asyncflow.state.variable import Variable
 
 _COUNT = Spec(int64, ())
@@ -50,7 +51,7 @@ _MOST_VIEWS = 16
 
 
 def differentiate_while(
-    node: Node, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
+    node: WhileNode, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
 ) -> Sequence[Tensor | None]:
     """Gives what reaches each input of a `while`, in the current graph."""
     return _WhileGradient(node, grads, sweep, structured).run()
@@ -67,14 +68,16 @@ class _WhileGradient:
         twins: what is made beside the forward loop, by what its body makes.
     """
 
-    def __init__(self, node: Node, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule) -> None:
+    def __init__(
+        self, node: WhileNode, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
+    ) -> None:
         graph = current_graph()
         assert graph is not None
         self.node = node
         self.graph: Graph = graph
         self.sweep = sweep
         self.structured = structured
-        self.forward: Subgraph = node.attrs["body"]
+        self.forward = node.body
         self.grads = grads
         self.kept = _kept(node)
         self.twins: dict[Tensor, Tensor] = {}
@@ -82,8 +85,7 @@ class _WhileGradient:
 
     def find_places(self) -> tuple[list[int], list[int], list[Variable]]:
         """What the gradient is about; see the attributes."""
-        node, sweep = self.node, self.sweep
-        n_vars: int = node.attrs["n_vars"]
+        node, sweep, n_vars = self.node, self.sweep, self.node.n_vars
         wanted = [
             place
             for place, tensor in enumerate(node.inputs)
@@ -214,11 +216,11 @@ class _WhileGradient:
         count, *_ = [condition.add_input(spec, "var") for spec in specs]
         with condition:
             condition.results.append(greater(count, 0))
-        attrs = self.node.attrs
-        return add_loop(condition, body, starts, specs, label, attrs["parallel_iterations"], attrs["swap_memory"])
+        node = self.node
+        return add_loop(condition, body, starts, specs, label, node.parallel_iterations, node.swap_memory)
 
 
-def _kept(node: Node) -> _Kept:
+def _kept(node: WhileNode) -> _Kept:
     kept = node.graph.root.kept_for_gradients
     if node not in kept:
         kept[node] = _Kept(node)
@@ -230,21 +232,17 @@ class _Kept:
     """What a forward loop keeps for its gradients, and how their bodies find it.
 
     Attributes:
+        forward: the body of the loop.
         indexes: the number of the forward iteration, in each gradient body that is being built.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: WhileNode) -> None:
         self.node = node
+        self.forward = node.body
         self.indexes: dict[GradientBody, Tensor] = {}
         self.stores: dict[Tensor, Tensor] = {}
         self._number_and_count: tuple[Tensor, Tensor] | None = None
         self._counters: dict[Tensor, Tensor] | None = None
-
-    @property
-    def forward(self) -> Subgraph:
-        """The body of the loop."""
-        body: Subgraph = self.node.attrs["body"]
-        return body
 
     def count(self) -> Tensor:
         """How many iterations the loop has run."""
@@ -315,7 +313,7 @@ class _Kept:
         if tensor.node.op is not PARAMETER:
             return None
         place = self._place(tensor)
-        is_fixed = place >= self.node.attrs["n_vars"] or self.forward.results[place] is tensor
+        is_fixed = place >= self.node.n_vars or self.forward.results[place] is tensor
         return self.node.inputs[place] if is_fixed else None
 
     def is_there(self, tensor: Tensor) -> bool:
@@ -345,7 +343,7 @@ class _Kept:
         if tensor.node.op is PARAMETER:
             tensor = self.forward.results[self._place(tensor)]
         # What is asked for a branch or loop is not asked for what it gives.
-        return None if tensor.node.op.name in STRUCTURED else tensor.node.device
+        return None if isinstance(tensor.node, StructuredNode) else tensor.node.device
 
     def _place(self, parameter: Tensor) -> int:
         """Where an input of the body stands among all of them."""
@@ -354,7 +352,7 @@ class _Kept:
     def _captured_inside(self, outer: Tensor) -> Tensor:
         """A value outside, as the forward body sees it."""
         with self._unlocked():
-            return add_capture(self.node, outer)[self.node.subgraphs.index(self.forward)]
+            return self.node.add_capture(outer, self.forward)
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:
@@ -378,7 +376,7 @@ class _Kept:
         place = graph.nodes.index(self.node)
         graph.nodes[place:place] = made
         with self._unlocked():
-            return add_variable(self.node, initial)
+            return self.node.add_variable(initial)
 
 
 def _home(store: Tensor) -> Node:
@@ -389,7 +387,7 @@ def _home(store: Tensor) -> Node:
 
 def _is_successor(result: Tensor, parameter: Tensor) -> bool:
     node = result.node
-    if node.op.name != "add" or len(node.inputs) != 2:
+    if node.op is not ADD or len(node.inputs) != 2:
         return False
     a, b = node.inputs
     other = b if a is parameter else a if b is parameter else None

@@ -8,8 +8,10 @@ import numpy as np
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.graph import STRUCTURED, node_effects
+from asyncflow.graph.graph import node_effects
 from asyncflow.graph.op import host_inputs, runs_on_host
+from asyncflow.graph.structured import StructuredNode
+from asyncflow.ops.shape import RANK, SHAPE, SIZE
 from asyncflow.state.immutable import sealed
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def check_pure(body: Subgraph, label: str) -> None:
 
 
 def _impurity(node: Node) -> str | None:
-    if node.op.name in STRUCTURED:
+    if isinstance(node, StructuredNode):
         return "is a branch or loop"
     if node_effects(node):
         return "uses state or has a side effect"
@@ -56,9 +58,9 @@ def _host_values(body: Subgraph) -> set[Tensor]:
     """What `body` computes on the host, from its inputs there: such as ``i + 1`` for a slice."""
     found = {x for x in body.inputs[1:] if stays_on_host(x)}
     for node in body.nodes:
-        is_known = node.op.name in ("shape", "size", "rank") or all(x in found for x in node.inputs)
+        is_known = node.op in (SHAPE, SIZE, RANK) or all(x in found for x in node.inputs)
         if node.op is not PARAMETER and is_known:
-            found.update(x for x in node.outputs if stays_on_host(x) or node.op.name == "shape")
+            found.update(x for x in node.outputs if stays_on_host(x) or node.op is SHAPE)
     return found
 
 

@@ -119,7 +119,7 @@ class Variable(Resource, Operators):
         Raises:
             GraphError: no graph is being built.
         """
-        return apply(READ, name=f"{self.name}/read", variable=self)[0]
+        return apply(VARIABLE_READ, name=f"{self.name}/read", variable=self)[0]
 
     def assign(self, x: TensorLike) -> Tensor:
         """Makes `x` the value.
@@ -282,7 +282,7 @@ def _read_kernel(xp: Any, *, variable: VariableState) -> Kernel:
     return variable.read if xp is np else partial(variable.read_in, xp)
 
 
-READ = register(
+VARIABLE_READ = register(
     Op(
         name="variable_read",
         infer=lambda *, variable: variable.spec,
