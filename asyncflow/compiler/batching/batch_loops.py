@@ -19,7 +19,7 @@ from asyncflow.compiler.batching.batch_rows import batch_rows
 from asyncflow.compiler.batching.batch_sums import batch_sums
 from asyncflow.compiler.batching.take_apart import take_apart
 from asyncflow.compiler.program.replacements import Replacements
-from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,10 +58,9 @@ def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
     for node in graph.nodes:
         if replaced:
             replaced.apply(node)
-        if node.op.name in STRUCTURED:
-            for body in node.subgraphs:
-                batch_loops(body, block_bytes)
-        if node.op.name == "while":
+        for body in node.subgraphs:
+            batch_loops(body, block_bytes)
+        if isinstance(node, WhileNode):
             most = block_bytes // _OVERLAPPED if _is_cut(node) else block_bytes
             apart = take_apart(node)
             ahead = batch_rows(node, most)
@@ -73,7 +72,7 @@ def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
     replaced.apply_to_results(graph)
 
 
-def _is_cut(loop: Node) -> bool:
+def _is_cut(loop: WhileNode) -> bool:
     """Whether nodes of the loop's body ask for different devices."""
-    asked = {node.device for node in loop.attrs["body"].walk() if node.device is not None}
+    asked = {node.device for node in loop.body.walk() if node.device is not None}
     return len(asked) > 1

@@ -16,7 +16,6 @@ from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, has_variants
 from asyncflow.control.tensor_array import READ, UNSTACK
 from asyncflow.graph.builtin import CONSTANT, is_constant
-from asyncflow.graph.captures import add_capture
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
@@ -29,9 +28,9 @@ from asyncflow.ops.logic import GREATER, GREATER_EQUAL, LESS, LESS_EQUAL, LOGICA
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Op
+    from asyncflow.graph.structured import WhileNode
 
 FAST = frozenset({"float32", "float64", "complex64", "complex128"})
 """Dtypes that have a matrix product in BLAS."""
@@ -43,7 +42,7 @@ _STORES = frozenset({"element_gradient", "part_of_sum", "saved_value"})
 """Ops that read from a store of values and leave it as it is."""
 
 
-def batch_rows(loop: Node, block_bytes: int) -> list[Node]:
+def batch_rows(loop: WhileNode, block_bytes: int) -> list[Node]:
     """Makes products of `loop` ahead, in place; gives what is to stand in front of it."""
     moved: list[Node] = []
     for place, step in counters(loop):
@@ -56,11 +55,10 @@ def batch_rows(loop: Node, block_bytes: int) -> list[Node]:
 # -- what can be made ahead ------------------------------------------------------------------------------------------
 
 
-def counters(loop: Node) -> list[tuple[int, int]]:
+def counters(loop: WhileNode) -> list[tuple[int, int]]:
     """Places of the loop variables that go up or down by one, and which of the two."""
-    body: Subgraph = loop.attrs["body"]
     found: list[tuple[int, int]] = []
-    for place, (variable, result) in enumerate(zip(body.inputs, body.results, strict=False)):
+    for place, (variable, result) in enumerate(loop.carried):
         if result.node.op in (ADD, SUBTRACT) and variable.dtype.kind in "iu" and variable.shape == ():
             step = _step(result.node, variable)
             if step in (1, -1):
@@ -165,21 +163,18 @@ class _Found:
     products: dict[Node, set[Node]]
 
 
-def classified(loop: Node, place: int) -> Classes:
+def classified(loop: WhileNode, place: int) -> Classes:
     """What the tensors of a loop's body depend on, of which the loop variable at `place` is the counter."""
-    body: Subgraph = loop.attrs["body"]
-    n_vars: int = loop.attrs["n_vars"]
-    classes = Classes(dict(zip(body.inputs[n_vars:], loop.inputs[n_vars:], strict=True)))
+    classes = Classes(loop.captured(loop.body))
     classes.fixed.update(classes.captured)
-    classes.varying.add(body.inputs[place])
-    for node in body.nodes:
+    classes.varying.add(loop.body.inputs[place])
+    for node in loop.body.nodes:
         classes.classify(node)
     return classes
 
 
-def _find(loop: Node, place: int) -> _Found | None:
-    body: Subgraph = loop.attrs["body"]
-    classes = classified(loop, place)
+def _find(loop: WhileNode, place: int) -> _Found | None:
+    body, classes = loop.body, classified(loop, place)
     program: set[Node] = set()
     products: dict[Node, set[Node]] = {}
     for product in classes.products:
@@ -219,18 +214,17 @@ class _Bound:
     is_exact: bool
 
 
-def _bound(loop: Node, place: int, step: int) -> _Bound | None:
+def _bound(loop: WhileNode, place: int, step: int) -> _Bound | None:
     """What the counter runs up to, as the predicate has it; `value` is a tensor outside, or a constant inside."""
-    condition: Subgraph = loop.attrs["cond"]
-    outer = dict(zip(condition.inputs[loop.attrs["n_vars"] :], loop.inputs[loop.attrs["n_vars"] :], strict=True))
-    terms = list(_terms(condition.results[0]))
+    outer, compared = loop.captured(loop.predicate), loop.predicate.inputs[place]
+    terms = list(_terms(loop.decision))
     for term in terms:
         if term.node.op not in _BOUNDS:
             continue
         op, (counter, value) = term.node.op, term.node.inputs
-        if value is condition.inputs[place]:
+        if value is compared:
             op, counter, value = _SWAPPED[op], value, counter
-        leads_there = counter is condition.inputs[place] and _BOUNDS[op][0] == step
+        leads_there = counter is compared and _BOUNDS[op][0] == step
         is_known = (value in outer or is_constant(value)) and value.dtype.kind in "iu" and value.shape == ()
         if leads_there and is_known:
             return _Bound(outer.get(value, value), _BOUNDS[op][1], len(terms) == 1)
@@ -252,9 +246,9 @@ def _terms(predicate: Tensor) -> Iterator[Tensor]:
 class _Move:
     """Moves what was found by one counter out of a loop's body."""
 
-    def __init__(self, loop: Node, place: int, step: int, found: _Found, block_bytes: int) -> None:
+    def __init__(self, loop: WhileNode, place: int, step: int, found: _Found, block_bytes: int) -> None:
         self.loop = loop
-        self.body: Subgraph = loop.attrs["body"]
+        self.body = loop.body
         self.place = place
         self.step = step
         self.found = found
@@ -281,7 +275,7 @@ class _Move:
         )
         counter = self.body.inputs[self.place]
         ahead = detached_node(self.loop.graph, PRODUCTS_AHEAD, outer, {}, like, Spec(VARIANT))
-        rows = add_capture(self.loop, ahead.outputs[0])[self.loop.subgraphs.index(self.body)]
+        rows = self.loop.add_capture(ahead.outputs[0], self.body)
         kept = self._replace(rows, counter)
         ahead.attrs.update(
             steps=steps,

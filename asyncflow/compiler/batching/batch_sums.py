@@ -16,7 +16,6 @@ from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS, SUM
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.compiler.program.replacements import Replacements
-from asyncflow.graph.captures import add_variable, drop_inputs, keep_variables
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.shapes import is_compatible, is_static
 from asyncflow.graph.spec import Spec
@@ -27,11 +26,11 @@ from asyncflow.ops.linalg import MATMUL
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.structured import WhileNode
 
 
-def batch_sums(loop: Node, block_bytes: int, replaced: Replacements) -> tuple[list[Node], list[Node]]:
+def batch_sums(loop: WhileNode, block_bytes: int, replaced: Replacements) -> tuple[list[Node], list[Node]]:
     """Batches sums of `loop`, in place.
 
     Args:
@@ -83,19 +82,17 @@ class _Sum:
         return found
 
 
-def _sums(loop: Node) -> list[_Sum]:
-    condition: Subgraph = loop.attrs["cond"]
-    body: Subgraph = loop.attrs["body"]
+def _sums(loop: WhileNode) -> list[_Sum]:
+    condition, body = loop.subgraphs
     uses = Counter(id(tensor) for node in body.nodes for tensor in node.inputs)
     uses.update(id(tensor) for tensor in body.results)
     in_condition = {tensor for node in condition.nodes for tensor in node.inputs} | set(condition.results)
     awaited = awaited_nodes(body) | awaited_nodes(condition)
     found: list[_Sum] = []
-    for place in range(loop.attrs["n_vars"]):
-        variable, seen = body.inputs[place], condition.inputs[place]
+    for (variable, result), seen, output in zip(loop.carried, condition.inputs, loop.outputs, strict=False):
         if seen in in_condition or seen.node in awaited or uses[id(variable)] != 1 or variable.node in awaited:
             continue
-        chain = _chain(variable, body.results[place])
+        chain = _chain(variable, result)
         if chain is None:
             continue
         *adding, product = chain
@@ -103,7 +100,7 @@ def _sums(loop: Node) -> list[_Sum]:
             uses[id(node.outputs[0])] == 1 and node not in awaited and not node.control_inputs for node in chain
         )
         if is_free and len({node.device for node in chain}) == 1 and _is_summed_up(product, variable):
-            found.append(_Sum(loop.outputs[place], tuple(adding), product))
+            found.append(_Sum(output, tuple(adding), product))
     return found
 
 
@@ -152,15 +149,15 @@ def _groups(sums: Sequence[_Sum]) -> list[list[_Sum]]:
     return [group for group in groups.values() if any(each.product.op is MATMUL for each in group)]
 
 
-def _move(loop: Node, group: Sequence[_Sum], block_bytes: int) -> tuple[Node, Node]:
+def _move(loop: WhileNode, group: Sequence[_Sum], block_bytes: int) -> tuple[Node, Node]:
     """Replaces the variables of `group` by one; gives its first value, and what is behind the loop."""
-    body: Subgraph = loop.attrs["body"]
+    body = loop.body
     places = [total.output.index for total in group]
     like = next(total.product for total in group if total.product.op is MATMUL)
     initial = [loop.inputs[place] for place in places]
     specs = tuple(total.output.spec for total in group)
     new = detached_node(loop.graph, NEW_SUMS, initial, {"block_bytes": block_bytes}, like, Spec(VARIANT))
-    inner, pending = add_variable(loop, new.outputs[0])
+    inner, pending = loop.add_variable(new.outputs[0])
     numbers: dict[Tensor, int] = {}
     for total in group:
         for operand in (total.right, *total.product.inputs[:1]):
@@ -179,6 +176,6 @@ def _move(loop: Node, group: Sequence[_Sum], block_bytes: int) -> tuple[Node, No
         *body.nodes[last + 1 :],
     ]
     body.results.append(adding.outputs[0])
-    drop_inputs(loop, places)
-    keep_variables(loop, [place for place in range(loop.attrs["n_vars"]) if place not in places])
+    loop.drop_inputs(places)
+    loop.keep_variables([place for place in range(loop.n_vars) if place not in places])
     return new, detached_node(loop.graph, SUMS, [pending], {"values": specs}, like, specs)

@@ -16,7 +16,6 @@ from asyncflow.compiler.batching.batch_rows import classified, counters, pays_ah
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.graph.builtin import is_constant
-from asyncflow.graph.captures import add_capture
 from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import format_shape, is_static
 from asyncflow.graph.spec import Spec
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from asyncflow.compiler.batching.batch_rows import Classes
-    from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.graph.structured import WhileNode
 
 
-def take_apart(loop: Node) -> list[Node]:
+def take_apart(loop: WhileNode) -> list[Node]:
     """Takes products of `loop` apart, in place; gives what is to stand in front of it."""
     apart = _Apart(loop)
     for place, _ in counters(loop):
@@ -56,12 +55,11 @@ class _Apart:
         front: new nodes that stand in front of the loop.
     """
 
-    def __init__(self, loop: Node) -> None:
+    def __init__(self, loop: WhileNode) -> None:
         self.loop = loop
-        self.body: Subgraph = loop.attrs["body"]
+        self.body = loop.body
         self.front: list[Node] = []
-        n_vars: int = loop.attrs["n_vars"]
-        self.captured = dict(zip(self.body.inputs[n_vars:], loop.inputs[n_vars:], strict=True))
+        self.captured = loop.captured(loop.body)
 
     def is_outside(self, matrix: Tensor) -> bool:
         """Whether a tensor of the body is a matrix that is there before the loop."""
@@ -142,7 +140,7 @@ class _Apart:
             return made[-1].outputs[0]
         self.front.append(detached_node(self.loop.graph, GETITEM, [self.captured[matrix]], attrs, like, spec))
         outer = self.front[-1].outputs[0]
-        inner = add_capture(self.loop, outer)[self.loop.subgraphs.index(self.body)]
+        inner = self.loop.add_capture(outer, self.body)
         self.captured[inner] = outer
         return inner
 

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.compiler.program.purity import has_variants
-from asyncflow.compiler.program.replacements import Replacements
-from asyncflow.graph.captures import body_offset, drop_inputs, first_capture
+from asyncflow.compiler.program.replacements import Replacements, join_inputs
 from asyncflow.graph.dtypes import string
-from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import StructuredNode
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node
+    from asyncflow.graph.ir import Node, Tensor
 
 _LARGEST = 64 * 1024
 """Bytes of an array among the attributes; comparing larger ones costs more than it is likely to gain."""
@@ -39,7 +38,7 @@ def eliminate_common_subexpressions(graph: Graph) -> None:
     for node in graph.nodes:
         if replaced:
             replaced.apply(node)
-        if node.op.name in STRUCTURED:
+        if isinstance(node, StructuredNode):
             _join_captures(node)
             for body in node.subgraphs:
                 eliminate_common_subexpressions(body)
@@ -66,24 +65,11 @@ def _first(node: Node, seen: dict[Hashable, Node]) -> Node:
     return node if first is not node and has_variants((*node.inputs, *node.outputs)) else first
 
 
-def _join_captures(node: Node) -> None:
+def _join_captures(node: StructuredNode) -> None:
     """Makes the bodies see each outer tensor once."""
-    first: dict[object, int] = {}
-    captures = range(first_capture(node), len(node.inputs))
-    doubled = [place for place in captures if first.setdefault(node.inputs[place], place) != place]
-    if not doubled:
-        return
-    offset = body_offset(node)
-    for body in node.subgraphs:
-        joined = Replacements()
-        for place in doubled:
-            inner, same = body.inputs[place - offset], body.inputs[first[node.inputs[place]] - offset]
-            joined.tensors[inner] = same
-            joined.nodes[inner.node] = same.node
-        for user in body.nodes:
-            joined.apply(user)
-        joined.apply_to_results(body)
-    drop_inputs(node, doubled)
+    first: dict[Tensor, int] = {}
+    places = enumerate(node.captures, start=node.first_capture)
+    join_inputs(node, {place: same for place, outer in places if (same := first.setdefault(outer, place)) != place})
 
 
 def attrs_key(node: Node) -> Hashable:

@@ -15,13 +15,13 @@ from asyncflow.compiler.program.kernels import bind_kernel
 from asyncflow.compiler.program.purity import awaited_nodes, has_variants, nbytes
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
-from asyncflow.graph.captures import body_offset, drop_inputs, first_capture
-from asyncflow.graph.graph import STRUCTURED, has_side_effect
+from asyncflow.graph.graph import has_side_effect
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
 
 _LARGEST = 64 * 1024
@@ -49,7 +49,7 @@ class _Fold:
             node = pending.pop()
             if self.replaced:
                 self.replaced.apply(node)
-            if node.op.name in STRUCTURED:
+            if isinstance(node, StructuredNode):
                 inlined = self._structured(node)
                 if inlined is not None:
                     pending.extend(reversed(inlined))
@@ -60,15 +60,15 @@ class _Fold:
         self.replaced.apply_to_results(self.graph)
         self.graph.nodes[:] = self.kept
 
-    def _structured(self, node: Node) -> list[Node] | None:
+    def _structured(self, node: StructuredNode) -> list[Node] | None:
         """Folds inside; returns what takes the place of the node, or None if it stays."""
         is_free = not node.control_inputs and not self._is_awaited(node)
-        if node.op.name == "cond" and is_free and is_constant(node.inputs[0]):
+        if isinstance(node, CondNode) and is_free and is_constant(node.predicate):
             return self._take_branch(node)
         _sink_constants(node)
         for body in node.subgraphs:
             fold(body)
-        if node.op.name == "while" and is_free and _never_begins(node):
+        if isinstance(node, WhileNode) and is_free and _never_begins(node):
             self.replaced.tensors.update(zip(node.outputs, node.inputs, strict=False))
             return []
         return None
@@ -78,12 +78,11 @@ class _Fold:
             self.awaited = awaited_nodes(self.graph)
         return node in self.awaited
 
-    def _take_branch(self, node: Node) -> list[Node]:
-        predicate, *captured = node.inputs
-        taken = node.subgraphs[0 if predicate.node.attrs["value"].item() else 1]
+    def _take_branch(self, node: CondNode) -> list[Node]:
+        taken = node.subgraphs[0 if node.predicate.node.attrs["value"].item() else 1]
         if self.awaited is not None:
             self.awaited |= awaited_nodes(taken)
-        for parameter, outer in zip(taken.inputs, captured, strict=True):
+        for parameter, outer in node.captured(taken).items():
             self.replaced.tensors[parameter] = outer
             self.replaced.nodes[parameter.node] = outer.node
         self.replaced.tensors.update(zip(node.outputs, taken.results, strict=True))
@@ -143,24 +142,24 @@ def _no_state(resource: object) -> Any:
 # -- branches and loops ----------------------------------------------------------------------------------------------
 
 
-def _sink_constants(node: Node) -> None:
+def _sink_constants(node: StructuredNode) -> None:
     """Makes captures of small constants constants of the bodies."""
     sunk = [
         place
-        for place, outer in enumerate(node.inputs)
-        if place >= first_capture(node) and is_constant(outer) and _is_small(outer, _LARGEST)
+        for place, outer in enumerate(node.captures, start=node.first_capture)
+        if is_constant(outer) and _is_small(outer, _LARGEST)
     ]
     for place in sunk:
         outer = node.inputs[place].node
         for body in node.subgraphs:
-            stand_in = body.inputs[place - body_offset(node)].node
+            stand_in = body.inputs[place - node.body_offset].node
             stand_in.op, stand_in.attrs, stand_in.device = CONSTANT, dict(outer.attrs), outer.device
-    drop_inputs(node, sunk)
+    node.drop_inputs(sunk)
 
 
-def _never_begins(node: Node) -> bool:
+def _never_begins(node: WhileNode) -> bool:
     """Whether the predicate is sure to be false at once."""
-    condition: Subgraph = node.attrs["cond"]
+    condition = node.predicate
     values: dict[Tensor, Any] = {
         inner: outer.node.attrs["value"]
         for inner, outer in zip(condition.inputs, node.inputs, strict=True)
@@ -171,8 +170,7 @@ def _never_begins(node: Node) -> bool:
     for inner in condition.nodes:
         if inner.op is not PARAMETER and not _compute_predicate_node(inner, values):
             return False
-    result = condition.results[0]
-    return result in values and not values[result].item()
+    return node.decision in values and not values[node.decision].item()
 
 
 def _compute_predicate_node(node: Node, values: dict[Tensor, Any]) -> bool:
@@ -180,7 +178,7 @@ def _compute_predicate_node(node: Node, values: dict[Tensor, Any]) -> bool:
         values[node.outputs[0]] = node.attrs["value"]
         return True
     known = all(tensor in values for tensor in node.inputs)
-    if not known or node.control_inputs or node.op.name in STRUCTURED or not _is_foldable(node):
+    if not known or node.control_inputs or not _is_foldable(node):
         return False
     value = _compute(node, [values[tensor] for tensor in node.inputs])
     if value is not None:

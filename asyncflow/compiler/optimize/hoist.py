@@ -13,8 +13,7 @@ from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, nbytes
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, is_constant
-from asyncflow.graph.captures import add_capture
-from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph, Subgraph
@@ -29,10 +28,9 @@ def hoist(graph: Graph) -> None:
     hoisted_any = False
     ordered: list[Node] = []
     for node in graph.nodes:
-        if node.op.name in STRUCTURED:
-            for body in node.subgraphs:
-                hoist(body)
-        if node.op.name == "while":
+        for body in node.subgraphs:
+            hoist(body)
+        if isinstance(node, WhileNode):
             moved = _Hoist(node).run()
             hoisted_any = hoisted_any or bool(moved)
             ordered.extend(moved)
@@ -44,7 +42,7 @@ def hoist(graph: Graph) -> None:
 class _Hoist:
     """Hoists out of the two bodies of one loop."""
 
-    def __init__(self, loop: Node) -> None:
+    def __init__(self, loop: WhileNode) -> None:
         self.loop = loop
         self.moved: list[Node] = []
         self.outside: dict[Tensor, Tensor] = {}
@@ -52,9 +50,8 @@ class _Hoist:
 
     def run(self) -> list[Node]:
         """The nodes to stand in front of the loop."""
-        n_vars: int = self.loop.attrs["n_vars"]
         for body in self.loop.subgraphs:
-            self.outside = dict(zip(body.inputs[n_vars:], self.loop.inputs[n_vars:], strict=True))
+            self.outside = self.loop.captured(body)
             chosen = self._choose(body)
             if chosen:
                 self._move(body, chosen)
@@ -69,7 +66,7 @@ class _Hoist:
                 if _is_constant_node(node):
                     available.update(node.outputs)
                 continue
-            runs_anyway = body is self.loop.attrs["cond"] and _is_repeatable(node)
+            runs_anyway = body is self.loop.predicate and _is_repeatable(node)
             if node.op is not IDENTITY and (runs_anyway or cannot_fail(node)) and _is_worthwhile(node):
                 available.update(node.outputs)
                 chosen.append(node)
@@ -81,7 +78,6 @@ class _Hoist:
         used = {tensor for node in body.nodes for tensor in node.inputs}
         used.update(body.results)
         inside = Replacements()
-        which = 0 if body is self.loop.subgraphs[0] else 1
         for node in chosen:
             node.inputs = [self._outside(tensor) for tensor in node.inputs]
             node.graph = self.loop.graph
@@ -89,7 +85,7 @@ class _Hoist:
             for output in node.outputs:
                 self.outside[output] = output
                 if output in used:
-                    inside.tensors[output] = add_capture(self.loop, output)[which]
+                    inside.tensors[output] = self.loop.add_capture(output, body)
         for node in body.nodes:
             inside.apply(node)
         inside.apply_to_results(body)

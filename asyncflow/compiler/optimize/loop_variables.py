@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 
 from asyncflow.compiler.optimize.cse import Unhashable, attrs_key
 from asyncflow.compiler.program.purity import has_variants
-from asyncflow.compiler.program.replacements import Replacements
-from asyncflow.graph.captures import drop_inputs, keep_variables
-from asyncflow.graph.graph import STRUCTURED
+from asyncflow.compiler.program.replacements import Replacements, join_inputs
+from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from asyncflow.graph.graph import Graph, Subgraph
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Tensor
 
 _DEEPEST = 4
 """How far back the next values of two variables are compared."""
@@ -29,19 +28,17 @@ def reduce_loop_variables(graph: Graph) -> None:
     for node in graph.nodes:
         if replaced:
             replaced.apply(node)
-        if node.op.name in STRUCTURED:
-            for body in node.subgraphs:
-                reduce_loop_variables(body)
-            if node.op.name == "while":
-                _capture_invariants(node, replaced)
-                _join_equal(node, replaced)
+        for body in node.subgraphs:
+            reduce_loop_variables(body)
+        if isinstance(node, WhileNode):
+            _capture_invariants(node, replaced)
+            _join_equal(node, replaced)
     replaced.apply_to_results(graph)
 
 
-def _capture_invariants(node: Node, replaced: Replacements) -> None:
-    body: Subgraph = node.attrs["body"]
-    n_vars: int = node.attrs["n_vars"]
-    invariant = [place for place in range(n_vars) if body.results[place] is body.inputs[place]]
+def _capture_invariants(node: WhileNode, replaced: Replacements) -> None:
+    n_vars = node.n_vars
+    invariant = [place for place, (variable, result) in enumerate(node.carried) if result is variable]
     if len(invariant) == n_vars:
         invariant = invariant[1:]  # a loop iterates on something
     if not invariant:
@@ -53,39 +50,30 @@ def _capture_invariants(node: Node, replaced: Replacements) -> None:
     node.inputs = [node.inputs[place] for place in order]
     for part in node.subgraphs:
         part.inputs = [part.inputs[place] for place in order]
-    keep_variables(node, variables)
+    node.keep_variables(variables)
 
 
-def _join_equal(node: Node, replaced: Replacements) -> None:
-    body: Subgraph = node.attrs["body"]
-    n_vars: int = node.attrs["n_vars"]
+def _join_equal(node: WhileNode, replaced: Replacements) -> None:
+    n_vars = node.n_vars
     first: dict[Hashable, int] = {}
     stands_for: dict[int, int] = {}
     for place in range(n_vars):
-        earlier = first.setdefault(_course(node, body, place), place)
+        earlier = first.setdefault(_course(node, place), place)
         if earlier != place:
             stands_for[place] = earlier
     if not stands_for:
         return
-    for part in node.subgraphs:
-        joined = Replacements()
-        for later, earlier in stands_for.items():
-            joined.tensors[part.inputs[later]] = part.inputs[earlier]
-            joined.nodes[part.inputs[later].node] = part.inputs[earlier].node
-        for user in part.nodes:
-            joined.apply(user)
-        joined.apply_to_results(part)
     replaced.tensors.update((node.outputs[later], node.outputs[earlier]) for later, earlier in stands_for.items())
-    drop_inputs(node, stands_for)
-    keep_variables(node, [place for place in range(n_vars) if place not in stands_for])
+    join_inputs(node, stands_for)
+    node.keep_variables([place for place in range(n_vars) if place not in stands_for])
 
 
-def _course(node: Node, body: Subgraph, place: int) -> Hashable:
+def _course(node: WhileNode, place: int) -> Hashable:
     """Equal for variables that have the same value in every iteration: the same first, and then by induction."""
-    variable = body.inputs[place]
+    variable, result = node.carried[place]
     if has_variants([variable]):
         return place
-    return variable.spec, _value(node.inputs[place]), _value(body.results[place], variable)
+    return variable.spec, _value(node.inputs[place]), _value(result, variable)
 
 
 def _value(tensor: Tensor, variable: Tensor | None = None, depth: int = 0) -> Hashable:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.purity import cannot_fail
 from asyncflow.graph.builtin import CONSTANT
-from asyncflow.graph.captures import body_offset, drop_inputs, first_capture
-from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.structured import StructuredNode
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -34,7 +34,7 @@ def _prune(graph: Graph, keep: Collection[Node]) -> tuple[set[Tensor], set[Node]
     awaited: set[Node] = set(keep)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if node.op.name in STRUCTURED:
+        if isinstance(node, StructuredNode):
             _prune_bodies(node)
         elif node not in awaited and used.isdisjoint(node.outputs) and (node.op is CONSTANT or cannot_fail(node)):
             continue
@@ -47,15 +47,15 @@ def _prune(graph: Graph, keep: Collection[Node]) -> tuple[set[Tensor], set[Node]
     return used, awaited
 
 
-def _prune_bodies(node: Node) -> None:
+def _prune_bodies(node: StructuredNode) -> None:
     """Prunes the bodies, and drops captures that neither uses."""
-    first, offset = first_capture(node), body_offset(node)
+    first = node.first_capture
     needed: set[int] = set()
     for body in node.subgraphs:
         used, awaited = _prune(body, ())
         needed.update(
             place
-            for place, inner in enumerate(body.inputs, start=offset)
+            for place, inner in enumerate(body.inputs, start=node.body_offset)
             if place >= first and (inner in used or inner.node in awaited)
         )
-    drop_inputs(node, {place for place in range(first, len(node.inputs)) if place not in needed})
+    node.drop_inputs({place for place in range(first, len(node.inputs)) if place not in needed})

@@ -15,7 +15,6 @@ from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, is_constant
-from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.shapes import is_static
 from asyncflow.ops.datatypes import ASTYPE, BROADCAST_TO
 from asyncflow.ops.elementwise import ADD, DIVIDE, FLOOR_DIVIDE, MULTIPLY, NEGATIVE, POSITIVE, SUBTRACT
@@ -49,9 +48,8 @@ def simplify(graph: Graph) -> None:
         elif node.op is CUSTOM_GRADIENT and not node.control_inputs and node not in awaited:
             replaced.tensors.update(zip(node.outputs, node.inputs, strict=False))  # arguments stand behind results
             continue
-        elif node.op.name in STRUCTURED:
-            for body in node.subgraphs:
-                simplify(body)
+        for body in node.subgraphs:
+            simplify(body)
         kept.append(node)
     if replaced:
         replaced.apply_to_results(graph)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.compiler.program.shape_rules import ELEMENT_SHAPE, READ, SHAPE_BY_RULE, rule_of, shape_sources
 from asyncflow.errors import FeedError
 from asyncflow.graph.build import SupportsTensor
-from asyncflow.graph.builtin import PLACEHOLDER
-from asyncflow.graph.captures import body_offset, first_capture
+from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph, has_side_effect
+from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Op
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE
 from asyncflow.ops.shape import SHAPE
 
@@ -176,7 +176,7 @@ class _Analysis:
         return True
 
     def _need_tensor(self, tensor: Tensor, need: _Need) -> None:
-        if tensor not in need.tensors and tensor.node.op.name in STRUCTURED:
+        if tensor not in need.tensors and isinstance(tensor.node, StructuredNode):
             need.done.discard(tensor.node)  # another of its results is wanted
         need.tensors[tensor] = None
         if tensor not in self.feeds:
@@ -191,7 +191,7 @@ class _Analysis:
         if node.op is SHAPE and not node.control_inputs:
             need.shapes[node.inputs[0]] = None
             return
-        if node.op.name in STRUCTURED:
+        if isinstance(node, StructuredNode):
             used = tuple(out.index for out in node.outputs if out in need.tensors and out not in self.feeds)
             inside = need.inside[node] = self._inside(node, used)
             inputs = (node.inputs[position] for position in _kept_inputs(node, inside))
@@ -200,28 +200,26 @@ class _Analysis:
         for control in node.control_inputs:
             self._need_node(control, need)
 
-    def _inside(self, node: Node, used: tuple[int, ...]) -> _Inside:
+    def _inside(self, node: StructuredNode, used: tuple[int, ...]) -> _Inside:
         key = (node, used)
         if key not in self._memo:
-            self._memo[key] = self._of_while(node, used) if node.op.name == "while" else self._of_cond(node, used)
+            of_node = self._of_while(node, used) if isinstance(node, WhileNode) else self._of_cond(node, used)
+            self._memo[key] = of_node
         return self._memo[key]
 
-    def _of_cond(self, node: Node, used: tuple[int, ...]) -> _Inside:
-        bodies = (
-            self.of_graph(body, [*(body.results[index] for index in used), *self._effects(body)])
-            for body in node.subgraphs
-        )
-        return _Inside(tuple(bodies), used)
+    def _of_body(self, body: Subgraph, used: Iterable[int]) -> _Need:
+        return self.of_graph(body, [*(body.results[index] for index in used), *self._effects(body)])
 
-    def _of_while(self, node: Node, used: tuple[int, ...]) -> _Inside:
-        condition, body = node.attrs["cond"], node.attrs["body"]
-        of_cond = self.of_graph(condition, [condition.results[0], *self._effects(condition)])
+    def _of_cond(self, node: StructuredNode, used: tuple[int, ...]) -> _Inside:
+        return _Inside(tuple(self._of_body(body, used) for body in node.subgraphs), used)
+
+    def _of_while(self, node: WhileNode, used: tuple[int, ...]) -> _Inside:
+        of_predicate = self._of_body(node.predicate, (0,))
         # A loop needs a variable to iterate on, even if only its effects are wanted.
         variables = set(used) or {0}
         while True:
-            of_body = self.of_graph(body, [*(body.results[i] for i in sorted(variables)), *self._effects(body)])
-            bodies = (of_cond, of_body)
-            read = {i for i in range(node.attrs["n_vars"]) if _reads_input(node, i, bodies)}
+            bodies = of_predicate, self._of_body(node.body, sorted(variables))
+            read = {i for i in range(node.n_vars) if _reads_input(node, i, bodies)}
             if read <= variables:
                 return _Inside(bodies, tuple(sorted(variables)))
             variables |= read
@@ -252,18 +250,17 @@ def _structured_nodes_around(body: Graph) -> list[Node]:
     return path
 
 
-def _reads_input(node: Node, body_input: int, bodies: Sequence[_Need]) -> bool:
+def _reads_input(node: StructuredNode, body_input: int, bodies: Sequence[_Need]) -> bool:
     """Whether a needed part of a body reads that body input, or waits for it."""
     inner = (body.inputs[body_input] for body in node.subgraphs)
     return any(tensor.node in need.nodes for tensor, need in zip(inner, bodies, strict=True))
 
 
-def _kept_inputs(node: Node, inside: _Inside) -> list[int]:
+def _kept_inputs(node: StructuredNode, inside: _Inside) -> list[int]:
     """Which inputs of a structured node its needed parts use: loop variables kept, captures read."""
-    first = list(inside.kept) if node.op.name == "while" else [0]
-    offset = body_offset(node)
-    captures = range(first_capture(node), len(node.inputs))
-    return first + [i for i in captures if _reads_input(node, i - offset, inside.bodies)]
+    first = list(inside.kept) if isinstance(node, WhileNode) else [0]
+    captures = range(node.first_capture, len(node.inputs))
+    return first + [i for i in captures if _reads_input(node, i - node.body_offset, inside.bodies)]
 
 
 class _Copy:
@@ -322,7 +319,7 @@ class _Copy:
             for output in node.outputs:
                 if output in need.by_rule:
                     self.shapes[output] = self._shape_by_rule(output, target)
-            if node not in need.nodes or node.op.name == "parameter":
+            if node not in need.nodes or node.op is PARAMETER:
                 continue
             if node in need.unchecked:
                 self._stand_in(node, self.tensors[node.inputs[0]])
@@ -330,7 +327,7 @@ class _Copy:
             if node.op is SHAPE and node.inputs[0] not in self.tensors and node.inputs[0] in self.shapes:
                 self._stand_in(node, self.shapes[node.inputs[0]])
                 continue
-            if node.op.name in STRUCTURED:
+            if isinstance(node, StructuredNode):
                 self._copy_structured(node, target, need.inside[node])
             else:
                 specs = node.outputs[0].spec if node.single else tuple(out.spec for out in node.outputs)
@@ -374,22 +371,21 @@ class _Copy:
             self.shapes[tensor] = made.outputs[0]
         return self.shapes[tensor]
 
-    def _copy_structured(self, node: Node, target: Graph, inside: _Inside) -> None:
+    def _copy_structured(self, node: StructuredNode, target: Graph, inside: _Inside) -> None:
         attrs = dict(node.attrs)
         kept = _kept_inputs(node, inside)
-        offset = body_offset(node)
-        bodies = (key for key, value in node.attrs.items() if isinstance(value, Subgraph))
-        for key, need in zip(bodies, inside.bodies, strict=True):
-            body: Subgraph = node.attrs[key]
-            copy = attrs[key] = Subgraph(target, body.label)
+        offset = node.body_offset
+        for name, body, need in zip(node.body_names, node.subgraphs, inside.bodies, strict=True):
+            copy = attrs[name] = Subgraph(target, body.label)
             for position in kept[offset:]:
                 inner = body.inputs[position - offset]
                 self.tensors[inner] = copy.add_input(inner.spec, inner.node.name.rpartition("/")[2])
                 self.nodes[inner.node] = self.tensors[inner].node
             self._copy_nodes(body, copy, need)
-            results = body.results if key == "cond" else [body.results[index] for index in inside.kept]
+            is_predicate = isinstance(node, WhileNode) and body is node.predicate
+            results = body.results if is_predicate else [body.results[index] for index in inside.kept]
             copy.results = [self.tensors[result] for result in results]
-        if node.op.name == "while":
+        if isinstance(node, WhileNode):
             attrs["n_vars"] = len(inside.kept)
         inputs = [node.inputs[position] for position in kept]
         outputs = [node.outputs[index] for index in inside.kept]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.control.primitives.enter import ENTER
+from asyncflow.control.primitives.merge import MERGE
+from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.errors import InternalError
 from asyncflow.graph.builtin import CONSTANT
@@ -40,8 +42,8 @@ def assign_frames(graph: Graph) -> dict[Node, FramePath]:
     ready: list[Node] = []
     for node in graph.nodes:
         waits_for = dict.fromkeys(_sources(node))
-        if node.op.name == "merge":
-            waits_for = {source: None for source in waits_for if source.op.name != "next_iteration"}
+        if node.op is MERGE:
+            waits_for = {source: None for source in waits_for if source.op is not NEXT_ITERATION}
         missing[node] = len(waits_for)
         if not waits_for:
             ready.append(node)

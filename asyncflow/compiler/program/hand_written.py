@@ -26,7 +26,8 @@ from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import IDENTITY
 from asyncflow.graph.frames import FramePath, format_frame, output_frame
-from asyncflow.graph.graph import STRUCTURED, Subgraph, has_side_effect
+from asyncflow.graph.graph import Subgraph, has_side_effect
+from asyncflow.ops.logic import LOGICAL_NOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -156,7 +157,7 @@ class HandWritten:
                     yield node, source, f"{why}, built at {node.location}"
                 elif self.live[source] is None and frame is not None and self.frame_of[source] != path:
                     yield source, node, _why_held(source, frame)
-            if node.subgraphs and self.runs[node] is None:
+            if self.runs[node] is None:
                 for inner in (inner for body in node.subgraphs for inner in body.walk()):
                     yield inner, node, f"{inner.name} is in {node.name}, of which it is only known in a run if it runs"
 
@@ -213,7 +214,7 @@ class HandWritten:
         waits_for += [self.live[control] for control in node.control_inputs if not is_everywhere(control)]
         sides: frozenset[Side] = frozenset()
         for live in waits_for:
-            if live is None or (node.op.name in STRUCTURED and live != waits_for[0]):
+            if live is None or (node.subgraphs and live != waits_for[0]):
                 return None  # of a branch or loop with one dead input, the rest may be live
             sides |= live.sides
         return Live(path, sides)
@@ -312,8 +313,8 @@ class HandWritten:
 
 def _literal(pred: Tensor, side: bool) -> Side:
     """What it means that `pred` is as `side` says, for the value that it is a copy or the opposite of."""
-    while pred.node.op in (LOOP_COND, IDENTITY) or pred.node.op.name == "logical_not":
-        side ^= pred.node.op.name == "logical_not"
+    while pred.node.op in (LOOP_COND, IDENTITY, LOGICAL_NOT):
+        side ^= pred.node.op is LOGICAL_NOT
         pred = pred.node.inputs[0]
     return pred, side
 

@@ -18,13 +18,15 @@ from asyncflow.compiler.program.extract import FEED
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.structured import CondNode, WhileNode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable
 
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
+    from asyncflow.graph.structured import StructuredNode
 
 NUMBERS = "biufc"
 """Kinds of dtype whose values of rank 0 are NumPy scalars on the host."""
@@ -73,11 +75,10 @@ def mixes_vectors(node: Node, found: Collection[Tensor]) -> bool:
         node: any.
         found: what `find_host_values` has found.
     """
-    if node.op.name == "cond":
+    if isinstance(node, CondNode):
         places = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
-    elif node.op.name == "while":
-        body: Subgraph = node.attrs["body"]
-        places = zip(body.inputs, node.inputs, body.results, strict=False)
+    elif isinstance(node, WhileNode):
+        places = zip(node.body.inputs, node.inputs, node.body.results, strict=False)
     else:
         return False
     return any(
@@ -95,9 +96,9 @@ def find_host_values(graph: Graph) -> set[Tensor]:
 
 def _visit(nodes: Iterable[Node], found: set[Tensor]) -> None:
     for node in nodes:
-        if node.op.name == "cond":
+        if isinstance(node, CondNode):
             _visit_cond(node, found)
-        elif node.op.name == "while":
+        elif isinstance(node, WhileNode):
             _visit_while(node, found)
         elif is_on_host(node, found):
             found.update(node.outputs)
@@ -118,29 +119,24 @@ def is_on_host(node: Node, found: Collection[Tensor]) -> bool:
     return computes_on_host(node, found)
 
 
-def _visit_cond(node: Node, found: set[Tensor]) -> None:
-    _pred, *captures = node.inputs
+def _visit_cond(node: CondNode, found: set[Tensor]) -> None:
     for branch in node.subgraphs:
-        _enter(branch, captures, found)
+        found.update(captured_on_host(node, branch, found))
         _visit(branch.nodes, found)
     results = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
     found.update(output for output, *each in results if all(result in found for result in each))
 
 
-def _visit_while(node: Node, found: set[Tensor]) -> None:
-    condition: Subgraph = node.attrs["cond"]
-    body: Subgraph = node.attrs["body"]
-    n_vars: int = node.attrs["n_vars"]
+def _visit_while(node: WhileNode, found: set[Tensor]) -> None:
     # A variable is on the host if it starts there, and each iteration that finds it there leaves it there.
-    stay = [tensor in found for tensor in node.inputs[:n_vars]]
-    captures = node.inputs[n_vars:]
+    stay = [tensor in found for tensor in node.inputs[: node.n_vars]]
     while True:
         inside = set(found)
-        for part in (condition, body):
-            _enter(part, captures, inside, n_vars)
+        for part in node.subgraphs:
+            inside.update(captured_on_host(node, part, found))
             inside.update(variable for variable, stays in zip(part.inputs, stay, strict=False) if stays)
             _visit(part.nodes, inside)
-        after = [stays and result in inside for stays, result in zip(stay, body.results, strict=False)]
+        after = [stays and result in inside for stays, result in zip(stay, node.body.results, strict=False)]
         if after == stay:
             break
         stay = after
@@ -148,9 +144,9 @@ def _visit_while(node: Node, found: set[Tensor]) -> None:
     found.update(output for output, stays in zip(node.outputs, stay, strict=False) if stays)
 
 
-def _enter(body: Subgraph, outer: Sequence[Tensor], found: set[Tensor], first: int = 0) -> None:
-    """The inputs of a body, from position `first`, that stand for what is on the host."""
-    found.update(inner for inner, tensor in zip(body.inputs[first:], outer, strict=True) if tensor in found)
+def captured_on_host(node: StructuredNode, body: Subgraph, found: Collection[Tensor]) -> list[Tensor]:
+    """The inputs of a body that stand for captures on the host."""
+    return [inner for inner, outer in node.captured(body).items() if outer in found]
 
 
 __all__ = [

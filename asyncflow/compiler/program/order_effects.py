@@ -20,9 +20,9 @@ from asyncflow.compiler.program.frames import assign_frames, has_primitives
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.graph.build import constant, identity
 from asyncflow.graph.builtin import PARAMETER
-from asyncflow.graph.captures import add_output
 from asyncflow.graph.graph import Graph, Subgraph, node_effects
 from asyncflow.graph.op import Access
+from asyncflow.graph.structured import CondNode, WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
@@ -60,9 +60,9 @@ def _order(graph: Graph, turns: dict[Hashable, _Turn]) -> None:
             else:
                 order(node, turn.nodes())
                 turns[resource] = _Turn(node)
-        if node.op.name == "cond":
+        if isinstance(node, CondNode):
             _order_branches(node, any(access is Access.WRITE for _, access in effects))
-        elif node.op.name == "while":
+        elif isinstance(node, WhileNode):
             _order_iterations(node, [resource for resource, access in effects if access is Access.WRITE])
 
 
@@ -100,31 +100,26 @@ class _OrderByHand:
             _wait_for(node, [trigger])
 
 
-def _order_branches(node: Node, has_side_effect: bool) -> None:
+def _order_branches(node: CondNode, has_side_effect: bool) -> None:
     for branch in node.subgraphs:
         turns: dict[Hashable, _Turn] = {}
         _order(branch, turns)
         if has_side_effect:
             branch.results.append(_after(branch, [n for turn in turns.values() for n in turn.nodes()]))
     if has_side_effect:
-        add_output(node, node.subgraphs[0].results[-1].spec)
+        node.add_output(node.subgraphs[0].results[-1].spec)
 
 
-def _order_iterations(node: Node, written: list[Hashable]) -> None:
+def _order_iterations(node: WhileNode, written: list[Hashable]) -> None:
     """Threads one loop variable per resource in `written` through the loop."""
-    condition: Subgraph = node.attrs["cond"]
-    body: Subgraph = node.attrs["body"]
-    position = node.attrs["n_vars"]
+    condition, body = node.subgraphs
     cond_turns: dict[Hashable, _Turn] = {}
     body_turns: dict[Hashable, _Turn] = {}
-    for offset, resource in enumerate(written):
-        first = _first_turn(node.graph)
-        node.inputs.insert(position + offset, first)
-        for loop_part, turns in ((condition, cond_turns), (body, body_turns)):
-            inner = loop_part.add_node(PARAMETER, (), {"spec": first.spec}, first.spec, name="turn").outputs[0]
-            loop_part.nodes.insert(0, loop_part.nodes.pop())  # nodes stand behind what they wait for
-            loop_part.inputs.insert(position + offset, inner)
-            turns[resource] = _Turn(inner.node)
+    for resource in written:
+        place = node.n_vars
+        node.add_variable(_first_turn(node.graph), name="turn")
+        for part, turns in ((condition, cond_turns), (body, body_turns)):
+            turns[resource] = _Turn(part.inputs[place].node)
     _order(condition, cond_turns)
     _order(body, body_turns)
     in_cond = [n for turn in cond_turns.values() for n in turn.nodes() if n.op is not PARAMETER]
@@ -135,8 +130,6 @@ def _order_iterations(node: Node, written: list[Hashable]) -> None:
         condition.results[0] = pred
     for resource in written:
         body.results.append(_after(body, body_turns[resource].nodes()))
-        add_output(node, body.results[-1].spec)
-    node.attrs["n_vars"] = position + len(written)
 
 
 def _first_turn(graph: Graph) -> Tensor:

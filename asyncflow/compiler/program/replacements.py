@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from asyncflow.graph.graph import Subgraph
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.structured import StructuredNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +52,22 @@ class Replacements:
         """Makes a body give back the stand-ins."""
         if self.tensors and isinstance(graph, Subgraph):
             graph.results = [self.tensor(result) for result in graph.results]
+
+
+def join_inputs(node: StructuredNode, same: Mapping[int, int]) -> None:
+    """Drops inputs of a branch or loop, and makes its bodies use others, which have the same values.
+
+    Args:
+        node: of the branch or loop.
+        same: positions at the node of the inputs to drop, and of those to stand for them.
+    """
+    if not same:
+        return
+    for body in node.subgraphs:
+        inner = dict(enumerate(body.inputs, start=node.body_offset))
+        pairs = [(inner[dropped], inner[kept]) for dropped, kept in same.items()]
+        joined = Replacements(dict(pairs), {dropped.node: kept.node for dropped, kept in pairs})
+        for user in body.nodes:
+            joined.apply(user)
+        joined.apply_to_results(body)
+    node.drop_inputs(same)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
 from asyncflow.compiler.program.purity import VIEWS
 from asyncflow.graph.builtin import PARAMETER
-from asyncflow.graph.captures import body_offset
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import STRUCTURED, node_effects
+from asyncflow.graph.graph import node_effects
 from asyncflow.graph.op import Access
 from asyncflow.graph.shapes import size_of
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.state.variable import VARIABLE_READ
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,14 +67,14 @@ def find_saved(graph: Graph) -> tuple[Saved, ...]:
     found = [
         (node, place, result.node.inputs[2])
         for node in graph.walk()
-        if node.op.name == "while"
-        for place, result in enumerate(node.attrs["body"].results)
+        if isinstance(node, WhileNode)
+        for place, result in enumerate(node.body.results)
         if result.node.op is SAVE
     ]
     if not found:
         return ()
     readers = _Readers(graph)
-    names: dict[tuple[Node, Tensor], str] = {}
+    names: dict[tuple[WhileNode, Tensor], str] = {}
     return tuple(
         Saved(
             loop=loop.name,
@@ -120,7 +121,7 @@ def _line(value: Saved) -> str:
     return f"{value.value}: {size}; " + (f"for the gradient of {readers}" if readers else "not read in this run")
 
 
-def _name_before(names: dict[tuple[Node, Tensor], str], loop: Node, value: Tensor) -> str | None:
+def _name_before(names: dict[tuple[WhileNode, Tensor], str], loop: WhileNode, value: Tensor) -> str | None:
     """The name under which the buffer of a value was saved before; else the value gives its own."""
     if value.spec.dtype == VARIANT:
         return None
@@ -128,10 +129,9 @@ def _name_before(names: dict[tuple[Node, Tensor], str], loop: Node, value: Tenso
     return None if found == value.node.name else found
 
 
-def _source(value: Tensor, loop: Node) -> Tensor:
+def _source(value: Tensor, loop: WhileNode) -> Tensor:
     """What made the buffer of a value of the body: a loop variable has what the iteration before gave it."""
-    body, n_vars = loop.attrs["body"], loop.attrs["n_vars"]
-    variables = dict(zip(body.inputs[:n_vars], body.results, strict=False))
+    variables = dict(loop.carried)
     seen: set[Tensor] = set()
     while value not in seen:
         seen.add(value)
@@ -142,12 +142,11 @@ def _source(value: Tensor, loop: Node) -> Tensor:
     return value
 
 
-def _is_shared(value: Tensor, loop: Node) -> bool:
+def _is_shared(value: Tensor, loop: WhileNode) -> bool:
     """Whether a value of the body is made outside the loop, or by reading a variable that the loop does not change."""
-    body = loop.attrs["body"]
     if value.node.op is PARAMETER:
-        return all(value is not variable for variable in body.inputs[: loop.attrs["n_vars"]])
-    if value.node.op.name != "variable_read":
+        return all(value is not variable for variable, _ in loop.carried)
+    if value.node.op is not VARIABLE_READ:
         return False
     (resource, _), *_ = node_effects(value.node)
     return all(touched != resource or access is Access.READ for touched, access in node_effects(loop))
@@ -196,7 +195,7 @@ class _Readers:
             found += [
                 user
                 for user in self._users.get(tensor, ())
-                if user.op.name not in STRUCTURED or (user.op.name == "cond" and user.inputs[0] is tensor)
+                if not user.subgraphs or (isinstance(user, CondNode) and user.predicate is tensor)
             ]
         return found
 
@@ -213,12 +212,12 @@ class _Readers:
             self._names.add(node.name)
             for tensor in node.inputs:
                 self._users.setdefault(tensor, []).append(node)
-            if node.op.name not in STRUCTURED:
+            if not isinstance(node, StructuredNode):
                 continue
             for part in node.subgraphs:
-                for inner, outer in zip(part.inputs, node.inputs[body_offset(node) :], strict=True):
+                for inner, outer in zip(part.inputs, node.entering, strict=True):
                     self._passed.setdefault(outer, []).append(inner)
                 self._note(part)
-                if part is node.attrs.get("body") or node.op.name == "cond":
+                if isinstance(node, CondNode) or part is node.subgraphs[1]:
                     for result, output in zip(part.results, node.outputs, strict=True):
                         self._passed.setdefault(result, []).append(output)
