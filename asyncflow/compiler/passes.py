@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 from asyncflow.compiler.batching.batch_loops import block_bytes
-from asyncflow.devices.protocol import has_own_memory, runs_regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.program.request import PlanOptions, PlanRequest
     from asyncflow.compiler.program.survey import Survey
     from asyncflow.compiler.regions.loop_drivers import LoopDriver
-    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
 
@@ -87,17 +86,17 @@ class Context:
     @cached_property
     def asynchronous(self) -> frozenset[str]:
         """Names of the devices that do not wait for their kernels."""
-        return frozenset(device.name for device in self.devices if device.is_asynchronous)
+        return frozenset(device.name for device in self.devices if device.asynchronous is not None)
 
     @cached_property
     def enqueuing(self) -> frozenset[str]:
         """Names of those among them whose regions enqueue."""
-        return frozenset(device.name for device in self.devices if runs_regions(device))
+        return frozenset(device.name for device in self.devices if device.capabilities.runs_regions)
 
     @cached_property
     def is_on_host(self) -> bool:
         """Whether all kernels run on arrays in the host's memory: those run while compiling give the same bits."""
-        return not any(has_own_memory(device) for device in self.devices)
+        return not any(device.capabilities.own_memory for device in self.devices)
 
     @cached_property
     def has_streams(self) -> bool:
@@ -112,7 +111,7 @@ class Context:
     @cached_property
     def has_device_loops(self) -> bool:
         """Whether the devices whose regions enqueue are to run loops by themselves, and can."""
-        cards = [cast("AsynchronousDevice", device) for device in self.devices if device.name in self.enqueuing]
+        cards = [device.capabilities for device in self.devices if device.capabilities.runs_regions]
         return self.options.device_while and bool(cards) and all(card.runs_loops for card in cards)
 
 

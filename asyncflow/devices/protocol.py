@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -100,6 +101,33 @@ Mark: TypeAlias = Any
 """A point in the work of an asynchronous device, which only that device understands."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a device can do, for whoever plans for it: nobody else looks at its kind.
+
+    Attributes:
+        own_memory: its arrays are in a memory that neither the host nor another device looks into: what it computes
+            with has to be copied in.
+        runs_regions: one call enqueues all kernels of a region; else kernels are launched one by one.
+        captures: when regions that can become graphs do.
+        runs_loops: loops that decide by its arrays may run on it, without the host.
+        kernels: which ops it has kernels for: ``"all"``, or those on ``"arrays"``, which leaves to the host what
+            computes with strings, the user's own functions, and outputs whose shapes depend on data.
+        takes_foreign: arrays that other libraries have in its memory may be fed, and are copied there.
+    """
+
+    own_memory: bool = False
+    runs_regions: bool = False
+    captures: Literal["never", "asked", "always"] = "never"
+    runs_loops: bool = False
+    kernels: Literal["all", "arrays"] = "all"
+    takes_foreign: bool = False
+
+    def capture_if(self, asked: bool) -> bool:
+        """Whether regions become graphs in a session that asks for it, or does not."""
+        return self.captures == "always" or (asked and self.captures == "asked")
+
+
 class Device(Protocol):
     """A place where kernels run and values live.
 
@@ -114,7 +142,12 @@ class Device(Protocol):
 
     @property
     def kind(self) -> str:
-        """Such as ``cpu``; kernels are registered by kind."""
+        """The name of its kind, such as ``cpu``."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
         ...
 
     @property
@@ -153,11 +186,8 @@ class Device(Protocol):
         ...
 
     @property
-    def is_asynchronous(self) -> bool:
-        """Whether a kernel's result is there only in the order of its stream, and not yet when the kernel returns.
-
-        Such a device is an `AsynchronousDevice`.
-        """
+    def asynchronous(self) -> AsynchronousDevice | None:
+        """The device itself, if a kernel's result is there only in the order of its stream, not when it returns."""
         ...
 
     def kernel_ns(self, flops: float, nbytes: float) -> float:
@@ -166,6 +196,22 @@ class Device(Protocol):
 
     def transfer_ns(self, nbytes: float, target: Device) -> float:
         """The expected time until a value of so many bytes made here is there on `target`; for placement."""
+        ...
+
+    def check_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Raise unless the device can work for this event loop.
+
+        Raises:
+            RuntimeError: it is on another time than the device.
+        """
+        ...
+
+    def check_loops(self) -> None:
+        """Raise if the device `runs_loops` and there is nothing here to make them with.
+
+        Raises:
+            PlacementError: what is missing.
+        """
         ...
 
     async def aclose(self, grace_s: float) -> bool:
@@ -185,27 +231,8 @@ class AsynchronousDevice(Device, Protocol):
     """
 
     @property
-    def has_own_memory(self) -> bool:
-        """Whether arrays are in a memory that the host cannot look into: what it computes has to be copied in."""
-        ...
-
-    @property
-    def runs_regions(self) -> bool:
-        """Whether one call enqueues all kernels of a region; else kernels are launched one by one."""
-        ...
-
-    @property
     def region_ns(self) -> float:
         """The expected time that calling a region takes the host, without its kernels."""
-        ...
-
-    @property
-    def runs_loops(self) -> bool:
-        """Whether loops that decide by its arrays may run on it, without the host."""
-        ...
-
-    def captures(self, asked: bool) -> bool:
-        """Whether regions that can become graphs do; `asked`: the session wants it."""
         ...
 
     @property
@@ -323,16 +350,6 @@ class AsynchronousDevice(Device, Protocol):
     def settle(self, spans: Sequence[Any]) -> Sequence[Span]:
         """The spans that were recorded, once the work has ended."""
         ...
-
-
-def has_own_memory(device: Device) -> bool:
-    """Whether the device's arrays are in a memory that neither the host nor another device looks into."""
-    return device.is_asynchronous and cast("AsynchronousDevice", device).has_own_memory
-
-
-def runs_regions(device: Device) -> bool:
-    """Whether the device is asynchronous, and one call enqueues all kernels of a region."""
-    return device.is_asynchronous and cast("AsynchronousDevice", device).runs_regions
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -17,8 +16,7 @@ from asyncflow.devices.kinds import (
     register_kind,
 )
 from asyncflow.devices.names import DeviceName, DeviceSpec
-from asyncflow.devices.protocol import Device, has_own_memory
-from asyncflow.devices.sim.device import SimDevice
+from asyncflow.devices.protocol import Device
 from asyncflow.devices.sim.kind import SimKind
 from asyncflow.devices.sim.machine import SimMachine, current_machine
 from asyncflow.errors import PlacementError
@@ -99,23 +97,7 @@ def _full_name(spec: str) -> DeviceName:
 
 def has_one_memory(devices: Sequence[Device]) -> bool:
     """Whether all of the devices can follow a reference into the memory of any other."""
-    return not any(has_own_memory(device) for device in devices)
-
-
-def check_event_loop(devices: Sequence[Device], loop: asyncio.AbstractEventLoop) -> None:
-    """Raise unless the time of `loop` is that of the simulated devices: on another, nothing would ever be done.
-
-    Raises:
-        RuntimeError: it is not.
-    """
-    for device in devices:
-        if isinstance(device, SimDevice) and device.machine.loop is not loop:
-            raise RuntimeError(
-                f"device {device.name} is simulated, and this event loop ({type(loop).__module__}."
-                f"{type(loop).__qualname__}) is not on its virtual time; start the program's coroutine by "
-                "clock.run(main()) inside `with virtual_clock() as clock`, and by asyncio.run(main()) or "
-                "af.run(main()) under `asyncflow simulate`"
-            )
+    return not any(device.capabilities.own_memory for device in devices)
 
 
 def available_devices() -> tuple[DeviceDescription, ...]:
@@ -124,4 +106,4 @@ def available_devices() -> tuple[DeviceDescription, ...]:
     return tuple(line for kind in kinds if kind is not None for line in kind.describe())
 
 
-__all__ = ["available_devices", "check_event_loop", "has_one_memory", "open_devices"]
+__all__ = ["available_devices", "has_one_memory", "open_devices"]

@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.devices.cuda.bindings import LEAST_VERSION, cuda_bindings
-from asyncflow.errors import PlacementError
 from asyncflow.graph.graph import Graph
 from asyncflow.runtime.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from asyncflow.compiler.program.request import PlanOptions
-    from asyncflow.devices.protocol import Device
 
 _FOR_EVER_S = 1e9
 """Event loops overflow on delays of centuries."""
@@ -65,16 +60,6 @@ def check_plan_options(options: PlanOptions) -> None:
         check_integer(options.placement_seed, "placement_seed", None)
     if options.max_iterations is not None:
         check_integer(options.max_iterations, "max_iterations", 1)
-
-
-def check_device_while(devices: Sequence[Device]) -> None:
-    """Raises PlacementError if cards are to run loops by themselves and there is nothing to make such loops with."""
-    if any(device.kind == "cuda" for device in devices) and cuda_bindings() is None:
-        raise PlacementError(
-            f"device_while=True needs the package cuda-bindings, version {LEAST_VERSION} or later, which is not "
-            "installed, is older, or cannot be imported: pip install 'asyncflow[cuda13]' (or cuda12, whichever CuPy "
-            "there is), or leave device_while out, and the host drives the loops"
-        )
 
 
 def check_transfer_dtype(value: object) -> None:

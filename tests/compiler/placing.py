@@ -10,6 +10,7 @@ from asyncflow.compiler.placement.constraints import resolve_requests
 from asyncflow.compiler.placement.place import Placement, place
 from asyncflow.compiler.program.extract import extract
 from asyncflow.devices.memory import MemoryAccount
+from asyncflow.devices.protocol import Capabilities
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op
 
@@ -48,12 +49,13 @@ class FakeDevice:
         return self.name.partition(":")[0]
 
     @property
-    def is_asynchronous(self) -> bool:
-        return self.kind != "cpu"
+    def asynchronous(self) -> FakeDevice | None:
+        return None if self.kind == "cpu" else self
 
     @property
-    def has_own_memory(self) -> bool:
-        return self.kind == "cuda"
+    def capabilities(self) -> Capabilities:
+        is_card = self.kind == "cuda"
+        return Capabilities(own_memory=is_card, kernels="arrays" if is_card else "all")
 
     def kernel_ns(self, flops: float, nbytes: float) -> float:
         self.n_asked += 1

@@ -42,10 +42,6 @@ class CostDevice(FakeDevice):
 
     ns_per_byte: float = 1.0
 
-    @property
-    def is_asynchronous(self) -> bool:
-        return self.kind != "cpu"
-
 
 def devices(*names: str) -> list[Device]:
     return [cast("Device", CostDevice(name)) for name in names]

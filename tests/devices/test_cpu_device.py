@@ -32,7 +32,7 @@ def test_several_compute_streams() -> None:
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_a_device_has_a_compute_stream(count: int) -> None:
-    with pytest.raises(ValueError, match=rf"compute_streams={count}: .* at least one stream"):
+    with pytest.raises(ValueError, match=f"the number of compute streams is a positive int, not {count}"):
         CpuDevice(compute_streams=count)
 
 
@@ -60,7 +60,7 @@ async def test_a_value_crosses_compute_streams_behind_an_event() -> None:
 
 
 def test_results_are_there_when_kernels_return() -> None:
-    assert not CpuDevice().is_asynchronous
+    assert CpuDevice().asynchronous is None
 
 
 def test_a_kernel_takes_the_longer_of_its_arithmetic_and_its_memory() -> None:
@@ -74,7 +74,7 @@ class _Accelerator:
     """A device with memory of its own, behind a link of 1 byte a nanosecond."""
 
     name = "sim:0"
-    is_asynchronous = True
+    asynchronous = True
 
     def transfer_ns(self, nbytes: float, target: Device) -> float:
         """5 us, and the bytes."""

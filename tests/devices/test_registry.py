@@ -62,7 +62,7 @@ def test_on_virtual_time_all_devices_are_simulated() -> None:
     assert [device.name for device in open_devices()] == ["sim:0", "sim:1", "sim:2"]
     devices = open_devices(["sim:2", "cpu:7", "sim"], memory_limit=1 << 20, compute_streams=3)
     assert [(device.name, device.kind) for device in devices] == [("sim:2", "sim"), ("cpu:7", "cpu"), ("sim:0", "sim")]
-    assert all(device.is_asynchronous and device.memory.limit == 1 << 20 for device in devices)
+    assert all(device.asynchronous is device and device.memory.limit == 1 << 20 for device in devices)
     assert [len(device.compute_streams) for device in devices] == [3, 3, 3]
     card, cpu = open_devices(["sim:1", "cpu"])
     assert (card.memory.limit, cpu.memory.limit) == (CARD.memory_bytes, None)

@@ -65,7 +65,7 @@ def span(value: SimArray) -> tuple[int, int]:
 
 def test_it_is_an_asynchronous_device(device: SimDevice) -> None:
     same: AsynchronousDevice = device
-    assert (same.name, same.kind, same.xp, same.is_asynchronous) == ("sim:0", "sim", np, True)
+    assert (same.name, same.kind, same.xp, same.asynchronous) == ("sim:0", "sim", np, same)
     assert same.memory.limit == CARD.memory_bytes
     assert [stream.name for stream in same.compute_streams] == ["sim:0/compute"]
     assert same.describe() == "sim:0  simulated round  0 B in 0 buffers, limit 1.0 GiB"

@@ -38,9 +38,9 @@ KINDS: dict[str, tuple[type[Any], Callable[[], AbstractContextManager[Any]]]] = 
 }
 
 NEVER_CALLED = {
-    *((CpuDevice, name) for name in ("describe",)),
-    *((SimDevice, name) for name in ("describe", "resident")),
-    *((CudaDevice, name) for name in ("describe",)),
+    *((CpuDevice, name) for name in ("check_loops", "describe")),
+    *((SimDevice, name) for name in ("check_loops", "describe", "resident")),
+    *((CudaDevice, name) for name in ("check_loops", "describe")),
     *((ThreadStream, name) for name in ("enqueue", "record", "wait")),
     *((MemoryAccount, name) for name in ("top", "statistics")),
 }

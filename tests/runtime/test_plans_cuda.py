@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.devices.cuda import device
 from asyncflow.errors import SessionClosedError
-from asyncflow.runtime import options
 from tests.conftest import small_cards
 from tests.fake_cupy import FakeCupy
 
@@ -100,7 +100,7 @@ def test_a_session_that_was_closed_unused_plans_nothing(cupy: FakeCupy) -> None:
 
 
 def test_without_bindings_cards_cannot_run_loops(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "cuda_bindings", lambda: None)
+    monkeypatch.setattr(device, "cuda_bindings", lambda: None)
     with pytest.raises(af.PlacementError, match=r"cuda-bindings, version 13 .*pip install 'asyncflow\[cuda13\]'"):
         af.Session(devices=["cpu:0", "cuda:0"], device_while=True)
     af.Session(devices=["cuda:0"])

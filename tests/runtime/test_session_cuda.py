@@ -325,7 +325,7 @@ async def test_sessions_take_over_the_streams_of_earlier_ones(cupy: FakeCupy) ->
     pointers = []
     for _ in range(3):
         async with opened(graph, ["cuda:0"]) as session:
-            pointers.append({stream.raw.ptr for stream in session.devices[0]._streams})  # type: ignore[attr-defined]
+            pointers.append({stream.raw.ptr for stream in session.devices[0].streams})  # type: ignore[attr-defined]
             assert (await session.run(y, {x: START}))[0] == 5
     assert pointers[0] == pointers[1] == pointers[2]
 

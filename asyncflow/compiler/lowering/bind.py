@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.lowering.layout import build_partition
 from asyncflow.compiler.program.extract import FEED
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.regions.region_code import RegionCode
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.devices.memory import MemoryAccount
-    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
@@ -75,10 +75,10 @@ class Binding:
 
     def kernel(self, device: Device, node: Node) -> Kernel:
         """What a firing of `node` calls."""
-        if not device.is_asynchronous:
+        launching = device.asynchronous
+        if launching is None:
             kernel = self.bare(device.xp, node)
             return kernel if device.memory.limit is None else _counted(kernel, node, device.memory)
-        launching = cast("AsynchronousDevice", device)
         if node.op is DEVICE_WHILE:
             return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.options.max_iterations)
         return bind_launch(node, partial(self.bare, node=node), launching, self.streams.get(node, 0))
@@ -92,19 +92,19 @@ class Binding:
         """A region's code, and what a firing calls."""
         region: Region = node.attrs["region"]
         generate_region = partial(generate, region, node.name, max_iterations=self.options.max_iterations)
-        if not device.is_asynchronous:
+        launching, stream = device.asynchronous, self.streams.get(node, 0)
+        if launching is None:
             # Accounting costs a region more than many a kernel: without a limit only what enters and leaves counts.
             track = device.memory.track if self.options.debug or device.memory.limit is not None else None
             code = generate_region(partial(self.kernel, device), track=track)
             return code, code.function
-        launching, stream = cast("AsynchronousDevice", device), self.streams.get(node, 0)
 
         def bind(member: Node) -> Kernel:
             return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
 
         code = generate_region(bind, track=None, enqueues=True)
         # A graph that is replayed raises nothing.
-        asks = launching.captures(self.options.cuda_graphs) or launching.charge is not None
+        asks = launching.capabilities.capture_if(self.options.cuda_graphs) or launching.charge is not None
         could_capture = asks and not self.options.check_numerics and can_capture(region, self.on_host)
         asked = self.options.cuda_graphs
         return code, bind_region(node, code, launching, stream, self.on_host, could_capture=could_capture, asked=asked)

@@ -91,7 +91,7 @@ def _is_worth_it(recv: Node, devices: Sequence[Device], by_name: Mapping[str, in
     if spec.dtype.kind in "OT" or spec_nbytes(spec) < SMALL_NBYTES:
         return False
     ends = (recv.device, recv.attrs["source"])
-    return any(devices[by_name[end]].is_asynchronous for end in ends if end is not None)
+    return any(devices[by_name[end]].asynchronous is not None for end in ends if end is not None)
 
 
 def _last_before(recv: Node, schedule: _Schedule, places: Mapping[Node, object]) -> Node | None:

@@ -51,7 +51,7 @@ class SingleCall:
 def find_single_call(partitions: Sequence[Partition], devices: Sequence[Device]) -> SingleCall | None:
     """The single call that a plan is; None if it needs the scheduler."""
     partition = partitions[0]
-    if len(partitions) > 1 or any(d.is_asynchronous for d in devices if d.name == partition.device):
+    if len(partitions) > 1 or any(d.asynchronous is not None for d in devices if d.name == partition.device):
         return None
     nodes = partition.root.nodes
     kernels = [node for node in nodes if node.kind == Kind.KERNEL]

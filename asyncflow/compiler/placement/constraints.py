@@ -17,7 +17,6 @@ from asyncflow.compiler.program.extract import EMIT, FETCH
 from asyncflow.compiler.program.frames import has_primitives
 from asyncflow.compiler.program.hand_written import HandWritten
 from asyncflow.devices.names import DeviceName, DeviceSpec
-from asyncflow.devices.protocol import has_own_memory
 from asyncflow.errors import PlacementError
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.frames import format_frame, output_frame
@@ -117,7 +116,7 @@ class _Groups:
         self.keepers: list[Node] = []
         """Those that save values for a gradient, and ask for a device."""
         # Kernels cannot follow a reference into the memory of another card.
-        self.follows_variants = any(has_own_memory(device) for device in devices)
+        self.follows_variants = any(device.capabilities.own_memory for device in devices)
         for node in nodes:
             self._add(node)
         for part in _graphs(graph):

@@ -98,7 +98,7 @@ def bind_launch(
         if not is_host_spec(node.outputs[0].spec):
             value = _constant_on(device, node, value)
         return lambda: value
-    on_host = device.has_own_memory and runs_on_host(node)
+    on_host = device.capabilities.own_memory and runs_on_host(node)
     info = KernelInfo(
         name=node.name,
         stream=stream,
@@ -110,7 +110,7 @@ def bind_launch(
         moves_references=node.op in (SAVE, READ_SAVED),
         uses_state=any(True for _ in resources_of(node)),
         host_inputs=host_inputs(node),
-        on_host=giving_scalars(bare(np), node) if device.has_own_memory and may_stay_on_host(node) else None,
+        on_host=giving_scalars(bare(np), node) if device.capabilities.own_memory and may_stay_on_host(node) else None,
         is_metadata=is_metadata(node),
         in_region=in_region,
         flops=partial(_flops, node),
@@ -199,7 +199,7 @@ def bind_region(
         needs_context=code.needs_context,
         vectors=tuple(first + index for index in find_unknown_vectors(region.inputs, on_host)),
         launches=launches,
-        captures=could_capture and device.captures(asked),
+        captures=could_capture and device.capabilities.capture_if(asked),
         could_capture=could_capture,
         flops=partial(_flops, node),
         infer=partial(_infer, node),

@@ -19,16 +19,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, SMALL_NBYTES, NodeCosts, tensor_nbytes
-from asyncflow.devices.protocol import runs_regions
 from asyncflow.graph.graph import STRUCTURED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
 
@@ -62,7 +61,8 @@ class RegionCosts:
 def region_costs(devices: Sequence[Device]) -> RegionCosts:
     """What regions cost on `devices`, as far as it is known beforehand; nobody knows of branches and loops."""
     costs = NodeCosts(devices, {})
-    calls = {device.name: cast("AsynchronousDevice", device).region_ns for device in devices if runs_regions(device)}
+    launching = [device.asynchronous for device in devices if device.capabilities.runs_regions]
+    calls = {device.name: device.region_ns for device in launching if device is not None}
 
     def kernel_ns(node: Node) -> float:
         by_device = zip(devices, costs.times(node), strict=True)

@@ -19,12 +19,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import partial
-from time import perf_counter_ns
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from asyncflow.devices.cuda.bindings import LEAST_VERSION, cuda_bindings
 from asyncflow.devices.cuda.copies import Copies, enable_peer_access
 from asyncflow.devices.cuda.exchange import Exchange
 from asyncflow.devices.cuda.holder import CudaHolder
@@ -36,9 +35,7 @@ from asyncflow.devices.cuda.progress import Progress
 from asyncflow.devices.cuda.timing import Clock, HostSpan, PendingSpan
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, as_scalar, is_shape
 from asyncflow.devices.foreign import ForeignArray
-from asyncflow.devices.memory import MemoryLimitExceeded, format_bytes
-from asyncflow.devices.names import DeviceName
-from asyncflow.devices.options import positive_count
+from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
 from asyncflow.devices.values import stays_on_host
@@ -67,6 +64,8 @@ class CudaDevice(Progress):
         exchange: what takes arrays from other libraries, and lends them some.
     """
 
+    region_ns = DEFAULT_HOST.region_s * 1e9  # measured on the host of another card
+
     def __init__(
         self,
         cupy: Any,
@@ -92,14 +91,12 @@ class CudaDevice(Progress):
         Raises:
             ValueError: `memory_limit` or `compute_streams` is no positive int.
         """
-        name = str(DeviceName("cuda", index))
-        self._count = positive_count(compute_streams, "the number of compute streams")
-        super().__init__(cupy, physical, name, CudaPool(cupy, physical, name, memory_limit))
-        self._xp = cuda_namespace(cupy, self.upload, CudaHolder(self))
+        super().__init__(cupy, physical, index, compute_streams)
+        self.pool = CudaPool(cupy, physical, self.name, memory_limit)
+        self.memory: CudaMemoryAccount = self.pool.account
+        self.xp = cuda_namespace(cupy, self.upload, CudaHolder(self))
         self._given_slab = pinned
-        self._spans: list[Any] | None = None
-        self._streams: tuple[CudaStream, ...] = ()
-        self._host = ThreadStream(f"{self._name}/host")
+        self._host = ThreadStream(f"{self.name}/host")
         self.exchange = Exchange(self)
         self._is_started = False
 
@@ -120,28 +117,24 @@ class CudaDevice(Progress):
         try:
             self._start()
         except MemoryLimitExceeded as error:
-            raise PlacementError(f"device {self._name} does not get the memory that it is to have: {error}") from error
+            raise PlacementError(f"device {self.name} does not get the memory that it is to have: {error}") from error
         except RuntimeError as error:
             cause = self.cause_of(error)
             if cause is error:
-                raise PlacementError(f"device {self._name} cannot be opened: {error}") from error
+                raise PlacementError(f"device {self.name} cannot be opened: {error}") from error
             raise cause from error
         self._is_started = True
 
     def _start(self) -> None:
-        cupy, name = self.cupy, self._name
+        cupy = self.cupy
         install_allocator(cupy)
-        compute = ["compute", *(f"compute:{i}" for i in range(1, self._count))]
-        roles = [*compute, "h2d", "d2h", "peer", "clock"]
-        streams = [CudaStream(cupy, self.physical, f"{name}/{role}", self.pool) for role in roles]
-        self._streams = tuple(streams)
-        self._compute = tuple(streams[: self._count])
-        self._h2d, self._d2h, self._peer, clock = streams[self._count :]
-        self._copying = copying = self._h2d, self._d2h, self._peer
+        self.make_streams(lambda name: CudaStream(cupy, self.physical, name, self.pool), "peer", "clock")
+        self.peer, clock = self._streams["peer"], self._streams["clock"]
+        self._copying = copying = self.h2d, self.d2h, self.peer
         self._probe = clock
-        self._roles = dict(zip(streams, roles, strict=True))
+        self._roles = {stream: role for role, stream in self._streams.items()}
         lose = weakref.WeakMethod(self._lose)
-        for stream in streams:
+        for stream in self.streams:
             stream.on_lost = lambda error: (method := lose()) and method(error)
         with cupy.cuda.Device(self.physical):
             self.copies = Copies(self, self._given_slab or shared_slab(cupy), copying)
@@ -153,97 +146,27 @@ class CudaDevice(Progress):
         self._clock = Clock(cupy, clock)
 
     def __repr__(self) -> str:
-        return f"<CudaDevice {self._name} on card {self.physical}>"
+        return f"<CudaDevice {self.name} on card {self.physical}>"
 
     # -- the `Device` protocol -----------------------------------------------------------------------------------
 
     @property
-    def name(self) -> str:
-        """Such as ``cuda:0``."""
-        return self._name
+    def what(self) -> str:
+        """The card that it is on."""
+        return f"card {self.physical}"
 
-    @property
-    def kind(self) -> str:
-        """``cuda``."""
-        return "cuda"
+    def check_loops(self) -> None:
+        """Raise if there is nothing to make loops with that the card runs by itself.
 
-    @property
-    def xp(self) -> ModuleType:
-        """CuPy, with what it lacks."""
-        return self._xp
-
-    @property
-    def compute(self) -> CudaStream:
-        """The first stream of kernels."""
-        return self._compute[0]
-
-    @property
-    def compute_streams(self) -> tuple[CudaStream, ...]:
-        """The streams of kernels."""
-        return self._compute
-
-    @property
-    def streams(self) -> tuple[CudaStream, ...]:
-        """Every stream there is; none before `start`."""
-        return self._streams
-
-    @property
-    def h2d(self) -> CudaStream:
-        """The stream of copies from host memory."""
-        return self._h2d
-
-    @property
-    def d2h(self) -> CudaStream:
-        """The stream of copies to host memory."""
-        return self._d2h
-
-    @property
-    def peer(self) -> CudaStream:
-        """The stream of copies from other devices."""
-        return self._peer
-
-    @property
-    def memory(self) -> CudaMemoryAccount:
-        """The bytes it holds, and their limit."""
-        return self.pool.account
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def has_own_memory(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def runs_regions(self) -> bool:
-        """True: one call enqueues all kernels of a region."""
-        return True
-
-    @property
-    def region_ns(self) -> float:
-        """The time of a call of a region, as measured on the host of another card."""
-        return DEFAULT_HOST.region_s * 1e9
-
-    @property
-    def runs_loops(self) -> bool:
-        """True."""
-        return True
-
-    def captures(self, asked: bool) -> bool:
-        """Whether regions become CUDA graphs: where the session asks for it."""
-        return asked
-
-    @property
-    def charge(self) -> None:
-        """None: its host is real."""
-        return
-
-    def now_ns(self) -> int:
-        """The time of the host."""
-        return perf_counter_ns()
+        Raises:
+            PlacementError: there is not.
+        """
+        if cuda_bindings() is None:
+            raise PlacementError(
+                f"device_while=True needs the package cuda-bindings, version {LEAST_VERSION} or later, which is not "
+                "installed, is older, or cannot be imported: pip install 'asyncflow[cuda13]' (or cuda12, whichever "
+                "CuPy there is), or leave device_while out, and the host drives the loops"
+            )
 
     def kernel_ns(self, flops: float, nbytes: float) -> float:
         """The expected time of a kernel, for placement before anything is measured."""
@@ -262,10 +185,8 @@ class CudaDevice(Progress):
         """Take no more work and wait up to ``grace_s`` seconds for what there is; True if all ended. Idempotent."""
         if self._is_started:
             await self.copies.ended(grace_s)
-        for stream in self._streams:
-            stream.stop()
-        ended = await asyncio.gather(*(stream.aclose(grace_s) for stream in self._streams))
-        is_over = await self._host.aclose(grace_s) and all(ended)
+        have_ended = await super().aclose(grace_s)
+        is_over = await self._host.aclose(grace_s) and have_ended
         if is_over and self._is_started and self._lost is None:
             self._is_started = False
             await call_beside(self._release)
@@ -275,12 +196,6 @@ class CudaDevice(Progress):
         self.exchange.close()
         self.pool.release()
         self.copies.close()
-
-    def describe(self) -> str:
-        """One line for people: name, card, memory in use, limit."""
-        now = self.memory.statistics()
-        limit = "no limit" if now.limit is None else f"limit {format_bytes(now.limit)}"
-        return f"{self._name}  card {self.physical}  {format_bytes(now.used)} in {now.buffers} buffers, {limit}"
 
     # -- launching -----------------------------------------------------------------------------------------------
 
@@ -296,9 +211,6 @@ class CudaDevice(Progress):
         """A context in which this device's calls are cheaper; it must not be left open where something waits."""
         self.exchange.take_back()
         return self.compute.activate()
-
-    def require_data(self, value: Any, name: str) -> None:
-        """Does nothing: what was computed has data."""
 
     # -- values in -----------------------------------------------------------------------------------------------
 
@@ -319,7 +231,7 @@ class CudaDevice(Progress):
         if type(constant) is not CudaArray:
             return constant
         if _is_on_loop():  # else it was waited for
-            constant.order(self._compute[stream])
+            constant.order(self.compute_streams[stream])
         return constant.array
 
     def upload(self, value: np.ndarray[Any, Any]) -> Any:
@@ -355,7 +267,7 @@ class CudaDevice(Progress):
             copying = cupy.cuda.Stream(non_blocking=True)  # as in `foreign.read`
             array.set(np.asarray(value, order="C"), stream=copying)
             copying.synchronize()
-        return CudaArray(array, self._name, self.compute, name)
+        return CudaArray(array, self.name, self.compute, name)
 
     def feed(self, value: Any, deliver: Deliver, name: str = "feed") -> None:
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
@@ -399,10 +311,6 @@ class CudaDevice(Progress):
         return self._future_of(lambda deliver: self.fetch(value, deliver))
 
     # -- between devices -----------------------------------------------------------------------------------------
-
-    def send(self) -> int:
-        """Now: what is said to another device is said at once."""
-        return perf_counter_ns()
 
     def receive(self, value: Any, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
         """Take over a value of `source`: ``deliver(value_here, error)`` is called once, now or later.
@@ -455,8 +363,7 @@ class CudaDevice(Progress):
         """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""
         if spans is not None and self._clock.is_old:
             self._host.enqueue(self._clock.refresh)
-        before, self._spans = self._spans, spans
-        return before
+        return super().record_into(spans)
 
     @property
     def is_timed(self) -> bool:

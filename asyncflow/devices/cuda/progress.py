@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.devices.logical import LaunchingDevice
+from asyncflow.devices.protocol import Capabilities
 from asyncflow.errors import DeviceLostError
 from asyncflow.streams.cuda.pooled_event import DONE, NOT_READY
 
@@ -28,27 +30,30 @@ MOST_AHEAD = 256
 At about 1,000 the driver would block the caller; some of ours are several of the driver's, and marks count too.
 """
 
+_CAPABILITIES = Capabilities(
+    own_memory=True, runs_regions=True, captures="asked", runs_loops=True, kernels="arrays", takes_foreign=True
+)
+
 _CAPTURE_ERRORS = range(900, 909)
 """CUDA's codes of what a capture does not allow, by whichever stream: the card works."""
 
 
-class Progress:
+class Progress(LaunchingDevice["CudaStream"]):
     """The part of a CUDA device that follows its work; a base class, as every launch asks it.
 
-    Attributes:
+    Attributes (more in `LogicalDevice`):
         cupy: the module.
         physical: the card's number.
         pool: where the device's memory comes from; its label is that of the latest launch.
         launched: kernels launched since the last mark.
     """
 
-    def __init__(self, cupy: Any, physical: int, name: str, pool: CudaPool) -> None:
+    def __init__(self, cupy: Any, physical: int, index: int, compute_streams: int) -> None:
+        super().__init__("cuda", index, _CAPABILITIES, compute_streams)
         self.cupy = cupy
         self.physical = physical
-        self.pool = pool
+        self.pool: CudaPool
         self.launched = 0
-        self._name = name
-        self._compute: tuple[CudaStream, ...] = ()
         self._copying: tuple[CudaStream, ...] = ()
         # Asked whether the card works: it never captures, and a question to a stream that does breaks the capture.
         self._probe: CudaStream | None = None
@@ -92,7 +97,7 @@ class Progress:
         """Call ``done(error)`` once, never before this returns, when all work launched has ended."""
         del mark, elsewhere
         # Every copy has a ticket; a stream without any has nothing to do.
-        busy = [*self._compute, *[stream for stream in self._copying if stream.pending]]
+        busy = [*self.compute_streams, *[stream for stream in self._copying if stream.pending]]
         left = len(busy)
         failure: BaseException | None = None
 
@@ -120,7 +125,7 @@ class Progress:
     def _loss(self) -> DeviceLostError:
         last = f"launched last was {self._lost_at!r}, and " if self._lost_at else ""
         loss = DeviceLostError(
-            f"{self._name} is lost: a kernel or copy failed with {self._lost}, after which CUDA refuses all work in "
+            f"{self.name} is lost: a kernel or copy failed with {self._lost}, after which CUDA refuses all work in "
             f"this process; {last}CUDA_LAUNCH_BLOCKING=1 shows which it was. Start the process anew"
         )
         loss.__cause__ = self._lost

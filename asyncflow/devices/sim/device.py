@@ -28,17 +28,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 
 from asyncflow.devices.cuda.values import as_scalar
 from asyncflow.devices.memory import format_bytes
-from asyncflow.devices.options import positive_count
 from asyncflow.devices.presets import kernel_ns
-from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Span
+from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark
 from asyncflow.devices.sim.launch import HostLauncher, Launcher
 from asyncflow.devices.sim.links import Lane, first_common_gap
 from asyncflow.devices.sim.machine import SimMachine, current_machine, use_machine
@@ -51,8 +48,6 @@ from asyncflow.streams.sim.stream import SimEvent, SimStream
 
 _NS_PER_S = 1e9
 
-_NOTHING = nullcontext()
-
 _FARTHEST_AHEAD_NS = 1_000_000
 """How far the host may be ahead of the clock before launching has to pause."""
 
@@ -63,7 +58,6 @@ class SimDevice(Timeline):
     Its streams and memory are its own, as if no other session used the card; links and the host are shared by all.
 
     Attributes (more in `Timeline`):
-        account: its memory.
         state_events: the last work of each compute stream that wrote state.
     """
 
@@ -81,73 +75,36 @@ class SimDevice(Timeline):
         Raises:
             ValueError: `memory_limit` or `compute_streams` is no positive int.
         """
-        count = positive_count(compute_streams, "the number of compute streams")
-        super().__init__(machine, index, kind, count)
+        super().__init__(machine, index, kind, compute_streams)
         limit = self.card.memory_bytes if memory_limit is None and kind == "sim" else memory_limit
-        self.account = SimMemoryAccount(self._name, limit)
+        self.memory: SimMemoryAccount = SimMemoryAccount(self.name, limit)
         self.state_events: dict[SimStream, SimEvent] = {}
-        into, out = Lane(f"{self._name} in"), Lane(f"{self._name} out")
+        into, out = Lane(f"{self.name} in"), Lane(f"{self.name} out")
         self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
 
     def __repr__(self) -> str:
-        return f"<SimDevice {self._name}, {self.card.name}>"
+        return f"<SimDevice {self.name}, {self.card.name}>"
 
     # -- the `Device` protocol -----------------------------------------------------------------------------------
 
     @property
-    def name(self) -> str:
-        """Such as ``sim:0``."""
-        return self._name
+    def what(self) -> str:
+        """The card that it simulates."""
+        return f"simulated {self.card.name}"
 
-    @property
-    def kind(self) -> str:
-        """``sim``, or ``cpu`` for a CPU on virtual time."""
-        return self._kind
+    def check_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Raise unless the time of `loop` is the machine's: on another, nothing would ever be done.
 
-    @property
-    def xp(self) -> ModuleType:
-        """The `numpy` module."""
-        return np
-
-    @property
-    def compute(self) -> SimStream:
-        """The first stream of kernels."""
-        return self._compute[0]
-
-    @property
-    def compute_streams(self) -> tuple[SimStream, ...]:
-        """The streams of kernels."""
-        return self._compute
-
-    @property
-    def streams(self) -> tuple[SimStream, ...]:
-        """Every stream there is."""
-        return tuple(self._streams.values())
-
-    @property
-    def h2d(self) -> SimStream:
-        """The stream of copies from host memory."""
-        return self._streams["h2d"]
-
-    @property
-    def d2h(self) -> SimStream:
-        """The stream of copies to host memory."""
-        return self._streams["d2h"]
-
-    @property
-    def peer(self) -> SimStream:
-        """The stream of copies from other devices."""
-        return self._streams["peer"]
-
-    @property
-    def memory(self) -> SimMemoryAccount:
-        """The bytes it holds, and their limit: the card's memory if the session set none."""
-        return self.account
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """True."""
-        return True
+        Raises:
+            RuntimeError: it is not.
+        """
+        if self.machine.loop is not loop:
+            raise RuntimeError(
+                f"device {self.name} is simulated, and this event loop ({type(loop).__module__}."
+                f"{type(loop).__qualname__}) is not on its virtual time; start the program's coroutine by "
+                "clock.run(main()) inside `with virtual_clock() as clock`, and by asyncio.run(main()) or "
+                "af.run(main()) under `asyncflow simulate`"
+            )
 
     def kernel_ns(self, flops: float, nbytes: float) -> float:
         """The time of a kernel of float32 operations on its stream, without jitter."""
@@ -168,53 +125,12 @@ class SimDevice(Timeline):
 
         Cancellation: the streams stay closed.
         """
-        for stream in self._streams.values():
-            stream.stop()
-        have_ended = all(await asyncio.gather(*(stream.aclose(grace_s) for stream in self._streams.values())))
+        have_ended = await super().aclose(grace_s)
         if have_ended:
             self.machine.host.forget(self._streams.values())
         return have_ended
 
-    def describe(self) -> str:
-        """One line for people: name, card, memory in use, limit."""
-        now = self.account.statistics()
-        limit = "no limit" if now.limit is None else f"limit {format_bytes(now.limit)}"
-        return f"{self._name}  simulated {self.card.name}  {format_bytes(now.used)} in {now.buffers} buffers, {limit}"
-
     # -- the `AsynchronousDevice` protocol -----------------------------------------------------------------------
-
-    @property
-    def runs_regions(self) -> bool:
-        """Whether it is a card of a machine that launches regions."""
-        return self._is_card and self.machine.launches != "nodes"
-
-    @property
-    def region_ns(self) -> float:
-        """The time of a call of a region by the machine's host."""
-        return self.machine.driver.region_s * _NS_PER_S
-
-    @property
-    def runs_loops(self) -> bool:
-        """False: the host drives all loops."""
-        return False
-
-    def captures(self, asked: bool) -> bool:
-        """Whether regions are to become graphs: if the session or the machine says so."""
-        return self.runs_regions and (asked or self.machine.launches == "graphs")
-
-    async def open(self) -> None:
-        """Does nothing: a machine that is not there is always ready."""
-
-    def start(self) -> None:
-        """Does nothing, too."""
-
-    def activate(self) -> AbstractContextManager[None]:
-        """Does nothing: no thread has a current simulated device."""
-        return _NOTHING
-
-    def resident(self, constant: Any, stream: int) -> Any:
-        """The constant: what uses it orders itself."""
-        return constant
 
     def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
         """A function that runs a region's on device values; see `RegionLauncher`."""
@@ -262,7 +178,7 @@ class SimDevice(Timeline):
         if self.leaves_on_host(value):
             return as_scalar(value)
         data = value.copy()
-        self.account.check(data.nbytes, name)
+        self.memory.check(data.nbytes, name)
         return self._copied_in(data, data.dtype, data.shape, name, after=None)
 
     def fetch(self, value: Any, deliver: Deliver) -> bool:
@@ -304,7 +220,7 @@ class SimDevice(Timeline):
             return
         try:
             self.machine.check()
-            self.account.check(value.nbytes, value.name)
+            self.memory.check(value.nbytes, value.name)
             received = self._received(value, source)
         except Exception as error:  # whoever receives gets it, whichever side was at fault
             deliver(None, error)
@@ -359,17 +275,13 @@ class SimDevice(Timeline):
 
         self.machine.loop.call_at_ns(max(last_ns, self.machine.now_ns()), observe)
 
-    def settle(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """`spans`: their times were known when they were recorded."""
-        return spans
-
     def allocate(self, pool: SimStream, written: SimEvent, nbytes: int, array: np.ndarray[Any, Any] | None) -> Storage:
         """Memory of the device, from the pool of a compute stream.
 
         Raises:
             MemoryLimitExceeded: it does not fit.
         """
-        return Storage(self.machine, self.account, pool, written, nbytes, device=self._name, array=array)
+        return Storage(self.machine, self.memory, pool, written, nbytes, device=self.name, array=array)
 
     # -- copies --------------------------------------------------------------------------------------------------
 
@@ -389,7 +301,7 @@ class SimDevice(Timeline):
         self._pack(value)
         self.settle_on(self.d2h, value)
         self.order(self.d2h, (value.written,))
-        lanes = (self._engine_out, self.machine.lane(f"{self._name} to host"))
+        lanes = (self._engine_out, self.machine.lane(f"{self.name} to host"))
         event = self._copy(self.d2h, lanes, self._host_copy_s(value.nbytes), value.nbytes, value.name)
         self._read(value, event)
         return event
@@ -402,7 +314,7 @@ class SimDevice(Timeline):
         if after is not None:
             self.order(self.h2d, (after,))
         nbytes = math.prod(shape) * dtype.itemsize
-        lanes = (self._engine_in, self.machine.lane(f"host to {self._name}"))
+        lanes = (self._engine_in, self.machine.lane(f"host to {self.name}"))
         event = self._copy(self.h2d, lanes, self._host_copy_s(nbytes), nbytes, name)
         return self._filled(data, dtype, shape, event, name)
 
@@ -419,7 +331,7 @@ class SimDevice(Timeline):
         self._own_memory(self.peer)
         self.settle_on(self.peer, value)
         self.order(self.peer, (value.written,))
-        lanes = (self._engine_in, machine.lane(f"{source.name} to {self._name}"))
+        lanes = (self._engine_in, machine.lane(f"{source.name} to {self.name}"))
         seconds = link.latency_s + value.nbytes / link.bytes_per_s
         event = self._copy(self.peer, lanes, seconds, value.nbytes, value.name)
         source._read(value, event)

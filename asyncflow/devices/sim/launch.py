@@ -67,13 +67,13 @@ class Launcher:
         """
         device, info = self._device, self._info
         device.machine.check()
-        if device.has_own_memory:
+        if device.capabilities.own_memory:
             if (info.is_metadata or info.on_host is not None) and self._stays_on_host(args):
                 return self._on_host(args)
             args = tuple(self._brought(args))
         values = args[1:] if info.needs_context else args
         arrays = [value for value in values if isinstance(value, SimArray)]
-        if not (arrays or device.has_own_memory) and info.may_run_on_host:
+        if not (arrays or device.capabilities.own_memory) and info.may_run_on_host:
             result = self._compute(args)
             device.run_on_host(info.name)
             return result
@@ -87,7 +87,7 @@ class Launcher:
         if not self._has_data(arrays, specs):
             outputs = self._without_data(arrays, shapes, specs)
         else:
-            with device.account.one_kernel() if info.keeps_arrays else _NOTHING:
+            with device.memory.one_kernel() if info.keeps_arrays else _NOTHING:
                 result = self._compute(args)
                 outputs = self._wrap(values, arrays, shapes, [result] if info.single else list(result))
         return outputs[0] if info.single else tuple(outputs)
@@ -184,7 +184,7 @@ class Launcher:
         if info.keeps_arrays and not shapes:
             return  # it reads state
         if info.keeps_arrays or info.flops(shapes, [shape for _, shape in specs]) > 0:
-            self._device.account.check(sum(map(_nbytes, specs)), info.name)
+            self._device.memory.check(sum(map(_nbytes, specs)), info.name)
 
     # -- wrapping ------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Launcher:
                 for (dtype, shape), source in zip(specs, sources, strict=True)
             ]
         fresh = sum(map(_nbytes, specs))
-        self._device.account.check(fresh, info.name)
+        self._device.memory.check(fresh, info.name)
         event = self._launch(arrays, (), flops, fresh, [dtype for dtype, _ in specs])
         return [
             SimArray(None, dtype, shape, self._allocate(event, _nbytes((dtype, shape)), None), event, info.name)
@@ -230,7 +230,7 @@ class Launcher:
         if self._is_work(flops, values, fresh, outputs):
             owners = [owner_of(output) if isinstance(output, np.ndarray) else output for output in fresh]
             nbytes = sum({id(owner): owner.nbytes for owner in owners}.values())
-            device.account.check(nbytes, info.name)
+            device.memory.check(nbytes, info.name)
             event = self._launch(arrays, opaque, flops, nbytes, [output.dtype for output in fresh])
             if info.keeps_arrays:
                 device.state_events[self._stream] = event
@@ -278,7 +278,7 @@ class Launcher:
             if device.machine.kept(buffer) is None:
                 origin = stream.origin(self._info.name)
                 made = StoreBuffer(
-                    device.machine, device.account, stream, origin, buffer.nbytes, device=device.name, array=None
+                    device.machine, device.memory, stream, origin, buffer.nbytes, device=device.name, array=None
                 )
                 made.keep(buffer)
 

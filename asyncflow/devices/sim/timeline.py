@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncflow.devices.names import DeviceName
+from asyncflow.devices.logical import LaunchingDevice
 from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
-from asyncflow.devices.protocol import Span
+from asyncflow.devices.protocol import Capabilities, Span
 from asyncflow.streams.sim.stream import SimEvent, SimStream
 
 if TYPE_CHECKING:
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 _NS_PER_S = 1e9
 
 
-class Timeline:
+class Timeline(LaunchingDevice[SimStream]):
     """The streams of a simulated device, the thread of the host that gives them work, and the record of that.
 
-    Attributes:
+    Attributes (more in `LogicalDevice`):
         machine: what the device is part of.
         card: how fast it is.
         thread: that of the host which drives it.
     """
 
     def __init__(self, machine: SimMachine, index: int, kind: Literal["sim", "cpu"], compute_streams: int) -> None:
+        self._is_card = kind == "sim"
+        runs_regions = self._is_card and machine.launches != "nodes"
+        capabilities = Capabilities(
+            own_memory=self._is_card,
+            runs_regions=runs_regions,
+            captures="never" if not runs_regions else "always" if machine.launches == "graphs" else "asked",
+        )
+        super().__init__(kind, index, capabilities, compute_streams)
+        self.region_ns = machine.driver.region_s * _NS_PER_S
         self.machine = machine
-        self.card: Card = machine.spec.cards[index] if kind == "sim" else CARDS["cpu"]
-        self._kind = kind
-        self._name = name = str(DeviceName(kind, index))
-        self.thread = machine.thread_of(name, index)
-        roles = ["compute", *(f"compute:{i}" for i in range(1, compute_streams)), "h2d", "d2h", "peer"]
-        self._streams = {role: SimStream(f"{name}/{role}", machine.host) for role in roles}
+        self.card: Card = machine.spec.cards[index] if self._is_card else CARDS["cpu"]
+        self.thread = machine.thread_of(self.name, index)
+        self.make_streams(lambda name: SimStream(name, machine.host), "peer")
+        self.peer = self._streams["peer"]
         self._roles = {stream: role for role, stream in self._streams.items()}
-        self._compute = tuple(self._streams[role] for role in roles[:compute_streams])
         self._graph_ns: int | None = None
         self._card_free_ns = 0
-        self._spans: list[Span] | None = None
-
-    @property
-    def has_own_memory(self) -> bool:
-        """Whether it is a card: a CPU on virtual time has the host's memory."""
-        return self._kind == "sim"
 
     @property
     def dispatched_ns(self) -> int:
@@ -59,11 +59,6 @@ class Timeline:
     def charge(self, call: Call, times: int = 1) -> None:
         """Let the host spend its time on something that no other call tells of."""
         self.thread.spend(call, times)
-
-    def record_into(self, spans: list[Span] | None) -> list[Span] | None:
-        """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""
-        before, self._spans = self._spans, spans
-        return before
 
     # -- for launchers -------------------------------------------------------------------------------------------
 
@@ -148,10 +143,6 @@ class Timeline:
         self._at(event, _drop, references)
 
     # -- when ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_card(self) -> bool:
-        return self._kind == "sim"
 
     def _told(self, call: Callable[..., object], *args: Any) -> None:
         """Call a function once the host has found the time to hear of what has just happened."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from contextvars import Context, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
@@ -135,8 +135,8 @@ class Run:
             executor = Executor(partition, self)
             self.executors.append(executor)
             device = devices[partition.device]
-            if device.is_asynchronous:
-                self._undrained.append((cast("AsynchronousDevice", device), executor))
+            if device.asynchronous is not None:
+                self._undrained.append((device.asynchronous, executor))
 
     def start(self, feeds: Sequence[Any], timeout: float | None, asked_s: float) -> None:
         """Starts; returns once the current turn's share of work is done.

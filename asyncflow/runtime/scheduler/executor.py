@@ -96,7 +96,7 @@ class Executor:
         """How far an asynchronous device has got when all that this executor launched has ended."""
         self._run = run
         self._device = device = run.devices[partition.device]
-        self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
+        self._asynchronous = device.asynchronous
         self._charge = None if self._asynchronous is None else self._asynchronous.charge
         self._throttled = False
         # In the order they started, in which they are cancelled; and who is told of the end.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -159,7 +159,7 @@ class Ports:
         self.incoming: deque[tuple[PlanNode, Iteration, Any, int]] = deque()
         self._executor: Partitioned = executor
         self._run = run
-        self._asynchronous = cast("AsynchronousDevice", device) if device.is_asynchronous else None
+        self._asynchronous = device.asynchronous
 
     def cross(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
         """Does a firing of a node that takes a value into or out of the partition."""
@@ -260,7 +260,7 @@ class Ports:
         executor, source = self._executor, self._run.devices[node.peer]
         if executor.stopped:
             return
-        if self._asynchronous is None and not source.is_asynchronous:
+        if self._asynchronous is None and source.asynchronous is None:
             self._received(node, iteration, value, sent_ns)
             return
 
@@ -284,12 +284,11 @@ class Ports:
         self, node: PlanNode, iteration: Iteration, value: Any, source: Device, sent_ns: int, deliver: Deliver
     ) -> None:
         """Asks for a copy of a value of `source`."""
-        executor, device = self._executor, self._asynchronous
+        executor, device, sender = self._executor, self._asynchronous, source.asynchronous
         if device is None:
-            if not cast("AsynchronousDevice", source).fetch(value, deliver):
+            if sender is None or not sender.fetch(value, deliver):
                 deliver(value, None)
             return
-        sender = cast("AsynchronousDevice", source) if source.is_asynchronous else None
         here, there = executor.new_spans(), executor.new_spans()
         with recording(device, here), nullcontext() if sender is None else recording(sender, there):
             device.receive(value, source, deliver, None if sender is None else sent_ns)

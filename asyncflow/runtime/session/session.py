@@ -11,13 +11,13 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from asyncflow.compiler.passes import Context
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.compiler.program.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
-from asyncflow.devices.registry import check_event_loop, has_one_memory, open_devices
+from asyncflow.devices.registry import has_one_memory, open_devices
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
@@ -25,7 +25,6 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
 from asyncflow.runtime.loop import thread_waits
 from asyncflow.runtime.options import (
-    check_device_while,
     check_flag,
     check_graph,
     check_integer,
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.blas import BlasLease
-    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.devices.protocol import Device
 
 _THREADS_END_S = 5.0
 """How long idle threads may take to end."""
@@ -178,7 +177,8 @@ class Session(NotPickled):
         self.graph = graph
         self.devices: tuple[Device, ...] = open_devices(devices, memory_limit, compute_streams)
         if device_while:
-            check_device_while(self.devices)
+            for device in self.devices:
+                device.check_loops()
         self.state = StateStore()
         self._threads = threads
         self._plans = PlanCache(plans)
@@ -214,8 +214,8 @@ class Session(NotPickled):
             if self._runs.closed is None:
                 self._has_started = True
                 for device in self.devices:
-                    if device.is_asynchronous:
-                        await cast("AsynchronousDevice", device).open()
+                    if device.asynchronous is not None:
+                        await device.asynchronous.open()
             self._bind()
         except BaseException:
             if self._loop is None:  # else it goes on where it was entered before
@@ -250,7 +250,8 @@ class Session(NotPickled):
                 "this session is bound to a different event loop; make one session per loop, or use "
                 "session.run_threadsafe(...) from another thread"
             )
-        check_event_loop(self.devices, loop)
+        for device in self.devices:
+            device.check_event_loop(loop)
         self._start_devices()
         self._loop = loop
         self._thread_id = threading.get_ident()
@@ -261,8 +262,8 @@ class Session(NotPickled):
     def _start_devices(self) -> None:
         self._has_started = True
         for device in self.devices:
-            if device.is_asynchronous:
-                cast("AsynchronousDevice", device).start()
+            if device.asynchronous is not None:
+                device.asynchronous.start()
 
     def is_bound_here(self) -> bool:
         """Whether the session is open and bound to the running event loop."""
