@@ -95,15 +95,10 @@ def _full_name(spec: str) -> DeviceName:
     return DeviceName(parsed.kind or "cpu", parsed.index or 0)
 
 
-def has_one_memory(devices: Sequence[Device]) -> bool:
-    """Whether all of the devices can follow a reference into the memory of any other."""
-    return not any(device.capabilities.own_memory for device in devices)
-
-
 def available_devices() -> tuple[DeviceDescription, ...]:
     """The devices that this machine has, and for those it has not, why."""
     kinds = [find_kind(name) for name in kind_names()]
     return tuple(line for kind in kinds if kind is not None for line in kind.describe())
 
 
-__all__ = ["available_devices", "has_one_memory", "open_devices"]
+__all__ = ["available_devices", "open_devices"]

@@ -10,7 +10,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow import raw
-from asyncflow.compiler.placement.constraints import resolve_requests, runs_on
+from asyncflow.compiler.placement.constraints import needs_all_kernels, resolve_requests, usable_devices
 from tests.compiler.placing import devices, extracted, placed, work
 
 
@@ -301,8 +301,12 @@ def test_what_runs_where() -> None:
             "string": af.constant("text").node,
             "variant": af.TensorArray("float32", 3).write(0, 1.0).read(0).node,
         }
-    assert {name for name, node in nodes.items() if runs_on(node, "cuda")} == {"plain", "state", "variant"}
-    assert all(runs_on(node, kind) for node in nodes.values() for kind in ("cpu", "sim"))
+    assert {name for name, node in nodes.items() if needs_all_kernels(node)} == {"user", "string"}
+    mixed, alike = devices("cpu:0", "cuda:0", "sim:0"), devices("cuda:0", "cuda:1")
+    assert usable_devices([nodes["plain"]], "cuda", mixed) == ((1,), True)
+    assert usable_devices(nodes.values(), "cuda", mixed) == ((0, 2), False)
+    assert usable_devices(nodes.values(), "sim", mixed) == ((2,), True)
+    assert usable_devices(nodes.values(), "cuda:1", alike) == ((1,), True)
 
 
 def test_soft_placement_finds_a_device_with_the_kernel() -> None:

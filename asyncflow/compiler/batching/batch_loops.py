@@ -41,8 +41,8 @@ _SHARE = 64
 
 
 def block_bytes(devices: Sequence[Device]) -> int | None:
-    """Most bytes of a block on these devices; None if there is one that is no CPU, where kernels are launched ahead."""
-    if any(device.kind != "cpu" for device in devices):
+    """Most bytes of a block on these devices; None if one has a memory of its own, for which kernels are launched."""
+    if any(device.capabilities.own_memory for device in devices):
         return None
     limits = (device.memory.limit for device in devices)
     most = _BLOCK_BYTES

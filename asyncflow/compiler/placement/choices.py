@@ -35,7 +35,7 @@ class Choices:
         self.limits: list[float | None] = [device.memory.limit for device in devices]
         self.refused: set[Node] = set()
         self._allowed: dict[Node, tuple[int, ...]] = {}
-        self._is_free = {device.kind for device in devices} <= {"cpu", "sim"}
+        self._is_free = all(device.capabilities.kernels == "all" for device in devices)
         self._settled: set[str] = set()
         groups: dict[str, list[Node]] = {}
         levels: dict[str, set[object]] = {}

@@ -31,16 +31,14 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
 
-_RUNS_EVERYTHING = frozenset({"cpu", "sim"})
 
+def needs_all_kernels(node: Node) -> bool:
+    """Whether a device that has kernels on arrays alone has none for the node (`Capabilities.kernels`).
 
-def runs_on(node: Node, kind: str) -> bool:
-    """Whether devices of this kind have a kernel for the node.
-
-    CPUs and simulated devices have them all. CUDA devices have none for what computes on the host: strings, the user's
-    own functions and coroutines, outputs whose shapes depend on data.
+    It computes on the host: with strings, by the user's own function or coroutine, or outputs whose shapes depend on
+    data.
     """
-    return kind in _RUNS_EVERYTHING or node.op in (EMIT, FETCH) or node.op.name in STRUCTURED or not runs_on_host(node)
+    return node.op not in (EMIT, FETCH) and node.op.name not in STRUCTURED and runs_on_host(node)
 
 
 def usable_devices(
@@ -52,13 +50,8 @@ def usable_devices(
     none has, any will do: what a device has no kernel for, the host computes on its behalf, with a copy out and in.
     """
     asked = _matching(request, devices)
-    kinds = {device.kind for device in devices} - _RUNS_EVERYTHING
-    if not kinds:
-        return asked, True
-    listed = list(nodes)
-    lacking = {kind for kind in kinds if not all(runs_on(node, kind) for node in listed)}
-    usable = tuple(index for index, device in enumerate(devices) if device.kind not in lacking)
-    if not usable:
+    usable = tuple(index for index, device in enumerate(devices) if device.capabilities.kernels == "all")
+    if len(usable) in (0, len(devices)) or not any(map(needs_all_kernels, nodes)):
         return asked, True
     chosen = tuple(index for index in asked if index in usable)
     return (chosen, True) if chosen else (usable, False)
@@ -293,8 +286,7 @@ def _same_values(node: Node) -> Iterator[tuple[Tensor, Tensor]]:
 def _require_kernels(nodes: Sequence[Node], request: str, devices: Sequence[Device]) -> None:
     if usable_devices(nodes, request, devices)[1]:
         return
-    kinds = dict.fromkeys(devices[index].kind for index in _matching(request, devices))
-    node = next(node for node in nodes if not all(runs_on(node, kind) for kind in kinds))
+    node = next(filter(needs_all_kernels, nodes))
     raise PlacementError(
         f"{node.name} ({node.op.name}) is asked to be on {request!r}, and no kernel of it runs there; take the request "
         f"away, or allow another device with Session(soft_placement=True)\n  built at {node.location}"

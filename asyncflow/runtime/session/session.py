@@ -17,7 +17,7 @@ from asyncflow.compiler.passes import Context
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.compiler.program.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
-from asyncflow.devices.registry import has_one_memory, open_devices
+from asyncflow.devices.registry import open_devices
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, SessionClosedError
 from asyncflow.graph.graph import Graph
@@ -183,7 +183,9 @@ class Session(NotPickled):
         self._threads = threads
         self._plans = PlanCache(plans)
         # Bound to no session: what runs hold must not keep one alive that was dropped.
-        homes: dict[Hashable, str] | None = None if has_one_memory(self.devices) else {}
+        # A variable stays on the device whose memory it is in, whatever else a later plan runs.
+        has_memories = any(device.capabilities.own_memory for device in self.devices)
+        homes: dict[Hashable, str] | None = {} if has_memories else None
         self._compile = partial(
             _compile,
             context=Context(devices=self.devices, options=self._options, resolve=self.state.lookup, homes=homes),

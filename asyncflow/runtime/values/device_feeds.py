@@ -73,7 +73,8 @@ async def settled(values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, de
         index
         for index, value in enumerate(values)
         # Numbers of rank 0 are the host's, wherever they are used.
-        if type(value) is ForeignArray and (index not in places or places[index].kind != "cuda" or not value.ndim)
+        if type(value) is ForeignArray
+        and not (index in places and places[index].capabilities.takes_foreign and value.ndim)
     ]
     if not wanted:
         return values
