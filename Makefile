@@ -44,8 +44,9 @@ check: $(STAMP) ## Lint, format, types, layers, spelling
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell $(SOURCES) $(PROSE)
 
-reference: $(STAMP) ## Write docs/reference.md anew from signatures and docstrings
+reference: $(STAMP) ## Write docs/reference.md and the table of passes anew, from signatures and docstrings
 	$(BIN)/python docs/write_reference.py
+	$(BIN)/python docs/write_passes.py
 
 doctest: $(STAMP) ## Run the examples in docstrings and in the README
 	$(BIN)/python -m pytest -q --doctest-modules --doctest-glob=README.md asyncflow README.md

@@ -127,10 +127,12 @@ class Pass:
         name: that of the module that holds it.
         run: does it, in place. It wraps the function that does the work, and so has that function's ``__module__``.
         when: whether it may find something to do; None for always.
+        needed: why it may not be left out; empty if plans are right without it.
         is_analysis: it finds something out, or says where nodes run, and changes no edge: nothing is to be verified.
     """
 
     name: str
     run: Run
     when: When | None = None
+    needed: str = ""
     is_analysis: bool = False

@@ -100,6 +100,10 @@ def _batches(program: Program, context: Context) -> bool:
     return context.options.loop_batching and _moves(program, context) and context.block_bytes is not None
 
 
+def _has_cards(_: Program, context: Context) -> object:
+    return context.enqueuing
+
+
 def _fuses(program: Program, context: Context) -> object:
     return program.request.regions and context.options.fusion and context.enqueuing
 
@@ -236,26 +240,26 @@ def _bind(program: Program, context: Context) -> None:
 # -- the list --------------------------------------------------------------------------------------------------------
 
 PASSES = (
-    Pass("extract", _extract),
-    Pass("homes", _send_home, when=lambda _, context: context.homes, is_analysis=True),
-    Pass("constraints", _resolve_requests, is_analysis=True),
-    Pass("loop_variables", _of_graph(reduce_loop_variables), when=_optimizes),
-    Pass("fold", _of_graph(fold), when=_folds),
-    Pass("simplify", _of_graph(simplify), when=_optimizes),
-    Pass("cse", _of_graph(eliminate_common_subexpressions), when=_optimizes),
-    Pass("hoist", _of_graph(hoist), when=_moves),
-    Pass("batch_loops", _batch_loops, when=_batches),
-    Pass("prune", _prune, when=_optimizes),
-    Pass("order_effects", _of_graph(order_effects)),
-    Pass("place", _place, is_analysis=True),
-    Pass("survey", _survey, is_analysis=True),
-    Pass("device_loops", _make_device_loops, when=lambda _, context: context.has_device_loops),
-    Pass("host_values", _find_host_values, when=lambda _, context: context.enqueuing, is_analysis=True),
-    Pass("assign_streams", _assign_streams, when=lambda _, context: context.has_streams, is_analysis=True),
-    Pass("regions", _make_regions, when=lambda program, _: program.request.regions),
-    Pass("fuse", _fuse_regions, when=_fuses),
-    Pass("lower", _lower),
-    Pass("delay_recvs", _delay_recvs, when=_delays),
-    Pass("bind", _bind, is_analysis=True),
+    Pass("extract", _extract, needed="the other passes change the copy that it makes"),
+    Pass("homes", _send_home, lambda _, context: context.homes, "a variable stays where it is", is_analysis=True),
+    Pass("constraints", _resolve_requests, needed="it checks what nodes ask of devices", is_analysis=True),
+    Pass("loop_variables", _of_graph(reduce_loop_variables), _optimizes),
+    Pass("fold", _of_graph(fold), _folds),
+    Pass("simplify", _of_graph(simplify), _optimizes),
+    Pass("cse", _of_graph(eliminate_common_subexpressions), _optimizes),
+    Pass("hoist", _of_graph(hoist), _moves),
+    Pass("batch_loops", _batch_loops, _batches),
+    Pass("prune", _prune, _optimizes),
+    Pass("order_effects", _of_graph(order_effects), needed="nodes that touch one variable would run in any order"),
+    Pass("place", _place, needed="every node runs on a device", is_analysis=True),
+    Pass("survey", _survey, needed="runs ask it which variables they touch", is_analysis=True),
+    Pass("device_loops", _make_device_loops, lambda _, context: context.has_device_loops),
+    Pass("host_values", _find_host_values, _has_cards, "later passes ask what the host can look at", is_analysis=True),
+    Pass("assign_streams", _assign_streams, lambda _, context: context.has_streams, is_analysis=True),
+    Pass("regions", _make_regions, lambda program, _: program.request.regions),
+    Pass("fuse", _fuse_regions, _fuses),
+    Pass("lower", _lower, needed="the scheduler runs primitives only"),
+    Pass("delay_recvs", _delay_recvs, _delays),
+    Pass("bind", _bind, needed="it gives nodes their code", is_analysis=True),
 )
 """All of them, in the order in which they run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from docs import write_passes
 from docs.write_reference import PAGE, page
 
 
@@ -22,3 +23,7 @@ def test_the_reference_lists_methods_and_losses() -> None:
 
 def test_what_is_public_is_described_by_a_verb_or_a_noun() -> None:
     assert [line for line in page().splitlines() if "`: What " in line] == []
+
+
+def test_the_table_of_passes_is_up_to_date() -> None:
+    assert write_passes.PAGE.read_text(encoding="utf-8") == write_passes.page(), "write it anew: make reference"

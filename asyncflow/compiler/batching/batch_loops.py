@@ -1,4 +1,4 @@
-"""Pass: matrix products of many iterations of a loop become one (Cavs' lazy batching, for any loop).
+"""Pass: makes one matrix product of those of many iterations of a loop (Cavs' lazy batching, for any loop).
 
 Two kinds of work in a loop's body do not need to wait for their iteration, or need not be done in it:
 

@@ -1,4 +1,4 @@
-"""Last pass: lays the nodes of one device out for the scheduler, as a `Partition`."""
+"""Lays the nodes of one device out for the scheduler, as a `Partition`."""
 
 from __future__ import annotations
 

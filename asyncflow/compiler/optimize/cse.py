@@ -1,4 +1,4 @@
-"""Pass: nodes that compute the same value become one, the first (common-subexpression elimination).
+"""Pass: makes one node, the first, of those that compute the same value (common-subexpression elimination).
 
 The same are nodes of one graph or body with the same op, inputs, control inputs, device constraint and attributes, down
 to the bits of floats. Ops with effects, state, randomness, the user's code or TensorArrays are never joined.

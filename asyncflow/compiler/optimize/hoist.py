@@ -1,4 +1,4 @@
-"""Pass: what every iteration of a loop would compute anew moves out, in front of the loop.
+"""Pass: moves what every iteration of a loop would compute anew in front of the loop.
 
 Moved are nodes that depend on captures and constants alone. A loop may have no iterations at all, so out of its body
 only what cannot fail is moved; its predicate is evaluated at least once, so out of that whatever is pure. As the value

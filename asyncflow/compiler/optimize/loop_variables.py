@@ -1,4 +1,4 @@
-"""Pass: fewer loop variables.
+"""Pass: drops loop variables that do not change, or go on like another.
 
 A variable that the body gives back as it is becomes a capture, and two that start and go on alike become one.
 """

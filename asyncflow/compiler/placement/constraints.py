@@ -1,4 +1,4 @@
-"""Pass: what the user asked of placement: device requests, colocation, and which kinds of device have kernels.
+"""Pass: reads what the user asked of placement: device requests, colocation, and which kinds of device have kernels.
 
 Before a graph is optimised, nodes that have to be on one device become a *group* (union-find): a node and the one it is
 placed with, all nodes that touch one resource (a variable lives on one device), and, where control flow was written by

@@ -1,4 +1,4 @@
-"""First pass: copies the part of a graph that one kind of run needs into a fresh graph the later passes may change.
+"""Pass: copies the part of a graph that one kind of run needs into a fresh graph, which the later passes may change.
 
 Needed are the fetches and everything they depend on, up to the fed tensors. Where a value is needed for its shape only,
 that is found from other shapes if it can be; and a check of a shape is left out that would take more than the run has.

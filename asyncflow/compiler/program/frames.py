@@ -1,4 +1,4 @@
-"""Pass: tells which loop frame each node of a flat graph runs in."""
+"""Which loop frame does each node of a flat graph run in?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values are on the host for certain, on devices with a memory of their own?
+"""Pass: finds which values are on the host for certain, where devices have a memory of their own.
 
 A kernel whose inputs are all on the host and whose outputs have rank 0 is computed there, by NumPy: counters,
 predicates and learning rates cost no launch, and a loop that decides by them needs not wait for its device. The same is

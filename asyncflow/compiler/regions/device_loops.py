@@ -1,4 +1,4 @@
-"""Pass: makes one node of a loop that a GPU can run by itself, with all that is in it, and gives it its code.
+"""Pass: makes one node of a loop that a card can run by itself, with all that is in it, and gives it its code.
 
 A `device_while` node takes and gives what the `while` node did. To the executor it is a node that waits: it launches
 the loop, and looks once at how far it came (`loop_launch.py` of CUDA devices). All its results are the device's.

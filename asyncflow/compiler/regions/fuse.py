@@ -1,4 +1,4 @@
-"""Pass: makes one node, and on a GPU one kernel launch, of elementwise nodes that feed one another.
+"""Pass: makes one node, and on a card one kernel launch, of elementwise nodes that feed one another.
 
 A straight line of nodes, all on one device and none of which waits, is covered with *units*: at first one per node.
 Units that share an edge, or else an input of their shape, become one if all their values have one shape as far as is
