@@ -78,6 +78,7 @@ def generate(
     track: Callable[[Any, str], None] | None,
     max_iterations: int | None,
     enqueues: bool = False,
+    decide: Callable[[Node], Callable[..., object]] | None = None,
 ) -> RegionCode:
     """The function of `region`.
 
@@ -88,8 +89,10 @@ def generate(
         track: called with every value that may be large, and its node's name; None to leave that out.
         max_iterations: most iterations of a loop.
         enqueues: the kernels only enqueue work on a device that looks after its own buffers.
+        decide: for a function that nobody stops, and that does not branch or loop: gives what to call in place of a
+            branch or loop. The function yields what that returns, and is sent the results.
     """
-    return _Generator(region, bind, track, max_iterations, enqueues).generate(name)
+    return _Generator(region, bind, track, max_iterations, enqueues, decide).generate(name)
 
 
 @dataclass(slots=True)
@@ -117,6 +120,7 @@ class _Generator:
     track: Callable[[Any, str], None] | None
     max_iterations: int | None
     enqueues: bool
+    decide: Callable[[Node], Callable[..., object]] | None
     names: dict[Tensor, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
@@ -241,6 +245,9 @@ class _Generator:
                 self.line(block, f"del {', '.join(names)}")
 
     def put(self, node: Node, index: int, block: _Block) -> None:
+        if self.decide is not None and node.subgraphs:
+            self.put_decision(node, self.decide(node), block)
+            return
         if block.depth == 1 and node.op not in _SILENT:
             self.note_phase(node, block)
         if node.op.name == "cond":
@@ -289,6 +296,8 @@ class _Generator:
             for tensor, target in zip(node.outputs, targets, strict=True):
                 if not is_small_spec(tensor.spec):
                     self.line(block, f"track({target}, {node.name!r})", node)
+        if self.decide is not None:
+            return
         if self.enqueues:
             self.launches += 1
             if self.launches % _LAUNCHES == 0:
@@ -345,6 +354,13 @@ class _Generator:
             if len(self.lines) == before:
                 self.line(inner, "pass")
         self.names.update(zip(node.outputs, outputs, strict=True))
+
+    def put_decision(self, node: Node, decide: Callable[..., object], block: _Block) -> None:
+        """A branch or loop that whoever drives the function sees to."""
+        arguments = ", ".join(self.value(tensor) for tensor in node.inputs)
+        decision = f"yield {self.bind_name(f'decide_{node.op.name}', 'decide', decide)}({arguments})"
+        results = "".join(f"{self.name(tensor)}, " for tensor in node.outputs)
+        self.line(block, f"{results.rstrip()} = {decision}" if results else decision, node)
 
     def put_body(self, body: Subgraph, outer: Sequence[Tensor], block: _Block) -> None:
         """The nodes of a body whose inputs stand for `outer`."""
