@@ -13,12 +13,13 @@ from asyncflow.graph.dtypes import VARIANT, string
 
 if TYPE_CHECKING:
     from asyncflow.graph.spec import Spec
+    from asyncflow.values import Array
 
 # What NumPy stores an element of each kind from; anything else would be converted silently.
 _ELEMENT_TYPES: dict[str, type] = {"b": bool, "i": int, "u": int, "T": str, "c": complex}
 
 
-def python_values(array: np.ndarray[Any, Any]) -> list[Any]:
+def python_values(array: Array) -> list[object]:
     """The elements in C order; floats with the fewest digits that tell them apart in their own dtype."""
     flat = array.ravel()
     if array.dtype.kind == "c":
@@ -28,12 +29,12 @@ def python_values(array: np.ndarray[Any, Any]) -> list[Any]:
     return flat.tolist()
 
 
-def encode(array: np.ndarray[Any, Any]) -> str:
+def encode(array: Array) -> str:
     """The bytes of the elements in C order, little-endian, as base64."""
     return base64.b64encode(_little_endian(array).tobytes()).decode("ascii")
 
 
-def read_array(spec: Spec, nested: object, encoded: str | None) -> np.ndarray[Any, Any]:
+def read_array(spec: Spec, nested: object, encoded: str | None) -> Array:
     """The array of that spec whose elements are these nested lists, or this base64; read-only, like a constant's.
 
     Raises:
@@ -56,7 +57,7 @@ def read_array(spec: Spec, nested: object, encoded: str | None) -> np.ndarray[An
     return array
 
 
-def _flat(spec: Spec, shape: tuple[int, ...], nested: object) -> list[Any]:
+def _flat(spec: Spec, shape: tuple[int, ...], nested: object) -> list[object]:
     flat: list[Any] = [nested]
     for extent in shape:
         if any(type(item) is not list or len(item) != extent for item in flat):
@@ -80,7 +81,7 @@ def _decode(spec: Spec, encoded: str) -> bytes:
     return data
 
 
-def _little_endian(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _little_endian(array: Array) -> Array:
     # An involution, so it also turns bytes of the text into those of the machine.
     swaps = array.dtype.kind in "iufc" and sys.byteorder == "big"
     return array.byteswap() if swaps else array

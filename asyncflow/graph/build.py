@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.dtypes import DType, DTypeLike
     from asyncflow.graph.op import Op
     from asyncflow.graph.shapes import ShapeLike
+    from asyncflow.values import Array
 
 
 class SupportsTensor(Protocol):
@@ -33,7 +34,7 @@ class SupportsTensor(Protocol):
         ...
 
 
-TensorLike: TypeAlias = Any
+TensorLike: TypeAlias = object
 """A Tensor, a Variable, a NumPy array or scalar, a Python number, bool or string, or a nested list of those numbers.
 
 Arrays of other libraries are read as NumPy reads them. One of CuPy's or PyTorch's in the memory of a card is copied to
@@ -147,7 +148,7 @@ def constant(value: TensorLike, dtype: DTypeLike | None = None, *, name: str | N
     return apply(builtin.CONSTANT, name=name, value=array)[0]
 
 
-def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
+def as_array(value: TensorLike, dtype: DType | None) -> Array:
     """A fresh NumPy array of `value`; refuses what a tensor cannot hold."""
     try:
         return _as_array(value, dtype)
@@ -156,7 +157,7 @@ def as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
         raise GraphError(f"cannot make a tensor of a {kind} that is nested too deep, or contains itself") from None
 
 
-def _as_array(value: TensorLike, dtype: DType | None) -> np.ndarray[Any, Any]:
+def _as_array(value: TensorLike, dtype: DType | None) -> Array:
     if isinstance(value, Operators):
         raise GraphError(f"{value!r} already is a tensor, or reads as one: use it as it is; convert it with af.astype")
     if is_masked(value):
@@ -202,7 +203,7 @@ def is_masked(value: object) -> bool:
     return masked is not None and isinstance(value, masked.MaskedArray)
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: Any) -> object:
     """`value`; of an array in a card's memory a copy that NumPy reads, made by its library.
 
     Raises:
@@ -218,7 +219,7 @@ def _on_host(value: Any) -> Any:
     return value if bring is None else bring()
 
 
-def _explain_objects(value: TensorLike, array: np.ndarray[Any, Any]) -> None:
+def _explain_objects(value: TensorLike, array: Array) -> None:
     """Raises the error that says what is wrong with `value`, if one of the usual things is."""
     items = list(array.flat)
     refuse_coroutines(*items)
@@ -250,7 +251,7 @@ def refuse_coroutines(*values: object) -> None:
 _MAKE_AN_OP = "make it an op with @af.op and call it with tensors; a graph itself is built by plain functions"
 
 
-def _convert(array: np.ndarray[Any, Any], value: TensorLike, dtype: DType) -> np.ndarray[Any, Any]:
+def _convert(array: Array, value: TensorLike, dtype: DType) -> Array:
     if array.size == 0 and isinstance(value, list | tuple):
         return np.empty(array.shape, dtype)
     if string not in (array.dtype, dtype) and _RANKS[array.dtype.kind] <= _RANKS[dtype.kind]:
@@ -266,30 +267,30 @@ _RANKS = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
 """Kinds of dtypes, each of which the later ones can hold; bfloat16 is of kind V."""
 
 
-def _same_values(array: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -> bool:
+def _same_values(array: Array, converted: Array) -> bool:
     """Whether integers are unchanged, and floats finite where they were; rounding is what a smaller float is for."""
     if converted.dtype.kind in "biu":
         return bool((array == converted).all())
     return bool((np.isfinite(converted) | ~np.isfinite(array)).all())
 
 
-def _only_strings(value: Any) -> bool:
+def _only_strings(value: object) -> bool:
     if isinstance(value, list | tuple):
         return set(map(type, value)) <= {str} or all(map(_only_strings, value))
     return isinstance(value, str) or (isinstance(value, np.ndarray) and value.dtype.kind in "UT")
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     """Whether `value` is a list of nothing but strings."""
     return isinstance(value, list | tuple) and isinstance(_first(value), str) and _only_strings(value)
 
 
-def _first(value: Any) -> Any:
+def _first(value: object) -> object:
     """What comes first in nested lists."""
     return _first(value[0]) if isinstance(value, list | tuple) and value else value
 
 
-def _refuse_tensors(value: Any) -> None:
+def _refuse_tensors(value: object) -> None:
     """Raises GraphError if `value` is a list with tensors in it.
 
     Asked only where NumPy could make no array of it: to ask each number of a list costs far more than to read it.
@@ -299,7 +300,7 @@ def _refuse_tensors(value: Any) -> None:
         raise GraphError(message) from None
 
 
-def _contains_tensor(value: Any) -> bool:
+def _contains_tensor(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(_contains_tensor(item) for item in value)
     return is_symbolic(value)

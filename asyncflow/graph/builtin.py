@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.graph.op import Op, register
 from asyncflow.graph.spec import Spec
@@ -10,17 +10,18 @@ from asyncflow.graph.spec import Spec
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace, Value
 
 
 def _spec_attr(*, spec: Spec) -> Spec:
     return spec
 
 
-def _constant_spec(*, value: Any) -> Spec:
+def _constant_spec(*, value: Array) -> Spec:
     return Spec(value.dtype, value.shape)
 
 
-def _constant_kernel(xp: Any, *, value: Any) -> Kernel:
+def _constant_kernel(xp: Namespace, *, value: Array) -> Kernel:
     # A NumPy scalar is several times cheaper to compute with than a 0-d array, and means the same.
     # A device copies in what it needs elsewhere.
     stored = value[()] if value.ndim == 0 and value.dtype.kind in "biufc" else value
@@ -39,9 +40,9 @@ def is_constant(tensor: Tensor) -> bool:
     return tensor.node.op is CONSTANT and not tensor.node.control_inputs
 
 
-def _same(value: Any) -> Any:
+def _same(value: Value) -> Value:
     return value
 
 
-def _nothing(*_: Any) -> tuple[()]:
+def _nothing(*_: Value) -> tuple[()]:
     return ()

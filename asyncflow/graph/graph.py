@@ -18,10 +18,11 @@ from asyncflow.graph.structured import StructuredNode, levels
 from asyncflow.pickling import NotPickled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.frames import FramePath
+    from asyncflow.graph.ir import Attrs
     from asyncflow.graph.op import Op
     from asyncflow.graph.spec import Spec
 
@@ -110,7 +111,7 @@ class Graph(NotPickled):
         self.shapes: dict[Tensor, Tensor] = {}
         self.extents: dict[Tensor, tuple[int, ...] | None] = {}
         self.kept_for_gradients: dict[Node, Any] = {}
-        self.compiled: dict[Any, Any] = {}  # what sessions keep for it, which goes when it does
+        self.compiled: dict[Hashable, Any] = {}  # what sessions keep for it, which goes when it does
         self._by_name: dict[str, Node] = {}
         self._taken: dict[str, int] = {}
 
@@ -126,7 +127,7 @@ class Graph(NotPickled):
             "a shallow copy of a graph would share its nodes, which know one graph; use copy.deepcopy(graph)"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         memo[id(self.compiled)] = {}  # of this graph alone
         return super().__deepcopy__(memo)
 
@@ -157,7 +158,7 @@ class Graph(NotPickled):
         self,
         op: Op,
         inputs: Sequence[Tensor],
-        attrs: Mapping[str, Any],
+        attrs: Attrs,
         specs: Spec | tuple[Spec, ...],
         *,
         name: str | None = None,
@@ -399,8 +400,8 @@ def has_side_effect(node: Node) -> bool:
     return any(access is Access.WRITE for _, access in node_effects(node))
 
 
-def _combine(effects: Iterable[tuple[Any, Access]]) -> Effects:
-    combined: dict[Any, Access] = {}
+def _combine(effects: Iterable[tuple[Hashable, Access]]) -> Effects:
+    combined: dict[Hashable, Access] = {}
     for resource, access in effects:
         if combined.get(resource) is not Access.WRITE:
             combined[resource] = access

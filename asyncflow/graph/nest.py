@@ -16,8 +16,10 @@ from asyncflow.errors import GraphError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
-    Unpack = Callable[[Any], tuple[tuple[Hashable, ...], tuple[Any, ...], Hashable]]
-    Pack = Callable[[Hashable, Sequence[Any]], Any]
+    from asyncflow.values import Nest
+
+    Unpack = Callable[[Any], tuple[tuple[Hashable, ...], tuple[object, ...], Hashable]]
+    Pack = Callable[[Hashable, Sequence[Any]], object]
 
 _registered: dict[type, tuple[Unpack, Pack]] = {}
 _leaf_types: set[type] = set()
@@ -54,14 +56,14 @@ class Structure:
         """Number of leaves."""
         return 1 if self.kind is None else sum(child.size for child in self.children)
 
-    def unflatten(self, leaves: Sequence[Any]) -> Any:
+    def unflatten(self, leaves: Sequence[object]) -> Nest:
         """The nest of this structure with these leaves."""
         if len(leaves) != self.size:
             raise ValueError(f"{len(leaves)} leaves for a structure with {self.size}")
         iterator = iter(leaves)
         return self._build(iterator)
 
-    def _build(self, leaves: Iterator[Any]) -> Any:
+    def _build(self, leaves: Iterator[object]) -> Nest:
         if self.kind is None:
             return next(leaves)
         children = [child._build(leaves) for child in self.children]
@@ -78,8 +80,8 @@ class Structure:
             return self.kind(*children)
         return self.kind(**{str(key): child for key, child in zip(self.keys, children, strict=True)})
 
-    def _mapping(self, items: dict[Any, Any]) -> Any:
-        make: Callable[..., Any] = self.kind or dict
+    def _mapping(self, items: dict[Hashable, object]) -> Nest:
+        make: Callable[..., Nest] = self.kind or dict
         return make(self.aux, items) if issubclass(self.kind or dict, defaultdict) else make(items)
 
     def paths(self, root: str = "") -> Iterator[str]:
@@ -109,7 +111,7 @@ def _step(kind: type, key: Hashable) -> str:
     return f"[{key!r}]" if issubclass(kind, dict) else f".{key}"
 
 
-def _open(nest: Any) -> tuple[tuple[Hashable, ...], tuple[Any, ...], Hashable] | None:
+def _open(nest: Nest) -> tuple[tuple[Hashable, ...], tuple[Nest, ...], Hashable] | None:
     """Keys, children and aux of a container; None for a leaf."""
     kind = type(nest)
     if kind in _registered:
@@ -130,20 +132,20 @@ def _open(nest: Any) -> tuple[tuple[Hashable, ...], tuple[Any, ...], Hashable] |
     return None
 
 
-def flatten(nest: Any) -> tuple[list[Any], Structure]:
+def flatten(nest: Nest) -> tuple[list[Nest], Structure]:
     """Leaves, in order, and the structure that puts them back.
 
     Raises:
         GraphError: it contains itself.
     """
-    leaves: list[Any] = []
+    leaves: list[Nest] = []
     try:
         return leaves, _flatten(nest, leaves)
     except RecursionError:
         raise GraphError(f"a {type(nest).__name__} is nested too deep, or contains itself") from None
 
 
-def _flatten(nest: Any, leaves: list[Any]) -> Structure:
+def _flatten(nest: Nest, leaves: list[Nest]) -> Structure:
     opened = _open(nest)
     if opened is None:
         leaves.append(nest)
@@ -152,7 +154,7 @@ def _flatten(nest: Any, leaves: list[Any]) -> Structure:
     return Structure(type(nest), keys, tuple(_flatten(child, leaves) for child in children), aux)
 
 
-def flatten_like(structure: Structure, nest: Any, *, nested_leaves: bool = False) -> list[Any]:
+def flatten_like(structure: Structure, nest: Nest, *, nested_leaves: bool = False) -> list[Nest]:
     """Leaves of `nest` in the order of `structure`; dict keys match in any order.
 
     With `nested_leaves`, what stands at a leaf of `structure` may itself be a container (a shape, say), and None in the
@@ -161,12 +163,12 @@ def flatten_like(structure: Structure, nest: Any, *, nested_leaves: bool = False
     Raises:
         StructureMismatch: `nest` is built differently; the message says where.
     """
-    leaves: list[Any] = []
+    leaves: list[Nest] = []
     _flatten_like(structure, nest, "", leaves, nested_leaves)
     return leaves
 
 
-def _flatten_like(structure: Structure, nest: Any, path: str, leaves: list[Any], nested_leaves: bool) -> None:
+def _flatten_like(structure: Structure, nest: Nest, path: str, leaves: list[Nest], nested_leaves: bool) -> None:
     if structure.kind is None:
         if not nested_leaves and _open(nest) is not None:
             raise _mismatch(path, structure, nest)
@@ -188,7 +190,7 @@ def _flatten_like(structure: Structure, nest: Any, path: str, leaves: list[Any],
         _flatten_like(child, by_key[key], path + _step(structure.kind, key), leaves, nested_leaves)
 
 
-def _mismatch(path: str, structure: Structure, nest: Any) -> StructureMismatch:
+def _mismatch(path: str, structure: Structure, nest: Nest) -> StructureMismatch:
     return StructureMismatch(f"{_prefix(path)}expected {describe(structure)}, got {describe(flatten(nest)[1])}")
 
 
@@ -212,7 +214,7 @@ def describe(structure: Structure) -> str:
     return f"a {kind.__name__} with {'keys' if issubclass(kind, dict) else 'fields'} {keys or 'none'}"
 
 
-def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
+def map_leaves(fn: Callable[[Any], object], nest: Nest) -> Nest:
     """`nest` with `fn` applied to each leaf."""
     leaves, structure = flatten(nest)
     return structure.unflatten([fn(leaf) for leaf in leaves])

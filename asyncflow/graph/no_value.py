@@ -5,10 +5,13 @@ NumPy would otherwise take a tensor for a sequence, or an opaque object, and fai
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from asyncflow.errors import GraphError
 from asyncflow.foreign_names import in_place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FETCHING = frozenset({"cpu", "data", "detach", "eval", "get", "item", "numpy", "tobytes", "tolist", "value", "values"})
 """Attributes that, elsewhere, give the value."""
@@ -25,7 +28,9 @@ class NoValue:
             f"compute with the functions of asyncflow"
         )
 
-    def __array_function__(self, function: Any, types: object, args: object, kwargs: object) -> NoReturn:
+    def __array_function__(
+        self, function: Callable[..., object], types: object, args: object, kwargs: object
+    ) -> NoReturn:
         module = str(getattr(function, "__module__", "numpy")).replace("numpy", "np", 1)
         raise GraphError(refusal(f"{module}.{function.__name__}", function.__name__, self))
 

@@ -14,10 +14,10 @@ from asyncflow.graph.ir import Node
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from types import ModuleType
+    from collections.abc import Sequence
 
-    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.ir import Attrs, Tensor
+    from asyncflow.values import Namespace
 
 Kernel: TypeAlias = Callable[..., Any]
 """Takes input values and returns the output value (one output) or a tuple of them (several).
@@ -103,7 +103,7 @@ class Op:
         return f"Op({self.name!r})"
 
 
-def bound_kernel(op: Op, xp: ModuleType, attrs: Mapping[str, Any], *, of_scalars: bool) -> Kernel:
+def bound_kernel(op: Op, xp: Namespace, attrs: Attrs, *, of_scalars: bool) -> Kernel:
     """The kernel of a node.
 
     Args:

@@ -17,6 +17,8 @@ from asyncflow.graph.shapes import size_of
 if TYPE_CHECKING:
     from types import ModuleType
 
+    import numpy as np
+
     from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.shapes import Shape
@@ -33,7 +35,7 @@ def install(**functions: Callable[..., Any]) -> None:
     _functions.update(functions)
 
 
-def _call(name: str, *operands: Any) -> Tensor:
+def _call(name: str, *operands: object) -> Tensor:
     result: Tensor = _functions[name](*operands)
     return result
 
@@ -87,7 +89,7 @@ class Operators(NoValue):
             )
         return sys.modules["asyncflow"]
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Tensor:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **options: object) -> Tensor:
         """What ``array + x`` comes to, which asks the ufunc of the operator."""
         name = ufunc.__name__
         function = _functions.get(_RENAMED.get(name, name))
@@ -107,82 +109,82 @@ class Operators(NoValue):
             )
         return cast("Tensor", result)
 
-    def __add__(self, other: Any) -> Tensor:
+    def __add__(self, other: object) -> Tensor:
         return _call("add", self, other)
 
-    def __radd__(self, other: Any) -> Tensor:
+    def __radd__(self, other: object) -> Tensor:
         return _call("add", other, self)
 
-    def __sub__(self, other: Any) -> Tensor:
+    def __sub__(self, other: object) -> Tensor:
         return _call("subtract", self, other)
 
-    def __rsub__(self, other: Any) -> Tensor:
+    def __rsub__(self, other: object) -> Tensor:
         return _call("subtract", other, self)
 
-    def __mul__(self, other: Any) -> Tensor:
+    def __mul__(self, other: object) -> Tensor:
         return _call("multiply", self, other)
 
-    def __rmul__(self, other: Any) -> Tensor:
+    def __rmul__(self, other: object) -> Tensor:
         return _call("multiply", other, self)
 
-    def __truediv__(self, other: Any) -> Tensor:
+    def __truediv__(self, other: object) -> Tensor:
         return _call("divide", self, other)
 
-    def __rtruediv__(self, other: Any) -> Tensor:
+    def __rtruediv__(self, other: object) -> Tensor:
         return _call("divide", other, self)
 
-    def __floordiv__(self, other: Any) -> Tensor:
+    def __floordiv__(self, other: object) -> Tensor:
         return _call("floor_divide", self, other)
 
-    def __rfloordiv__(self, other: Any) -> Tensor:
+    def __rfloordiv__(self, other: object) -> Tensor:
         return _call("floor_divide", other, self)
 
-    def __mod__(self, other: Any) -> Tensor:
+    def __mod__(self, other: object) -> Tensor:
         return _call("remainder", self, other)
 
-    def __rmod__(self, other: Any) -> Tensor:
+    def __rmod__(self, other: object) -> Tensor:
         return _call("remainder", other, self)
 
-    def __pow__(self, other: Any) -> Tensor:
+    def __pow__(self, other: object) -> Tensor:
         return _call("pow", self, other)
 
-    def __rpow__(self, other: Any) -> Tensor:
+    def __rpow__(self, other: object) -> Tensor:
         return _call("pow", other, self)
 
-    def __matmul__(self, other: Any) -> Tensor:
+    def __matmul__(self, other: object) -> Tensor:
         return _call("matmul", self, other)
 
-    def __rmatmul__(self, other: Any) -> Tensor:
+    def __rmatmul__(self, other: object) -> Tensor:
         return _call("matmul", other, self)
 
-    def __and__(self, other: Any) -> Tensor:
+    def __and__(self, other: object) -> Tensor:
         return _call("bitwise_and", self, other)
 
-    def __rand__(self, other: Any) -> Tensor:
+    def __rand__(self, other: object) -> Tensor:
         return _call("bitwise_and", other, self)
 
-    def __or__(self, other: Any) -> Tensor:
+    def __or__(self, other: object) -> Tensor:
         return _call("bitwise_or", self, other)
 
-    def __ror__(self, other: Any) -> Tensor:
+    def __ror__(self, other: object) -> Tensor:
         return _call("bitwise_or", other, self)
 
-    def __xor__(self, other: Any) -> Tensor:
+    def __xor__(self, other: object) -> Tensor:
         return _call("bitwise_xor", self, other)
 
-    def __rxor__(self, other: Any) -> Tensor:
+    def __rxor__(self, other: object) -> Tensor:
         return _call("bitwise_xor", other, self)
 
-    def __lshift__(self, other: Any) -> Tensor:
+    def __lshift__(self, other: object) -> Tensor:
         return _call("bitwise_left_shift", self, other)
 
-    def __rlshift__(self, other: Any) -> Tensor:
+    def __rlshift__(self, other: object) -> Tensor:
         return _call("bitwise_left_shift", other, self)
 
-    def __rshift__(self, other: Any) -> Tensor:
+    def __rshift__(self, other: object) -> Tensor:
         return _call("bitwise_right_shift", self, other)
 
-    def __rrshift__(self, other: Any) -> Tensor:
+    def __rrshift__(self, other: object) -> Tensor:
         return _call("bitwise_right_shift", other, self)
 
     def __neg__(self) -> Tensor:
@@ -197,16 +199,16 @@ class Operators(NoValue):
     def __invert__(self) -> Tensor:
         return _call("bitwise_invert", self)
 
-    def __lt__(self, other: Any) -> Tensor:
+    def __lt__(self, other: object) -> Tensor:
         return _call("less", self, other)
 
-    def __le__(self, other: Any) -> Tensor:
+    def __le__(self, other: object) -> Tensor:
         return _call("less_equal", self, other)
 
-    def __gt__(self, other: Any) -> Tensor:
+    def __gt__(self, other: object) -> Tensor:
         return _call("greater", self, other)
 
-    def __ge__(self, other: Any) -> Tensor:
+    def __ge__(self, other: object) -> Tensor:
         return _call("greater_equal", self, other)
 
     def __eq__(self, other: object) -> Tensor:  # type: ignore[override]
@@ -218,7 +220,7 @@ class Operators(NoValue):
     # Elementwise equality must not take identity hashing away: graphs keep tensors in dicts.
     __hash__ = object.__hash__
 
-    def __getitem__(self, key: Any) -> Tensor:
+    def __getitem__(self, key: object) -> Tensor:
         return _call("getitem", self, key)
 
     def __bool__(self) -> NoReturn:

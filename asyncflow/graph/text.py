@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.values import Array
 
 READABLE_SIZE = 32
 """Arrays up to this many elements print as nested lists, larger ones as base64 of their bytes."""
@@ -174,10 +175,10 @@ class Printer:
             return self._array(value)
         return self._named(value)
 
-    def _items(self, values: Iterable[Any], depth: int) -> str:
+    def _items(self, values: Iterable[object], depth: int) -> str:
         return ", ".join(self.value(item, depth + 1) for item in values)
 
-    def _dict(self, value: dict[Any, Any], depth: int) -> str:
+    def _dict(self, value: dict[object, object], depth: int) -> str:
         refused = [key for key in value if type(key) not in KEY_TYPES]
         if refused:
             raise GraphError(f"the key {brief(refused[0])} of a dict is no string, number, bool or None")
@@ -209,7 +210,7 @@ class Printer:
             self.resources[resource] = quote_name(label)
         return self.resources[resource]
 
-    def _array(self, value: np.ndarray[Any, Any] | np.generic) -> str:
+    def _array(self, value: Array | np.generic) -> str:
         array = np.asarray(value)
         if not is_supported(array.dtype) or array.dtype == VARIANT:
             raise GraphError(f"an array of dtype {array.dtype} cannot be written down")
@@ -223,7 +224,7 @@ class Printer:
             return f"{kind}({spec}, ...)"
         return f"{kind}({spec}, {self._data(array)})"
 
-    def _data(self, array: np.ndarray[Any, Any]) -> str:
+    def _data(self, array: Array) -> str:
         is_text = isinstance(array.dtype, np.dtypes.StringDType)
         if is_text or array.size <= READABLE_SIZE:
             items = python_values(array)
@@ -232,7 +233,7 @@ class Printer:
                 return self._nested(items, array.shape)
         return f"base64 {quote(encode(array))}"
 
-    def _nested(self, items: list[Any], shape: tuple[int, ...]) -> str:
+    def _nested(self, items: list[object], shape: tuple[int, ...]) -> str:
         texts = [_plain(item) for item in items]
         for extent in reversed(shape):
             texts = [f"[{', '.join(texts[i : i + extent])}]" for i in range(0, len(texts), extent)]
@@ -271,7 +272,7 @@ def references(tensors: Iterable[Tensor]) -> str:
     return ", ".join(map(reference, tensors))
 
 
-def _plain(value: bool | int | float | complex | str | None) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, str):
         return quote(value)
     if isinstance(value, float):

@@ -5,7 +5,7 @@ Without these checks a wrong state would broadcast or be promoted, and a loss wo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from asyncflow.graph.build import TensorLike
+
+Weight: TypeAlias = Any
+"""What a cell computes with: an array, a tensor or a `Variable`. Whoever reads it again finds what was put in."""
 
 
 def cell_arguments(
@@ -47,7 +50,7 @@ def cell_arguments(
     return list(parts.values())
 
 
-def pair(what: str, state: Any) -> tuple[TensorLike, TensorLike]:
+def pair(what: str, state: object) -> tuple[TensorLike, TensorLike]:
     """The two parts of a state.
 
     Raises:
@@ -67,7 +70,7 @@ def check_weights(what: str, weights: object, kind: type) -> None:
         )
 
 
-def _is_nest(part: Any) -> bool:
+def _is_nest(part: object) -> bool:
     """Whether it is several tensors; lists of numbers are one."""
     leaves, structure = nest.flatten(part)
     return structure.kind is not None and not all(isinstance(leaf, int | float) for leaf in leaves)
@@ -101,4 +104,4 @@ def _check_shapes(what: str, tensors: Mapping[str, Tensor]) -> None:
             raise ShapeError(f"{what}: x is [batch,n_in] and its state [batch,hidden]; got {shapes}")
 
 
-__all__ = ["cell_arguments", "check_weights", "pair"]
+__all__ = ["Weight", "cell_arguments", "check_weights", "pair"]

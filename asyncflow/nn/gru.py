@@ -9,7 +9,7 @@ import numpy as np
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.dtypes import DTypeLike, as_dtype, float32
 from asyncflow.graph.ir import Tensor
-from asyncflow.nn.cell_arguments import cell_arguments, check_weights
+from asyncflow.nn.cell_arguments import Weight, cell_arguments, check_weights
 from asyncflow.nn.gates import plus, split_gates
 from asyncflow.nn.initializers import glorot_uniform, orthogonal
 from asyncflow.ops.elementwise import tanh
@@ -21,13 +21,13 @@ from asyncflow.state.variable import Variable
 class GRUWeights(NamedTuple):
     """The weights and biases of `gru_cell`, the three gates side by side: reset, update, candidate."""
 
-    input: TensorLike
+    input: Weight
     """Of what enters: ``(n_in, 3 * hidden)``."""
-    recurrent: TensorLike
+    recurrent: Weight
     """Of the state: ``(hidden, 3 * hidden)``."""
-    bias: TensorLike
+    bias: Weight
     """``(3 * hidden,)``; None for none."""
-    recurrent_bias: TensorLike
+    recurrent_bias: Weight
     """Of the candidate, inside what is reset: ``(hidden,)``; None for none."""
 
     def read(self) -> GRUWeights:

@@ -9,7 +9,7 @@ import numpy as np
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.dtypes import DTypeLike, as_dtype, float32
 from asyncflow.graph.ir import Tensor
-from asyncflow.nn.cell_arguments import cell_arguments, check_weights, pair
+from asyncflow.nn.cell_arguments import Weight, cell_arguments, check_weights, pair
 from asyncflow.nn.gates import plus, split_gates
 from asyncflow.nn.initializers import glorot_uniform, orthogonal
 from asyncflow.ops.elementwise import tanh
@@ -21,11 +21,11 @@ from asyncflow.state.variable import Variable
 class LSTMWeights(NamedTuple):
     """The weights and biases of `lstm_cell`, the four gates side by side: input, forget, candidate, output."""
 
-    input: TensorLike
+    input: Weight
     """Of what enters: ``(n_in, 4 * hidden)``."""
-    recurrent: TensorLike
+    recurrent: Weight
     """Of the state: ``(hidden, 4 * hidden)``."""
-    bias: TensorLike
+    bias: Weight
     """``(4 * hidden,)``; None for none."""
 
     def read(self) -> LSTMWeights:

@@ -11,7 +11,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    pass
 
 Axes: TypeAlias = int | tuple[int, ...] | None
 """One axis, several, or None for all; negative ones count from the back."""
@@ -31,7 +31,7 @@ def static_int(value: object, what: str) -> int:
     raise GraphError(f"{what} must be an int known while the graph is built, got {brief(value)}")
 
 
-def as_axes(axis: Axes | Sequence[int]) -> Axes:
+def as_axes(axis: object) -> Axes:
     """`axis` as plain ints.
 
     Raises:

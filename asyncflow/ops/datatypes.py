@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -155,7 +155,7 @@ def _dtype_of(x: TensorLike | DTypeLike) -> DType:
     x = symbolic(x)
     if isinstance(x, Tensor | np.ndarray | np.generic):
         return as_dtype(x.dtype)
-    return as_dtype(x)
+    return as_dtype(cast("DTypeLike", x))
 
 
 def can_cast(from_: TensorLike | DTypeLike, to: DTypeLike, /) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from hashlib import blake2b
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from asyncflow.ops.promotion import is_weak, kind_of, require_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import ArrayLike
 
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
@@ -490,7 +492,7 @@ def permutation(x: TensorLike, /, *, axis: int = 0, seed: int | None = None, nam
 def _rows(x: TensorLike) -> Tensor:
     if isinstance(x, bool) or (is_weak(x) and not isinstance(x, int)):
         raise GraphError(f"takes a tensor or an int to choose from, not {x!r}")
-    if not is_symbolic(x) and np.ndim(x) == 0:
+    if not is_symbolic(x) and np.ndim(cast("ArrayLike", x)) == 0:
         return arange(x)
     return as_tensor(x)
 

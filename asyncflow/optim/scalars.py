@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph.build import as_tensor, constant
@@ -46,12 +46,12 @@ def as_dtype_of(x: Tensor, dtype: DType) -> Tensor:
     return x if x.dtype == dtype else astype(x, dtype)
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> TypeGuard[int | float]:
     """Whether it is a real number, of Python or NumPy, and no boolean."""
     return isinstance(x, Real) and not isinstance(x, bool)
 
 
-def share(what: str, x: Any) -> float:
+def share(what: str, x: object) -> float:
     """How much of something is kept from step to step.
 
     Raises:
