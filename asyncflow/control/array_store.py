@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
 
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.dtypes import DType
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace
 
-Array: TypeAlias = Any
-"""An array of the device that keeps it, or a NumPy scalar."""
 Common: TypeAlias = "tuple[Shape] | None"
 """``(shape,)``: every element written so far has this partial shape. None: nothing is written yet."""
 
@@ -78,6 +77,7 @@ class ArrayKind:
         return f"{length}TensorArray of {dtype_name(self.dtype)}{format_shape(self.element_shape)}{reads}"
 
 
+@final
 class Block:
     """Room for all elements of an array of fixed size, that are numbers of one shape.
 
@@ -97,7 +97,7 @@ class Block:
     def __init__(self, size: int, fits: tuple[int, ...], dtype: DType) -> None:
         self.fits: tuple[int, ...] | None = fits
         self.shape = fits
-        self.array: Array = np.empty((size, *fits), dtype)
+        self.array: Any = np.empty((size, *fits), dtype)
         self.readable: Array | None = self.array.view()
         self.readable.flags.writeable = False
         self.left = 0
@@ -151,7 +151,7 @@ class Rows:
     __slots__ = ("array", "count", "left", "shape", "taken", "version")
 
     def __init__(self, array: Array, version: int) -> None:
-        self.array = array
+        self.array: Any = array
         self.shape: tuple[int, ...] = array.shape[1:]
         self.count = len(array)
         self.left = self.count
@@ -187,7 +187,7 @@ class Store:
     __slots__ = ("__weakref__", "block", "elements", "family", "kind", "latest", "rows", "xp")
     entry_nbytes = 150  # an entry of the table, its index and its `Element`
 
-    def __init__(self, xp: Any, kind: ArrayKind, family: Family) -> None:
+    def __init__(self, xp: Namespace, kind: ArrayKind, family: Family) -> None:
         self.xp = xp
         self.kind = kind
         self.family = family
@@ -196,7 +196,7 @@ class Store:
         self.block: Block | None = None
         self.latest = 0
 
-    def since(self, count: int) -> list[Any]:
+    def since(self, count: int) -> list[Array | None]:
         """The elements written behind the first `count`; None for those read for the last time, or in the block."""
         elements = self.elements
         fresh = list(islice(reversed(elements.values()), max(len(elements) - count, 0)))
@@ -301,7 +301,7 @@ class Store:
         rows = self.rows_at(version)
         if rows is None or rows.count != size or rows.left != size:
             return None
-        array = rows.array
+        array: Array | None = rows.array
         if self.kind.clear_after_read and size:
             rows.taken[:] = b"\1" * size
             rows.left = 0

@@ -13,8 +13,9 @@ from asyncflow.graph.shapes import format_shape, is_compatible, is_static
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from asyncflow.control.array_store import Array, ArrayKind, Common
+    from asyncflow.control.array_store import ArrayKind, Common
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace
 
 
 class ArrayValue:
@@ -36,7 +37,7 @@ class ArrayValue:
         self.size = size
 
     @classmethod
-    def create(cls, xp: Any, kind: ArrayKind, size: int) -> ArrayValue:
+    def create(cls, xp: Namespace, kind: ArrayKind, size: int) -> ArrayValue:
         """An array of `size` elements, none of them written; `xp` is the array namespace of its elements."""
         if size < 0:
             raise ValueError(f"the size of a TensorArray is not negative; got {size}")
@@ -79,7 +80,7 @@ class ArrayValue:
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def write(self, index: int, value: Array) -> ArrayValue:
+    def write(self, index: int, value: Any) -> ArrayValue:
         """The state in which element `index` is `value`; a copy of it where the array has a block."""
         size = self._size_with(index)
         self._check_dtype(value)

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.graph import Subgraph
+    from asyncflow.values import Nest
 
 _WEAK = (bool, int, float, complex)
 
 
-def user_function(function: object, role: str, n_arguments: int, arguments: str) -> Callable[..., Any]:
+def user_function(function: object, role: str, n_arguments: int, arguments: str) -> Callable[..., Nest]:
     """`function`, once it is known to take what it will be called with; what it returns is no coroutine.
 
     Args:
@@ -42,7 +43,7 @@ def user_function(function: object, role: str, n_arguments: int, arguments: str)
         raise GraphError(f"{role} is a function {takes}; got {function!r}{advice}")
     _check_arity(function, role, n_arguments, arguments)
 
-    def call(*values: Any) -> Any:
+    def call(*values: Nest) -> Nest:
         returned = function(*values)
         refuse_coroutines(*nest.flatten(returned)[0])
         return returned
@@ -50,7 +51,7 @@ def user_function(function: object, role: str, n_arguments: int, arguments: str)
     return call
 
 
-def _check_arity(function: Callable[..., Any], role: str, n_arguments: int, arguments: str) -> None:
+def _check_arity(function: Callable[..., object], role: str, n_arguments: int, arguments: str) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -65,7 +66,7 @@ def _check_arity(function: Callable[..., Any], role: str, n_arguments: int, argu
         ) from None
 
 
-def user_functions(functions: Iterable[object], role: str) -> list[Callable[..., Any]]:
+def user_functions(functions: Iterable[object], role: str) -> list[Callable[..., Nest]]:
     """Functions without arguments, numbered from 0 in messages; see `user_function`."""
     return [user_function(function, f"{role} {index}", 0, "") for index, function in enumerate(functions)]
 

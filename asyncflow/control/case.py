@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace, Nest, Value
 
-    Branch = Callable[[], Any]
+    Branch = Callable[[], Nest]
 
 
 def _index_spec(*preds: Spec, exclusive: bool, has_default: bool) -> Spec:
@@ -37,8 +38,8 @@ def _index_spec(*preds: Spec, exclusive: bool, has_default: bool) -> Spec:
     return Spec(int64, ())
 
 
-def _index_kernel(xp: Any, *, exclusive: bool, has_default: bool) -> Kernel:
-    def kernel(*preds: Any) -> Any:
+def _index_kernel(xp: Namespace, *, exclusive: bool, has_default: bool) -> Kernel:
+    def kernel(*preds: Array) -> Value:
         holding = [index for index, pred in enumerate(preds) if pred]
         if exclusive and len(holding) > 1:
             listed = " and ".join(map(str, holding))
@@ -64,7 +65,7 @@ def case(
     exclusive: bool = False,
     *,
     name: str | None = None,
-) -> Any:
+) -> Nest:
     """The results of the first branch whose predicate holds; only that branch's nodes run.
 
     Each function is called once, while the graph is built.
@@ -109,7 +110,7 @@ def switch_case(
     default: Branch | None = None,
     *,
     name: str | None = None,
-) -> Any:
+) -> Nest:
     """The results of ``branches[index]``; only that branch's nodes run.
 
     Each function is called once, while the graph is built. It takes about log2 of their number decisions to reach one.
@@ -151,7 +152,7 @@ def switch_case(
         return _Branches("switch_case", listed).choose(position, name)
 
 
-def _listed(items: Any, rule: str) -> list[Any]:
+def _listed(items: object, rule: str) -> list[Any]:
     if is_symbolic(items) or not isinstance(items, Iterable):
         raise GraphError(f"{rule}; got {items!r}")
     return list(items)
@@ -163,16 +164,16 @@ class _Branches:
     def __init__(self, what: str, functions: Sequence[Branch]) -> None:
         self.what = what
         self.functions = functions
-        self.first: tuple[list[Any], nest.Structure] | None = None
-        self.first_returned: Any = None
+        self.first: tuple[list[Nest], nest.Structure] | None = None
+        self.first_returned: Nest = None
 
-    def choose(self, index: Tensor, name: str | None) -> Any:
+    def choose(self, index: Tensor, name: str | None) -> Nest:
         """The results of the branch that `index` says, the last one if it is too large."""
         if len(self.functions) == 1:
             return self.only(index, name)
         return self.between(0, len(self.functions), index, self.what if name is None else name)
 
-    def only(self, index: Tensor, name: str | None) -> Any:
+    def only(self, index: Tensor, name: str | None) -> Nest:
         """The results of the only branch: it waits for the index, which may fail, and they for all its effects."""
         graph = graph_for(index)
         with control_dependencies([index]):
@@ -185,7 +186,7 @@ class _Branches:
                     return group(name=name)
                 return structure.unflatten([identity(result_tensor(graph, leaf), name=name) for leaf in leaves])
 
-    def between(self, start: int, end: int, index: Tensor, name: str | None = None) -> Any:
+    def between(self, start: int, end: int, index: Tensor, name: str | None = None) -> Nest:
         """The results of one of the branches `start` to `end`, the latter excluded."""
         if end - start == 1:
             return self.call(start)
@@ -199,7 +200,7 @@ class _Branches:
         is_inner = name is None
         return None if is_inner and isinstance(returned, Node) else returned
 
-    def call(self, position: int) -> Any:
+    def call(self, position: int) -> Nest:
         """What the branch returns.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.switch import check_predicate
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asyncflow.control.nest_types import N
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Node
+    from asyncflow.values import Nest
 
 
 def _infer(pred: Spec, *captures: Spec, true_branch: Subgraph, false_branch: Subgraph) -> tuple[Spec, ...]:
@@ -42,17 +43,17 @@ def cond(
 ) -> Node: ...
 @overload
 def cond(
-    pred: TensorLike, true_fn: Callable[[], Any], false_fn: Callable[[], Any], *, name: str | None = None
-) -> Any: ...
+    pred: TensorLike, true_fn: Callable[[], Nest], false_fn: Callable[[], Nest], *, name: str | None = None
+) -> Nest: ...
 
 
 def cond(
     pred: TensorLike,
-    true_fn: Callable[[], Any],
-    false_fn: Callable[[], Any],
+    true_fn: Callable[[], Nest],
+    false_fn: Callable[[], Nest],
     *,
     name: str | None = None,
-) -> Any:
+) -> Nest:
     """The results of `true_fn` if `pred` holds, else those of `false_fn`; only that branch's nodes run.
 
     Each function is called once, while the graph is built, and may use any tensor around it. Fetching one of several
@@ -103,12 +104,12 @@ def add_cond(predicate: Tensor, branches: Sequence[Subgraph], label: str) -> Nod
     return node
 
 
-def effects_advice(returned: Sequence[Any]) -> str:
+def effects_advice(returned: Sequence[Nest]) -> str:
     """What to say of branches that differ, if one of them returns None."""
     return "; for branches that only have effects return None from both" if any(x is None for x in returned) else ""
 
 
-def _match(label: str, branches: tuple[Subgraph, Subgraph], returned: list[Any]) -> nest.Structure:
+def _match(label: str, branches: tuple[Subgraph, Subgraph], returned: list[Nest]) -> nest.Structure:
     true_leaves, structure = nest.flatten(returned[0])
     try:
         false_leaves = nest.flatten_like(structure, returned[1])

@@ -5,7 +5,7 @@ The function is called once, while the graph is built.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.control.array_store import ArrayKind
 from asyncflow.control.body import result_tensor, user_function
@@ -28,16 +28,18 @@ from asyncflow.ops.shape import shape
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from asyncflow.values import Nest
+
 _COUNTER = Spec(int64, ())
 
 
 def map_fn(
-    fn: Callable[[Any], Any],
-    elems: Any,
+    fn: Callable[[Nest], Nest],
+    elems: Nest,
     *,
     parallel_iterations: int = 32,
     name: str | None = None,
-) -> Any:
+) -> Nest:
     """``fn(row)`` for each row of `elems`, stacked.
 
     Rows are independent, so up to `parallel_iterations` of them are computed at the same time.
@@ -72,14 +74,14 @@ def map_fn(
 
 
 def scan(
-    fn: Callable[[Any, Any], Any],
-    elems: Any,
-    initializer: Any = None,
+    fn: Callable[[Nest, Nest], Nest],
+    elems: Nest,
+    initializer: Nest = None,
     *,
     reverse: bool = False,
     parallel_iterations: int = 32,
     name: str | None = None,
-) -> Any:
+) -> Nest:
     """The states ``state = fn(state, row)`` after each row of `elems`, stacked.
 
     Args:
@@ -112,7 +114,7 @@ def scan(
             place = rows.place(constant(0))
             arrays = [array.write(place, x) for array, x in zip(arrays, state.initial, strict=True)]
 
-        def step(count: Tensor, values: list[Tensor], written: list[TensorArray]) -> tuple[Any, ...]:
+        def step(count: Tensor, values: list[Tensor], written: list[TensorArray]) -> tuple[Nest, ...]:
             place = rows.place(count)
             after = state.after(fn, values, rows.read(place))
             return add(count, 1), after, [array.write(place, x) for array, x in zip(written, after, strict=True)]
@@ -128,13 +130,13 @@ def scan(
 
 
 def foldl(
-    fn: Callable[[Any, Any], Any],
-    elems: Any,
-    initializer: Any = None,
+    fn: Callable[[Nest, Nest], Nest],
+    elems: Nest,
+    initializer: Nest = None,
     *,
     parallel_iterations: int = 32,
     name: str | None = None,
-) -> Any:
+) -> Nest:
     """The state ``state = fn(state, row)`` after the last row of `elems`; arguments as for `scan`.
 
     >>> import asyncflow as af
@@ -146,13 +148,13 @@ def foldl(
 
 
 def foldr(
-    fn: Callable[[Any, Any], Any],
-    elems: Any,
-    initializer: Any = None,
+    fn: Callable[[Nest, Nest], Nest],
+    elems: Nest,
+    initializer: Nest = None,
     *,
     parallel_iterations: int = 32,
     name: str | None = None,
-) -> Any:
+) -> Nest:
     """As `foldl`, from the last row to the first.
 
     >>> import asyncflow as af
@@ -165,12 +167,12 @@ def foldr(
 
 def _fold(
     what: str,
-    fn: Callable[[Any, Any], Any],
-    elems: Any,
-    initializer: Any,
+    fn: Callable[[Nest, Nest], Nest],
+    elems: Nest,
+    initializer: Nest,
     parallel_iterations: int,
     name: str | None,
-) -> Any:
+) -> Nest:
     with graph_for(*nest.flatten((elems, initializer))[0]):
         rows = _Rows(what, elems, reverse=what == "foldr")
         state, first = rows.start(initializer)
@@ -188,7 +190,7 @@ def _fold(
 class _Rows:
     """The rows to go over, and the order to go in."""
 
-    def __init__(self, what: str, elems: Any, *, reverse: bool = False) -> None:
+    def __init__(self, what: str, elems: Nest, *, reverse: bool = False) -> None:
         self.what = what
         self.reverse = reverse
         if callable(elems):
@@ -222,11 +224,11 @@ class _Rows:
         """The row that is taken after `count` others."""
         return subtract(subtract(self.count, 1), count) if self.reverse else count
 
-    def read(self, place: Tensor) -> Any:
+    def read(self, place: Tensor) -> Nest:
         """A row, as a nest like `elems`."""
         return self.structure.unflatten([array.read(place) for array in self.arrays])
 
-    def start(self, initializer: Any) -> tuple[_State, int]:
+    def start(self, initializer: Nest) -> tuple[_State, int]:
         """The state to begin with, and how many rows it stands for."""
         if initializer is not None:
             return _State(self.what, initializer), 0
@@ -243,19 +245,19 @@ class _Rows:
 class _State:
     """What a scan or fold hands from row to row."""
 
-    def __init__(self, what: str, initial: Any) -> None:
+    def __init__(self, what: str, initial: Nest) -> None:
         self.what = what
         leaves, self.structure = nest.flatten(initial)
         self.initial = [as_tensor(leaf) for leaf in leaves]
         if not self.initial:
             raise GraphError(f"the initializer of {what} has no values: {initial!r}")
 
-    def function(self, fn: Callable[[Any, Any], Any], rows: _Rows) -> Callable[..., Any]:
+    def function(self, fn: Callable[[Nest, Nest], Nest], rows: _Rows) -> Callable[..., Nest]:
         """`fn`, which takes the state and a row."""
         arguments = f"the state, {nest.describe(self.structure)}, and one row, {nest.describe(rows.structure)}"
         return user_function(fn, f"fn of {self.what}", 2, arguments)
 
-    def after(self, fn: Callable[[Any, Any], Any], values: list[Tensor], row: Any) -> list[Tensor]:
+    def after(self, fn: Callable[[Nest, Nest], Nest], values: list[Tensor], row: Nest) -> list[Tensor]:
         """What `fn` makes of the state and a row, held against the state it began with."""
         returned = fn(self.structure.unflatten(values), row)
         try:
@@ -294,7 +296,7 @@ class _MapLoop:
         self.body = Subgraph(graph, f"{label}/body")
         self.kinds: list[ArrayKind] = []
 
-    def trace(self, fn: Callable[[Any], Any], rows: _Rows) -> nest.Structure:
+    def trace(self, fn: Callable[[Nest], Nest], rows: _Rows) -> nest.Structure:
         """Builds the body; gives the nest that `fn` returns."""
         body = self.body
         count = body.add_input(_COUNTER, "var")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar, Union
 
 if TYPE_CHECKING:
+    from dataclasses import Field
+
     from asyncflow.control.tensor_array import TensorArray
     from asyncflow.graph.ir import Tensor
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 class DataclassLike(Protocol):
     """An instance of a dataclass, whose fields are taken to be tensors."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 Tensors: TypeAlias = Union["Tensor", "TensorArray", "tuple[Tensors, ...]", "Mapping[str, Tensors]", DataclassLike]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape, ShapeLike
+    from asyncflow.values import Array, Namespace
 
 ARRAY = Spec(VARIANT, ())
 """What is known of every handle."""
@@ -139,12 +140,12 @@ def _close_spec(array: Spec) -> tuple[Spec, ...]:
     return ()
 
 
-def _new_kernel(xp: Any, *, element: Spec, dynamic_size: bool, clear_after_read: bool) -> Kernel:
+def _new_kernel(xp: Namespace, *, element: Spec, dynamic_size: bool, clear_after_read: bool) -> Kernel:
     kind = ArrayKind(element.dtype, element.shape, dynamic_size, clear_after_read)
     return lambda size: ArrayValue.create(xp, kind, int(size))
 
 
-def _size_kernel(xp: Any) -> Kernel:
+def _size_kernel(xp: Namespace) -> Kernel:
     return lambda array: np.int64(array.current_size())
 
 
@@ -173,7 +174,7 @@ def _array_op(
     )
 
 
-def _ints(values: Any) -> list[int]:
+def _ints(values: Array) -> list[int]:
     if values.ndim != 1:
         raise ValueError(f"indices of a TensorArray are a vector; got shape {format_shape(values.shape)}")
     return [int(value) for value in values.tolist()]
@@ -478,7 +479,7 @@ def _unpack(array: TensorArray) -> tuple[tuple[Hashable, ...], tuple[Tensor, ...
     return ("handle",), (array.handle,), array.kind
 
 
-def _pack(kind: Hashable, children: Sequence[Any]) -> TensorArray:
+def _pack(kind: Hashable, children: Sequence[Tensor]) -> TensorArray:
     assert isinstance(kind, ArrayKind)
     array = TensorArray.from_handle(children[0], kind)
     if isinstance(array.handle, Tensor):  # nests are also made of names and paths

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncflow.control.nest_types import N
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.values import Nest
 
 
 def _infer(
@@ -47,10 +48,10 @@ WHILE = register(Op(name="while", infer=_infer, node_type=WhileNode))
 @overload
 def while_loop(
     cond: Callable[..., TensorLike],
-    body: Callable[..., Any],
+    body: Callable[..., Nest],
     loop_vars: N,
     *,
-    shape_invariants: Any = None,
+    shape_invariants: Nest = None,
     parallel_iterations: int = 32,
     swap_memory: bool = False,
     maximum_iterations: TensorLike | None = None,
@@ -59,28 +60,28 @@ def while_loop(
 @overload
 def while_loop(
     cond: Callable[..., TensorLike],
-    body: Callable[..., Any],
-    loop_vars: Any,
+    body: Callable[..., Nest],
+    loop_vars: Nest,
     *,
-    shape_invariants: Any = None,
+    shape_invariants: Nest = None,
     parallel_iterations: int = 32,
     swap_memory: bool = False,
     maximum_iterations: TensorLike | None = None,
     name: str | None = None,
-) -> Any: ...
+) -> Nest: ...
 
 
 def while_loop(
     cond: Callable[..., TensorLike],
-    body: Callable[..., Any],
-    loop_vars: Any,
+    body: Callable[..., Nest],
+    loop_vars: Nest,
     *,
-    shape_invariants: Any = None,
+    shape_invariants: Nest = None,
     parallel_iterations: int = 32,
     swap_memory: bool = False,
     maximum_iterations: TensorLike | None = None,
     name: str | None = None,
-) -> Any:
+) -> Nest:
     """Repeats ``loop_vars = body(loop_vars)`` while ``cond(loop_vars)`` holds, and returns the last `loop_vars`.
 
     Both functions are called once, while the graph is built. A tuple or list of loop variables is spread over the
@@ -164,7 +165,7 @@ def add_loop(
 class _Variables:
     """The loop variables: their nest, initial values, and the specs that hold in every iteration."""
 
-    def __init__(self, graph: Graph, loop_vars: Any, shape_invariants: Any) -> None:
+    def __init__(self, graph: Graph, loop_vars: Nest, shape_invariants: Nest) -> None:
         leaves, self.structure = nest.flatten(loop_vars)
         if not leaves:
             raise GraphError(f"while_loop needs at least one loop variable; got {loop_vars!r}")
@@ -174,7 +175,7 @@ class _Variables:
         if shape_invariants is not None:
             self._apply_invariants(shape_invariants)
 
-    def _apply_invariants(self, shape_invariants: Any) -> None:
+    def _apply_invariants(self, shape_invariants: Nest) -> None:
         try:
             shapes = nest.flatten_like(self.structure, shape_invariants, nested_leaves=True)
         except nest.StructureMismatch as error:
@@ -203,13 +204,13 @@ class _Variables:
         count = len(self.structure.children)
         return count, f"{count} loop variable{'s' * (count != 1)}"
 
-    def arguments(self, body: Subgraph) -> tuple[Any, ...]:
+    def arguments(self, body: Subgraph) -> tuple[Nest, ...]:
         """The loop variables as `body` sees them, as the positional arguments of its function."""
         inner = [body.add_input(spec, "var") for spec in self.specs]
         nested = self.structure.unflatten(inner)
         return tuple(nested) if self.are_spread else (nested,)
 
-    def listed(self, returned: Any) -> Any:
+    def listed(self, returned: Nest) -> Nest:
         """What the body returned, as a nest of the kind of the loop variables; one alone may come bare."""
         kind = self.structure.kind
         if kind not in (tuple, list):
@@ -217,7 +218,7 @@ class _Variables:
         is_list = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
         return kind(returned if is_list else (returned,))
 
-    def next_values(self, label: str, body: Subgraph, returned: Any) -> list[Tensor]:
+    def next_values(self, label: str, body: Subgraph, returned: Nest) -> list[Tensor]:
         """What the body returned, checked against the loop variables."""
         try:
             leaves = nest.flatten_like(self.structure, self.listed(returned))
@@ -227,7 +228,7 @@ class _Variables:
             ) from None
         return [self._next_value(label, body, index, leaf) for index, leaf in enumerate(leaves)]
 
-    def _next_value(self, label: str, body: Subgraph, index: int, value: Any) -> Tensor:
+    def _next_value(self, label: str, body: Subgraph, index: int, value: TensorLike) -> Tensor:
         name, spec = self.names[index], self.specs[index]
         tensor = result_tensor(body, value, body.inputs[index])
         if tensor.dtype != spec.dtype:
@@ -245,10 +246,10 @@ class _Variables:
 
 def _bounded(
     cond: Callable[..., TensorLike],
-    body: Callable[..., Any],
+    body: Callable[..., Nest],
     variables: _Variables,
     maximum: TensorLike,
-) -> tuple[Callable[..., TensorLike], Callable[..., Any], _Variables]:
+) -> tuple[Callable[..., TensorLike], Callable[..., Nest], _Variables]:
     """The same loop with an iteration counter in front of its variables."""
     limit = as_tensor(maximum)
     if limit.dtype.kind not in "iu" or limit.shape not in ((), None):
@@ -261,11 +262,11 @@ def _bounded(
     counted.specs[1:] = variables.specs
     counted.names = ["the iteration counter", *variables.names]
 
-    def counted_cond(count: Tensor, inner: Any) -> Tensor:
+    def counted_cond(count: Tensor, inner: Nest) -> Tensor:
         pred = as_predicate(cond(*inner) if spread else cond(inner), "the predicate of while_loop")
         return logical_and(less(count, limit), pred)
 
-    def counted_body(count: Tensor, inner: Any) -> Any:
+    def counted_body(count: Tensor, inner: Nest) -> Nest:
         return add(count, 1), variables.listed(body(*inner) if spread else body(inner))
 
     return counted_cond, counted_body, counted

@@ -7,7 +7,7 @@ other Enter's value goes to iteration 0. Deadness: a dead Enter delivers a dead 
 from __future__ import annotations
 
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
@@ -20,10 +20,11 @@ from asyncflow.graph.spec import Spec
 if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.shapes import Shape
 
 
 def _infer(
-    data: Spec, *, frame: str, constant: bool, parallel_iterations: int, shape: Any = ..., loop: str = ""
+    data: Spec, *, frame: str, constant: bool, parallel_iterations: int, shape: Shape | EllipsisType = ..., loop: str = ""
 ) -> Spec:
     """`loop`: the name of the `while` node that was lowered to it; empty where a user has written it."""
     check_parallel_iterations(parallel_iterations)
@@ -37,7 +38,7 @@ def _infer(
     return Spec(data.dtype, shape)
 
 
-def check_parallel_iterations(value: Any) -> None:
+def check_parallel_iterations(value: object) -> None:
     """Raises GraphError unless `value` is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise GraphError(f"parallel_iterations is an int of at least 1; got {value!r}")
@@ -75,7 +76,7 @@ def enter(
         raise GraphError(
             f"enter(data, frame): a frame's name is a string that is not empty and has no ':' in it; got {frame!r}"
         )
-    attrs: dict[str, Any] = {} if isinstance(shape, EllipsisType) else {"shape": as_shape(shape)}
+    attrs: dict[str, object] = {} if isinstance(shape, EllipsisType) else {"shape": as_shape(shape)}
     with graph_for(data) as graph:
         tensor = as_tensor(data)
         path = (*output_frame(tensor.node, graph.frames.get(tensor.node, ())), frame)
