@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.errors import GraphError, brief
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.spec import Spec
     from asyncflow.state.variable import Variable
+    from asyncflow.values import Namespace, Nest
 
 
 def _infer(*inputs: Spec, n_outputs: int) -> tuple[Spec, ...]:
     return inputs[:n_outputs]
 
 
-def _kernel(xp: Any, *, n_outputs: int) -> Kernel:
+def _kernel(xp: Namespace, *, n_outputs: int) -> Kernel:
     return lambda *values: values[:n_outputs]
 
 
@@ -57,19 +58,19 @@ class _Rule:
     """
 
     name: str
-    grad_fn: Callable[..., Any]
+    grad_fn: Callable[..., Nest]
     arguments: tuple[nest.Structure, ...]
     results: nest.Structure
     captured: tuple[Tensor, ...]
     variables: tuple[Variable, ...]
 
-    def gradients(self, grads: Sequence[Tensor | None]) -> Any:
+    def gradients(self, grads: Sequence[Tensor | None]) -> Nest:
         """What the user's function makes of what reaches the results."""
         given = self.results.unflatten(grads)
         return self.grad_fn(*given) if self.results.kind in (tuple, list) else self.grad_fn(given)
 
 
-def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
+def custom_gradient(fn: Callable[..., object]) -> Callable[..., Nest]:
     """Makes a function that builds part of a graph differentiate as it says itself.
 
     Works in graphs, branches, loop bodies and functions alike, and to any order: what `grad_fn` builds is
@@ -114,7 +115,7 @@ def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
 class _Differentiable:
     """What `custom_gradient` makes of a function; in a class, of a method: ``self`` is no argument to differentiate."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., object]) -> None:
         update_wrapper(self, fn)
         self._fn = fn
         self._name = getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -122,10 +123,10 @@ class _Differentiable:
     def __repr__(self) -> str:
         return f"<custom_gradient {self._name}>"
 
-    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Any]:
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Nest]:
         return self if instance is None else _Differentiable(MethodType(self._fn, instance))
 
-    def __call__(self, *xs: Any, **arguments: Any) -> Any:
+    def __call__(self, *xs: Nest, **arguments: object) -> Nest:
         """The results, behind a node that differentiates as the function says."""
         name = self._name
         with graph_for(*nest.flatten(xs)[0]) as graph:
@@ -147,12 +148,12 @@ class _Differentiable:
             return results.unflatten(passed)
 
 
-def _node_name(fn: Callable[..., Any]) -> str:
+def _node_name(fn: Callable[..., object]) -> str:
     name = getattr(fn, "__name__", "")
     return name if name.isidentifier() else CUSTOM_GRADIENT.name
 
 
-def _pair(name: str, returned: Any) -> tuple[Any, Callable[..., Any]]:
+def _pair(name: str, returned: Nest) -> tuple[Nest, Callable[..., Nest]]:
     refuse_coroutines(returned)
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not callable(returned[1]):
         raise GraphError(

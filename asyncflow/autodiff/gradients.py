@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from asyncflow.autodiff.dependencies import Dependencies, nodes_behind
 from asyncflow.autodiff.gradient_body import GradientBody
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.graph import Graph
+    from asyncflow.values import Nest
 
 
 _RULES = _rules.__all__
@@ -34,12 +35,12 @@ _RULES = _rules.__all__
 
 
 def gradients(
-    ys: Any,
-    xs: Any,
-    grad_ys: Any = None,
-    stop_gradients: Any = (),
+    ys: Nest,
+    xs: Nest,
+    grad_ys: Nest = None,
+    stop_gradients: Nest = (),
     unconnected: Literal["none", "zero"] = "none",
-) -> Any:
+) -> Nest:
     """The derivatives of the sum of all elements of `ys` with respect to each of `xs` (EuroSys '18 §5).
 
     Works in reverse through every operation, branch and loop, nested anyhow, and through what it gives itself, so that
@@ -95,7 +96,7 @@ def gradients(
         return x_structure.unflatten(found)
 
 
-def _tensor(graph: Graph, leaf: Any, what: str) -> Tensor:
+def _tensor(graph: Graph, leaf: TensorLike, what: str) -> Tensor:
     """A tensor of `graph` or of one whose values are at hand there."""
     tensor = symbolic(leaf)
     if not isinstance(tensor, Tensor):
@@ -117,7 +118,7 @@ def _tensor(graph: Graph, leaf: Any, what: str) -> Tensor:
 _INSIDE = "; or, to differentiate by what a loop starts with, pass that; or call gradients inside the function"
 
 
-def _given(structure: nest.Structure, grad_ys: Any) -> list[TensorLike | None]:
+def _given(structure: nest.Structure, grad_ys: Nest) -> list[TensorLike | None]:
     if grad_ys is None:
         return [None] * structure.size
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply
@@ -10,9 +10,10 @@ from asyncflow.graph.op import Op, not_differentiable, register
 
 if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Namespace, Nest
 
 
-def _kernel(xp: Any) -> Kernel:
+def _kernel(xp: Namespace) -> Kernel:
     return lambda value: value
 
 
@@ -20,7 +21,7 @@ STOP_GRADIENT = register(Op(name="stop_gradient", infer=lambda x: x, kernel=_ker
 not_differentiable(STOP_GRADIENT, because="that is what it is for")
 
 
-def stop_gradient(x: Any) -> Any:
+def stop_gradient(x: Nest) -> Nest:
     """`x` itself, which counts as a constant in `gradients`: nothing depends on `x` through it, and nothing flows back.
 
     It costs nothing when the graph runs.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.control.array_store import ArrayKind
 from asyncflow.control.body import result_tensor, user_function
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Nest
 
 _COUNTER = Spec(int64, ())
 
 
 def dynamic_rnn(
-    cell: Callable[[Any, Any], tuple[Any, Any]],
-    inputs: Any,
-    initial_state: Any,
+    cell: Callable[[Nest, Nest], tuple[Nest, Nest]],
+    inputs: Nest,
+    initial_state: Nest,
     lengths: TensorLike | None = None,
     *,
     parallel_iterations: int = 32,
     swap_memory: bool = False,
     name: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Nest, Nest]:
     """Runs ``output, state = cell(x, state)`` over the time steps of a batch, and only as far as each sequence goes.
 
     With `lengths`, step t computes the rows of those sequences that have one, and there are as many steps as the
@@ -99,7 +100,7 @@ def dynamic_rnn(
 class _Sequences:
     """The inputs and the initial state, with what is known of steps and batch."""
 
-    def __init__(self, inputs: Any, initial_state: Any) -> None:
+    def __init__(self, inputs: Nest, initial_state: Nest) -> None:
         leaves, self.structure = nest.flatten(inputs)
         self.inputs = [as_tensor(leaf) for leaf in leaves]
         leaves, self.state_structure = nest.flatten(initial_state)
@@ -153,7 +154,7 @@ class _Loop:
         assert shape is not None
         return shape if self.packed is None else (None, *shape[1:])
 
-    def trace(self, cell: Callable[[Any, Any], tuple[Any, Any]]) -> nest.Structure:
+    def trace(self, cell: Callable[[Nest, Nest], tuple[Nest, Nest]]) -> nest.Structure:
         """Builds the body; gives the nest of the outputs."""
         arrays = [self._input(x) for x in self.sequences.inputs]
         body = self.body
@@ -196,7 +197,7 @@ class _Loop:
             for handle, kind, value in zip(handles, kinds, values, strict=True)
         ]
 
-    def _returned(self, returned: Any) -> tuple[nest.Structure, list[Tensor], list[Tensor]]:
+    def _returned(self, returned: Nest) -> tuple[nest.Structure, list[Tensor], list[Tensor]]:
         """What the cell returned: the nest and the values of its outputs, and the state."""
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise GraphError(f"the cell of dynamic_rnn returns its output and the next state; got {returned!r}")

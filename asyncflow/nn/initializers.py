@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,10 +11,12 @@ from asyncflow.graph.dtypes import DTypeLike, as_dtype, float32
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from asyncflow.values import Array
+
 
 def glorot_uniform(
     random: np.random.Generator, rows: int, columns: int, blocks: int = 1, *, dtype: DTypeLike = float32
-) -> NDArray[Any]:
+) -> Array:
     """A matrix that keeps the variance of what is multiplied by it, forward and back (Glorot and Bengio 2010).
 
     Args:
@@ -28,7 +30,7 @@ def glorot_uniform(
     return random.uniform(-limit, limit, (rows, blocks * columns)).astype(as_dtype(dtype))
 
 
-def orthogonal(random: np.random.Generator, size: int, blocks: int = 1, *, dtype: DTypeLike = float32) -> NDArray[Any]:
+def orthogonal(random: np.random.Generator, size: int, blocks: int = 1, *, dtype: DTypeLike = float32) -> Array:
     """Random rotations and reflections, which keep the length of what is multiplied by them (Saxe et al. 2014).
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.ops.axes import Axes
+    from asyncflow.values import Array, Namespace
 
 
-def _class_numbers_kernel(xp: Any) -> Kernel:
-    def check(labels: Any, scores: Any) -> Any:
+def _class_numbers_kernel(xp: Namespace) -> Kernel:
+    def check(labels: Array, scores: Array) -> Array:
         classes = scores.shape[-1]
         # A negative one would count from the last class. GPUs wrap all of them around: to look at them is to wait.
         if xp is np and labels.size and not 0 <= labels.min() <= labels.max() < classes:

@@ -7,7 +7,7 @@ first. So the rows of one step are side by side, and those that go on after it a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, identity
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
     from asyncflow.ops.extents import Extent
+    from asyncflow.values import Array, Namespace
 
 # -- ops -------------------------------------------------------------------------------------------------------------
 # Each is the derivative of the other. That no row is named twice makes both a plain copy; `gather` has to expect that
@@ -45,7 +46,7 @@ def _take_spec(x: Spec, rows: Spec) -> Spec:
     return Spec(x.dtype, None if x.shape is None or rows.shape is None else (rows.shape[0], *x.shape[1:]))
 
 
-def _take_kernel(xp: Any) -> Kernel:
+def _take_kernel(xp: Namespace) -> Kernel:
     return lambda x, rows: xp.take(x, rows, axis=0)
 
 
@@ -53,10 +54,10 @@ def _place_spec(values: Spec, rows: Spec, *size: Spec, extent: Shape) -> Spec:
     return _pad_spec(values, *size, extent=extent)
 
 
-def _place_kernel(xp: Any, *, extent: Shape) -> Kernel:
+def _place_kernel(xp: Namespace, *, extent: Shape) -> Kernel:
     read = shape_reader(extent)
 
-    def place(values: Any, rows: Any, *size: Any) -> Any:
+    def place(values: Array, rows: Array, *size: Array) -> Array:
         result = xp.zeros((*read(size), *values.shape[1:]), dtype=values.dtype)
         result[rows] = values
         return result
@@ -73,7 +74,7 @@ def _pad_spec(values: Spec, *size: Spec, extent: Shape) -> Spec:
     return Spec(values.dtype, None if values.shape is None or whole is None else (*whole, *values.shape[1:]))
 
 
-def _first_kernel(xp: Any) -> Kernel:
+def _first_kernel(xp: Namespace) -> Kernel:
     return lambda x, like: x[: len(like)]
 
 
@@ -83,10 +84,10 @@ PLACE_ROWS = register(
 )
 
 
-def _pad_kernel(xp: Any, *, extent: Shape) -> Kernel:
+def _pad_kernel(xp: Namespace, *, extent: Shape) -> Kernel:
     read = shape_reader(extent)
 
-    def pad(values: Any, *size: Any) -> Any:
+    def pad(values: Array, *size: Array) -> Array:
         (rows,) = read(size)
         if len(values) == rows:  # as in most steps, in which no sequence ends
             return values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import DTypeError, GraphError
 from asyncflow.graph import nest
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Tensor
+    from asyncflow.values import Nest
 
 
-def clip_by_value(grads: Any, low: TensorLike, high: TensorLike) -> Any:
+def clip_by_value(grads: Nest, low: TensorLike, high: TensorLike) -> Nest:
     """`grads` with every element at least `low` and at most `high`.
 
     Args:
@@ -44,7 +45,7 @@ def clip_by_value(grads: Any, low: TensorLike, high: TensorLike) -> Any:
     return structure.unflatten([clip(x, low, high) for x in tensors])
 
 
-def clip_by_norm(grads: Any, max_norm: TensorLike) -> Any:
+def clip_by_norm(grads: Nest, max_norm: TensorLike) -> Nest:
     """Each of `grads` scaled down, if need be, to a Euclidean norm of `max_norm`, by itself.
 
     Args:
@@ -64,7 +65,7 @@ def clip_by_norm(grads: Any, max_norm: TensorLike) -> Any:
     return structure.unflatten([_scaled(x, factor) for x, factor in zip(tensors, factors, strict=True)])
 
 
-def clip_by_global_norm(grads: Any, max_norm: TensorLike) -> tuple[Any, Tensor]:
+def clip_by_global_norm(grads: Nest, max_norm: TensorLike) -> tuple[Nest, Tensor]:
     """`grads` all scaled down by one factor, if need be, so that together they have a Euclidean norm of `max_norm`.
 
     Args:
@@ -88,7 +89,7 @@ def clip_by_global_norm(grads: Any, max_norm: TensorLike) -> tuple[Any, Tensor]:
     return structure.unflatten([_scaled(x, factor) for x in tensors]), norm
 
 
-def _floats(what: str, grads: Any) -> tuple[list[Tensor], nest.Structure]:
+def _floats(what: str, grads: Nest) -> tuple[list[Tensor], nest.Structure]:
     leaves, structure = nest.flatten(grads)
     tensors = [as_tensor(leaf) for leaf in leaves]
     for x in tensors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
 
 
-def as_loss(what: str, value: Any, advice: str = "") -> Tensor:
+def as_loss(what: str, value: object, advice: str = "") -> Tensor:
     """`value` as a tensor, once it is known to be something to differentiate.
 
     Args:

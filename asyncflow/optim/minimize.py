@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.control.body import user_function
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.state.variable import Variable
+    from asyncflow.values import Nest
 
 _PAIRS = "pairs of (gradient, variable) alone (as partial(af.optim.sgd, learning_rate=0.1) is)"
 
 
-def minimize(loss: Tensor, variables: Any, step: Callable[[Iterable[tuple[Any, Variable]]], Node]) -> Node:
+def minimize(loss: Tensor, variables: Nest, step: Callable[[Iterable[tuple[Nest, Variable]]], Node]) -> Node:
     """Adds the gradients of `loss` and a step along them.
 
     Args:
@@ -38,7 +39,7 @@ def minimize(loss: Tensor, variables: Any, step: Callable[[Iterable[tuple[Any, V
     >>> with af.Graph():
     ...     train = minimize(w * w, [w], lambda pairs: af.optim.adam(pairs, learning_rate=0.01))
     """
-    change: Callable[[Any], Node] = user_function(step, "step of minimize", 1, _PAIRS)
+    change: Callable[[Iterable[tuple[Nest, Variable]]], Node] = user_function(step, "step of minimize", 1, _PAIRS)
     target = as_loss("minimize: the loss", loss)
     listed = nest.flatten(variables)[0]
     return change(zip(gradients(target, listed), listed, strict=True))

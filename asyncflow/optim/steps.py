@@ -7,7 +7,7 @@ each take effect in full, on the values that are there when they write.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -190,7 +190,7 @@ def _checked(what: str, pairs: Pairs, *, remembers: bool = False) -> tuple[Graph
     return graph, found
 
 
-def _listed(what: str, pairs: Any) -> list[tuple[TensorLike | None, Variable]]:
+def _listed(what: str, pairs: object) -> list[tuple[TensorLike | None, Variable]]:
     rule = f"{what}: takes pairs of (gradient, variable), such as zip(af.gradients(loss, weights), weights)"
     if isinstance(pairs, Tensor | Variable | Mapping) or not isinstance(pairs, Iterable):
         raise GraphError(f"{rule}; got {brief(pairs)}")
@@ -203,7 +203,7 @@ def _listed(what: str, pairs: Any) -> list[tuple[TensorLike | None, Variable]]:
     return listed
 
 
-def _is_nest(grad: Any) -> bool:
+def _is_nest(grad: object) -> bool:
     """Whether it holds several tensors; a list of numbers is one."""
     leaves, structure = nest.flatten(grad)
     return structure.kind is not None and not all(map(is_number, leaves))

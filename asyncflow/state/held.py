@@ -6,12 +6,12 @@ a variable there leaves a `HeldValue`; whoever reads it anywhere else, in anothe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 
 if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
+    from asyncflow.values import Array, Namespace
 
 
 class Holder(Protocol):
@@ -25,26 +25,26 @@ class Holder(Protocol):
         """The name of the device."""
         ...
 
-    def keep(self, array: Any) -> Any:
+    def keep(self, array: Array) -> object:
         """A handle for an array that the kernel which is running has made; another array, if it is a view with gaps."""
         ...
 
-    def use(self, handle: Any) -> Any:
+    def use(self, handle: object) -> Array:
         """The array of a handle of this holder, for the kernel which is running: it finds it written."""
         ...
 
-    def receive(self, handle: Any, source: Holder) -> Any:
+    def receive(self, handle: object, source: Holder) -> object:
         """A handle for a copy, here, of an array that is with `source`; never blocks.
 
         Called where a kernel of this device is running. Both arrays are kept until the copy is done.
         """
         ...
 
-    def to_host(self, handle: Any) -> Array:
+    def to_host(self, handle: object) -> Array:
         """A copy of the array in the host's memory, from any thread. Blocks until the work that writes it has ended."""
         ...
 
-    async def fetched(self, handle: Any) -> Any:
+    async def fetched(self, handle: object) -> Array:
         """`to_host` that does not block, on the event loop of the device."""
         ...
 
@@ -57,6 +57,7 @@ class Holder(Protocol):
         ...
 
 
+@final
 class HeldValue:
     """A value in the memory of a device.
 
@@ -68,22 +69,22 @@ class HeldValue:
 
     __slots__ = ("handle", "holder", "host")
 
-    def __init__(self, handle: Any, holder: Holder) -> None:
+    def __init__(self, handle: object, holder: Holder) -> None:
         self.handle = handle
         self.holder = holder
-        self.host: Any = None
+        self.host: Array | None = None
 
     def __repr__(self) -> str:
         return f"<HeldValue on {self.holder.device}>"
 
-    def on_host(self) -> Any:
+    def on_host(self) -> Array:
         """The value for the host: a read-only array, or a scalar. Blocks, unless somebody has asked before."""
         if self.host is None:
             self.host = as_host_value(self.holder.to_host(self.handle))
         return self.host
 
 
-def holder_of(xp: Any) -> Holder | None:
+def holder_of(xp: Namespace) -> Holder | None:
     """Where the arrays of a namespace are; None for the host, and for simulated devices, which use NumPy's."""
     holder: Holder | None = None if xp is np else getattr(xp, "holder", None)
     return holder

@@ -9,6 +9,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from asyncflow.values import Array, Value
+
 
 def immutable(value: Any) -> Any:
     """`value` itself if nobody can write to its memory, else a copy that nobody can; rank 0 becomes a NumPy scalar.
@@ -27,19 +29,19 @@ def immutable(value: Any) -> Any:
     return copied
 
 
-def is_immutable(array: np.ndarray[Any, Any]) -> bool:
+def is_immutable(array: Array) -> bool:
     """Whether the array and all that share its memory are read-only, as far as NumPy tells."""
-    holder: Any = array
+    holder: object = array
     while isinstance(holder, np.ndarray) and not holder.flags.writeable:
         holder = holder.base
     # Anything else at the end of the chain, such as a memory map, may be written to from elsewhere.
     return holder is None or type(holder) is bytes
 
 
-def sealed(function: Callable[..., Any]) -> Callable[..., Any]:
+def sealed(function: Callable[..., Value]) -> Callable[..., Value]:
     """`function`, whose results are fresh memory, with its results made read-only: no copy is needed to keep them."""
 
-    def call(old: Any, *args: Any) -> Any:
+    def call(old: Value, *args: Value) -> Value:
         result = function(old, *args)
         if isinstance(result, np.ndarray) and result.base is None and all(result is not x for x in (old, *args)):
             result.flags.writeable = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Namespace, Value
 
 
 def check_pure(body: Subgraph, label: str) -> None:
@@ -73,7 +74,7 @@ def needs_host(body: Subgraph) -> bool:
     )
 
 
-def compile_pure(xp: Any, function: Subgraph) -> Callable[..., Any]:
+def compile_pure(xp: Namespace, function: Subgraph) -> Callable[..., Value]:
     """One Python callable for a body of pure nodes: input values to the result."""
     on_host = set() if xp is np else _host_values(function)
     slots = {tensor: slot for slot, tensor in enumerate(function.inputs)}
@@ -89,7 +90,7 @@ def compile_pure(xp: Any, function: Subgraph) -> Callable[..., Any]:
             slots[output] = len(slots)
     last = slots[function.results[0]]
 
-    def call(*inputs: Any) -> Any:
+    def call(*inputs: Value) -> Value:
         values = list(inputs)
         for kernel, sources, node in steps:
             try:
@@ -107,7 +108,7 @@ def compile_pure(xp: Any, function: Subgraph) -> Callable[..., Any]:
     return call if any(node.op.is_user for _, _, node in steps) else sealed(call)
 
 
-def _copied_in(xp: Any, constant: Kernel) -> Kernel:
+def _copied_in(xp: Namespace, constant: Kernel) -> Kernel:
     # At each call, in the order of its stream: whoever calls knows which that is.
     return lambda: xp.asarray(constant())
 

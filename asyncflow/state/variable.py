@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace
 
 
 class Variable(Resource, Operators):
@@ -202,9 +203,7 @@ class Variable(Resource, Operators):
         return VariableState(self.name, self.spec, self.initial)
 
 
-def _declared(
-    value: TensorLike | Spec, dtype: DTypeLike | None, shape: ShapeLike
-) -> tuple[Spec, np.ndarray[Any, Any] | None]:
+def _declared(value: TensorLike | Spec, dtype: DTypeLike | None, shape: ShapeLike) -> tuple[Spec, Array | None]:
     """Spec and initial value of a variable made with these arguments."""
     if isinstance(value, Spec):
         if dtype is not None or shape is not None:
@@ -259,7 +258,7 @@ def _arithmetic_spec(ufunc: np.ufunc) -> Callable[..., Spec]:
 
 
 def _arithmetic(name: str, ufunc: np.ufunc) -> Op:
-    def kernel(xp: Any, *, variable: VariableState) -> Kernel:
+    def kernel(xp: Namespace, *, variable: VariableState) -> Kernel:
         return partial(variable.apply, sealed(getattr(xp, ufunc.__name__)), xp=xp)
 
     return register(Op(name=name, infer=_arithmetic_spec(ufunc), kernel=kernel, effects=_effects(Access.WRITE)))
@@ -269,7 +268,7 @@ def _update_spec(*inputs: Spec, variable: Variable, function: Subgraph) -> Spec:
     return _fitting(variable, function.results[0].spec)
 
 
-def _update_kernel(xp: Any, *, variable: VariableState, function: Subgraph) -> Kernel:
+def _update_kernel(xp: Namespace, *, variable: VariableState, function: Subgraph) -> Kernel:
     return partial(variable.apply, compile_pure(xp, function), xp=xp)
 
 
@@ -278,7 +277,7 @@ def _update_host_inputs(node: Node) -> Collection[int]:
     return [place for place, x in enumerate(node.inputs) if stays_on_host(x)]
 
 
-def _read_kernel(xp: Any, *, variable: VariableState) -> Kernel:
+def _read_kernel(xp: Namespace, *, variable: VariableState) -> Kernel:
     return variable.read if xp is np else partial(variable.read_in, xp)
 
 

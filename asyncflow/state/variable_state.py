@@ -32,9 +32,11 @@ from asyncflow.state.immutable import immutable
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from asyncflow.graph.op import Kernel
     from asyncflow.graph.resource import Resource
     from asyncflow.graph.spec import Spec
     from asyncflow.state.held import Holder
+    from asyncflow.values import Array, Namespace, Value
 
 MOST_RACES = 32
 """After so many writes of others in between, a write has these wait: elsewhere they may always be faster."""
@@ -50,19 +52,19 @@ class VariableState:
 
     __slots__ = ("__weakref__", "_copies", "_lock", "_shape", "name", "spec", "value")
 
-    def __init__(self, name: str, spec: Spec, initial: np.ndarray[Any, Any] | None = None) -> None:
+    def __init__(self, name: str, spec: Spec, initial: Array | None = None) -> None:
         self.name = name
         self.spec = spec
-        self.value: Any = None if initial is None else immutable(initial)
+        self.value: Array | HeldValue | None = None if initial is None else immutable(initial)
         self._shape = spec.shape if is_static(spec.shape) else None
         self._lock = Lock()
-        self._copies: tuple[Any, dict[Any, Any]] | None = None
+        self._copies: tuple[Array | HeldValue, dict[Namespace, Array | HeldValue]] | None = None
         """A value and copies of it by namespace: a `HeldValue`, or an array where there is no holder."""
 
     def __repr__(self) -> str:
         return f"<VariableState {self.name} {self.spec}{'' if self.value is not None else ', no value yet'}>"
 
-    def read(self) -> Any:
+    def read(self) -> Array:
         """The value, on the host. Blocks until that is written and copied, if a device holds it.
 
         Raises:
@@ -74,7 +76,7 @@ class VariableState:
             return self.read_in(np)
         return value  # at once: on a CPU, all reads of variables end here
 
-    def _found(self) -> Any:
+    def _found(self) -> Array | HeldValue:
         value = self.value
         if value is None:
             raise AsyncflowError(
@@ -83,16 +85,17 @@ class VariableState:
             )
         return value
 
-    def read_in(self, xp: Any) -> Any:
+    def read_in(self, xp: Namespace) -> Array:
         """The value for the kernel of namespace `xp` that runs: what is elsewhere is copied once, at the first read.
 
         Raises:
             AsyncflowError: there is none yet.
             DeviceLostError: it was in the memory of a device that is lost.
         """
-        return self._converted(self._found(), xp)
+        value: Array = self._converted(self._found(), xp)
+        return value
 
-    def _converted(self, value: Any, xp: Any) -> Any:
+    def _converted(self, value: Any, xp: Namespace) -> Any:
         if type(value) is not HeldValue:
             if xp is np or not isinstance(value, np.ndarray):
                 return value
@@ -108,7 +111,7 @@ class VariableState:
                 here = copies[1][xp] = self._copied(value, xp)
         return here.holder.use(here.handle) if type(here) is HeldValue else here
 
-    def _copied(self, value: Any, xp: Any) -> Any:
+    def _copied(self, value: Array | HeldValue, xp: Namespace) -> Array | HeldValue:
         holder = holder_of(xp)
         if holder is None:
             return xp.asarray(self._on_host(value) if type(value) is HeldValue else value)
@@ -117,7 +120,7 @@ class VariableState:
         self._check_there(value)
         return HeldValue(holder.receive(value.handle, value.holder), holder)
 
-    def _on_host(self, value: HeldValue) -> Any:
+    def _on_host(self, value: HeldValue) -> Array:
         if value.host is None:
             self._check_there(value)
         return value.on_host()
@@ -131,7 +134,7 @@ class VariableState:
                 "the value with it; assign another one before anything reads it"
             ) from error
 
-    def assign(self, x: Any, xp: Any = np) -> Any:
+    def assign(self, x: Any, xp: Namespace = np) -> Value:
         """Makes `x` the value, copied if anyone could write to it, and returns the value.
 
         Raises:
@@ -144,7 +147,7 @@ class VariableState:
             self.value = value
         return given
 
-    def apply(self, fn: Callable[..., Any], *args: Any, xp: Any = np) -> Any:
+    def apply(self, fn: Kernel, *args: Value, xp: Namespace = np) -> Value:
         """Makes ``fn(old, *args)`` the value and returns it; calls `fn` again if another write came between.
 
         `fn` computes with arrays of the namespace `xp`.
@@ -167,7 +170,7 @@ class VariableState:
             self.value = _held(given, xp)
             return given
 
-    def _computed(self, fn: Callable[..., Any], old: Any, args: tuple[Any, ...], xp: Any) -> Any:
+    def _computed(self, fn: Kernel, old: Array | HeldValue, args: tuple[Value, ...], xp: Namespace) -> Value:
         new = fn(self._converted(old, xp), *args)
         self._check(new)
         return immutable(new)
@@ -218,7 +221,7 @@ class VariableState:
                 f"asked for as {seen}; use another name, or reset_container({resource.container!r}) first"
             )
 
-    def _check(self, x: Any) -> None:
+    def _check(self, x: Array) -> None:
         dtype = getattr(x, "dtype", None)
         if dtype != self.spec.dtype:
             found = type(x).__name__ if dtype is None else dtype_name(dtype)
@@ -229,7 +232,7 @@ class VariableState:
             )
 
 
-def _held(value: Any, xp: Any) -> Any:
+def _held(value: Any, xp: Namespace) -> Any:
     """What a state keeps of a value that a kernel of the namespace `xp` has made."""
     if xp is np:
         return value
