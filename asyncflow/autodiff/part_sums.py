@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -39,12 +39,12 @@ from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, host_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from types import ModuleType
 
     from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace
 
 _WHOLE: Key = (ELLIPSIS,)
 
@@ -60,12 +60,12 @@ class _Place:
 
     __slots__ = ("_add", "_is_rows", "_xp")
 
-    def __init__(self, xp: ModuleType, key: Key) -> None:
+    def __init__(self, xp: Namespace, key: Key) -> None:
         self._xp = xp
         self._add = part_kernel(xp, key, is_first=False)
         self._is_rows = names_rows(key)
 
-    def add(self, result: Any, parts: Sequence[_Part]) -> None:
+    def add(self, result: Array, parts: Sequence[_Part]) -> None:
         """Adds parts of this place to an array."""
         ranks = {_rank(part[2][0]) for part in parts} if self._is_rows else None
         if ranks == {0}:
@@ -79,12 +79,12 @@ class _Place:
                 self._add(result, values, indices)
 
 
-def _rank(rows: Any) -> int | None:
+def _rank(rows: Array) -> int | None:
     """Of numbers of rows; None for a mask."""
     return None if rows.dtype.kind == "b" else rows.ndim
 
 
-_Part: TypeAlias = "tuple[_Place | None, Any, Sequence[Any]]"
+_Part: TypeAlias = "tuple[_Place | None, Array, Sequence[Array]]"
 """Where it goes, None for the whole; values; and the tensors in the key."""
 
 
@@ -92,12 +92,12 @@ _Part: TypeAlias = "tuple[_Place | None, Any, Sequence[Any]]"
 class _Whole:
     """The value that the parts are parts of."""
 
-    xp: ModuleType
+    xp: Namespace
     extents: tuple[int, ...]
     dtype: DType
     size: int
 
-    def added_up(self, parts: Sequence[_Part]) -> Any:
+    def added_up(self, parts: Sequence[_Part]) -> Array:
         """An array with all parts in their places."""
         (place, values, _), *rest = parts
         if place is None and not rest:
@@ -123,7 +123,7 @@ class _Parts(Log[_Part]):
         """The values behind the first `count`; None for what has been added up."""
         return [None if place is None else values for place, values, _ in self[count:]]
 
-    def buffers(self) -> Sequence[Any]:
+    def buffers(self) -> Sequence[Array]:
         """What has been added up here; a view, or what it looks into, counts by itself."""
         return [values for place, values, _ in self[:1] if place is None and values.base is None]
 
@@ -142,7 +142,7 @@ class PartSum(Version[_Part]):
         super().__init__(log, length, nbytes)
         self.whole = whole
         self.size = size
-        self._total: Any | None = None
+        self._total: Array | None = None
 
     @classmethod
     def of(cls, whole: _Whole, parts: Sequence[_Part]) -> PartSum:
@@ -170,7 +170,7 @@ class PartSum(Version[_Part]):
         """With those of `other`; the cost is that of the shorter one."""
         return self.with_parts(other.parts()) if other.length <= self.length else other.merged(self)
 
-    def total(self) -> Any:
+    def total(self) -> Array:
         """The sum of all, each in its place of the whole; nobody writes to it."""
         if self._total is None:
             self._total = self.whole.added_up(self.parts())
@@ -180,11 +180,11 @@ class PartSum(Version[_Part]):
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
-def _add_kernel(xp: ModuleType, *, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Kernel:
+def _add_kernel(xp: Namespace, *, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Kernel:
     places, read = [None if key == _WHOLE else _Place(xp, key) for key in keys], shape_reader(shape)
     place, n_indices = places[0], index_count(keys[0])
 
-    def add(total: Any, *inputs: Any) -> PartSum:
+    def add(total: PartSum, *inputs: Array) -> PartSum:
         if len(places) == 1:
             parts: list[_Part] = [(place, inputs[0], inputs[1 : 1 + n_indices])]
         else:
@@ -198,10 +198,10 @@ def _add_kernel(xp: ModuleType, *, keys: tuple[Key, ...], shape: Shape, known: S
     return add
 
 
-def _part_kernel(xp: ModuleType, *, key: Key, shape: Shape, dtype: DType) -> Kernel:
+def _part_kernel(xp: Namespace, *, key: Key, shape: Shape, dtype: DType) -> Kernel:
     (static, build), n_indices, read = compile_key(key), index_count(key), shape_reader(shape)
 
-    def part(total: Any, *inputs: Any) -> Any:
+    def part(total: PartSum, *inputs: Array) -> Array:
         index = static if static is not None else build(*inputs[:n_indices])
         if static is None and xp is not np:
             index = device_index(xp, index)

@@ -17,25 +17,24 @@ from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.cost import free
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.spec import Spec
+    from asyncflow.values import Namespace
 
 
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
-def _new_kernel(xp: ModuleType) -> Kernel:
+def _new_kernel(xp: Namespace) -> Kernel:
     return lambda: SavedValues(Log(), 0, 0)
 
 
-def _save_kernel(xp: ModuleType) -> Kernel:
+def _save_kernel(xp: Namespace) -> Kernel:
     return SavedValues.saved
 
 
-def _read_kernel(xp: ModuleType, *, value: Spec) -> Kernel:
+def _read_kernel(xp: Namespace, *, value: Spec) -> Kernel:
     return SavedValues.read
 
 

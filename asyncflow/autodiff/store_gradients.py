@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from functools import reduce
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from asyncflow.autodiff.stores import STORE, StoreGradient
+from asyncflow.autodiff.stores import STORE, Grad, StoreGradient
 from asyncflow.control import tensor_array
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
@@ -24,26 +24,26 @@ from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
 
     from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace
 
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
-def _no_gradient_kernel(xp: ModuleType) -> Kernel:
+def _no_gradient_kernel(xp: Namespace) -> Kernel:
     return lambda: StoreGradient.of(())
 
 
-def _accumulate_kernel(xp: ModuleType) -> Kernel:
+def _accumulate_kernel(xp: Namespace) -> Kernel:
     return lambda grads, index, grad: grads.with_entries(((int(index), grad),))
 
 
-def _merge_kernel(xp: ModuleType) -> Kernel:
-    def merge(grads: Any, others: Any) -> Any:
+def _merge_kernel(xp: Namespace) -> Kernel:
+    def merge(grads: Grad, others: Grad) -> Grad:
         if grads.length and others.length:
             return grads.merged(others)
         return grads if grads.length else others  # a sum of parts (`part_sums`) begins as a store of nothing
@@ -51,12 +51,12 @@ def _merge_kernel(xp: ModuleType) -> Kernel:
     return merge
 
 
-def _element_kernel(xp: ModuleType, *, dtype: DType, shape: Shape) -> Kernel:
+def _element_kernel(xp: Namespace, *, dtype: DType, shape: Shape) -> Kernel:
     if dtype == VARIANT:
         return lambda grads, index: reduce(StoreGradient.merged, grads.read(int(index)) or [StoreGradient.of(())])
     read_shape = shape_reader(shape)
 
-    def read(grads: StoreGradient, index: Any, *sizes: Any) -> Any:
+    def read(grads: StoreGradient, index: Array, *sizes: Array) -> Array:
         extents = read_shape(sizes)
         found = grads.total(int(index), extents, xp)
         return xp.zeros(extents, dtype) if found is None else found
@@ -68,18 +68,18 @@ def _element_spec(grads: Spec, index: Spec, *sizes: Spec, dtype: DType, shape: S
     return STORE if dtype == VARIANT else Spec(dtype, template_shape(shape, sizes))
 
 
-def _stacked_kernel(xp: ModuleType) -> Kernel:
-    def entries(grad: Any, *indices: Any) -> StoreGradient:
+def _stacked_kernel(xp: Namespace) -> Kernel:
+    def entries(grad: Array, *indices: Array) -> StoreGradient:
         places = indices[0].tolist() if indices else range(len(grad))
         return StoreGradient.of([(place, grad[row]) for row, place in enumerate(places)])
 
     return entries
 
 
-def _rows_kernel(xp: ModuleType, *, is_scattered: bool, dtype: DType, shape: Shape) -> Kernel:
+def _rows_kernel(xp: Namespace, *, is_scattered: bool, dtype: DType, shape: Shape) -> Kernel:
     read_shape = shape_reader(shape)
 
-    def read(grads: StoreGradient, *inputs: Any) -> Any:
+    def read(grads: StoreGradient, *inputs: Array) -> Array:
         extents = read_shape(inputs[is_scattered:])
         places = inputs[0].tolist() if is_scattered else range(extents[0])
         found = [grads.total(place, extents[1:], xp) for place in places]
@@ -95,8 +95,8 @@ def _rows_spec(grads: Spec, *inputs: Spec, is_scattered: bool, dtype: DType, sha
     return Spec(dtype, template_shape(shape, inputs[is_scattered:]))
 
 
-def _joined_kernel(xp: ModuleType) -> Kernel:
-    def entries(grad: Any, lengths: Any) -> StoreGradient:
+def _joined_kernel(xp: Namespace) -> Kernel:
+    def entries(grad: Array, lengths: Array) -> StoreGradient:
         cuts = _cuts(lengths)
         total = cuts[-1].stop if cuts else 0
         if len(grad) != total:
@@ -109,10 +109,10 @@ def _joined_kernel(xp: ModuleType) -> Kernel:
     return entries
 
 
-def _pieces_kernel(xp: ModuleType, *, dtype: DType, shape: Shape) -> Kernel:
+def _pieces_kernel(xp: Namespace, *, dtype: DType, shape: Shape) -> Kernel:
     read_shape = shape_reader(shape)
 
-    def read(grads: StoreGradient, lengths: Any, *sizes: Any) -> Any:
+    def read(grads: StoreGradient, lengths: Array, *sizes: Array) -> Array:
         extents = read_shape(sizes)
         whole = xp.zeros(extents, dtype)
         for place, piece in enumerate(_cuts(lengths)):
@@ -128,7 +128,7 @@ def _pieces_spec(grads: Spec, lengths: Spec, *sizes: Spec, dtype: DType, shape: 
     return Spec(dtype, template_shape(shape, sizes))
 
 
-def _cuts(lengths: Any) -> list[slice]:
+def _cuts(lengths: Array) -> list[slice]:
     """The slices that pieces of these lengths are."""
     ends = list(accumulate(lengths.tolist(), initial=0))
     return [slice(start, stop) for start, stop in pairwise(ends)]

@@ -103,7 +103,9 @@ class SavedValues(Version["Value"]):
         return self.log[index]
 
 
-Reached: TypeAlias = "tuple[int, Any]"
+Grad: TypeAlias = Any
+"""A gradient of an element: an array, or a store of gradients if the element is a store."""
+Reached: TypeAlias = tuple[int, Grad]
 """The index of an element, and a gradient of it."""
 
 
@@ -147,11 +149,11 @@ class StoreGradient(Version[Reached]):
             return other.merged(self)
         return self.with_entries(other.entries()) if other.length else self
 
-    def read(self, index: int) -> list[Any]:
+    def read(self, index: int) -> list[Grad]:
         """The gradients of one element."""
         return [self.log[place][1] for place in self.log.positions.get(index, ()) if place < self.length]
 
-    def total(self, index: int, shape: tuple[int, ...], xp: Namespace) -> Any | None:
+    def total(self, index: int, shape: tuple[int, ...], xp: Namespace) -> Array | None:
         """The sum of the gradients of one element of this shape; None if there are none.
 
         Raises:
@@ -171,4 +173,4 @@ def _nbytes(entries: Sequence[Reached]) -> int:
     return sum(getattr(value, "nbytes", 0) for _, value in entries)
 
 
-__all__ = ["STORE", "Log", "SavedValues", "StoreGradient", "Version"]
+__all__ = ["STORE", "Grad", "Log", "SavedValues", "StoreGradient", "Version"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, cast, overload
 
 import numpy as np
 
@@ -109,6 +109,10 @@ def is_symbolic(value: object) -> TypeGuard[Tensor | SupportsTensor]:
     return isinstance(value, Tensor) or hasattr(type(value), "__asyncflow_tensor__")
 
 
+@overload
+def symbolic(value: Tensor | SupportsTensor) -> Tensor: ...
+@overload
+def symbolic(value: TensorLike) -> TensorLike: ...
 def symbolic(value: TensorLike) -> TensorLike:
     """The tensor that `value` is or reads as; else `value` itself."""
     if isinstance(value, Tensor) or not is_symbolic(value):
@@ -332,7 +336,7 @@ def group(*items: Tensor | Node, name: str | None = None) -> Node:
     return node
 
 
-def awaited_node(item: Tensor | Node, graph: Graph) -> Node | None:
+def awaited_node(item: object, graph: Graph) -> Node | None:
     """What nodes of `graph` wait for so that `item` is there; None if an enclosing branch or loop waits for it instead.
 
     For a result of a branch or loop it is an identity of that result: of a structured node, only what is used is run.

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 
 def _infer(
-    data: Spec, *, frame: str, constant: bool, parallel_iterations: int, shape: Shape | EllipsisType = ..., loop: str = ""
+    data: Spec,
+    *,
+    frame: str,
+    constant: bool,
+    parallel_iterations: int,
+    shape: Shape | EllipsisType = ...,
+    loop: str = "",
 ) -> Spec:
     """`loop`: the name of the `while` node that was lowered to it; empty where a user has written it."""
     check_parallel_iterations(parallel_iterations)
