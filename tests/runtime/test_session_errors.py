@@ -28,35 +28,6 @@ def endless() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"graph": "g"}, TypeError, "graph is a Graph or None; got str 'g'"),
-        ({"seed": 1.5}, TypeError, "seed is an integer; got float 1.5"),
-        ({"seed": True}, TypeError, "seed is an integer; got bool True"),
-        ({"max_iterations": 0}, ValueError, "max_iterations is at least 1; got 0"),
-        ({"max_iterations": "9"}, TypeError, "max_iterations is an integer; got str '9'"),
-        ({"threads": 0}, ValueError, "threads is at least 1; got 0"),
-        ({"optimize": 1}, TypeError, "optimize is True or False; got int 1"),
-        ({"loop_batching": 0}, TypeError, "loop_batching is True or False; got int 0"),
-        ({"regions": "no"}, TypeError, "regions is True or False; got str 'no'"),
-        ({"fusion": None}, TypeError, "fusion is True or False; got NoneType None"),
-        ({"cuda_graphs": "yes"}, TypeError, "cuda_graphs is True or False; got str 'yes'"),
-        ({"device_while": 1}, TypeError, "device_while is True or False; got int 1"),
-        ({"debug": []}, TypeError, r"debug is True or False; got list \[\]"),
-        ({"soft_placement": 0.0}, TypeError, "soft_placement is True or False; got float 0.0"),
-        ({"check_numerics": "1"}, TypeError, "check_numerics is True or False; got str '1'"),
-    ],
-)
-def test_options_of_a_session(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        af.Session(**options)
-
-
-def test_flags_may_be_numpys() -> None:
-    assert repr(af.Session(regions=np.bool_(False))) == "<Session on cpu:0>"  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
     ("use", "error", "message"),
     [
         pytest.param(lambda s, y: s.run(y, [1]), af.FeedError, "feeds is a mapping .* got list", id="feeds"),

@@ -31,29 +31,29 @@ class PlanRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Options that all plans of a session share."""
+    """Those options of a session that plans are compiled with; `SessionOptions` has their defaults and checks."""
 
-    optimize: bool = True
+    optimize: bool
     """Fold constants, join equal nodes, move invariant ones out of loops, and leave out what does nothing."""
-    loop_batching: bool = True
+    loop_batching: bool
     """With `optimize`, make one matrix product of those of many iterations of a loop, on CPUs."""
-    fusion: bool = True
+    fusion: bool
     """With regions, make one kernel of chains of elementwise ones, on devices that launch them."""
-    cuda_graphs: bool = False
+    cuda_graphs: bool
     """With regions, replay those that can be captured as CUDA graphs."""
-    device_while: bool = False
+    device_while: bool
     """Run loops on the card that decide by its arrays and compute nothing else than a graph can hold."""
-    debug: bool = False
+    debug: bool
     """Verify the graph after every pass, and every kernel's outputs while running."""
-    check_numerics: bool = False
+    check_numerics: bool
     """Fail on NaN and infinity."""
-    max_iterations: int | None = None
+    max_iterations: int | None
     """Most iterations of a loop."""
-    transfer_dtype: str | None = None
+    transfer_dtype: str | None
     """``"bfloat16"`` sends float32 values between devices as their upper 16 bits."""
-    soft_placement: bool = True
+    soft_placement: bool
     """A node that has no kernel where it is asked to be goes elsewhere."""
-    placement_seed: int | None = None
+    placement_seed: int | None
     """Places nodes at random where they may be; None where they finish first."""
 
 

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.plan import Plan
-    from asyncflow.compiler.program.request import PlanOptions
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.run.admission import Ticket
     from asyncflow.runtime.run.atomic import Claim
     from asyncflow.runtime.session.calls import Call
     from asyncflow.runtime.session.plans import Compile, PlanCache
+    from asyncflow.runtime.session.session_options import SessionOptions
 
 
 class Runs:
@@ -45,11 +45,7 @@ class Runs:
         devices: by name.
         plans: those of the session.
         compile: makes one that is missing.
-        options: that plans are compiled with.
-        shuffle_seed: as `Session` takes `seed`.
-        has_limit: whether the devices have a limit of memory.
-        max_runs: as `Session` takes it.
-        max_queued: likewise.
+        options: of the session.
 
     Attributes:
         closed: why nothing runs any more; None while the session is open.
@@ -65,24 +61,18 @@ class Runs:
         devices: Mapping[str, Device],
         plans: PlanCache,
         compile: Compile,
-        options: PlanOptions,
-        *,
-        shuffle_seed: int | None,
-        has_limit: bool,
-        max_runs: int | None,
-        max_queued: int | None,
+        options: SessionOptions,
     ) -> None:
         self.closed: str | None = None
         self.in_flight: set[Run] = set()
         self.begun = 0
         self.copies = Copies()
-        self.admission = None if max_runs is None else Admission(max_runs, max_queued)
-        self.memory_turns = MemoryTurns() if has_limit else None
+        self.admission = None if options.max_runs is None else Admission(options.max_runs, options.max_queued)
+        self.memory_turns = None if options.memory_limit is None else MemoryTurns()
         self._devices = devices
         self._plans = plans
         self._compile = compile
         self._options = options
-        self._shuffle_seed = shuffle_seed
         self._random_seed = secrets.randbits(63)
         self._quiet = quiet_context()
         self._atomic = AtomicRuns()
@@ -311,7 +301,7 @@ class Runs:
             loop=self._loop,
             turn=self._turn,
             seed=self._random_seed if plan.graph.seed is None else plan.graph.seed,
-            shuffle_seed=self._shuffle_seed,
+            shuffle_seed=self._options.seed,
             max_iterations=self._options.max_iterations,
             trace=trace,
             channel=channel,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from asyncflow.compiler.passes import Context
 from asyncflow.compiler.pipeline import compile_plan
-from asyncflow.compiler.program.request import PlanOptions, PlanRequest
 from asyncflow.devices.blas import acquire_blas_threads
 from asyncflow.devices.registry import open_devices
 from asyncflow.entered import Entered
@@ -24,16 +23,10 @@ from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.pickling import NotPickled
 from asyncflow.runtime.loop import thread_waits
-from asyncflow.runtime.options import (
-    check_flag,
-    check_graph,
-    check_integer,
-    check_limits,
-    check_plan_options,
-)
 from asyncflow.runtime.run.runs import Runs
 from asyncflow.runtime.session.calls import Call, CallCache, Prepared
 from asyncflow.runtime.session.plans import PlanCache
+from asyncflow.runtime.session.session_options import SessionOptions, taking, with_arguments
 from asyncflow.runtime.session.session_statistics import SessionStatistics
 from asyncflow.runtime.trace import Trace
 from asyncflow.runtime.values.feeds import as_feeds
@@ -46,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine, Hashable, Mapping, Sequence
 
     from asyncflow.compiler.plan import Plan
+    from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
 
@@ -67,49 +61,6 @@ class Session(NotPickled):
 
     A session binds to the event loop that first uses it. Variables without a container belong to one session.
 
-    Args:
-        graph: where names in fetches and feeds are looked up; tensors know their own graph.
-        devices: names such as ``["cpu:0", "cpu:1"]``; None for one CPU device.
-        optimize: fold constants, join equal nodes and move invariant ones out of loops before a graph runs.
-        loop_batching: with `optimize`, do matrix products of many iterations of a loop at once where they do not need
-            what the loop carries, or nothing in the loop needs them; results are the same within rounding.
-        regions: compile clusters of nodes that never wait into generated Python functions.
-        fusion: with `regions`, make one CUDA kernel of each chain of elementwise ones. It is compiled when it first
-            runs; results are the same but for rounding in transcendental functions.
-        cuda_graphs: with `regions`, launch a region of elementwise operations and reductions as one CUDA graph once it
-            has run a few times with the same shapes and the same numbers on the host. New; right on the one card it
-            ran on, and about three times as fast there.
-        device_while: run loops on the card that decide by arrays and whose bodies are such operations, branches and
-            loops of them included, with no copy to the host in between; needs the package ``cuda-bindings``, which the
-            extras ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13. ``Plan.explain()`` says for each loop
-            whether the card runs it. New; right on the one card it ran on.
-        debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
-        seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
-        memory_limit: bytes per device; None for no limit. Runs that only compute, and pass it together, are done one
-            after the other; what passes it alone fails with `OutOfMemoryError`.
-        threads: BLAS threads a stream. One is best when several runs are in flight.
-        compute_streams: streams for kernels on each device; with more than one, the compiler divides a run's
-            independent branches, and the iterations of its loops, over them. Kernels of different runs on a CPU overlap
-            in any case: it has a thread for each core, up to 8, and two more, one of them for short work alone.
-        transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits, in half the bytes
-            and with 8 bits of precision. None sends what is there.
-        soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
-            error.
-        placement_seed: puts nodes on devices at random, as far as requests allow, to show that results do not depend on
-            it. None: where they finish first.
-        check_numerics: fail on the first NaN or infinity, naming the node.
-        max_iterations: most iterations of any one loop; None for no limit.
-        plans: most compiled plans that the session keeps; the one used least recently goes first. What is kept for a
-            graph goes when the graph does.
-        max_runs: most runs in flight at once; others wait their turn. None for no limit. Not counted are runs that need
-            no scheduler, as they are over at once, and those that a run asks for.
-        max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
-            are refused (`OverloadedError`). None for no limit.
-
-    Raises:
-        TypeError, ValueError: an option is of another type than it says, or out of its range.
-        PlacementError: `devices` names one that is not there, or `device_while` lacks ``cuda-bindings``.
-
     >>> import asyncflow as af
     >>> with af.Graph() as graph:
     ...     x = af.placeholder("float32", ())
@@ -121,88 +72,35 @@ class Session(NotPickled):
     np.float32(42.0)
     """
 
+    __doc__ = with_arguments(__doc__, SessionOptions)  # for `help`; editors show what `taking` leads them to
     _not_copied = "it has devices, threads and variables of its own; make another session"
     _instead = (
         "it has devices, threads and an event loop of this process; make a session in the other one, and send values "
         "there as NumPy arrays"
     )
 
-    def __init__(
-        self,
-        graph: Graph | None = None,
-        devices: Sequence[str] | None = None,
-        *,
-        optimize: bool = True,
-        loop_batching: bool = True,
-        regions: bool = True,
-        fusion: bool = True,
-        cuda_graphs: bool = False,
-        device_while: bool = False,
-        debug: bool = False,
-        seed: int | None = None,
-        memory_limit: int | None = None,
-        threads: int = 1,
-        compute_streams: int = 1,
-        transfer_dtype: str | None = None,
-        soft_placement: bool = True,
-        placement_seed: int | None = None,
-        check_numerics: bool = False,
-        max_iterations: int | None = None,
-        plans: int = 256,
-        max_runs: int | None = None,
-        max_queued: int | None = None,
-    ) -> None:
-        check_graph(graph)
-        check_flag(regions, "regions")
-        check_integer(threads, "threads", 1)
-        check_integer(compute_streams, "compute_streams", 1)
-        check_integer(plans, "plans", 1)
-        check_limits(max_runs, max_queued)
-        if seed is not None:
-            check_integer(seed, "seed", None)
-        self._options = PlanOptions(
-            optimize=optimize,
-            loop_batching=loop_batching,
-            fusion=fusion,
-            cuda_graphs=cuda_graphs,
-            device_while=device_while,
-            debug=debug,
-            check_numerics=check_numerics,
-            max_iterations=max_iterations,
-            transfer_dtype=transfer_dtype,
-            soft_placement=soft_placement,
-            placement_seed=placement_seed,
-        )
-        check_plan_options(self._options)
-        self.graph = graph
-        self.devices: tuple[Device, ...] = open_devices(devices, memory_limit, compute_streams)
-        if device_while:
+    @taking(SessionOptions)
+    def __init__(self, options: SessionOptions) -> None:
+        self.graph = options.graph
+        self.devices: tuple[Device, ...] = open_devices(options.devices, options.memory_limit, options.compute_streams)
+        if options.device_while:
             for device in self.devices:
                 device.check_loops()
         self.state = StateStore()
-        self._threads = threads
-        self._plans = PlanCache(plans)
-        # Bound to no session: what runs hold must not keep one alive that was dropped.
+        self._threads = options.threads
+        self._plans = PlanCache(options.plans)
         # A variable stays on the device whose memory it is in, whatever else a later plan runs.
         has_memories = any(device.capabilities.own_memory for device in self.devices)
         homes: dict[Hashable, str] | None = {} if has_memories else None
+        # Bound to no session: what runs hold must not keep one alive that was dropped.
         self._compile = partial(
             _compile,
-            context=Context(devices=self.devices, options=self._options, resolve=self.state.lookup, homes=homes),
+            context=Context(devices=self.devices, options=options.for_plans(), resolve=self.state.lookup, homes=homes),
             # Only then is there a choice that depends on what nodes cost.
-            measured=self._plans if len(self.devices) > 1 or compute_streams > 1 else None,
+            measured=self._plans if len(self.devices) > 1 or options.compute_streams > 1 else None,
         )
-        self._calls = CallCache(graph, self._plans, regions=regions)
-        self._runs = Runs(
-            {device.name: device for device in self.devices},
-            self._plans,
-            self._compile,
-            self._options,
-            shuffle_seed=seed,
-            has_limit=memory_limit is not None,
-            max_runs=max_runs,
-            max_queued=max_queued,
-        )
+        self._calls = CallCache(options.graph, self._plans, regions=options.regions)
+        self._runs = Runs({device.name: device for device in self.devices}, self._plans, self._compile, options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
         self._blas: BlasLease | None = None

@@ -1,0 +1,166 @@
+"""What a session was asked for: `SessionOptions`, the parameters of `Session`, checked where they are given."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Concatenate, Final, ParamSpec, TypeVar
+
+import numpy as np
+
+from asyncflow.compiler.program.request import PlanOptions
+from asyncflow.graph.graph import Graph
+
+P = ParamSpec("P")
+S = TypeVar("S")
+Options = TypeVar("Options")
+
+_LEAST: Final = {
+    "seed": None,
+    "threads": 1,
+    "compute_streams": 1,
+    "placement_seed": None,
+    "max_iterations": 1,
+    "plans": 1,
+    "max_runs": 1,
+    "max_queued": 0,
+}
+"""The least that each integer may be; devices check their memory limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """What a `Session` was asked for: its parameters, which are added, documented and checked here alone.
+
+    Args:
+        graph: where names in fetches and feeds are looked up; tensors know their own graph.
+        devices: names such as ``["cpu:0", "cpu:1"]``; None for one CPU device.
+        optimize: fold constants, join equal nodes and move invariant ones out of loops before a graph runs.
+        loop_batching: with `optimize`, do matrix products of many iterations of a loop at once where they do not need
+            what the loop carries, or nothing in the loop needs them; results are the same within rounding.
+        regions: compile clusters of nodes that never wait into generated Python functions.
+        fusion: with `regions`, make one CUDA kernel of each chain of elementwise ones. It is compiled when it first
+            runs; results are the same but for rounding in transcendental functions.
+        cuda_graphs: with `regions`, launch a region of elementwise operations and reductions as one CUDA graph once it
+            has run a few times with the same shapes and the same numbers on the host. New; right on the one card it
+            ran on, and about three times as fast there.
+        device_while: run loops on the card that decide by arrays and whose bodies are such operations, branches and
+            loops of them included, with no copy to the host in between; needs the package ``cuda-bindings``, which the
+            extras ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13. ``Plan.explain()`` says for each loop
+            whether the card runs it. New; right on the one card it ran on.
+        debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
+        seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
+        memory_limit: bytes per device; None for no limit. Runs that only compute, and pass it together, are done one
+            after the other; what passes it alone fails with `OutOfMemoryError`.
+        threads: BLAS threads a stream. One is best when several runs are in flight.
+        compute_streams: streams for kernels on each device; with more than one, the compiler divides a run's
+            independent branches, and the iterations of its loops, over them. Kernels of different runs on a CPU overlap
+            in any case: it has a thread for each core, up to 8, and two more, one of them for short work alone.
+        transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits, in half the bytes
+            and with 8 bits of precision. None sends what is there.
+        soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
+            error.
+        placement_seed: puts nodes on devices at random, as far as requests allow, to show that results do not depend on
+            it. None: where they finish first.
+        check_numerics: fail on the first NaN or infinity, naming the node.
+        max_iterations: most iterations of any one loop; None for no limit.
+        plans: most compiled plans that the session keeps; the one used least recently goes first. What is kept for a
+            graph goes when the graph does.
+        max_runs: most runs in flight at once; others wait their turn. None for no limit. Not counted are runs that need
+            no scheduler, as they are over at once, and those that a run asks for.
+        max_queued: with `max_runs`, most runs that wait; more, and those that would not end within their ``timeout=``,
+            are refused (`OverloadedError`). None for no limit.
+
+    Raises:
+        TypeError, ValueError: an option is of another type than it says, or out of its range.
+        PlacementError: `devices` names one that is not there, or `device_while` lacks ``cuda-bindings``.
+    """
+
+    graph: Graph | None = None
+    devices: Sequence[str] | None = None
+    _: KW_ONLY
+    optimize: bool = True
+    loop_batching: bool = True
+    regions: bool = True
+    fusion: bool = True
+    cuda_graphs: bool = False
+    device_while: bool = False
+    debug: bool = False
+    seed: int | None = None
+    memory_limit: int | None = None
+    threads: int = 1
+    compute_streams: int = 1
+    transfer_dtype: str | None = None
+    soft_placement: bool = True
+    placement_seed: int | None = None
+    check_numerics: bool = False
+    max_iterations: int | None = None
+    plans: int = 256
+    max_runs: int | None = None
+    max_queued: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.graph is not None and not isinstance(self.graph, Graph):
+            raise TypeError(f"graph is a Graph or None; got {type(self.graph).__name__} {self.graph!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool":
+                _check_flag(value, field.name)
+            elif field.name in _LEAST and (value is not None or field.type == "int"):
+                _check_integer(value, field.name, _LEAST[field.name])
+        if self.max_queued is not None and self.max_runs is None:
+            raise ValueError("max_queued limits the runs that wait, and without max_runs none ever does: give both")
+        if self.transfer_dtype not in (None, "bfloat16"):
+            raise ValueError(f"transfer_dtype is None or 'bfloat16'; got {self.transfer_dtype!r}")
+
+    def for_plans(self) -> PlanOptions:
+        """Those that plans are compiled with."""
+        return PlanOptions(**{field.name: getattr(self, field.name) for field in fields(PlanOptions)})
+
+
+def _check_integer(value: object, name: str, least: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} is an integer; got {type(value).__name__} {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} is at least {least}; got {value}")
+
+
+def _check_flag(value: object, name: str) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is True or False; got {type(value).__name__} {value!r}")
+
+
+def taking(
+    options: Callable[P, Options],
+) -> Callable[[Callable[[S, Options], None]], Callable[Concatenate[S, P], None]]:
+    """Gives an ``__init__(self, options)`` the parameters of `options`, for callers, type checkers and `help`.
+
+    Said once: 21 parameters with their types and defaults, in a signature and again in what keeps them, would differ.
+    """
+    init_of_options = vars(options)["__init__"]
+
+    def decorate(init: Callable[[S, Options], None]) -> Callable[Concatenate[S, P], None]:
+        def taken(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            init(self, options(*args, **kwargs))
+
+        # An error that names an argument names the function too.
+        taken.__name__, taken.__qualname__ = init.__name__, init.__qualname__
+        init_of_options.__qualname__ = init.__qualname__
+        taken.__annotations__ = init_of_options.__annotations__
+        taken.__signature__ = inspect.signature(init_of_options)  # type: ignore[attr-defined]
+        return taken
+
+    return decorate
+
+
+def with_arguments(doc: str | None, options: type) -> str | None:
+    """A docstring that ends with an example, with the sections of the one of `options` before it."""
+    if doc is None or options.__doc__ is None:
+        return None  # python -OO
+    head, sign, example = doc.partition(">>>")
+    return head + options.__doc__.partition("\n\n")[2].strip() + "\n\n    " + sign + example
+
+
+__all__ = ["SessionOptions", "taking", "with_arguments"]
