@@ -20,6 +20,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import asyncflow as af
+from asyncflow.compiler.program import fused
+from asyncflow.devices.cuda import copies as cuda_copies
 from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.cuda.experimental import graph as cuda_graph
 from asyncflow.devices.cuda.pinned import shared_slab
@@ -30,16 +32,16 @@ from asyncflow.devices.sim.machine import SimMachine, use_machine
 from asyncflow.runtime.run import runs as runs_module
 from asyncflow.runtime.run.run import Run
 from asyncflow.runtime.scheduler.scheduler import Statistics
+from asyncflow.streams.cuda import stream as cuda_stream
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.cells import LOOPS, Arrangement, LoopFactory, Selection
+from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
 from tests.patience import PATIENCE_S
 from tests.processor_time import ProcessorTime
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
-
-    from tests.fake_cupy import FakeCupy
 
 OpenSession: TypeAlias = Callable[..., AbstractAsyncContextManager[af.Session]]
 
@@ -148,7 +150,8 @@ async def machine(request: pytest.FixtureRequest) -> AsyncIterator[SimMachine | 
     made = SimMachine(parse_machine(MACHINE), loop, seed=_seed(request), jitter=JITTER)
     with use_machine(made):
         yield made
-    assert made.hazards == []
+    # Not asserted here: what a fixture that raises has reset stays as it was, in the tests that come after too.
+    AuditedRun.leftovers.extend(str(hazard) for hazard in made.hazards)
 
 
 def small_cards(seed: int) -> AbstractContextManager[FakeCupy]:
@@ -287,11 +290,23 @@ NOTHING_LEFT = Statistics(ready=0, running=0, frames=0, iterations=0, parked=0)
 
 @pytest.fixture(autouse=True)
 def _nothing_left_of_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every run of every test ends with zero frames, tokens, rendezvous entries and work in flight."""
+    """Every run of every test ends with zero frames, tokens, rendezvous entries, work in flight and hazards."""
     monkeypatch.setattr(runs_module, "Run", AuditedRun)
     AuditedRun.leftovers.clear()
     yield
     assert AuditedRun.leftovers == []
+
+
+@pytest.fixture(autouse=True)
+def _closed_stand_ins_are_forgotten() -> Iterator[None]:
+    """What a process keeps for its one CuPy it would keep for the stand-in of every test, and collect through it."""
+    yield
+    for registry in (cuda_stream._cards, cuda_copies._cards):
+        for key in list(registry):
+            cupy = key[0] if isinstance(key, tuple) else key
+            if isinstance(cupy, FakeCupy) and cupy.engine.closed:
+                del registry[key]
+                fused._compiled.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,9 @@
 """How much processor time a test takes, its threads and the processes that it started included.
 
-Time of the processor, not of the clock: a busy machine fails no test. A test that takes more than `LIMIT_S` is marked
-``slow``, or made smaller; those that are neither are listed at the end, and under CI fail when they are far beyond it.
+Time of the processor, not of the clock. A test that takes more than `LIMIT_S` is marked ``slow``, or made smaller;
+those that are neither are listed at the end. Under CI each of them runs again, twice, and fails if it took far more all
+three times, in seconds of a quiet machine: how long a piece of work takes meanwhile says how much slower this one is.
+So no test fails for being the first to import something, nor because the machine is busy.
 """
 
 from __future__ import annotations
@@ -10,59 +12,64 @@ import json
 import os
 import resource
 from pathlib import Path
-from time import process_time
-from typing import TYPE_CHECKING, Any, cast
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, cast
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 LIMIT_S = 0.5
-FAR_BEYOND = 10.0
-"""Machines differ in speed, and busy ones in what a test takes of it; what is beyond by so much is slow anywhere."""
+FAR_BEYOND = 2.0
+ATTEMPTS = 3
 LISTED = 30
 
+WORK_S = 0.011
+"""How long `_work` takes on a quiet machine like those of CI."""
+
+RESULT = "ASYNCFLOW_PROCESSOR_TIMES"
 PROPERTY = "processor_s"
 """Under this name a test's report, which crosses processes, has the seconds."""
 
 
 class ProcessorTime:
-    """A plugin that measures all tests; environment variable ASYNCFLOW_PROCESSOR_TIMES names a file for the result."""
+    """A plugin that measures all tests; the environment variable `RESULT` names a file for what each one took."""
 
     def __init__(self) -> None:
-        self.started_s = 0.0
         self.taken: dict[str, tuple[float, bool]] = {}
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self) -> Generator[None, Any, Any]:
-        self.started_s = _processor_s()
-        return (yield)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
-        if call.when == "teardown":
-            seconds, is_slow = _processor_s() - self.started_s, item.get_closest_marker("slow") is not None
-            report.user_properties.append((PROPERTY, (seconds, is_slow)))
-            if "CI" in os.environ and report.passed and not is_slow and seconds > LIMIT_S * FAR_BEYOND:
+    # The innermost wrapper, for the limit on tests that hang to hold for all attempts together.
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Generator[None, object, object]:
+        failed, started_s = item.session.testsfailed, _processor_s()
+        result = yield
+        seconds, is_slow = _processor_s() - started_s, item.get_closest_marker("slow") is not None
+        if seconds <= LIMIT_S and RESULT not in os.environ:
+            return result
+        report = pytest.TestReport(item.nodeid, item.location, {}, "passed", None, "teardown")
+        if seconds > LIMIT_S and not is_slow and "CI" in os.environ and item.session.testsfailed == failed:
+            seconds = min(seconds / _slowness(), *(_again_s(item, nextitem) for _ in range(ATTEMPTS - 1)))
+            if seconds > LIMIT_S * FAR_BEYOND:
                 report.outcome = "failed"
                 report.longrepr = (
-                    f"{item.nodeid} took {seconds:.1f} s of processor time. A test takes at most {LIMIT_S} s: "
-                    "make it smaller, or mark it with @pytest.mark.slow."
+                    f"{item.nodeid} took {seconds:.1f} s of processor time or more, {ATTEMPTS} times. A test takes at "
+                    f"most {LIMIT_S} s: make it smaller, or mark it with @pytest.mark.slow."
                 )
-        return report
+        report.user_properties.append((PROPERTY, (seconds, is_slow)))
+        item.ihook.pytest_runtest_logreport(report=report)
+        return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties:
             if name == PROPERTY:
-                seconds, is_slow = cast("tuple[float, bool]", value)
-                self.taken[report.nodeid] = seconds, is_slow
+                self.taken[report.nodeid] = cast("tuple[float, bool]", value)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if path := os.environ.get("ASYNCFLOW_PROCESSOR_TIMES"):
+        if path := os.environ.get(RESULT):
             Path(path).write_text(json.dumps(self.taken), encoding="utf-8")
         long = sorted(
             ((s, test) for test, (s, is_slow) in self.taken.items() if s > LIMIT_S and not is_slow), reverse=True
@@ -73,6 +80,28 @@ class ProcessorTime:
             )
             for seconds, test in long[:LISTED]:
                 terminalreporter.line(f"{seconds:6.2f} s  {test}")
+
+
+def _again_s(item: pytest.Item, nextitem: pytest.Item | None) -> float:
+    """What a test takes when it runs once more; nobody hears how it ends."""
+    cast("pytest.Function", item)._initrequest()  # as at first, without values of fixtures
+    slowness = _slowness()
+    started_s = _processor_s()
+    runtestprotocol(item, log=False, nextitem=nextitem)
+    return (_processor_s() - started_s) / max(slowness, _slowness())
+
+
+def _slowness() -> float:
+    """How many times as long as on a quiet machine work takes now: by the clock, so that who waits counts as well."""
+    started_s = perf_counter()
+    _work()
+    return (perf_counter() - started_s) / WORK_S
+
+
+def _work() -> None:
+    table: dict[int, int] = {}
+    for number in range(60_000):
+        table[number & 1023] = table.get((number * 7) & 1023, 0) + number
 
 
 def _processor_s() -> float:
