@@ -13,7 +13,7 @@ import pytest
 import asyncflow as af
 from asyncflow.devices.cuda.backend import CudaBackend
 from asyncflow.errors import DeviceLostError
-from asyncflow.runtime.values import device_feeds
+from asyncflow.runtime.values import foreign_feeds
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
 from tests.interop.libraries import Library
@@ -148,7 +148,7 @@ async def test_what_does_not_fit_is_refused(one_fake: FakeCupy, x: af.Tensor) ->
 
 
 async def test_a_card_without_cupy(one_fake: FakeCupy, x: af.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_feeds, "cuda_backend", lambda: CudaBackend(None, reason="no NVIDIA driver found"))
+    monkeypatch.setattr(foreign_feeds, "cuda_backend", lambda: CudaBackend(None, reason="no NVIDIA driver found"))
     async with af.Session() as session:
         with pytest.raises(af.FeedError, match=r"x:0: .*takes CuPy to read \(no NVIDIA driver found\)"):
             await session.run(x + 1, {x: one_fake.zeros(3, np.float32)})

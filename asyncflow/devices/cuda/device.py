@@ -25,7 +25,7 @@ import numpy as np
 
 from asyncflow.devices.cuda.bindings import LEAST_VERSION, cuda_bindings
 from asyncflow.devices.cuda.copies import Copies, enable_peer_access
-from asyncflow.devices.cuda.exchange import Exchange
+from asyncflow.devices.cuda.exchange import Exchange, ForeignArray
 from asyncflow.devices.cuda.holder import CudaHolder
 from asyncflow.devices.cuda.launch import HostLauncher, Launcher, RegionLauncher
 from asyncflow.devices.cuda.memory import CudaMemoryAccount, CudaPool, home_of, install_allocator
@@ -34,7 +34,6 @@ from asyncflow.devices.cuda.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.cuda.progress import Progress
 from asyncflow.devices.cuda.timing import Clock, HostSpan, PendingSpan
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, as_scalar, is_shape
-from asyncflow.devices.foreign import ForeignArray
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
@@ -264,7 +263,7 @@ class CudaDevice(Progress):
             ready.record()  # earlier kernels may still be using the memory
         with cupy.cuda.Device(self.physical):
             ready.synchronize()
-            copying = cupy.cuda.Stream(non_blocking=True)  # as in `foreign.read`
+            copying = cupy.cuda.Stream(non_blocking=True)  # as in `exchange.read`
             array.set(np.asarray(value, order="C"), stream=copying)
             copying.synchronize()
         return CudaArray(array, self.name, self.compute, name)

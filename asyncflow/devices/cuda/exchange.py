@@ -1,23 +1,165 @@
-"""Arrays that a CUDA device takes from other libraries, and those that it lends them, both without the host.
+"""Arrays exchanged with other libraries on a card, by DLPack and without the host: taken, read, and lent.
+
+A library (CuPy, PyTorch, JAX) orders its work by a *current stream* of each thread. Its arrays are valid in the order
+of that stream, and it knows nothing of ours. So whoever reads an array of it does two things: wait for what that stream
+has been given, and make that stream wait, before it goes on, for having read. All of this enqueues; nothing here waits
+but `read`.
 
 What is taken is copied, on `peer`: a feed is a snapshot, whatever its owner does next. What is lent is the array
 itself. Its memory belongs to a stream of ours, which must not use it again while others still read it; see
 `Exchange.take_back`.
+
+``cupy`` is a parameter where there need be no device: only the CUDA backend imports it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cuda.values import CudaArray, Landing
-from asyncflow.devices.foreign import Loan, current_streams, hold_back, view
 from asyncflow.streams.cuda.stream import active_stream
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from asyncflow.devices.cuda.device import CudaDevice
-    from asyncflow.devices.foreign import ForeignArray
     from asyncflow.devices.protocol import Deliver
+
+HOST_MEMORY = frozenset({1, 3})
+"""DLPack's numbers of memory that NumPy reads: the host's, and what CUDA has pinned of it."""
+
+CUDA_MEMORY = frozenset({2, 13})
+"""DLPack's numbers of memory that a card's kernels read: the card's, and what CUDA moves by itself."""
+
+
+class ForeignArray:
+    """An array in a card's memory that another library made.
+
+    Attributes:
+        value: that library's object, which has ``__dlpack__``.
+        dtype: of its elements.
+        shape: its extents.
+        card: CUDA's number of the card.
+        written: completes when the array is written; None if the library's current stream says so itself.
+    """
+
+    __slots__ = ("card", "dtype", "shape", "value", "written")
+
+    def __init__(
+        self, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], card: int, written: Any = None
+    ) -> None:
+        self.value = value
+        self.written = written
+        self.dtype = dtype
+        self.shape = shape
+        self.card = card
+
+    @property
+    def ndim(self) -> int:
+        """The rank."""
+        return len(self.shape)
+
+    def __repr__(self) -> str:
+        return f"<ForeignArray {type(self.value).__name__} {self.dtype}{list(self.shape)} on card {self.card}>"
+
+    def snapshot(self, cupy: Any) -> ForeignArray:
+        """A copy that nobody changes, made by the library itself in the order of its current stream.
+
+        Whoever looks at it later may find another stream the current one, so it brings its event. Libraries without
+        such a method, as far as we know them, do not change arrays at all.
+
+        Args:
+            cupy: the module; None where there is none, and then nobody will be able to look.
+        """
+        value = self.value
+        if self.written is not None:  # it is one already
+            return self
+        if not hasattr(value, "clone" if _is_torch(value) else "copy"):
+            return self
+        device: Any = getattr(value, "device", None)
+        with device if hasattr(device, "__enter__") else nullcontext():  # CuPy copies to the card that is current
+            copied = value.clone() if _is_torch(value) else value.copy()
+        written = None if cupy is None else _event_after(cupy, value, self.card)
+        return ForeignArray(copied, self.dtype, self.shape, self.card, written)
+
+
+def _event_after(cupy: Any, value: Any, card: int) -> Any:
+    """An event after all that the current stream of the value's library has been given."""
+    with cupy.cuda.Device(card):
+        event = cupy.cuda.Event(disable_timing=True)
+        torch: Any = sys.modules["torch"] if _is_torch(value) else None
+        current = (
+            cupy.cuda.get_current_stream(card).ptr if torch is None else torch.cuda.current_stream(card).cuda_stream
+        )
+        cupy.cuda.runtime.eventRecord(event.ptr, current)
+    return event
+
+
+class Loan:
+    """Keeps memory of a device for as long as anybody else has an array in it, and then hands it back.
+
+    The last reference may go on any thread, at any bytecode: `give_back` has to be a bare ``deque.append``.
+    """
+
+    __slots__ = ("_array", "_give_back")
+
+    def __init__(self, array: Any, give_back: Any) -> None:
+        self._array = array
+        self._give_back = give_back
+
+    def __del__(self) -> None:
+        self._give_back(self._array)
+
+
+def view(cupy: Any, foreign: ForeignArray) -> tuple[Any, Any]:
+    """A CuPy array in C order in the same memory, and an event that completes when all is written to it.
+
+    One in another order is copied to C order first, in the memory of CuPy's own pool.
+
+    Ordering: what the library's current stream has been given so far, or what `foreign.written` says. CuPy's current
+    stream on the card waits for it.
+    """
+    array = foreign.value if isinstance(foreign.value, cupy.ndarray) else cupy.from_dlpack(foreign.value)
+    with cupy.cuda.Device(foreign.card):
+        if foreign.written is not None:
+            cupy.cuda.runtime.streamWaitEvent(cupy.cuda.get_current_stream(foreign.card).ptr, foreign.written.ptr)
+        if not array.flags.c_contiguous:
+            array = cupy.ascontiguousarray(array)
+        written = cupy.cuda.Event(disable_timing=True)  # of those that a thread can sleep on a stream takes few
+        written.record()
+    return array, written
+
+
+def hold_back(cupy: Any, card: int, event: Any) -> None:
+    """Let the current streams of those who may write to an array on the card next wait for ``event``."""
+    for stream in current_streams(cupy, card):
+        cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
+
+
+def current_streams(cupy: Any, card: int) -> list[int]:
+    """The streams of a card that CuPy and PyTorch use on this thread, as CUDA's pointers."""
+    found = [cupy.cuda.get_current_stream(card).ptr]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found.append(torch.cuda.current_stream(card).cuda_stream)
+    return list(dict.fromkeys(found))
+
+
+def read(cupy: Any, array: Any, written: Any, card: int) -> np.ndarray[Any, Any]:
+    """The values of a CuPy array, when the event has completed. Blocks: call it on a thread that may wait."""
+    with cupy.cuda.Device(card):
+        # Not the default stream, which would also wait for other work of the card. Nothing is allocated on this one,
+        # so that its end leaves nothing behind in any pool.
+        copying = cupy.cuda.Stream(non_blocking=True)
+        copying.wait_event(written)
+        ready = cupy.cuda.Event(block=True, disable_timing=True)
+        ready.record(copying)
+        ready.synchronize()
+        values: np.ndarray[Any, Any] = array.get(stream=copying)
+    return values
 
 
 class Exchange:
@@ -100,4 +242,9 @@ class Exchange:
         self._returned.clear()
 
 
-__all__ = ["Exchange"]
+def _is_torch(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+__all__ = ["CUDA_MEMORY", "HOST_MEMORY", "Exchange", "ForeignArray", "read", "view"]

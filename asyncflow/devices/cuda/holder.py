@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.devices.cuda.exchange import read
 from asyncflow.devices.cuda.values import CudaArray, Landing
-from asyncflow.devices.foreign import read
 from asyncflow.streams.cuda.stream import active_stream, capturing
 
 if TYPE_CHECKING:

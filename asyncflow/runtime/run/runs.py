@@ -20,8 +20,9 @@ from asyncflow.runtime.run.single_call import quiet_context, run_single_call
 from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
 from asyncflow.runtime.values.copies import Copies
-from asyncflow.runtime.values.device_feeds import as_of_now, at_hand
+from asyncflow.runtime.values.feeds import at_hand
 from asyncflow.runtime.values.fetches import user_value
+from asyncflow.runtime.values.foreign_feeds import as_of_now
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.holding import enclosing_parts, is_within, note_ask
 

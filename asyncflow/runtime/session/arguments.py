@@ -20,7 +20,7 @@ from asyncflow.graph.build import as_array, is_symbolic, placeholder
 from asyncflow.graph.dtypes import as_dtype
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec, spec_of
-from asyncflow.runtime.values.exchange import NotExchangeable, exchanged, is_exchangeable
+from asyncflow.runtime.values.foreign_feeds import NotExchangeable, exchanged, is_exchangeable
 
 _NUMPY = (np.ndarray, np.generic)
 

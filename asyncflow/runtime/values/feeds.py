@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from asyncflow.devices.foreign import ForeignArray
+from asyncflow.devices.cuda.exchange import ForeignArray
 from asyncflow.devices.memory import owner_of
-from asyncflow.errors import FeedError, GraphError, told
+from asyncflow.errors import DeviceLostError, FeedError, GraphError, told
 from asyncflow.graph.build import as_array, is_masked
 from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
-from asyncflow.runtime.values.exchange import NotExchangeable, exchanged, is_exchangeable
+from asyncflow.runtime.values.foreign_feeds import (
+    NotExchangeable,
+    exchanged,
+    has_foreign,
+    is_exchangeable,
+    on_host,
+    snapshots,
+)
 from asyncflow.state.immutable import is_immutable
+from asyncflow.streams.beside import call_beside
+
+if TYPE_CHECKING:
+    from asyncflow.compiler.plan import Plan
+    from asyncflow.devices.protocol import Device
 
 LARGE_BYTES = 1 << 20
 """An array of more bytes (1 MiB) is not copied on the event loop."""
@@ -104,7 +118,7 @@ def feed_value(tensor: Tensor, value: Any) -> Any:
     """`value` as the run will see it: a NumPy scalar, or a C-contiguous array nobody else can write to.
 
     What takes long comes as it is: a `LargeFeed`, which a thread is to copy, or a `ForeignArray` in the memory of a
-    card, which is copied when the run starts; see `device_feeds`.
+    card, which is copied when the run starts; see `foreign_feeds`.
 
     Raises:
         FeedError: dtype or shape do not fit; nothing is cast silently.
@@ -147,6 +161,55 @@ def locked(array: np.ndarray[Any, Any]) -> Any:
         return array[()]
     array.flags.writeable = False
     return array
+
+
+async def at_hand(
+    values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]
+) -> list[Any]:
+    """The values where a plan takes them, once they are there, and so is the state that kernels read.
+
+    No kernel has to hold up the event loop for that state then, unless a device writes it again before.
+
+    Raises:
+        FeedError: as `settled`.
+    """
+    if has_foreign(values):
+        values = await settled(values, feeds, plan, devices)
+    for state in plan.read_on_host:
+        if (read := state.read_on_host()) is not None:
+            with suppress(DeviceLostError):  # whoever reads it is told
+                await call_beside(read)
+    return list(values)
+
+
+async def settled(values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]) -> Any:
+    """The values, as the devices of a plan take them; does not suspend if all stay in the memory of cards.
+
+    Raises:
+        FeedError: one has to be read on the host, and cannot be.
+    """
+    places = {index: devices[part.device] for part in plan.partitions for index in part.feed_indexes}
+    wanted = [
+        index
+        for index, value in enumerate(values)
+        # Numbers of rank 0 are the host's, wherever they are used.
+        if type(value) is ForeignArray
+        and not (index in places and places[index].capabilities.takes_foreign and value.ndim)
+    ]
+    if not wanted:
+        return values
+    values = snapshots(values)
+    readings = [_on_host(feeds[index], values[index]) for index in wanted]
+    for index, array in zip(wanted, await asyncio.gather(*readings), strict=True):
+        values[index] = array
+    return values
+
+
+async def _on_host(tensor: Tensor, foreign: ForeignArray) -> Any:
+    try:
+        return locked(await on_host(foreign))
+    except NotExchangeable as error:
+        raise refusal(tensor, foreign.value, str(error)) from error.__cause__
 
 
 def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any] | LargeFeed | ForeignArray:

@@ -1,0 +1,107 @@
+"""Fed arrays of other libraries: read by DLPack on the host, or left in the memory of a card.
+
+A feed is a snapshot. One that is used on a CUDA device is copied on the card when the run starts, in the order of the
+stream that its library writes to. One that the run needs on the host is read on a thread. Whoever has to wait before it
+comes to that is given a copy first, made by the library itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow.devices.cuda.backend import cuda_backend
+from asyncflow.devices.cuda.exchange import CUDA_MEMORY, HOST_MEMORY, ForeignArray, read, view
+from asyncflow.graph.dtypes import DType, as_dtype, bfloat16
+from asyncflow.streams.beside import call_beside
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class NotExchangeable(Exception):
+    """An object with ``__dlpack__`` cannot be read; the message says why, and what to do."""
+
+
+def is_exchangeable(value: object) -> bool:
+    """Whether another library's array may be read by DLPack; NumPy's own need not be."""
+    return hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic)
+
+
+def exchanged(value: Any) -> np.ndarray[Any, Any] | ForeignArray:
+    """An array that `is_exchangeable`: as one of NumPy that shares its memory, or where it is, in the memory of a card.
+
+    Raises:
+        NotExchangeable: it is neither on the host nor on a card of CUDA's, or records gradients, or cannot be read.
+    """
+    if getattr(value, "requires_grad", False):
+        raise NotExchangeable("it requires grad, and what is fed is not recorded; feed its .detach()")
+    try:
+        memory, number = value.__dlpack_device__()
+        if memory in CUDA_MEMORY:
+            return ForeignArray(value, _dtype_of(value), tuple(value.shape), number)
+        if memory in HOST_MEMORY:
+            return _on_host(value)
+    except NotExchangeable:
+        raise
+    except Exception as error:  # libraries raise what they like
+        raise NotExchangeable(f"it cannot be read by DLPack: {error}") from error
+    raise NotExchangeable(f"it is on a device of DLPack's type {int(memory)}; feed a copy in the memory of the host")
+
+
+def _dtype_of(value: Any) -> DType:
+    """From names such as ``torch.float32``: libraries have dtypes of their own."""
+    dtype = value.dtype
+    return as_dtype(str(getattr(dtype, "name", dtype)).rpartition(".")[2])
+
+
+def _on_host(value: Any) -> np.ndarray[Any, Any]:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
+        # NumPy's DLPack has no bfloat16.
+        bits: np.ndarray[Any, Any] = value.contiguous().view(torch.int16).numpy()
+        return bits.view(bfloat16())
+    if hasattr(value, "__array__"):  # which knows more dtypes than DLPack
+        return np.asarray(value)
+    return np.from_dlpack(value)
+
+
+def has_foreign(values: Sequence[Any]) -> bool:
+    """Whether a checked value is in the memory of a card."""
+    return ForeignArray in map(type, values)
+
+
+def snapshots(values: Sequence[Any]) -> list[Any]:
+    """The values, with copies for those in the memory of a card."""
+    # At once, because the stream that is current now orders the copies; CuPy is imported already unless the values are
+    # another library's and no device here is a card.
+    cupy = cuda_backend().cupy
+    return [value.snapshot(cupy) if type(value) is ForeignArray else value for value in values]
+
+
+def as_of_now(values: list[Any]) -> list[Any]:
+    """The values, which whoever has them may go on to change: `snapshots`, if there is anything to take."""
+    return snapshots(values) if has_foreign(values) else values
+
+
+async def on_host(foreign: ForeignArray) -> np.ndarray[Any, Any]:
+    """The values of an array in the memory of a card, read on a thread.
+
+    Raises:
+        NotExchangeable: they cannot be read.
+    """
+    backend = cuda_backend()
+    if backend.cupy is None:
+        raise NotExchangeable(
+            f"it is in the memory of a card, which takes CuPy to read ({backend.reason}); feed a copy on the host"
+        )
+    try:
+        array, written = view(backend.cupy, foreign)
+        return await call_beside(read, backend.cupy, array, written, foreign.card)
+    except Exception as error:
+        raise NotExchangeable(f"it cannot be copied from card {foreign.card}: {error}") from error
+
+
+__all__ = ["NotExchangeable", "as_of_now", "exchanged", "has_foreign", "is_exchangeable", "on_host", "snapshots"]
