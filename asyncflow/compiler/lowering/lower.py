@@ -34,7 +34,8 @@ from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.merge import MERGE
-from asyncflow.graph.builtin import CONSTANT, IDENTITY
+from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
+from asyncflow.graph.structured import CondNode, WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -101,11 +102,11 @@ class _Lowering(Emitter):
         places.close()
 
     def put_node(self, node: Node, place: Place) -> None:
-        if node.op.name == "cond":
+        if isinstance(node, CondNode):
             self.put_cond(node, place)
-        elif node.op.name == "while":
+        elif isinstance(node, WhileNode):
             self.put_while(node, place)
-        elif node.op.name != "parameter":
+        elif node.op is not PARAMETER:
             self.move(node, place)
 
     def move(self, node: Node, place: Place) -> None:
@@ -148,7 +149,7 @@ class _Lowering(Emitter):
 
     # -- cond ----------------------------------------------------------------------------------------------------
 
-    def put_cond(self, node: Node, place: Place) -> None:
+    def put_cond(self, node: CondNode, place: Place) -> None:
         pred, *captured = self.values(node.inputs)
         before = self.controls(node.control_inputs)
         if before:
@@ -195,12 +196,9 @@ class _Lowering(Emitter):
 
     # -- while ---------------------------------------------------------------------------------------------------
 
-    def put_while(self, node: Node, place: Place) -> None:
-        condition: Subgraph = node.attrs["cond"]
-        body: Subgraph = node.attrs["body"]
-        n_vars: int = node.attrs["n_vars"]
-        before, window = self.controls(node.control_inputs), node.attrs["parallel_iterations"]
-        loop = Loop(node, place, before, node.name, window)
+    def put_while(self, node: WhileNode, place: Place) -> None:
+        condition, body, n_vars = node.predicate, node.body, node.n_vars
+        loop = Loop(node, place, self.controls(node.control_inputs), node.name, node.parallel_iterations)
         outer = self.values(node.inputs)
         in_cond, in_body = Place(), Place()
         merges = self.put_merges(loop, outer[:n_vars], body, in_cond)
@@ -255,7 +253,7 @@ class _Lowering(Emitter):
             for value, inner in zip(initial, body.inputs, strict=False)
         ]
 
-    def put_exits(self, node: Node, false_sides: Sequence[Tensor], around: Place) -> None:
+    def put_exits(self, node: WhileNode, false_sides: Sequence[Tensor], around: Place) -> None:
         """One Exit per result in use; all of them if something waits for the loop as a whole."""
         exits = []
         for output, false_side in zip(node.outputs, false_sides, strict=True):
@@ -268,14 +266,14 @@ class _Lowering(Emitter):
         self.completion[node] = exits
 
 
-def _gate_variable(merges: Sequence[Tensor], loop: Node) -> int | None:
+def _gate_variable(merges: Sequence[Tensor], loop: WhileNode) -> int | None:
     """The loop variable whose arrival gates the predicate's device: a counter if there is one, as it is never late.
 
     In a loop over several devices nothing else will do: what waits for a slow variable would not be received in time
     for iterations to overlap. A sum is such a variable too, so there the counter has to be one that the predicate
     reads. Without one, None asks for a control loop.
     """
-    condition: Subgraph = loop.attrs["cond"]
+    condition = loop.predicate
     read = {*condition.results, *(tensor for node in condition.nodes for tensor in node.inputs)}
     there = [index for index, merged in enumerate(merges) if merged.node.device == loop.device]
     counters = [index for index in there if merges[index].dtype.kind in "iu"]
@@ -285,7 +283,7 @@ def _gate_variable(merges: Sequence[Tensor], loop: Node) -> int | None:
     return (counters or there)[0]
 
 
-def _is_cut(loop: Node) -> bool:
+def _is_cut(loop: WhileNode) -> bool:
     """Whether a loop has nodes on several devices."""
     return any(
         inner.device != loop.device for body in loop.subgraphs for inner in body.walk() if not is_everywhere(inner)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.plan import Kind
+from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,5 +82,5 @@ def find_single_call(partitions: Sequence[Partition], devices: Sequence[Device])
 def _may_be_short(node: PlanNode) -> bool:
     """Whether the node never waits and runs no code of the user's, and the arrays fed decide how long it takes."""
     if node.region is not None:
-        return not node.region.needs_context and all(inner.op.name != "while" for inner in node.region_nodes())
+        return not node.region.needs_context and not any(isinstance(inner, WhileNode) for inner in node.region_nodes())
     return not (node.is_user or node.is_async or node.needs_context or node.crossing)

@@ -26,12 +26,12 @@ from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, assumed_
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.compiler.program.frames import has_primitives
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
-from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.structured import CondNode, WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
 
 _LIGHT_NS = 20_000.0
@@ -104,18 +104,16 @@ def _line_of(graph: Graph) -> _Level:
     return _Level(nodes, {node: [source for source in _sources(node) if source in present] for node in nodes})
 
 
-def _iteration_of(loop: Node) -> _Level:
+def _iteration_of(loop: WhileNode) -> _Level:
     """One iteration; what begins it waits for the predicate."""
-    condition: Subgraph = loop.attrs["cond"]
-    body: Subgraph = loop.attrs["body"]
-    first, then = _line_of(condition), _line_of(body)
-    gate = condition.results[0].node
+    first, then = map(_line_of, loop.subgraphs)
+    gate = loop.decision.node
     gates = [gate] if gate in first.sources else []
     sources = first.sources | {node: then.sources[node] or gates for node in then.nodes}
     carried: dict[Node, list[Node]] = {}
-    for place, result in enumerate(body.results[: loop.attrs["n_vars"]]):
+    for (variable, result), seen in zip(loop.carried, loop.predicate.inputs, strict=False):
         if result.node in then.sources:
-            carried[condition.inputs[place].node] = carried[body.inputs[place].node] = [result.node]
+            carried[seen.node] = carried[variable.node] = [result.node]
     results = list(dict.fromkeys(node for nodes in carried.values() for node in nodes))
     return _Level([*first.nodes, *then.nodes], sources, carried, results, gates[0] if gates else None)
 
@@ -128,13 +126,9 @@ def _is_everywhere(node: Node) -> bool:
     return node.op is FEED or (node.op is CONSTANT and not node.control_inputs)
 
 
-def _bodies(node: Node) -> Sequence[Subgraph]:
-    return node.subgraphs if node.op.name in STRUCTURED else ()
-
-
 def _inside(node: Node) -> Iterator[Node]:
     """Every node of its bodies that does something, those of bodies in them included."""
-    for body in _bodies(node):
+    for body in node.subgraphs:
         for inner in body.walk():
             if inner.op is not PARAMETER and not _is_everywhere(inner):
                 yield inner
@@ -159,14 +153,14 @@ class _Assignment:
 
     def divide_bodies(self, node: Node) -> None:
         """Divides what is inside a branch or loop."""
-        if node.op.name == "cond":
+        if isinstance(node, CondNode):
             for branch in node.subgraphs:
                 self.divide_line(branch)
-        elif not any(has_primitives(body.nodes) for body in node.subgraphs):
+        elif isinstance(node, WhileNode) and not any(has_primitives(body.nodes) for body in node.subgraphs):
             level = _iteration_of(node)
             if not self.concerns(level.nodes):
                 return
-            if node.attrs["parallel_iterations"] > 1:
+            if node.parallel_iterations > 1:
                 self.divide_overlapping(level)
             else:
                 self.divide_once(level)
@@ -227,7 +221,7 @@ class _Assignment:
         for node in level.nodes:
             totals[self.home(node)] = totals.get(self.home(node), 0.0) + self.cost(node)
         for node in level.nodes:
-            if _bodies(node) and (self.home(node) is None or wanted(node, level, totals[self.home(node)])):
+            if node.subgraphs and (self.home(node) is None or wanted(node, level, totals[self.home(node)])):
                 before = len(self.streams)
                 self.divide_bodies(node)
                 if self.home(node) is None or len(self.streams) > before:
@@ -252,7 +246,7 @@ class _Assignment:
     def home(self, node: Node) -> str | None:
         """The device of the node; of a branch or loop, that of all in it, or None if they have several."""
         if node not in self.homes:
-            inside = {inner.device for inner in _inside(node) if not _bodies(inner)} or {node.device}
+            inside = {inner.device for inner in _inside(node) if not inner.subgraphs} or {node.device}
             self.homes[node] = inside.pop() if len(inside) == 1 else None
         return self.homes[node]
 
@@ -274,9 +268,9 @@ class _Assignment:
     def expected_ns(self, node: Node) -> float:
         if node.name in self.measured:
             return self.measured[node.name]
-        if _bodies(node):
-            bodies = [sum(map(self.cost, body.nodes)) for body in _bodies(node)]
-            return max(bodies) if node.op.name == "cond" else ASSUMED_ITERATIONS * sum(bodies)
+        if node.subgraphs:
+            bodies = [sum(map(self.cost, body.nodes)) for body in node.subgraphs]
+            return max(bodies) if isinstance(node, CondNode) else ASSUMED_ITERATIONS * sum(bodies)
         if node.op.kernel is None or node.op in (CONSTANT, IDENTITY, NO_OP):
             return 0.0
         return assumed_ns(node)

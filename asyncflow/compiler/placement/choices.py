@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from asyncflow.compiler.placement.constraints import usable_devices
 from asyncflow.compiler.placement.node_costs import spec_nbytes
-from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.resource import resources_of
+from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -119,5 +119,4 @@ def _nodes_and_levels(graph: Graph) -> Iterator[tuple[Node, object]]:
         here, level = stack.pop()
         for node in here.nodes:
             yield node, level
-            if node.op.name in STRUCTURED:
-                stack.extend((body, node if node.op.name == "while" else body) for body in node.subgraphs)
+            stack.extend((body, node if isinstance(node, WhileNode) else body) for body in node.subgraphs)

@@ -20,9 +20,10 @@ from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.errors import PlacementError
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.frames import format_frame, output_frame
-from asyncflow.graph.graph import STRUCTURED, Subgraph
+from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.op import runs_on_host
 from asyncflow.graph.resource import resources_of
+from asyncflow.graph.structured import StructuredNode, WhileNode, levels
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -38,7 +39,7 @@ def needs_all_kernels(node: Node) -> bool:
     It computes on the host: with strings, by the user's own function or coroutine, or outputs whose shapes depend on
     data.
     """
-    return node.op not in (EMIT, FETCH) and node.op.name not in STRUCTURED and runs_on_host(node)
+    return node.op not in (EMIT, FETCH) and not isinstance(node, StructuredNode) and runs_on_host(node)
 
 
 def usable_devices(
@@ -112,7 +113,7 @@ class _Groups:
         self.follows_variants = any(device.capabilities.own_memory for device in devices)
         for node in nodes:
             self._add(node)
-        for part in _graphs(graph):
+        for part in levels(graph):
             if has_primitives(part.nodes):
                 self._add_hand_written(part)
         waiting = deque(nodes)
@@ -169,7 +170,7 @@ class _Groups:
 
     def _join_variants(self, node: Node) -> None:
         """Joins what makes a variant with what uses it, through branches and loops."""
-        if node.op.name in STRUCTURED:
+        if isinstance(node, StructuredNode):
             for one, other in _same_values(node):
                 if one.dtype == VARIANT:
                     why = f"the variant {one.node.name} passes through {node.name}, built at {node.location}"
@@ -269,18 +270,16 @@ class _Groups:
         return list(dict.fromkeys(reversed(reasons)))
 
 
-def _same_values(node: Node) -> Iterator[tuple[Tensor, Tensor]]:
+def _same_values(node: StructuredNode) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of tensors, outside and inside a branch or loop, that stand for one value or one variable."""
-    if node.op.name == "cond":
-        for branch in node.subgraphs:
-            yield from zip(branch.inputs, node.inputs[1:], strict=True)
-            yield from zip(branch.results, node.outputs, strict=True)
-        return
-    body = node.attrs["body"]
-    for part in (node.attrs["cond"], body):
-        yield from zip(part.inputs, node.inputs, strict=True)
-    yield from zip(body.results, body.inputs, strict=False)
-    yield from zip(node.outputs, body.inputs, strict=False)
+    for body in node.subgraphs:
+        yield from zip(body.inputs, node.entering, strict=True)
+    if isinstance(node, WhileNode):
+        yield from node.carried
+        yield from zip(node.outputs, node.body.inputs, strict=False)
+    else:
+        for body in node.subgraphs:
+            yield from zip(body.results, node.outputs, strict=True)
 
 
 def _require_kernels(nodes: Sequence[Node], request: str, devices: Sequence[Device]) -> None:
@@ -310,14 +309,6 @@ def _matching(request: str | None, devices: Sequence[Device]) -> tuple[int, ...]
         return tuple(range(len(devices)))
     spec = DeviceSpec.parse(request)
     return tuple(index for index, device in enumerate(devices) if spec.matches(DeviceName.parse(device.name)))
-
-
-def _graphs(graph: Graph) -> Iterator[Graph]:
-    stack = [graph]
-    while stack:
-        here = stack.pop()
-        yield here
-        stack.extend(body for node in here.nodes if node.op.name in STRUCTURED for body in node.subgraphs)
 
 
 def _described(node: Node) -> str:

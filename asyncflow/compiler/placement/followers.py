@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.captures import body_offset
-from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ class _Followers:
         self.where = where
         self.why = why
         self.users: dict[Tensor, list[Node]] = {}
-        self.owners: dict[Graph, Node] = {}
+        self.owners: dict[Graph, StructuredNode] = {}
         self.positions: dict[Tensor, int] = {}
 
     def run(self) -> None:
@@ -44,11 +43,11 @@ class _Followers:
                 # What has its place already needs no user to find one.
                 if tensor.node not in self.where:
                     self.users.setdefault(tensor, []).append(node)
-            if node.op.name in STRUCTURED:
-                offset = body_offset(node)
+            if isinstance(node, StructuredNode):
                 for body in node.subgraphs:
                     self.owners[body] = node
-                    self.positions.update((tensor, place) for place, tensor in enumerate(body.inputs, start=offset))
+                    inner = enumerate(body.inputs, start=node.body_offset)
+                    self.positions.update((tensor, place) for place, tensor in inner)
         self.put_bound(nodes)
         for node in nodes:
             self.device_of_node(node)
@@ -76,9 +75,8 @@ class _Followers:
             return found
         if node.op is PARAMETER:
             return self.device_of(node.outputs[0])
-        if node.op.name in STRUCTURED:
-            predicate = node.attrs["cond"].results[0] if node.op.name == "while" else node.inputs[0]
-            return self.put(node, self.device_of(predicate), "with its predicate")
+        if isinstance(node, StructuredNode):
+            return self.put(node, self.device_of(node.decision), "with its predicate")
         if node.op in (FETCH, EMIT):
             return self.put(node, self.device_of(node.inputs[0]), "where its value is")
         user = next((user for tensor in node.outputs for user in self.working_users(tensor)), None)
@@ -91,9 +89,9 @@ class _Followers:
         followed: dict[Node, str] = {}
         while True:
             node = tensor.node
-            if node.op.name == "while":
-                tensor = node.attrs["body"].inputs[tensor.index]
-            elif node.op.name == "cond":
+            if isinstance(node, WhileNode):
+                tensor = node.body.inputs[tensor.index]
+            elif isinstance(node, CondNode):
                 # As the Merge of the two results: beside that of the true branch.
                 tensor = node.subgraphs[0].results[tensor.index]
             elif node.op is PARAMETER and node not in self.where:
@@ -109,9 +107,8 @@ class _Followers:
     def stands_for(self, node: Node, followed: Mapping[Node, str]) -> tuple[Tensor, str]:
         """The value whose place a parameter shares, and why."""
         owner, position = self.owners[node.graph], self.positions[node.outputs[0]]
-        if owner.op.name == "while" and position < owner.attrs["n_vars"]:
-            body = owner.attrs["body"]
-            variable, result = body.inputs[position], body.results[position]
+        if isinstance(owner, WhileNode) and position < owner.n_vars:
+            variable, result = owner.carried[position]
             if node is not variable.node:
                 return variable, "a loop variable"
             # One that only ever takes the values of others is where it begins.
@@ -127,11 +124,11 @@ class _Followers:
             here = stack.pop()
             deeper: list[Tensor] = []
             for user in self.users.get(here, ()):
-                if user.op.name not in STRUCTURED:
+                if not isinstance(user, StructuredNode):
                     if user in self.where and user.op not in (FETCH, EMIT):
                         yield user
                     continue
-                offset = body_offset(user)
+                offset = user.body_offset
                 places = [place for place, given in enumerate(user.inputs) if given is here and place >= offset]
                 deeper += [body.inputs[place - offset] for body in user.subgraphs for place in places]
             stack.extend(inner for inner in reversed(deeper) if inner not in seen)

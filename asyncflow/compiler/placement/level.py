@@ -13,7 +13,7 @@ from asyncflow.compiler.placement.node_costs import tensor_nbytes
 from asyncflow.compiler.placement.simulated_execution import Group, Places, Problem, Spread, Task, Value, loads
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.structured import StructuredNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -77,7 +77,7 @@ class Level:
 
     choices: Choices
     costs: NodeCosts
-    inside: Callable[[Node, Callable[[Tensor], int | None]], Whole | Split]
+    inside: Callable[[StructuredNode, Callable[[Tensor], int | None]], Whole | Split]
     counters: frozenset[Node] = frozenset()
     default: int = 0
     problem: Problem = field(init=False)
@@ -107,7 +107,7 @@ class Level:
             if node.op in (CONSTANT, FEED):
                 if node.outputs[0] not in self.index:
                     self.give(node.outputs, Value(nbytes=tensor_nbytes(node.outputs[0]), is_kept=node.op is CONSTANT))
-            elif node.op.name in STRUCTURED:
+            elif isinstance(node, StructuredNode):
                 self._add_structured(node)
             elif node.op not in (PARAMETER, FETCH, EMIT):
                 group = self._group(node)
@@ -159,7 +159,7 @@ class Level:
             groups[number].held = self.choices.held(users)
         return number
 
-    def _add_structured(self, node: Node) -> None:
+    def _add_structured(self, node: StructuredNode) -> None:
         inside = self.structured.get(node)
         if inside is None:
             inside = self.structured[node] = self.inside(node, self.known_home)

@@ -14,7 +14,6 @@ from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.work import assumed, flops_of, makes_what_it_is_told
 from asyncflow.devices.cost import NS_PER_CALL, NS_PER_FLOP
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
-from asyncflow.graph.graph import STRUCTURED
 from asyncflow.graph.shapes import is_static, size_of
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class NodeCosts:
         measured = self.measured.get(node.name)
         if measured is not None:
             return (measured,) * len(self.devices)
-        if node.op in _FREE or node.op.kernel is None or node.op.name in STRUCTURED:
+        if node.op in _FREE or node.op.kernel is None:
             return (0.0,) * len(self.devices)
         work = self._work(node)
         return tuple([device.kernel_ns(*work) for device in self.devices])
@@ -167,7 +166,7 @@ def estimate_region(nodes: Iterable[Node]) -> RegionEstimate:
     once = longest = 0.0
     is_open = is_told = False
     for node in nodes:
-        if node.op.name in STRUCTURED or node.op.kernel is None:
+        if node.op.kernel is None:
             continue
         inputs, outputs = [tensor.shape for tensor in node.inputs], [tensor.shape for tensor in node.outputs]
         is_open |= not all(map(is_static, (*inputs, *outputs)))

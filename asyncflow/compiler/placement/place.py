@@ -26,7 +26,7 @@ from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, NodeCost
 from asyncflow.compiler.placement.simulated_execution import Value
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.graph import STRUCTURED
+from asyncflow.graph.structured import StructuredNode, WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,7 +105,7 @@ def _at_random(nodes: Sequence[Node], choices: Choices, random: Random) -> tuple
     where: dict[Node, int] = {}
     groups: dict[str, int] = {}
     for node in nodes:
-        if node.op in (PARAMETER, CONSTANT, FEED, FETCH, EMIT) or node.op.name in STRUCTURED:
+        if node.op in (PARAMETER, CONSTANT, FEED, FETCH, EMIT) or node.subgraphs:
             continue
         device = random.choice(choices.allowed(node))
         where[node] = device if node.colocated_with is None else groups.setdefault(node.colocated_with, device)
@@ -141,7 +141,7 @@ class _Placer:
         self.choices = choices
         self.costs = costs
         self.is_limited = any(limit is not None for limit in choices.limits)
-        self.summaries: dict[Node, _Summary] = {}
+        self.summaries: dict[StructuredNode, _Summary] = {}
 
     def run(self) -> tuple[dict[Node, int], dict[Node, str]]:
         """The device and the reason of every node that does work."""
@@ -160,7 +160,7 @@ class _Placer:
 
     # -- branches and loops --------------------------------------------------------------------------------------
 
-    def inside(self, node: Node, home: Callable[[Tensor], int | None]) -> Whole | Split:
+    def inside(self, node: StructuredNode, home: Callable[[Tensor], int | None]) -> Whole | Split:
         """Whether a branch or loop stays whole, and else where its nodes are."""
         inner = [member for body in node.subgraphs for member in body.walk()]
         common = self.choices.common(inner)
@@ -172,7 +172,10 @@ class _Placer:
             whole = Whole(allowed=own or common, times=summary.times, workspace=summary.peak, held=held)
             if self.fits(whole) and summary.is_light:
                 return whole
-        split = self.split_while(node, home, common) if node.op.name == "while" else self.split_cond(node, home)
+        if isinstance(node, WhileNode):
+            split = self.split_while(node, home, common)
+        else:
+            split = self.split_cond(node, home)
         if whole is not None and self.fits(whole):
             together = min(whole.times[device] for device in whole.allowed)
             if split.span > GAIN * together:
@@ -184,20 +187,18 @@ class _Placer:
         limits = (self.choices.limits[device] for device in whole.allowed)
         return any(limit is None or whole.workspace + whole.held <= limit for limit in limits)
 
-    def split_while(self, node: Node, home: Callable[[Tensor], int | None], common: Sequence[int]) -> Split:
-        condition: Subgraph = node.attrs["cond"]
-        body: Subgraph = node.attrs["body"]
-        n_vars: int = node.attrs["n_vars"]
+    def split_while(self, node: WhileNode, home: Callable[[Tensor], int | None], common: Sequence[int]) -> Split:
+        condition, body, n_vars = node.predicate, node.body, node.n_vars
         preferred = self.choices.allowed(node) if self.choices.is_bound(node) else common
         level = self.level(_counters(condition, body), preferred[0] if preferred else 0)
         values = [
             level.give(inner, Value(nbytes=tensor_nbytes(outer), share=1 / ASSUMED_ITERATIONS))
             for outer, *inner in zip(node.inputs, condition.inputs, body.inputs, strict=True)
         ]
-        for value, outer in zip(values[n_vars:], node.inputs[n_vars:], strict=True):
+        for value, outer in zip(values[n_vars:], node.captures, strict=True):
             level.problem.values[value].home = home(outer)
         n_nodes = len(condition.nodes) + len(body.nodes)
-        n_iterations = max(1, min(node.attrs["parallel_iterations"], _OVERLAPPING, _MOST_UNROLLED // n_nodes))
+        n_iterations = max(1, min(node.parallel_iterations, _OVERLAPPING, _MOST_UNROLLED // n_nodes))
         variables = values[:n_vars]
         for iteration in range(n_iterations):
             level.add_graph(condition)
@@ -229,7 +230,7 @@ class _Placer:
         span = ASSUMED_ITERATIONS / counted * solution.span
         return Split(where=where, why=why, loads=loads, span=span, inputs=needed, outputs=outputs)
 
-    def split_cond(self, node: Node, home: Callable[[Tensor], int | None]) -> Split:
+    def split_cond(self, node: StructuredNode, home: Callable[[Tensor], int | None]) -> Split:
         where: dict[Node, int] = {}
         why: dict[Node, str] = {}
         span = 0.0
@@ -240,7 +241,7 @@ class _Placer:
             level = self.level()
             values = [
                 level.give([inner], Value(nbytes=tensor_nbytes(outer), home=home(outer)))
-                for outer, inner in zip(node.inputs[1:], branch.inputs, strict=True)
+                for outer, inner in zip(node.entering, branch.inputs, strict=True)
             ]
             level.add_graph(branch)
             solution = search(level.problem)
@@ -257,11 +258,11 @@ class _Placer:
 
     # -- estimates -----------------------------------------------------------------------------------------------
 
-    def summary(self, node: Node) -> _Summary:
+    def summary(self, node: StructuredNode) -> _Summary:
         if node not in self.summaries:
             parts = [self.summarize(body) for body in node.subgraphs]
             pairs = zip(*(part.times for part in parts), strict=True)
-            is_loop = node.op.name == "while"
+            is_loop = isinstance(node, WhileNode)
             self.summaries[node] = _Summary(
                 times=[ASSUMED_ITERATIONS * sum(times) if is_loop else max(times) for times in pairs],
                 once=sum(part.once for part in parts),
@@ -274,7 +275,7 @@ class _Placer:
         """The summary of a graph's nodes, with all that is in them."""
         summary = _Summary([0.0] * len(self.choices.devices))
         for node in graph.nodes:
-            if node.op.name in STRUCTURED:
+            if isinstance(node, StructuredNode):
                 inner = self.summary(node)
                 times: Sequence[float] = inner.times
                 summary.once += inner.once
@@ -295,7 +296,7 @@ class _Placer:
         live = peak = 0.0
         for node in graph.nodes:
             live += sum(map(tensor_nbytes, node.outputs))
-            extra = self.summary(node).peak if node.op.name in STRUCTURED else 0.0
+            extra = self.summary(node).peak if isinstance(node, StructuredNode) else 0.0
             peak = max(peak, live + extra)
             live -= sum(tensor_nbytes(tensor) for tensor in dict.fromkeys(node.inputs) if last.get(tensor) is node)
         return peak

@@ -12,12 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.fused import FUSED
-from asyncflow.compiler.program.host_values import computes_on_host, is_on_host
+from asyncflow.compiler.program.host_values import captured_on_host, computes_on_host, is_on_host
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
-from asyncflow.graph.graph import STRUCTURED
-from asyncflow.graph.op import host_inputs, runs_on_host
+from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.shapes import is_static
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.ops.cuda_source import has_source
+from asyncflow.ops.indexing import GETITEM
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import Kernel
+    from asyncflow.values import Namespace
 
 _REDUCTIONS = (
     *("all", "any", "argmax", "argmin", "count_nonzero", "max", "mean", "min", "prod", "std", "sum", "var"),
@@ -66,19 +69,14 @@ def may_be_captured(node: Node, on_host: Collection[Tensor]) -> bool:
     """Whether the node does nothing, in a region, that a CUDA graph cannot hold."""
     if node.op in (CONSTANT, IDENTITY, NO_OP, PARAMETER):
         return True
-    if node.op.name in STRUCTURED:
-        return _decision(node) in on_host and all(
+    if isinstance(node, StructuredNode):
+        return node.decision in on_host and all(
             may_be_captured(inner, on_host) for body in node.subgraphs for inner in body.nodes
         )
     if computes_on_host(node, on_host):
         return True
     is_known = node.op is FUSED or has_source(node.op) or node.op.name in CAPTURABLE
     return is_known and not runs_on_host(node) and _finds_its_inputs(node, on_host)
-
-
-def _decision(node: Node) -> Tensor:
-    found: Tensor = node.attrs["cond"].results[0] if node.op.name == "while" else node.inputs[0]
-    return found
 
 
 def _launches(node: Node, on_host: Collection[Tensor]) -> bool:
@@ -90,7 +88,7 @@ def _finds_its_inputs(node: Node, on_host: Collection[Tensor]) -> bool:
     read = host_inputs(node)
     for index, tensor in enumerate(node.inputs):
         if index in read:
-            is_found = tensor in on_host and (tensor.shape == () or node.op.name != "getitem")
+            is_found = tensor in on_host and (tensor.shape == () or node.op is not GETITEM)
         else:
             is_found = tensor not in on_host or tensor.shape == ()
         if not is_found:
@@ -101,36 +99,42 @@ def _finds_its_inputs(node: Node, on_host: Collection[Tensor]) -> bool:
 # -- loops -----------------------------------------------------------------------------------------------------------
 
 
+def _not_bound(_xp: Namespace, *, loop: WhileNode, captured_on_host: Collection[int]) -> Kernel:
+    raise NotImplementedError(f"{loop.name} is bound by bind_device_loop")
+
+
+DEVICE_WHILE = Op(
+    name="device_while",
+    infer=lambda *_, loop, captured_on_host: tuple(output.spec for output in loop.outputs),
+    kernel=_not_bound,
+    is_async=True,
+)
+"""A loop that a device runs by itself: `loop` is its old node, `captured_on_host` is as in `captures_on_host`."""
+
+
 def is_device_loop(node: Node, on_host: Collection[Tensor]) -> bool:
     """Whether the node is a loop that decides by what a device computes, and that the device can run by itself.
 
     Its variables have numbers and shapes that never change; variables that the host has outside, such as counters, are
     the device's inside. In it there may be loops of that kind, whatever they decide by, and branches with such results.
     """
-    return node.op.name == "while" and not decides_on_host(node, on_host) and why_host_drives(node, on_host) is None
+    return isinstance(node, WhileNode) and node.decision not in on_host and why_host_drives(node, on_host) is None
 
 
-def decides_on_host(loop: Node, on_host: Collection[Tensor]) -> bool:
-    """Whether the predicate of the loop is a number that the host has anyway."""
-    return _decision(loop) in on_host
-
-
-def why_host_drives(loop: Node, on_host: Collection[Tensor]) -> str | None:
+def why_host_drives(loop: WhileNode, on_host: Collection[Tensor]) -> str | None:
     """Why a device cannot run a loop by itself, in a few words; None if it can."""
-    n_vars = loop.attrs["n_vars"]
-    parts = loop.attrs["cond"], loop.attrs["body"]
-    inside = host_values_inside(loop.inputs, parts, n_vars, on_host)
+    inside = host_values_inside(loop, captures_on_host(loop, on_host))
     obstacle = _no_buffers(loop)
     if obstacle is not None:
         return obstacle
-    if parts[0].results[0] in inside:
+    if loop.decision in inside:
         return "its predicate is a number on the host"
-    if _holds_vector(loop.inputs[:n_vars], on_host) or _holds_vector(parts[1].results, inside):
+    if _holds_vector(loop.inputs[: loop.n_vars], on_host) or _holds_vector(loop.body.results, inside):
         return f"a value of it is {_HOST_VECTOR}"
-    return _first_obstacle((inner for part in parts for inner in part.nodes), inside)
+    return _first_obstacle((inner for part in loop.subgraphs for inner in part.nodes), inside)
 
 
-def _why_no_branch(node: Node, inside: Collection[Tensor]) -> str | None:
+def _why_no_branch(node: StructuredNode, inside: Collection[Tensor]) -> str | None:
     obstacle = _no_buffers(node)
     if obstacle is not None:
         return obstacle
@@ -142,9 +146,9 @@ def _why_no_branch(node: Node, inside: Collection[Tensor]) -> str | None:
 def _first_obstacle(nodes: Iterable[Node], inside: Collection[Tensor]) -> str | None:
     """Why the first of the nodes of a body that cannot be in a device's loop cannot; None if all can."""
     # The device's own loops inside come last: another obstacle has made them so, and is the one to name.
-    for node in sorted(nodes, key=lambda node: node.op.name == "device_while"):
-        if node.op.name in STRUCTURED:
-            obstacle = (why_host_drives if node.op.name == "while" else _why_no_branch)(node, inside)
+    for node in sorted(nodes, key=lambda node: node.op is DEVICE_WHILE):
+        if isinstance(node, StructuredNode):
+            obstacle = why_host_drives(node, inside) if isinstance(node, WhileNode) else _why_no_branch(node, inside)
             if obstacle is not None:
                 return f"in {node.name}, {obstacle}"
         elif not may_be_captured(node, inside):
@@ -171,38 +175,32 @@ def _holds_vector(tensors: Sequence[Tensor], on_host: Collection[Tensor]) -> boo
     return any(tensor in on_host and tensor.shape != () for tensor in tensors)
 
 
-def host_values_inside(
-    inputs: Sequence[Tensor], parts: Sequence[Subgraph], n_vars: int, on_host: Collection[Tensor]
-) -> set[Tensor]:
+def captures_on_host(loop: WhileNode, on_host: Collection[Tensor]) -> frozenset[int]:
+    """Positions of the inputs of a loop that are captures whose values are on the host."""
+    return frozenset(place for place, outer in enumerate(loop.captures, start=loop.n_vars) if outer in on_host)
+
+
+def host_values_inside(loop: WhileNode, there: Collection[int]) -> set[Tensor]:
     """The tensors in the predicate and the body of a device's loop whose values are on the host: none of a variable.
 
     Args:
-        inputs: of the loop's node: first its variables, then what it captures.
-        parts: predicate and body.
-        n_vars: how many variables there are.
-        on_host: tensors outside whose values are on the host.
+        loop: which the device runs.
+        there: see `captures_on_host`.
     """
     found: set[Tensor] = set()
-    for part in parts:
-        _enter(part, inputs[n_vars:], on_host, found, first=n_vars)
+    for part in loop.subgraphs:
+        _enter(part, (part.inputs[place] for place in there), found)
     return found
 
 
-def _enter(
-    part: Subgraph, captures: Sequence[Tensor], outside: Collection[Tensor], found: set[Tensor], first: int = 0
-) -> None:
-    """Add to `found` what is on the host in a body, whose inputs stand for `captures` from position `first` on."""
-    found.update(inner for inner, outer in zip(part.inputs[first:], captures, strict=True) if outer in outside)
+def _enter(part: Subgraph, given: Iterable[Tensor], found: set[Tensor]) -> None:
+    """Adds to `found` what is on the host in a body, of whose inputs those `given` are."""
+    found.update(given)
     for node in part.nodes:
-        if node.op.name == "while":
-            n_vars = node.attrs["n_vars"]
-            for inner in (node.attrs["cond"], node.attrs["body"]):
-                _enter(inner, node.inputs[n_vars:], found, found, first=n_vars)
-        elif node.op.name == "cond":
-            pred, *captured = node.inputs
-            for branch in node.subgraphs:
-                _enter(branch, captured, found, found)
-            if pred in found:  # otherwise the results are in buffers
+        if isinstance(node, StructuredNode):
+            for inner in node.subgraphs:
+                _enter(inner, captured_on_host(node, inner, found), found)
+            if isinstance(node, CondNode) and node.predicate in found:  # otherwise the results are in buffers
                 results = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
                 found.update(output for output, *each in results if all(result in found for result in each))
         elif is_on_host(node, found):
@@ -211,8 +209,9 @@ def _enter(
 
 __all__ = [
     "CAPTURABLE",
+    "DEVICE_WHILE",
     "can_capture",
-    "decides_on_host",
+    "captures_on_host",
     "host_values_inside",
     "is_device_loop",
     "may_be_captured",

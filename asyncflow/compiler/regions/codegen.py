@@ -29,6 +29,7 @@ from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.op import KernelContext
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -78,7 +79,7 @@ def generate(
     track: Callable[[Any, str], None] | None,
     max_iterations: int | None,
     enqueues: bool = False,
-    decide: Callable[[Node], Callable[..., object]] | None = None,
+    decide: Callable[[StructuredNode], Callable[..., object]] | None = None,
 ) -> RegionCode:
     """The function of `region`.
 
@@ -120,7 +121,7 @@ class _Generator:
     track: Callable[[Any, str], None] | None
     max_iterations: int | None
     enqueues: bool
-    decide: Callable[[Node], Callable[..., object]] | None
+    decide: Callable[[StructuredNode], Callable[..., object]] | None
     names: dict[Tensor, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
@@ -245,14 +246,14 @@ class _Generator:
                 self.line(block, f"del {', '.join(names)}")
 
     def put(self, node: Node, index: int, block: _Block) -> None:
-        if self.decide is not None and node.subgraphs:
+        if self.decide is not None and isinstance(node, StructuredNode):
             self.put_decision(node, self.decide(node), block)
             return
         if block.depth == 1 and node.op not in _SILENT:
             self.note_phase(node, block)
-        if node.op.name == "cond":
+        if isinstance(node, CondNode):
             self.put_cond(node, block)
-        elif node.op.name == "while":
+        elif isinstance(node, WhileNode):
             self.put_while(node, block)
         elif node.op is IDENTITY:
             self.names[node.outputs[0]] = self.value(node.inputs[0])
@@ -262,14 +263,14 @@ class _Generator:
     def note_phase(self, node: Node, block: _Block) -> None:
         """Begins a phase where a loop outside all others begins or has ended."""
         last = self.phases[-1] if self.phases else None
-        if last is not None and not (last.is_loop or node.op.name == "while"):
+        if last is not None and not (last.is_loop or isinstance(node, WhileNode)):
             last.nodes.append(node)
             return
         self.phases.append(Phase(len(self.lines) + 1, [node]))
         if last is None:
             return
         # A budget was found by iterations of another loop, and may be far too high for this one.
-        is_misleading = self.is_generator and node.op.name == "while"
+        is_misleading = self.is_generator and isinstance(node, WhileNode)
         if is_misleading or _takes_time(last.nodes) or _takes_time([node]):
             self.part(block)
 
@@ -339,23 +340,22 @@ class _Generator:
 
     # -- branches and loops --------------------------------------------------------------------------------------
 
-    def put_cond(self, node: Node, block: _Block) -> None:
-        pred, *captures = node.inputs
-        condition = self.value(pred)
+    def put_cond(self, node: CondNode, block: _Block) -> None:
+        condition = self.value(node.predicate)
         true_branch, false_branch = node.subgraphs
         outputs = [self.fresh(tensor.node.name, "value") for tensor in node.outputs]
         for keyword_, branch in ((f"if {condition}:", true_branch), ("else:", false_branch)):
             self.line(block, keyword_, node)
             inner = block.deeper()
             before = len(self.lines)
-            self.put_body(branch, captures, inner)
+            self.put_body(branch, node.captures, inner)
             for output, result in zip(outputs, branch.results, strict=True):
                 self.line(inner, f"{output} = {self.value(result)}")
             if len(self.lines) == before:
                 self.line(inner, "pass")
         self.names.update(zip(node.outputs, outputs, strict=True))
 
-    def put_decision(self, node: Node, decide: Callable[..., object], block: _Block) -> None:
+    def put_decision(self, node: StructuredNode, decide: Callable[..., object], block: _Block) -> None:
         """A branch or loop that whoever drives the function sees to."""
         arguments = ", ".join(self.value(tensor) for tensor in node.inputs)
         decision = f"yield {self.bind_name(f'decide_{node.op.name}', 'decide', decide)}({arguments})"
@@ -371,11 +371,9 @@ class _Generator:
     def alias(self, inner: Tensor, outer: Tensor) -> None:
         self.names[inner] = self.value(outer)
 
-    def put_while(self, node: Node, block: _Block) -> None:
+    def put_while(self, node: WhileNode, block: _Block) -> None:
         follows_loop, self.is_generator = self.is_generator, True
-        condition: Subgraph = node.attrs["cond"]
-        body: Subgraph = node.attrs["body"]
-        n_vars: int = node.attrs["n_vars"]
+        condition, body, n_vars = node.predicate, node.body, node.n_vars
         loop = LoopIdentity(node.name, node.location)
         counter = self.fresh(f"{loop.label}_iteration", "iteration")
         variables = [self.fresh(tensor.node.name, "var") for tensor in body.inputs[:n_vars]]
@@ -383,7 +381,7 @@ class _Generator:
             self.line(block, f"{variable} = {self.value(initial)}")
         for part in (condition, body):
             self.names.update(zip(part.inputs, variables, strict=False))
-            for captured, outer in zip(part.inputs[n_vars:], node.inputs[n_vars:], strict=True):
+            for captured, outer in node.captured(part).items():
                 self.alias(captured, outer)
         self.line(block, f"{counter} = 0")
         if block.depth == 1:

@@ -13,6 +13,7 @@ from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.devices.cuda.decisions import Branch, Loop, decisions
 from asyncflow.errors import LoopIdentity
+from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Kernel
+    from asyncflow.graph.structured import StructuredNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,11 @@ class DeviceFunctions:
         )
         return code.function
 
-    def _decision(self, node: Node) -> Callable[..., Branch | Loop]:
-        if node.op.name == "cond":
+    def _decision(self, node: StructuredNode) -> Callable[..., Branch | Loop]:
+        if not isinstance(node, WhileNode):
             on_true, on_false = map(self.body, node.subgraphs)
             return lambda pred, *captures: Branch(pred, on_true, on_false, captures)
-        n_vars: int = node.attrs["n_vars"]
-        condition, body = self.condition(node.attrs["cond"]), self.body(node.attrs["body"])
+        condition, body, n_vars = self.condition(node.predicate), self.body(node.body), node.n_vars
         identity = LoopIdentity(node.name, node.location)
         return lambda *values: Loop(condition, body, values[:n_vars], values[n_vars:], identity)
 

@@ -7,14 +7,13 @@ the loop, and looks once at how far it came (`loop_launch.py` of CUDA devices). 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.host_values import find_host_values
 from asyncflow.compiler.program.kernels import bind_member, find_unknown_vectors
 from asyncflow.compiler.program.replacements import Replacements
-from asyncflow.compiler.regions.capturable import host_values_inside, is_device_loop
+from asyncflow.compiler.regions.capturable import DEVICE_WHILE, captures_on_host, host_values_inside, is_device_loop
 from asyncflow.compiler.regions.device_functions import DeviceFunctions
 from asyncflow.compiler.regions.fuse import fuse_line
 from asyncflow.devices.cuda.bindings import cuda_bindings
@@ -22,8 +21,7 @@ from asyncflow.devices.cuda.experimental.loop_launch import WhileLauncher
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import LoopIdentity
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.graph import STRUCTURED
-from asyncflow.graph.op import Op
+from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -33,34 +31,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
-    from asyncflow.graph.spec import Spec
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Loop:
-    """What a `device_while` node runs.
-
-    Attributes:
-        identity: of the `while` node.
-        condition, body: its.
-        n_vars: how many of the inputs are loop variables; the others are what the loop captures.
-        specs: of the outputs.
-        captured_on_host: positions of the inputs whose values are on the host, among those it captures.
-    """
-
-    identity: LoopIdentity
-    condition: Subgraph
-    body: Subgraph
-    n_vars: int
-    specs: tuple[Spec, ...]
-    captured_on_host: frozenset[int]
-
-
-def _not_bound(_xp: Any, *, loop: Loop) -> Kernel:
-    raise NotImplementedError(f"a loop of {loop.n_vars} variables is bound by bind_device_loop")
-
-
-DEVICE_WHILE = Op(name="device_while", infer=lambda *_, loop: loop.specs, kernel=_not_bound, is_async=True)
 
 
 def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = True) -> set[Tensor]:
@@ -84,9 +54,9 @@ def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = 
 def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Tensor], fusion: bool) -> bool:
     """Whether there was a loop to be replaced, in the graph or below."""
     for position, node in enumerate(graph.nodes):
-        places = devices_of_loop(node) if node.op.name == "while" else ()
+        places = devices_of_loop(node) if isinstance(node, WhileNode) else ()
         device = places[0] if len(places) == 1 else None
-        if device in devices and is_device_loop(node, on_host):
+        if isinstance(node, WhileNode) and device in devices and is_device_loop(node, on_host):
             made = graph.nodes[position] = _device_while(node, device, on_host)
             if fusion:
                 for part in node.subgraphs:
@@ -96,34 +66,30 @@ def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Ten
                 replacements.apply(later)
             replacements.apply_to_results(graph)
             return True
-        bodies = node.subgraphs if node.op.name in STRUCTURED else ()
-        if any(_replace_one(body, devices, on_host, fusion) for body in bodies):
+        if any(_replace_one(body, devices, on_host, fusion) for body in node.subgraphs):
             return True
     return False
 
 
 def _fuse(part: Subgraph) -> None:
     for node in part.nodes:
-        for inner in node.subgraphs if node.op.name in STRUCTURED else ():
+        for inner in node.subgraphs:
             _fuse(inner)
     part.nodes[:], part.results = fuse_line(part.nodes, part.results)
 
 
-def devices_of_loop(node: Node) -> tuple[str, ...]:
+def devices_of_loop(node: WhileNode) -> tuple[str, ...]:
     """The devices that a loop has nodes on, in the order in which it names them."""
-    members = [inner for part in node.subgraphs for inner in part.walk() if inner.op.name not in STRUCTURED]
+    members = [inner for part in node.subgraphs for inner in part.walk() if not inner.subgraphs]
     found = [inner.device for inner in members if inner.op is not PARAMETER and inner.op is not CONSTANT]
     return tuple(dict.fromkeys(device for device in found if device is not None))
 
 
-def _device_while(node: Node, device: str | None, on_host: Collection[Tensor]) -> Node:
-    n_vars: int = node.attrs["n_vars"]
+def _device_while(node: WhileNode, device: str | None, on_host: Collection[Tensor]) -> Node:
+    attrs = {"loop": node, "captured_on_host": captures_on_host(node, on_host)}
     specs = tuple(tensor.spec for tensor in node.outputs)
-    there = frozenset(index for index, tensor in enumerate(node.inputs) if index >= n_vars and tensor in on_host)
-    identity = LoopIdentity(node.name, node.location)
-    loop = Loop(identity, node.attrs["cond"], node.attrs["body"], n_vars, specs, there)
     name = f"{node.name.removeprefix(node.graph.scope.name_scope)}/device"  # the graph puts its scope in front
-    made = detached_node(node.graph, DEVICE_WHILE, node.inputs, {"loop": loop}, node, specs, name=name)
+    made = detached_node(node.graph, DEVICE_WHILE, node.inputs, attrs, node, specs, name=name)
     made.control_inputs = list(node.control_inputs)
     made.device = device
     return made
@@ -145,20 +111,20 @@ def bind_device_loop(
         stream: number of the compute stream.
         max_iterations: most iterations of a loop.
     """
-    loop: Loop = node.attrs["loop"]
-    there = {node.inputs[index] for index in loop.captured_on_host}
-    inside = host_values_inside(node.inputs, (loop.condition, loop.body), loop.n_vars, there)
+    loop: WhileNode = node.attrs["loop"]
+    there: Collection[int] = node.attrs["captured_on_host"]
+    inside = host_values_inside(loop, there)
 
     def bind(member: Node) -> Kernel:
         return bind_member(member, lambda xp: bare(xp, member), device, stream, inside)
 
     functions = DeviceFunctions(node.name, bind)
-    launches = sum(1 for part in (loop.condition, loop.body) for _ in part.walk())
+    launches = sum(1 for part in loop.subgraphs for _ in part.walk())
     info = KernelInfo(
         name=node.name,
         stream=stream,
         single=False,
-        vectors=find_unknown_vectors(node.inputs, there),
+        vectors=find_unknown_vectors(node.inputs, [node.inputs[place] for place in there]),
         launches=launches,
         flops=lambda inputs, outputs: 0.0,
         infer=lambda inputs: None,
@@ -166,12 +132,12 @@ def bind_device_loop(
     return WhileLauncher(
         cast("CudaDevice", device),
         cuda_bindings(),
-        (functions.condition(loop.condition), functions.body(loop.body)),
+        (functions.condition(loop.predicate), functions.body(loop.body)),
         info,
         n_vars=loop.n_vars,
-        identity=loop.identity,
+        identity=LoopIdentity(loop.name, loop.location),
         limit=max_iterations,
     )
 
 
-__all__ = ["DEVICE_WHILE", "Loop", "bind_device_loop", "devices_of_loop", "make_device_loops"]
+__all__ = ["DEVICE_WHILE", "bind_device_loop", "devices_of_loop", "make_device_loops"]

@@ -20,7 +20,6 @@ from asyncflow.compiler.program.fused import FUSED, Chain, Member
 from asyncflow.compiler.program.kernels import is_host_spec
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.regions import REGION
-from asyncflow.graph.graph import STRUCTURED
 from asyncflow.nn.losses import CLASS_NUMBERS
 from asyncflow.ops.cuda_source import expression, is_composite, not_fused
 
@@ -63,7 +62,7 @@ def fuse_region(region: Region) -> Region:
 
 
 def _fuse_bodies(node: Node) -> None:
-    for body in node.subgraphs if node.op.name in STRUCTURED else ():
+    for body in node.subgraphs:
         for inner in body.nodes:
             _fuse_bodies(inner)
         body.nodes[:], body.results = fuse_line(body.nodes, body.results)

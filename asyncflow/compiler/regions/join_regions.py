@@ -22,7 +22,6 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, SMALL_NBYTES, NodeCosts, tensor_nbytes
-from asyncflow.graph.graph import STRUCTURED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -66,8 +65,7 @@ def region_costs(devices: Sequence[Device]) -> RegionCosts:
 
     def kernel_ns(node: Node) -> float:
         by_device = zip(devices, costs.times(node), strict=True)
-        is_known = node.op.name not in STRUCTURED
-        return next((ns for device, ns in by_device if device.name == node.device), 0.0) if is_known else inf
+        return inf if node.subgraphs else next((ns for device, ns in by_device if device.name == node.device), 0.0)
 
     return RegionCosts(calls, kernel_ns)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncflow.compiler.regions.capturable import decides_on_host, why_host_drives
+from asyncflow.compiler.regions.capturable import why_host_drives
 from asyncflow.compiler.regions.device_loops import DEVICE_WHILE, devices_of_loop
+from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.ir import Tensor
 
 
 class LoopDriver(NamedTuple):
@@ -51,7 +52,7 @@ def find_loop_drivers(
     for node in graph.walk():
         if node.op is DEVICE_WHILE:
             found.append(LoopDriver(node.name.removesuffix("/device"), (node.device or "",), is_card=True))
-        elif node.op.name == "while":
+        elif isinstance(node, WhileNode):
             devices = devices_of_loop(node)
             if any(device in cards for device in devices):
                 reason = _reason(node, devices, on_host, device_while=device_while)
@@ -59,8 +60,8 @@ def find_loop_drivers(
     return tuple(found)
 
 
-def _reason(node: Node, devices: tuple[str, ...], on_host: Collection[Tensor], *, device_while: bool) -> str:
-    if decides_on_host(node, on_host):
+def _reason(node: WhileNode, devices: tuple[str, ...], on_host: Collection[Tensor], *, device_while: bool) -> str:
+    if node.decision in on_host:
         return "ahead of its kernels: it decides by numbers on the host"
     reads = "and reads the predicate of each iteration"
     if not device_while:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from asyncflow.graph.structured import WhileNode
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -51,7 +53,7 @@ class Phase:
     @property
     def is_loop(self) -> bool:
         """Whether it is one loop."""
-        return bool(self.nodes) and self.nodes[0].op.name == "while"
+        return bool(self.nodes) and isinstance(self.nodes[0], WhileNode)
 
 
 @dataclass(frozen=True, slots=True)

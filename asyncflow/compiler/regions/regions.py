@@ -28,10 +28,12 @@ from asyncflow.compiler.program.frames import has_primitives, is_everywhere
 from asyncflow.compiler.program.host_values import mixes_vectors
 from asyncflow.compiler.regions.join_regions import Body, Lane, join_regions
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
+from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.errors import InternalError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.graph import STRUCTURED, Graph, Subgraph
+from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
+from asyncflow.graph.structured import StructuredNode, WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -72,7 +74,7 @@ class Region:
         """Every node, those in branches and loops included."""
         for node in self.nodes:
             yield node
-            for body in _bodies(node):
+            for body in node.subgraphs:
                 yield from body.walk()
 
 
@@ -105,13 +107,9 @@ def make_regions(
     return {**streams, **clustering.regions}
 
 
-def _bodies(node: Node) -> Sequence[Subgraph]:
-    return node.subgraphs if node.op.name in STRUCTURED else ()
-
-
 def is_compilable(node: Node) -> bool:
     """Whether generated code can run the node: it never waits, and neither does anything inside it."""
-    if node.op.name in STRUCTURED:
+    if node.subgraphs:
         return all(is_compilable(inner) for body in node.subgraphs for inner in body.nodes)
     if node.op in (EMIT, FEED, FETCH, CONTROL_TRIGGER):
         return False
@@ -121,9 +119,8 @@ def is_compilable(node: Node) -> bool:
 
 
 def _nesting(node: Node) -> int:
-    return (
-        1 + max((_nesting(inner) for body in _bodies(node) for inner in body.nodes), default=0) if _bodies(node) else 0
-    )
+    inside = [_nesting(inner) for body in node.subgraphs for inner in body.nodes]
+    return 1 + max(inside, default=0) if node.subgraphs else 0
 
 
 def _has_no_lane(node: Node) -> bool:
@@ -202,21 +199,15 @@ class _Clustering:
         return join_regions(body, clusters, lane_of, self.costs, _LARGEST)
 
     def cluster_bodies(self, node: Node) -> None:
-        for body in _bodies(node):
-            if node.op.name != "while":
-                self.cluster(body, _Level(body.results, wanted=body.results))
-            elif body is node.attrs["body"]:
+        for body in node.subgraphs:
+            level = _Level(body.results, wanted=body.results)
+            if isinstance(node, WhileNode) and body is node.body:
+                asked = {tensor for inner in node.predicate.nodes for tensor in inner.inputs}
+                pairs = zip(node.predicate.inputs, body.results, strict=False)
+                decisive = [result for variable, result in pairs if variable in asked]
                 # The result of a loop's body that a variable takes over stands at the variable's own place.
-                carried = list(zip(body.inputs, body.results, strict=False))
-                asked = {tensor for inner in node.attrs["cond"].nodes for tensor in inner.inputs}
-                decisive = [
-                    result
-                    for variable, result in zip(node.attrs["cond"].inputs, body.results, strict=False)
-                    if variable in asked
-                ]
-                self.cluster(body, _Level(body.results, carried, decisive, is_loop=True))
-            else:
-                self.cluster(body, _Level(body.results, wanted=body.results))
+                level = _Level(body.results, node.carried, decisive, is_loop=True)
+            self.cluster(body, level)
 
     def lane(self, node: Node) -> Lane | None:
         """Where the node runs; None for a branch or loop that is spread over several lanes."""
@@ -227,7 +218,7 @@ class _Clustering:
         return Lane(node.device, self.streams.get(node, 0))
 
     def lanes_inside(self, node: Node) -> Iterator[Lane]:
-        for body in _bodies(node):
+        for body in node.subgraphs:
             for inner in body.nodes:
                 if _has_no_lane(inner):
                     continue
@@ -245,15 +236,13 @@ class _Clustering:
 
     def never_waits(self, node: Node) -> bool:
         """Whether Python needs nothing that is in a device's memory to run the node, and knows what is there."""
-        if node.op.name == "cond" and node.inputs[0] not in self.on_host:
-            return False
-        if node.op.name == "while" and node.attrs["cond"].results[0] not in self.on_host:
+        if isinstance(node, StructuredNode) and node.decision not in self.on_host:
             return False
         if mixes_vectors(node, self.on_host):
             return False
         if runs_on_host(node) or any(node.inputs[index] not in self.on_host for index in host_inputs(node)):
             return False
-        return all(self.never_waits(inner) for body in _bodies(node) for inner in body.nodes)
+        return all(self.never_waits(inner) for body in node.subgraphs for inner in body.nodes)
 
     def is_barrier(self, node: Node, lane: Lane | None) -> bool:
         if node.op in (FEED, FETCH, PARAMETER):
@@ -365,7 +354,7 @@ def _cut(cluster: list[Node]) -> Iterable[list[Node]]:
 
 
 def _worthwhile(cluster: Sequence[Node]) -> bool:
-    return len(cluster) > 1 or cluster[0].op.name in STRUCTURED
+    return len(cluster) > 1 or bool(cluster[0].subgraphs)
 
 
 def _replace(graph: Graph, clusters: Sequence[Sequence[Node]], results: set[Tensor]) -> list[Node]:
@@ -430,7 +419,7 @@ def _in_order(nodes: Sequence[Node]) -> list[Node]:
             missing = [
                 source
                 for source in _sources(node)
-                if source in present and source not in done and source.op.name != "next_iteration"
+                if source in present and source not in done and source.op is not NEXT_ITERATION
             ]
             if missing and node in begun:
                 raise InternalError(f"{node.name} waits for itself by way of {', '.join(n.name for n in missing)}")
