@@ -289,10 +289,6 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and name != "" and ":" not in name
 
 
-STRUCTURED = frozenset({"cond", "while"})
-"""Ops whose nodes hold subgraphs."""
-
-
 class Subgraph(Graph):
     """The body of a branch or loop (or a loop's predicate).
 

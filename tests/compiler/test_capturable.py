@@ -13,7 +13,7 @@ from asyncflow.compiler.program.host_values import find_host_values
 from asyncflow.compiler.regions.capturable import CAPTURABLE, can_capture, is_device_loop, may_be_captured
 from asyncflow.compiler.regions.device_loops import DEVICE_WHILE, make_device_loops
 from asyncflow.compiler.regions.regions import Region
-from asyncflow.graph.graph import STRUCTURED, Graph
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import find_op
 from asyncflow.graph.verify import verify
 
@@ -207,7 +207,7 @@ def test_loops_of_a_device(x: af.Tensor, n: af.Tensor, name: str) -> None:
     assert is_device_loop(loop, find_host_values(graph)) is expected
     make_device_loops(graph, {"cuda:0"})
     assert any(node.op is DEVICE_WHILE for node in graph.nodes) is expected
-    assert not (expected and any(node.op.name in STRUCTURED for node in graph.walk()))
+    assert not (expected and any(node.subgraphs for node in graph.walk()))
     verify(graph)
 
 

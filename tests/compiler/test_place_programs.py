@@ -18,7 +18,6 @@ from asyncflow.compiler.placement.constraints import resolve_requests
 from asyncflow.compiler.placement.place import place
 from asyncflow.compiler.program.extract import extract
 from asyncflow.compiler.program.order_effects import order_effects
-from asyncflow.graph.graph import STRUCTURED
 from tests.compiler.placing import MS, devices
 from tests.property.graphs import build
 from tests.property.strategies import write_program
@@ -61,7 +60,7 @@ def test_every_node_has_the_device_it_should(seed: int) -> None:
         assert placement.devices[node.name] == node.device
         if node.op.name not in FOLLOWERS:
             assert node.device == asked.get(node.name, node.device)
-        if node.op.name == "fetch" and node.inputs[0].node.op.name not in STRUCTURED:
+        if node.op.name == "fetch" and not node.inputs[0].node.subgraphs:
             assert node.device == node.inputs[0].node.device
         if node.op.name != "while":
             continue

@@ -16,7 +16,7 @@ from asyncflow.control.primitives.exit import exit
 from asyncflow.control.primitives.loop_cond import loop_cond
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import apply, constant, placeholder
-from asyncflow.graph.graph import STRUCTURED, Graph
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, derivative_of, find_op, registered_ops, why_not_differentiable
 from asyncflow.ops.derivatives.shapes import carries_gradient
@@ -24,7 +24,7 @@ from asyncflow.state.variable import Variable
 
 ROOMS = ("ops", "control", "state", "autodiff")
 
-OF_SWEEP = STRUCTURED | {"custom_gradient", "variable_read"}
+OF_SWEEP = {"cond", "while", "custom_gradient", "variable_read"}
 """Ops that `asyncflow.autodiff` differentiates itself: their derivatives are more than what reaches their inputs."""
 
 REFUSED = frozenset(

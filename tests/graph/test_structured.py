@@ -1,0 +1,84 @@
+"""Nodes of branches and loops have classes of their own."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+import pytest
+
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.parse import parse_graph
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
+from asyncflow.graph.text import print_graph
+from asyncflow.graph.verify import verify
+from tests.graph.programs import OPS, branching, counting_loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def loop_of(graph: Graph) -> WhileNode:
+    node = graph.node("loop")
+    assert isinstance(node, WhileNode)
+    return node
+
+
+def branch_of(graph: Graph) -> CondNode:
+    node = graph.node("pick")
+    assert isinstance(node, CondNode)
+    return node
+
+
+def test_a_loop_shows_its_parts() -> None:
+    graph = counting_loop()
+    loop = loop_of(graph)
+    assert loop.subgraphs == (loop.predicate, loop.body)
+    assert loop.n_vars == 1
+    assert loop.carried == [(loop.body.inputs[0], loop.body.results[0])]
+    assert loop.decision is loop.predicate.results[0]
+    assert [tensor.node.name for tensor in loop.captures] == ["limit", "step"]
+    for body in loop.subgraphs:
+        assert loop.captured(body) == dict(zip(body.inputs[1:], loop.captures, strict=True))
+
+
+def test_a_branch_shows_its_parts() -> None:
+    pick = branch_of(branching())
+    assert [body.label for body in pick.subgraphs] == ["pick/true", "pick/false"]
+    assert pick.decision is pick.predicate is pick.inputs[0]
+    assert pick.entering == pick.captures == pick.inputs[1:]
+    assert [list(pick.captured(body).values()) for body in pick.subgraphs] == [pick.captures] * 2
+
+
+@pytest.mark.parametrize("make", [counting_loop, branching])
+def test_read_and_copied_graphs_have_the_same_classes(make: Callable[[], Graph]) -> None:
+    graph = make()
+    for again in (parse_graph(print_graph(graph), ops=OPS), deepcopy(graph)):
+        kinds = [(node.name, type(node)) for node in again.walk()]
+        assert kinds == [(node.name, type(node)) for node in graph.walk()]
+        assert any(issubclass(kind, StructuredNode) for _, kind in kinds)
+
+
+def test_levels_go_from_the_outside_inward() -> None:
+    graph = counting_loop()
+    loop = loop_of(graph)
+    assert list(levels(graph)) == [graph, loop.body, loop.predicate]
+    assert all(not node.subgraphs for node in graph.walk() if node is not loop)
+
+
+def test_what_a_loop_is_given_later_is_seen_in_both_bodies() -> None:
+    graph = counting_loop()
+    loop = loop_of(graph)
+    outer = graph.tensor("start")
+    for body in loop.subgraphs:
+        body.closed = False
+    seen = loop.add_capture(outer, loop.body)
+    variable, left = loop.add_variable(outer)
+    loop.body.results.append(variable)
+    verify(graph)
+    assert loop.captured(loop.body)[seen] is outer
+    assert (loop.n_vars, left.index, loop.inputs[1]) == (2, 1, outer)
+    loop.drop_inputs([1])
+    loop.keep_variables([0])
+    verify(graph)
+    assert (loop.n_vars, len(loop.inputs), len(loop.outputs)) == (1, 4, 1)
