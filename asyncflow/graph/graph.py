@@ -279,9 +279,9 @@ class Graph(NotPickled):
             raise GraphError(f"no tensor is named {name!r}: node {node_name!r} has {len(node.outputs)} outputs")
         return node.outputs[number]
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> list[Node]:
         """Every node, those of branches and loops included, outer before inner."""
-        return (node for graph in levels(self) for node in graph.nodes)
+        return [node for graph in levels(self) for node in graph.nodes]
 
 
 def is_name(name: object) -> bool:

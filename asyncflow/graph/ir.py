@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
 from asyncflow.errors import GraphError
@@ -28,6 +29,9 @@ PICKLE_GRAPHS = (
     "af.parse_graph to read. Values are sent as NumPy arrays, which session.run gives"
 )
 """What to do in place of pickling a graph or something in it."""
+
+
+_node_of = attrgetter("node")
 
 
 class Tensor(NotPickled, Operators):
@@ -145,11 +149,16 @@ class Node(NotPickled):
         self.attrs = dict(attrs)
         self.single = not isinstance(specs, tuple)
         listed = specs if isinstance(specs, tuple) else (specs,)
-        self.outputs = tuple(Tensor(self, index, spec) for index, spec in enumerate(listed))
+        self.outputs = tuple([Tensor(self, index, spec) for index, spec in enumerate(listed)])
         self.control_inputs = list(control_inputs)
         self.device = device
         self.colocated_with = colocated_with
         self.location = location
+
+    @property
+    def sources(self) -> list[Node]:
+        """The nodes that it waits for: those of its inputs, and its control inputs; one may be there several times."""
+        return [*map(_node_of, self.inputs), *self.control_inputs]
 
     @property
     def subgraphs(self) -> tuple[Subgraph, ...]:

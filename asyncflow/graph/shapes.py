@@ -46,10 +46,7 @@ def is_static(shape: Shape) -> bool:
 
 def size_of(shape: Shape) -> int | None:
     """Number of elements, or None if unknown."""
-    if shape is None:
-        return None
-    known = [dim for dim in shape if dim is not None]
-    return math.prod(known) if len(known) == len(shape) else None
+    return None if shape is None or None in shape else math.prod(shape)  # type: ignore[arg-type]
 
 
 def is_compatible(a: Shape, b: Shape) -> bool:

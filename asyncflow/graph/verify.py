@@ -104,9 +104,7 @@ def _is_back_edge(source: Node, target: Node) -> bool:
 
 
 def _sources(node: Node) -> Iterator[Node]:
-    for source in (*(tensor.node for tensor in node.inputs), *node.control_inputs):
-        if not _is_back_edge(source, node):
-            yield source
+    return (source for source in node.sources if not _is_back_edge(source, node))
 
 
 def _path(start: Node, end: Node, places: Places) -> list[Node]:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.walks import CASES, Case, main, measure, table, walk_of
 
-MOST: dict[str, int] = {}
+MOST: dict[str, int] = {"compile": 766}
 """What the walks that were made shorter have become; none may grow again unnoticed."""
 
 

@@ -56,7 +56,7 @@ def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
     replaced = Replacements()
     ordered: list[Node] = []
     for node in graph.nodes:
-        if replaced:
+        if replaced.tensors:
             replaced.apply(node)
         for body in node.subgraphs:
             batch_loops(body, block_bytes)

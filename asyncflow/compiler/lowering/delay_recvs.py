@@ -162,7 +162,7 @@ class _Schedule:
 
     def sources(self, node: Node) -> list[Node]:
         """What a node waits for in its own iteration; a Recv for its Send, too."""
-        found = dict.fromkeys((*(tensor.node for tensor in node.inputs), *node.control_inputs))
+        found = dict.fromkeys(node.sources)
         if node.op is RECV:
             found[self.sends[node.attrs["transfer"]]] = None
         return [source for source in found if source.op is not NEXT_ITERATION]

@@ -82,7 +82,8 @@ class Emitter:
 
     def __init__(self, source: Graph, asynchronous: Collection[str], truncate: bool) -> None:
         self.flat = Graph(effects=source.effects, seed=source.seed)
-        for node in source.walk():
+        nodes = source.walk()
+        for node in nodes:
             self.flat.reserve(node.name)  # nodes keep their names; new ones must not take them
         self.asynchronous = frozenset(asynchronous)
         self.truncate = truncate
@@ -106,17 +107,16 @@ class Emitter:
         self.true: Tensor | None = None
         self.awaited: set[Node] = set()
         self.used: set[Tensor] = set()
-        for node in source.walk():
+        for node in nodes:
             self.awaited.update(node.control_inputs)
             self.used.update(node.inputs)
             self.used.update(result for body in node.subgraphs for result in body.results)
         # Where values of such nodes are used, so that news of them can come with the value.
         self.used_on = {
             (tensor, node.device)
-            for node in source.walk()
-            if not node.subgraphs
+            for node in nodes
             for tensor in node.inputs
-            if tensor.node in self.awaited
+            if tensor.node in self.awaited and not node.subgraphs
         }
 
     def values(self, tensors: Iterable[Tensor]) -> list[Tensor]:

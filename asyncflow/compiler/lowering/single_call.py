@@ -64,14 +64,20 @@ def find_single_call(partitions: Sequence[Partition], devices: Sequence[Device])
     fed: list[tuple[int, int]] = []
     for feed_index, feed in zip(partition.feed_indexes, partition.feeds, strict=True):
         plain, merges = feed.targets[0]
-        if merges or any(target is not node for _, _, target in plain):
+        for _, slot, target in plain:
+            if target is not node:
+                return None
+            fed.append((slot - node.slot, feed_index))
+        if merges:
             return None
-        fed.extend((slot - node.slot, feed_index) for _, slot, _ in plain)
     fetched: dict[int, int] = {}
     for output, (plain, merges) in enumerate(node.targets):
-        if merges or any(target.kind != Kind.FETCH for _, _, target in plain):
+        for _, _, target in plain:
+            if target.kind != Kind.FETCH:
+                return None
+            fetched[target.fetch_index] = output
+        if merges:
             return None
-        fetched.update((target.fetch_index, output) for _, _, target in plain)
     if len(fetched) != partition.n_fetches or (node.single and partition.n_fetches != 1):
         return None
     template = partition.root.values[node.slot : node.slot + node.n_inputs]

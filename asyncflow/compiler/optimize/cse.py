@@ -36,7 +36,7 @@ def eliminate_common_subexpressions(graph: Graph) -> None:
     replaced = Replacements()
     kept: list[Node] = []
     for node in graph.nodes:
-        if replaced:
+        if replaced.tensors:
             replaced.apply(node)
         if isinstance(node, StructuredNode):
             _join_captures(node)

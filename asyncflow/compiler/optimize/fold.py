@@ -47,7 +47,7 @@ class _Fold:
         pending = self.graph.nodes[::-1]
         while pending:
             node = pending.pop()
-            if self.replaced:
+            if self.replaced.tensors:
                 self.replaced.apply(node)
             if isinstance(node, StructuredNode):
                 inlined = self._structured(node)

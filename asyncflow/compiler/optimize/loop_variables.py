@@ -26,7 +26,7 @@ def reduce_loop_variables(graph: Graph) -> None:
     """Does so in all loops of `graph`, inner ones first, in place."""
     replaced = Replacements()
     for node in graph.nodes:
-        if replaced:
+        if replaced.tensors:
             replaced.apply(node)
         for body in node.subgraphs:
             reduce_loop_variables(body)

@@ -37,7 +37,7 @@ def simplify(graph: Graph) -> None:
     awaited = awaited_nodes(graph)
     kept: list[Node] = []
     for node in graph.nodes:
-        if replaced:
+        if replaced.tensors:
             replaced.apply(node)
         rule = _RULES.get(node.op)
         if rule is not None and not node.control_inputs and node not in awaited:
@@ -51,7 +51,7 @@ def simplify(graph: Graph) -> None:
         for body in node.subgraphs:
             simplify(body)
         kept.append(node)
-    if replaced:
+    if replaced.tensors:
         replaced.apply_to_results(graph)
         graph.nodes[:] = kept
 

@@ -101,7 +101,8 @@ class _Level:
 def _line_of(graph: Graph) -> _Level:
     nodes = [node for node in graph.nodes if not _is_everywhere(node)]
     present = set(nodes)
-    return _Level(nodes, {node: [source for source in _sources(node) if source in present] for node in nodes})
+    sources = {node: [source for source in dict.fromkeys(node.sources) if source in present] for node in nodes}
+    return _Level(nodes, sources)
 
 
 def _iteration_of(loop: WhileNode) -> _Level:
@@ -116,10 +117,6 @@ def _iteration_of(loop: WhileNode) -> _Level:
             carried[seen.node] = carried[variable.node] = [result.node]
     results = list(dict.fromkeys(node for nodes in carried.values() for node in nodes))
     return _Level([*first.nodes, *then.nodes], sources, carried, results, gates[0] if gates else None)
-
-
-def _sources(node: Node) -> Iterable[Node]:
-    return dict.fromkeys((*(tensor.node for tensor in node.inputs), *node.control_inputs))
 
 
 def _is_everywhere(node: Node) -> bool:

@@ -14,15 +14,18 @@ from asyncflow.graph.frames import FramePath, frame_of
 from asyncflow.graph.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
 
 
+_BY_HAND = frozenset({ENTER, SWITCH})
+
+
 def has_primitives(nodes: Iterable[Node]) -> bool:
     """Whether control flow was written by hand: nodes then belong to frames, and may be dead."""
-    return any(node.op is ENTER or node.op is SWITCH for node in nodes)
+    return not _BY_HAND.isdisjoint([node.op for node in nodes])
 
 
 def is_everywhere(node: Node) -> bool:
@@ -40,8 +43,9 @@ def assign_frames(graph: Graph) -> dict[Node, FramePath]:
     consumers: dict[Node, list[Node]] = {}
     missing: dict[Node, int] = {}
     ready: list[Node] = []
+    sources = {node: _sources(node) for node in graph.nodes}
     for node in graph.nodes:
-        waits_for = dict.fromkeys(_sources(node))
+        waits_for = dict.fromkeys(sources[node])
         if node.op is MERGE:
             waits_for = {source: None for source in waits_for if source.op is not NEXT_ITERATION}
         missing[node] = len(waits_for)
@@ -51,7 +55,7 @@ def assign_frames(graph: Graph) -> dict[Node, FramePath]:
             consumers.setdefault(source, []).append(node)
     while ready:
         node = ready.pop()
-        frames[node] = frame_of(node.op.name, node.name, _sources(node), frames, node.location)
+        frames[node] = frame_of(node.op.name, node.name, sources[node], frames, node.location)
         for consumer in consumers.get(node, ()):
             missing[consumer] -= 1
             if missing[consumer] == 0:
@@ -63,7 +67,6 @@ def assign_frames(graph: Graph) -> dict[Node, FramePath]:
     return frames
 
 
-def _sources(node: Node) -> Iterator[Node]:
+def _sources(node: Node) -> list[Node]:
     """What `node` waits for."""
-    yield from (tensor.node for tensor in node.inputs if not is_everywhere(tensor.node))
-    yield from node.control_inputs
+    return [tensor.node for tensor in node.inputs if not is_everywhere(tensor.node)] + node.control_inputs

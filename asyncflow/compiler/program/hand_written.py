@@ -149,7 +149,7 @@ class HandWritten:
             frame = self.held(path)
             if frame is not None:
                 yield node, first.setdefault(frame, node), _why_held(node, frame)
-            for source in dict.fromkeys(_sources(node)):
+            for source in dict.fromkeys(node.sources):
                 if self._is_variable(source, node):
                     yield node, source, f"{node.name} and {source.name} are of one loop variable"
                 elif self.live[source] is None and frame is None:
@@ -168,7 +168,7 @@ class HandWritten:
             if node.op is ENTER:
                 inside = output_frame(node, self.frame_of[node])
                 self.frames.setdefault(inside, HandFrame(inside)).enters.append(node)
-            for source in _sources(node):
+            for source in node.sources:
                 self._users.setdefault(source, []).append(node)
         for node in graph.nodes:
             frame = self.frames.get(self.frame_of[node])
@@ -229,13 +229,13 @@ class HandWritten:
             return frozenset() if runs is None else runs.sides
         if node.op is EXIT:
             enters = self.frames[self.frame_of[node]].enters
-            return frozenset().union(*(self._outer_of(source) for enter in enters for source in _sources(enter)))
+            return frozenset().union(*(self._outer_of(source) for enter in enters for source in enter.sources))
         if node.op is MERGE:
             entering = [tensor.node for tensor in node.inputs if tensor.node.op is not NEXT_ITERATION]
             return frozenset.intersection(*(self._outer_of(source) for source in entering))
         if node.op is CONTROL_TRIGGER:
             return frozenset()
-        return frozenset().union(*map(self._outer_of, _sources(node)))
+        return frozenset().union(*map(self._outer_of, node.sources))
 
     def _outer_of(self, source: Node) -> frozenset[Side]:
         return self._outer.get(source, frozenset())
@@ -305,7 +305,7 @@ class HandWritten:
             if path[:depth] != frame.path or not (has_side_effect(node) or (node.op is EXIT and path == frame.path)):
                 continue
             inside = self.frames[path[: depth + 1]].enters if path != frame.path else (node,)
-            sources = (source for user in inside for source in _sources(user))
+            sources = (source for user in inside for source in user.sources)
             if frozenset[Side]().union(*map(self._outer_of, sources)) != around.sides:
                 return f"{_described(node)} is live although {format_frame(frame.path)} may be on a branch not taken"
         return None
@@ -345,11 +345,6 @@ def _why_held(node: Node, frame: HandFrame) -> str:
 
 def _is_loop_merge(node: Node) -> bool:
     return node.op is MERGE and any(tensor.node.op is NEXT_ITERATION for tensor in node.inputs)
-
-
-def _sources(node: Node) -> Iterator[Node]:
-    yield from (tensor.node for tensor in node.inputs)
-    yield from node.control_inputs
 
 
 def _described(node: Node) -> str:

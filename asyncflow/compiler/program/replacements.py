@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 class Replacements:
     """Stand-ins; a stand-in may have one itself.
 
-    Nodes stand behind what they use, so that a pass can call `apply` on each as it comes to it.
+    Nodes stand behind what they use, so that a pass can call `apply` on each as it comes to it. Where no tensor has a
+    stand-in, no node has one.
     """
 
     tensors: dict[Tensor, Tensor] = field(default_factory=dict)
     nodes: dict[Node, Node] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.tensors or self.nodes)
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """What stands for `tensor` now: itself if nothing does."""

@@ -24,7 +24,7 @@ from asyncflow.nn.losses import CLASS_NUMBERS
 from asyncflow.ops.cuda_source import expression, is_composite, not_fused
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.graph.graph import Graph
@@ -88,11 +88,6 @@ def fuse_line(nodes: Sequence[Node], results: Sequence[Tensor]) -> tuple[list[No
     for node in made:
         replacements.apply(node)
     return made, [replacements.tensor(tensor) for tensor in results]
-
-
-def _sources(node: Node) -> Iterator[Node]:
-    yield from (tensor.node for tensor in node.inputs)
-    yield from node.control_inputs
 
 
 def _may_fuse(node: Node) -> bool:
@@ -166,13 +161,13 @@ class _Line:
     def _find_order(self, numbers: dict[Node, int]) -> None:
         """Sets what is before and behind each node."""
         for number, node in enumerate(self.nodes):
-            for source in _sources(node):
+            for source in node.sources:
                 if source in numbers:
                     other = self.units[numbers[source]]
                     self.units[number].before |= other.before | other.own
         for number in reversed(range(len(self.nodes))):
             unit = self.units[number]
-            for source in _sources(self.nodes[number]):
+            for source in self.nodes[number].sources:
                 if source in numbers:
                     self.units[numbers[source]].behind |= unit.behind | unit.own
 
@@ -274,6 +269,6 @@ class _Line:
         return list(placed)
 
     def _needed(self, unit: _Unit, numbers: dict[Node, int]) -> list[_Unit]:
-        sources = (numbers.get(source) for member in unit.members for source in _sources(self.nodes[member]))
+        sources = (numbers.get(source) for member in unit.members for source in self.nodes[member].sources)
         found = dict.fromkeys(self.units[number] for number in sources if number is not None)
         return [other for other in found if other is not unit]

@@ -320,12 +320,12 @@ def _before_and_behind(
     behind: dict[Node, int] = {}
     for node in graph.nodes:
         found = into.get(node, 0)
-        for source in _sources(node):
+        for source in node.sources:
             found |= before.get(source, 0)
         before[node] = found
     for node in reversed(graph.nodes):
         found = behind[node] = behind.get(node, 0) | out_of.get(node, 0)
-        for source in _sources(node):
+        for source in node.sources:
             behind[source] = behind.get(source, 0) | found
     return {node: (before[node], behind[node]) for node in graph.nodes}
 
@@ -335,18 +335,13 @@ def _longest_chains(graph: Graph, crossings: _Crossings) -> dict[Node, tuple[int
     before: dict[Node, int] = {}
     behind: dict[Node, int] = {}
     for node in graph.nodes:
-        most = max((before.get(source, 0) for source in _sources(node)), default=0)
+        most = max((before.get(source, 0) for source in node.sources), default=0)
         before[node] = most + (node in crossings.into)
     for node in reversed(graph.nodes):
         most = behind[node] = behind.get(node, 0) + (node in crossings.out_of)
-        for source in _sources(node):
+        for source in node.sources:
             behind[source] = max(behind.get(source, 0), most)
     return {node: (before[node], behind[node]) for node in graph.nodes}
-
-
-def _sources(node: Node) -> Iterable[Node]:
-    yield from (tensor.node for tensor in node.inputs)
-    yield from node.control_inputs
 
 
 def _cut(cluster: list[Node]) -> Iterable[list[Node]]:
@@ -418,7 +413,7 @@ def _in_order(nodes: Sequence[Node]) -> list[Node]:
                 continue
             missing = [
                 source
-                for source in _sources(node)
+                for source in node.sources
                 if source in present and source not in done and source.op is not NEXT_ITERATION
             ]
             if missing and node in begun:
