@@ -19,10 +19,11 @@ from asyncflow.graph.graph import has_side_effect
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.values import Array
 
 _LARGEST = 64 * 1024
 """Bytes of a result; larger constants would be kept for as long as the plan."""
@@ -98,11 +99,20 @@ def _fold_node(node: Node) -> None:
     for tensor in node.inputs:
         if not is_constant(tensor) or tensor.node.device != node.device:
             return
-    if not _is_foldable(node):
-        return
-    value = _compute(node, [tensor.node.attrs["value"] for tensor in node.inputs])
+    value = _value_of(node, {})
     if value is not None:
         node.op, node.inputs, node.attrs = CONSTANT, [], {"value": value}
+
+
+def _value_of(node: Node, known: Mapping[Tensor, Array]) -> Array | None:
+    """What a node gives, of whose inputs constants and those in `known` are known; None if that is for a run to say."""
+    inputs: list[Array] = []
+    for tensor in node.inputs:
+        value = tensor.node.attrs["value"] if is_constant(tensor) else known.get(tensor)
+        if value is None:
+            return None
+        inputs.append(value)
+    return None if node.control_inputs or not _is_foldable(node) else _compute(node, inputs)
 
 
 def _is_foldable(node: Node) -> bool:
@@ -116,7 +126,7 @@ def _is_small(tensor: Tensor, limit: int) -> bool:
     return size is not None and size <= limit
 
 
-def _compute(node: Node, inputs: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
+def _compute(node: Node, inputs: Sequence[Array]) -> Array | None:
     try:
         with np.errstate(all="ignore"):
             # As the run would bind it, so the bits are the same.
@@ -129,7 +139,7 @@ def _compute(node: Node, inputs: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[A
     return value
 
 
-def _as_in_a_run(value: np.ndarray[Any, Any]) -> Any:
+def _as_in_a_run(value: Array) -> Any:
     kernel = CONSTANT.kernel
     assert kernel is not None
     return kernel(np, value=value)()
@@ -159,28 +169,15 @@ def _sink_constants(node: StructuredNode) -> None:
 
 def _never_begins(node: WhileNode) -> bool:
     """Whether the predicate is sure to be false at once."""
-    condition = node.predicate
-    values: dict[Tensor, Any] = {
-        inner: outer.node.attrs["value"]
-        for inner, outer in zip(condition.inputs, node.inputs, strict=True)
-        if is_constant(outer)
-    }
+    pairs = zip(node.predicate.inputs, node.inputs, strict=True)
+    known = {inner: outer.node.attrs["value"] for inner, outer in pairs if is_constant(outer)}
     if has_side_effect(node):
         return False
-    for inner in condition.nodes:
-        if inner.op is not PARAMETER and not _compute_predicate_node(inner, values):
-            return False
-    return node.decision in values and not values[node.decision].item()
-
-
-def _compute_predicate_node(node: Node, values: dict[Tensor, Any]) -> bool:
-    if node.op is CONSTANT and not node.control_inputs:
-        values[node.outputs[0]] = node.attrs["value"]
-        return True
-    known = all(tensor in values for tensor in node.inputs)
-    if not known or node.control_inputs or not _is_foldable(node):
-        return False
-    value = _compute(node, [values[tensor] for tensor in node.inputs])
-    if value is not None:
-        values[node.outputs[0]] = value
-    return value is not None
+    for inner in node.predicate.nodes:
+        if inner.op is not PARAMETER and (inner.op is not CONSTANT or inner.control_inputs):
+            value = _value_of(inner, known)
+            if value is None:
+                return False
+            known[inner.outputs[0]] = value
+    value = node.decision.node.attrs["value"] if is_constant(node.decision) else known.get(node.decision)
+    return value is not None and not value.item()
