@@ -12,6 +12,7 @@ from asyncflow.graph.graph import node_effects
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.shape import RANK, SHAPE, SIZE
+from asyncflow.ops.straight_line import Step, straight_line
 from asyncflow.state.immutable import sealed
 
 if TYPE_CHECKING:
@@ -78,34 +79,33 @@ def compile_pure(xp: Namespace, function: Subgraph) -> Callable[..., Value]:
     """One Python callable for a body of pure nodes: input values to the result."""
     on_host = set() if xp is np else _host_values(function)
     slots = {tensor: slot for slot, tensor in enumerate(function.inputs)}
-    steps: list[tuple[Kernel, tuple[int, ...], Node]] = []
+    steps: list[Step] = []
     for node in _needed(function):
         assert node.op.kernel is not None
         is_counter = all(x in on_host for x in node.outputs)
         kernel = node.op.kernel(np if is_counter else xp, **node.attrs)
         if node.op is CONSTANT and xp is not np and isinstance(kernel(), np.ndarray):
             kernel = _copied_in(xp, kernel)
-        steps.append((kernel, tuple(slots[x] for x in node.inputs), node))
+        operands = tuple(slots[x] for x in node.inputs)
+        steps.append(Step(_noting(kernel, node), operands, None if node.single else len(node.outputs)))
         for output in node.outputs:
             slots[output] = len(slots)
-    last = slots[function.results[0]]
+    call = straight_line(len(function.inputs), steps, slots[function.results[0]])
+    # A user's function may keep the array it returns, so that one is copied.
+    return call if any(node.op.is_user for node in _needed(function)) else sealed(call)
+
+
+def _noting(kernel: Kernel, node: Node) -> Kernel:
+    """`kernel`, whose errors name the node: the firing's is that of the whole update."""
 
     def call(*inputs: Value) -> Value:
-        values = list(inputs)
-        for kernel, sources, node in steps:
-            try:
-                result = kernel(*[values[source] for source in sources])
-            except Exception as error:
-                error.add_note(f"in {node.name} ({node.op.name}), built at {node.location}")
-                raise
-            if node.single:
-                values.append(result)
-            else:
-                values.extend(result)
-        return values[last]
+        try:
+            return kernel(*inputs)
+        except Exception as error:
+            error.add_note(f"in {node.name} ({node.op.name}), built at {node.location}")
+            raise
 
-    # A user's function may keep the array it returns, so that one is copied.
-    return call if any(node.op.is_user for _, _, node in steps) else sealed(call)
+    return call
 
 
 def _copied_in(xp: Namespace, constant: Kernel) -> Kernel:

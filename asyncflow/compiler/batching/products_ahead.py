@@ -24,6 +24,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements, free
 from asyncflow.ops.indexing import GETITEM
 from asyncflow.ops.linalg import MATMUL
+from asyncflow.ops.straight_line import Step, straight_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,75 +69,88 @@ node, then the results of the steps before."""
 
 
 @dataclass(slots=True)
-class _Work:
-    """The size of one iteration's products."""
+class _Progress:
+    """How far a block has come; it is given to each step, and a step may fall short.
 
+    Attributes:
+        count: for how many iterations all is there so far.
+        rows: of one iteration's products.
+        nbytes: of their operands and results.
+        flops: of them.
+    """
+
+    count: int
     rows: int = 0
     nbytes: int = 0
     flops: float = 0.0
 
     def add(self, row: Array, matrix: Array, product: Array) -> None:
+        """Counts the product of one iteration."""
         rows = row.size // max(row.shape[-1], 1)
         self.rows = max(self.rows, rows)
         self.nbytes += row.nbytes + product.nbytes
         self.flops += 2.0 * row.size * matrix.size / max(row.shape[-1], 1)
 
 
-class _Step:
-    """One op of a program, bound."""
+def _bound(xp: ModuleType, steps: Steps, results: Sequence[int], n_inputs: int) -> Kernel:
+    """What makes a block, of a `_Progress`, the counters of its iterations and the inputs of the node."""
+    varying = [False, True, *[False] * n_inputs]
+    line: list[Step] = []
+    for name, attrs, inputs in steps:
+        op, operands = find_op(name), tuple(1 + place for place in inputs)
+        assert op.kernel is not None
+        kernel = op.kernel(xp, **attrs)
+        varies = [varying[place] for place in operands]
+        varying.append(any(varies))
+        if any(varies):  # else it is done once, for all iterations alike
+            is_slice = op is GETITEM and attrs["key"] == (("input", 0),) and varies == [False, True]
+            kernel = _joined(kernel, varies) if op is MATMUL else _one_by_one(kernel, varies, is_slice=is_slice)
+            operands = 0, *operands
+        line.append(Step(kernel, operands))
+    return straight_line(2 + n_inputs, line, [1 + place for place in results])
 
-    __slots__ = ("inputs", "is_product", "is_slice", "kernel", "row_input", "varies")
 
-    def __init__(self, op: Op, attrs: dict[str, Any], kernel: Kernel, inputs: tuple[int, ...], varying: list[bool]):
-        self.kernel = kernel
-        self.inputs = inputs
-        self.varies = tuple(varying[place] for place in inputs)
-        self.is_product = op is MATMUL and any(self.varies)
-        self.is_slice = op is GETITEM and attrs["key"] == (("input", 0),) and self.varies == (False, True)
-        self.row_input = self.varies.index(True) if any(self.varies) else -1
+def _one_by_one(kernel: Kernel, varies: Sequence[bool], *, is_slice: bool) -> Kernel:
+    """`kernel` for each iteration, up to the first for which it fails; that is an error only for the very first."""
 
-    def once(self, values: Sequence[Any]) -> Any:
-        """For all iterations alike."""
-        return self.kernel(*(values[place] for place in self.inputs))
-
-    def each(self, values: Sequence[Any], count: int) -> Sequence[Any]:
-        """One by one, up to the first that fails; that is an error only if it is the very first."""
-        if self.is_slice:
-            array, indices = (values[place] for place in self.inputs)
-            rows: Sequence[Any] | None = _neighbours(array, indices, count)
-            if rows is not None:
-                return rows
-        columns = [values[place] if varies else repeat(values[place]) for place, varies in self._columns()]
+    def step(progress: _Progress, *operands: Any) -> Sequence[Any]:
+        rows: Sequence[Any] | None = _neighbours(operands[0], operands[1], progress.count) if is_slice else None
+        if rows is not None:
+            return rows
+        columns = [operand if each else repeat(operand) for operand, each in zip(operands, varies, strict=True)]
         found: list[Any] = []
-        for arguments in zip(range(count), *columns, strict=False):
+        for _, *arguments in zip(range(progress.count), *columns, strict=False):
             try:
-                found.append(self.kernel(*arguments[1:]))
+                found.append(kernel(*arguments))
             except Exception:
                 if not found:
                     raise
                 break
+        progress.count = len(found)
         return found
 
-    def _columns(self) -> zip[tuple[int, bool]]:
-        return zip(self.inputs, self.varies, strict=True)
+    return step
 
-    def product(self, values: Sequence[Any], count: int, work: _Work) -> list[Any]:
-        """All in one product, as far as the rows fit below one another."""
-        rows: Sequence[Array] | Array = values[self.inputs[self.row_input]][:count]
-        matrix = values[self.inputs[1 - self.row_input]]
-        first = rows[0]
-        is_left = self.row_input == 0
+
+def _joined(kernel: Kernel, varies: Sequence[bool]) -> Kernel:
+    """`kernel`, a matrix product, for all iterations at once, as far as their rows fit below one another."""
+    is_left = varies[0]
+
+    def step(progress: _Progress, *operands: Any) -> list[Any]:
+        rows, matrix = operands if is_left else operands[::-1]
+        rows, first = rows[: progress.count], rows[0]
         by = matrix if is_left or matrix.ndim != 2 else matrix.T
         fits = matrix.ndim == 2 and first.ndim >= 1 and (is_left or first.ndim == 1) and first.shape[-1] == by.shape[0]
-        alike = _alike(rows) if fits else 1
-        if alike > 1:
-            rows = rows[:alike]
-            products = _split(self.kernel(_below_one_another(rows, by.shape[0]), by), rows)
-            work.add(first, matrix, products[0])
-            return products
-        only = self.kernel(first, matrix) if is_left else self.kernel(matrix, first)
-        work.add(first, matrix, only)
-        return [only]
+        progress.count = _alike(rows) if fits else 1
+        if progress.count > 1:
+            rows = rows[: progress.count]
+            products = _split(kernel(_below_one_another(rows, by.shape[0]), by), rows)
+        else:
+            products = [kernel(first, matrix) if is_left else kernel(matrix, first)]
+        progress.add(first, matrix, products[0])
+        return products
+
+    return step
 
 
 def _alike(rows: Sequence[Array] | Array) -> int:
@@ -178,34 +192,6 @@ def _neighbours(array: Array, indices: Sequence[Any], count: int) -> Any:
     return array[first : last + 1] if step > 0 else array[last : first + 1][::-1]
 
 
-class _Program:
-    """What a block is made by; bound once for all runs."""
-
-    def __init__(self, xp: ModuleType, steps: Steps, outputs: Sequence[int], n_inputs: int) -> None:
-        varying = [True, *[False] * n_inputs]
-        self.outputs = outputs
-        self.steps: list[_Step] = []
-        for name, attrs, inputs in steps:
-            op = find_op(name)
-            assert op.kernel is not None
-            step = _Step(op, attrs, op.kernel(xp, **attrs), inputs, varying)
-            self.steps.append(step)
-            varying.append(any(step.varies))
-
-    def run(self, counters: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Sequence[Any]], int, _Work]:
-        """The outputs for these iterations, for how many of them they could be made, and the work of one."""
-        values: list[Any] = [counters, *inputs]
-        count, work = len(counters), _Work()
-        for step in self.steps:
-            if not any(step.varies):
-                values.append(step.once(values))
-                continue
-            found = step.product(values, count, work) if step.is_product else step.each(values, count)
-            count = len(found)
-            values.append(found)
-        return [values[place] for place in self.outputs], count, work
-
-
 @dataclass(frozen=True, slots=True)
 class _Block:
     """What was made for the iterations from the one with the counter `first` on."""
@@ -213,7 +199,7 @@ class _Block:
     first: int
     step: int
     count: int
-    outputs: list[Sequence[Any]]
+    outputs: Sequence[Sequence[Any]]
 
     def has(self, index: int) -> bool:
         """Whether the iteration with this counter is one of them."""
@@ -242,7 +228,7 @@ class ProductsAhead:
 
     __slots__ = ("_block_bytes", "_blocks", "_bound", "_course", "_inputs", "_lock", "_next", "_program")
 
-    def __init__(self, program: _Program, course: _Course, block_bytes: int, inputs: Sequence[Any]) -> None:
+    def __init__(self, program: Kernel, course: _Course, block_bytes: int, inputs: Sequence[Any]) -> None:
         self._program = program
         self._course = course
         self._block_bytes = block_bytes
@@ -268,10 +254,12 @@ class ProductsAhead:
         return sum(row.nbytes for block in self._blocks for rows in block.outputs for row in rows)
 
     def _make(self, index: int) -> _Block:
-        outputs, count, work = self._program.run(self._counters(index), self._inputs)
-        block = _Block(index, self._course.step, count, outputs)
+        counters = self._counters(index)
+        progress = _Progress(len(counters))
+        outputs = self._program(progress, counters, *self._inputs)
+        block = _Block(index, self._course.step, progress.count, outputs)
         self._blocks = (block, *self._blocks[:1])
-        most = most_at_once(work.rows, ENOUGH_ROWS, work.nbytes, work.flops, self._block_bytes)
+        most = most_at_once(progress.rows, ENOUGH_ROWS, progress.nbytes, progress.flops, self._block_bytes)
         self._next = most if self._course.is_exact else min(2 * self._next, most)
         return block
 
@@ -304,7 +292,7 @@ def _ahead_kernel(
     is_exact: bool,
     block_bytes: int,
 ) -> Kernel:
-    program, course = _Program(xp, steps, results, n_inputs), _Course(counter, step, margin, is_exact)
+    program, course = _bound(xp, steps, results, n_inputs), _Course(counter, step, margin, is_exact)
     return lambda *inputs: ProductsAhead(program, course, block_bytes, inputs)
 
 

@@ -21,6 +21,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
 from asyncflow.ops.cuda_functions import helpers
 from asyncflow.ops.cuda_source import HALVES, c_type, expression
+from asyncflow.ops.straight_line import Step, straight_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,16 +184,8 @@ def _kernel(xp: Any, *, chain: Chain) -> Kernel:
 
 def _one_by_one(xp: Any, chain: Chain) -> Kernel:
     """The members' own kernels, in turn."""
-    steps = [(_own_kernel(xp, chain, member), member.operands) for member in chain.members]
-
-    def run(*inputs: Any) -> Any:
-        values = list(inputs)
-        for kernel, operands in steps:
-            values.append(kernel(*(values[operand] for operand in operands)))
-        results = tuple(values[output] for output in chain.outputs)
-        return results if len(results) > 1 else results[0]
-
-    return run
+    steps = [Step(_own_kernel(xp, chain, member), member.operands) for member in chain.members]
+    return straight_line(len(chain.inputs), steps, chain.outputs if len(chain.outputs) > 1 else chain.outputs[0])
 
 
 def _own_kernel(xp: Any, chain: Chain, member: Member) -> Kernel:

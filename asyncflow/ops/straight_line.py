@@ -1,0 +1,70 @@
+"""Python functions of kernels that feed one another in a straight line.
+
+They are generated, as those of regions are (`asyncflow.compiler.regions.codegen`, which writes branches and loops as
+well), but know nothing of nodes: values have numbers. Lines of one form share their code, so that making the next one
+costs a call.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncflow.graph.op import Kernel
+
+
+class Step(NamedTuple):
+    """One kernel of a line.
+
+    Attributes:
+        kernel: what is called.
+        operands: numbers of the values it takes: first come the inputs of the line, then the results of each step.
+        n_results: how many values the tuple has that it returns; None if it returns one value by itself.
+    """
+
+    kernel: Kernel
+    operands: tuple[int, ...]
+    n_results: int | None = None
+
+
+def straight_line(n_inputs: int, steps: Sequence[Step], results: int | Sequence[int]) -> Kernel:
+    """A function that runs `steps` in their order.
+
+    Args:
+        n_inputs: how many values it takes.
+        steps: each uses inputs and the results of those before.
+        results: number of the value that it returns, or numbers of those in the tuple that it returns.
+    """
+    form = tuple([step[1:] for step in steps])
+    make = _maker(n_inputs, form, results if isinstance(results, int) else tuple(results))
+    return make(*[step.kernel for step in steps])
+
+
+@lru_cache(maxsize=256)
+def _maker(
+    n_inputs: int, form: tuple[tuple[tuple[int, ...], int | None], ...], results: int | tuple[int, ...]
+) -> Callable[..., Kernel]:
+    """A function that takes the kernels, and returns the line that calls them."""
+    lines = []
+    n_values = n_inputs
+    for place, (operands, n_results) in enumerate(form):
+        made = range(n_values, n_values + (1 if n_results is None else n_results))
+        targets = f"v{n_values}" if n_results is None else f"[{_listed('v', made)}]"
+        lines.append(f"        {targets} = k{place}({_listed('v', operands)})")
+        n_values = made.stop
+    head = f"def make({_listed('k', range(len(form)))}):\n    def line({_listed('v', range(n_inputs))}):"
+    returned = f"v{results}" if isinstance(results, int) else f"({_listed('v', results)})"
+    source = "\n".join((head, *lines, f"        return {returned}", "    return line"))
+    namespace: dict[str, Callable[..., Kernel]] = {}
+    exec(compile(source, "<asyncflow straight line>", "exec"), namespace)
+    return namespace["make"]
+
+
+def _listed(letter: str, numbers: Sequence[int]) -> str:
+    return "".join(f"{letter}{number}, " for number in numbers)
+
+
+__all__ = ["Step", "straight_line"]
