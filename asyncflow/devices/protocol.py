@@ -97,6 +97,9 @@ def is_coroutine_kernel(kernel: object) -> bool:
     return isinstance(kernel, CoroutineKernel)
 
 
+Spans: TypeAlias = list[Any]
+"""What a device notes of the work that it launches; only it knows what a note is, and `settle` reads them."""
+
 Mark: TypeAlias = Any
 """A point in the work of an asynchronous device, which only that device understands."""
 
@@ -340,20 +343,20 @@ class AsynchronousDevice(Device, Protocol):
         """
         ...
 
-    def record_into(self, spans: list[Any] | None) -> list[Any] | None:
+    def record_into(self, spans: Spans | None) -> Spans | None:
         """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to.
 
         What a coroutine kernel launches goes where it would have gone when it was called. `spans` is for `settle`.
         """
         ...
 
-    def settle(self, spans: Sequence[Any]) -> Sequence[Span]:
+    def settle(self, spans: Spans) -> Sequence[Span]:
         """The spans that were recorded, once the work has ended."""
         ...
 
 
 @contextmanager
-def recording(device: AsynchronousDevice, spans: list[Any] | None) -> Iterator[None]:
+def recording(device: AsynchronousDevice, spans: Spans | None) -> Iterator[None]:
     """What is launched inside, and nothing else, goes to `spans`; see `AsynchronousDevice.record_into`."""
     before = device.record_into(spans)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, cast
 
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, user_location
@@ -145,9 +145,9 @@ class Graph(NotPickled):
         return self._base
 
     @contextmanager
-    def scoped(self, **changes: Any) -> Iterator[Scope]:
+    def scoped(self, **changes: object) -> Iterator[Scope]:
         """Changes the scope, for what this task or thread adds inside."""
-        scope = replace(self.scope, **changes)
+        scope = replace(self.scope, **cast("Attrs", changes))
         _scopes.enter(scope)
         try:
             yield scope

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Never, TypeGuard, TypeVar
 
 from asyncflow.streams.virtual import VirtualClockLoop
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
+def run(main: Coroutine[object, Never, T], *, debug: bool | None = None) -> T:
     """Runs `main` to its end on a new event loop: uvloop's where it is installed, else asyncio's.
 
     Raises:

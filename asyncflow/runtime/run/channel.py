@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from asyncflow.values import Value
 
 
 class Channel:
@@ -19,11 +21,11 @@ class Channel:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._offered: deque[tuple[tuple[Any, ...], Callable[[], None]]] = deque()
+        self._offered: deque[tuple[tuple[Value, ...], Callable[[], None]]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
 
-    def offer(self, values: tuple[Any, ...], taken: Callable[[], None]) -> None:
+    def offer(self, values: tuple[Value, ...], taken: Callable[[], None]) -> None:
         """Keeps `values` until the consumer takes them, then calls `taken`."""
         self._offered.append((values, taken))
         self._wake()
@@ -42,7 +44,7 @@ class Channel:
         """Drops the items that nobody has taken."""
         self._offered.clear()
 
-    async def get(self) -> tuple[Any, ...] | None:
+    async def get(self) -> tuple[Value, ...] | None:
         """The next item; None once the channel is closed and empty."""
         while not self._offered:
             if self._closed:

@@ -13,9 +13,12 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import OutOfMemoryError
+
+if TYPE_CHECKING:
+    from asyncflow.values import Value
 
 
 class MemoryTurns:
@@ -30,8 +33,8 @@ class MemoryTurns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def values(
-        self, attempt: Callable[[], Awaitable[list[Any]]], in_time: Callable[[], AbstractAsyncContextManager[None]]
-    ) -> list[Any]:
+        self, attempt: Callable[[], Awaitable[list[Value]]], in_time: Callable[[], AbstractAsyncContextManager[None]]
+    ) -> list[Value]:
         """What ``await attempt()`` gives, the first time or the second.
 
         Args:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from contextvars import Context, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from asyncflow.runtime.run.channel import Channel
     from asyncflow.runtime.scheduler.turn import Turn
     from asyncflow.runtime.trace import Trace
+    from asyncflow.values import Value
 
 _ids = itertools.count(1)
 
@@ -115,7 +116,7 @@ class Run:
         """What tells the variables that it touches from others."""
         self.staying = staying
         """Indexes of the fetches whose values stay on their device."""
-        self.stayed: dict[int, Any] = {}
+        self.stayed: dict[int, Value] = {}
         """Those values."""
         self.guard = guard
         self.is_finished = False
@@ -138,7 +139,7 @@ class Run:
             if device.asynchronous is not None:
                 self._undrained.append((device.asynchronous, executor))
 
-    def start(self, feeds: Sequence[Any], timeout: float | None, asked_s: float) -> None:
+    def start(self, feeds: Sequence[Value], timeout: float | None, asked_s: float) -> None:
         """Starts; returns once the current turn's share of work is done.
 
         Args:
@@ -161,7 +162,7 @@ class Run:
         self._is_busy = False
         self.on_quiet()
 
-    async def wait(self) -> list[Any]:
+    async def wait(self) -> list[Value]:
         """The fetched values.
 
         Cancellation: stops the run, waits until what is in flight has ended, then raises CancelledError. Of a failure
@@ -292,7 +293,7 @@ class Run:
             ranked[0].add_note(f"also failed: {type(other).__name__}: {first_line}")
         return ranked[0]
 
-    def _values(self) -> list[Any]:
+    def _values(self) -> list[Value]:
         schedulers = [executor.scheduler for executor in self.executors]
         if not all(scheduler.done for scheduler in schedulers):
             waiting = [line for scheduler in schedulers for line in scheduler.waiting()] + self.rendezvous.waiting()

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
 from asyncflow.runtime.loop import burst_clock
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from asyncflow.runtime.session.calls import Call
     from asyncflow.runtime.session.plans import Compile, PlanCache
     from asyncflow.runtime.session.session_options import SessionOptions
+    from asyncflow.values import Nest, Value
 
 
 class Runs:
@@ -91,12 +92,12 @@ class Runs:
     async def call(
         self,
         call: Call,
-        values: Sequence[Any],
+        values: Sequence[Value],
         timeout: float | None,
         trace: Trace | str | Path | None,
         allow_dead: bool,
         atomic: bool,
-    ) -> Any:
+    ) -> Nest:
         """Does what `Session.run` promises, once it is known what to run."""
         assert self._loop is not None
         note_ask()
@@ -154,8 +155,8 @@ class Runs:
         return call.result(plan, results, self._devices, allow_dead=allow_dead)
 
     async def stream(
-        self, ask: Callable[[], tuple[Call, Sequence[Any]]], timeout: float | None, trace: Trace | None
-    ) -> AsyncGenerator[Any, None]:
+        self, ask: Callable[[], tuple[Call, Sequence[Value]]], timeout: float | None, trace: Trace | None
+    ) -> AsyncGenerator[Nest, None]:
         """Does what `Session.stream` promises; ``ask()`` gives what to run, and the values to feed."""
         timeout = as_timeout(timeout)
         check_trace(trace, may_be_path=False)
@@ -205,14 +206,14 @@ class Runs:
             return None
         return await self.admission.enter(plan, None if timeout is None else asked_s + timeout)
 
-    async def _copied(self, values: list[Any], timeout: float | None, asked_s: float) -> list[Any]:
+    async def _copied(self, values: list[Value], timeout: float | None, asked_s: float) -> list[Value]:
         """The values, with those copied that are too large for it on the event loop."""
         async with in_time(timeout, asked_s, "what is fed was not copied"):
             return await self.copies.of_feeds(values)
 
     async def _planned(
-        self, call: Call, values: list[Any], trace: Trace | None, timeout: float | None
-    ) -> tuple[Plan, list[Any]]:
+        self, call: Call, values: list[Value], trace: Trace | None, timeout: float | None
+    ) -> tuple[Plan, list[Value]]:
         """The plan of a call, kept there unless it is for a trace that looks inside regions; and its values as of now.
 
         While a large graph is compiled, those of other libraries may change.
@@ -227,8 +228,8 @@ class Runs:
         return plan, values
 
     async def _at_hand(
-        self, plan: Plan, call: Call, values: list[Any], timeout: float | None, asked_s: float
-    ) -> list[Any]:
+        self, plan: Plan, call: Call, values: list[Value], timeout: float | None, asked_s: float
+    ) -> list[Value]:
         """The values where the plan takes them; see `at_hand`."""
         async with in_time(timeout, asked_s, "what the run needs of other libraries and devices was not there"):
             return await at_hand(values, call.request.feeds, plan, self._devices)
@@ -242,10 +243,12 @@ class Runs:
             await self._atomic.wait(plan.states, within)
         return None
 
-    async def _in_turn(self, start: Callable[[], Run], plan: Plan, timeout: float | None, asked_s: float) -> list[Any]:
+    async def _in_turn(
+        self, start: Callable[[], Run], plan: Plan, timeout: float | None, asked_s: float
+    ) -> list[Value]:
         """The values of a run that is done again, alone, if it passes the memory limit beside others."""
 
-        async def attempt() -> list[Any]:
+        async def attempt() -> list[Value]:
             if self._atomic.claims:
                 await self._claimed(plan, False, timeout, asked_s)
             return await start().wait()
@@ -257,8 +260,8 @@ class Runs:
     # -- running -------------------------------------------------------------------------------------------------
 
     def _run_single_call(
-        self, plan: Plan, call: SingleCall, values: list[Any], timeout: float | None, asked_s: float
-    ) -> list[Any] | None:
+        self, plan: Plan, call: SingleCall, values: list[Value], timeout: float | None, asked_s: float
+    ) -> list[Value] | None:
         """The fetched values of a plan that is one call; None if that has to be left to the scheduler."""
         assert self._turn is not None and self._loop is not None
         if self.closed is not None or self._options.debug or not self._turn.has_time():
@@ -282,7 +285,7 @@ class Runs:
     def _start(
         self,
         plan: Plan,
-        values: Sequence[Any],
+        values: Sequence[Value],
         timeout: float | None,
         asked_s: float,
         trace: Trace | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextvars import Context
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.devices.protocol import Device
+    from asyncflow.values import Value
 
 _MOST_ELEMENTS = 1 << 16
 """Beside a kernel on more of them, what the executor costs is nothing."""
@@ -36,7 +37,7 @@ def quiet_context() -> Context:
     return context
 
 
-def run_single_call(call: SingleCall, device: Device, quiet: Context, feeds: Sequence[Any]) -> list[Any] | None:
+def run_single_call(call: SingleCall, device: Device, quiet: Context, feeds: Sequence[Value]) -> list[Value] | None:
     """The fetched values for these fed ones; None if computing them may take too long for the event loop.
 
     Raises:
@@ -55,7 +56,7 @@ def run_single_call(call: SingleCall, device: Device, quiet: Context, feeds: Seq
     return call.results(output)
 
 
-def _run_open(call: SingleCall, device: Device, quiet: Context, inputs: Sequence[Any]) -> list[Any] | None:
+def _run_open(call: SingleCall, device: Device, quiet: Context, inputs: Sequence[Value]) -> list[Value] | None:
     node = call.node
     cost = node.cost
     is_generator = node.region is not None and node.region.is_generator
@@ -81,7 +82,7 @@ def _run_open(call: SingleCall, device: Device, quiet: Context, inputs: Sequence
     return results
 
 
-def _outputs(region: Generator[object, int | None, Any]) -> Any:
+def _outputs(region: Generator[object, int | None, Value]) -> Value:
     """Runs a region that would stop between its long kernels to its end, and gives its outputs."""
     budget: int | None = None
     try:

@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.cost import MeasuredCost
     from asyncflow.devices.cpu.device import CpuDevice
-    from asyncflow.devices.protocol import AsynchronousDevice, Mark
+    from asyncflow.devices.protocol import AsynchronousDevice, Mark, Spans
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.runtime.scheduler.ports import Scope
+    from asyncflow.values import Value
 
 _log = logging.getLogger("asyncflow.runtime")
 
@@ -100,7 +101,7 @@ class Executor:
         self._charge = None if self._asynchronous is None else self._asynchronous.charge
         self._throttled = False
         # In the order they started, in which they are cancelled; and who is told of the end.
-        self._tasks: dict[asyncio.Task[Any], Callable[..., None]] = {}
+        self._tasks: dict[asyncio.Task[object], Callable[..., None]] = {}
         self._grace: asyncio.TimerHandle | None = None
         if run.trace is not None:
             self.recorder = Recorder(run.trace, run.id, device, run.now)
@@ -110,7 +111,7 @@ class Executor:
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    def start(self, feeds: Sequence[Any]) -> None:
+    def start(self, feeds: Sequence[Value]) -> None:
         """Delivers the feeds and drives as far as the current turn allows."""
         try:
             if self._asynchronous is None:
@@ -122,7 +123,7 @@ class Executor:
         except BaseException as error:
             self.broken(error)
 
-    def _begin(self, feeds: Sequence[Any]) -> None:
+    def _begin(self, feeds: Sequence[Value]) -> None:
         try:
             if not self.stopped:
                 self.scheduler.start(feeds)
@@ -164,7 +165,7 @@ class Executor:
         regions = self._regions
         budget = _CHECK_EVERY
         node = iteration = None
-        inputs: Sequence[Any] = ()
+        inputs: Sequence[Value] = ()
         try:
             while True:
                 firing = next_firing()
@@ -244,7 +245,7 @@ class Executor:
         self.in_flight += 1
         is_awaited = True
 
-        def deliver(value: Any, error: BaseException | None, *times: int) -> None:
+        def deliver(value: Value, error: BaseException | None, *times: int) -> None:
             nonlocal is_awaited
             if not is_awaited:
                 if error is not None and not self.is_closed:
@@ -290,7 +291,7 @@ class Executor:
 
     # -- launching -----------------------------------------------------------------------------------------------
 
-    def _launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+    def _launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Starts a firing that is timed, traced, needs its context, or may wait."""
         if node.crossing:
             self._ports.cross(node, iteration, inputs)
@@ -335,7 +336,7 @@ class Executor:
         self.complete(node, iteration, inputs, result)
 
     def _launch_asynchronous(
-        self, device: AsynchronousDevice, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]
+        self, device: AsynchronousDevice, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]
     ) -> None:
         """Launches a kernel; its result is there in the order of its stream."""
         assert node.kernel is not None
@@ -349,7 +350,7 @@ class Executor:
         self.record_spans(spans, device, node, iteration, result)
         self.complete(node, iteration, inputs, result)
 
-    def _launch_on_stream(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], size: int) -> None:
+    def _launch_on_stream(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], size: int) -> None:
         assert node.kernel is not None
         work: Callable[..., object] = node.kernel
         args = tuple(inputs)
@@ -383,7 +384,7 @@ class Executor:
         return owner is not None and cast("CpuDevice", self._device).lanes.holds(owner)
 
     def submit(
-        self, node: PlanNode, size: int, work: Callable[..., object], args: tuple[Any, ...], take: Callable[..., None]
+        self, node: PlanNode, size: int, work: Callable[..., object], args: tuple[Value, ...], take: Callable[..., None]
     ) -> None:
         """Gives work to a thread of the device; ``take(result, error, times)`` is called at its end."""
         cost: MeasuredCost | None = node.cost
@@ -403,7 +404,7 @@ class Executor:
         except BaseException as error:
             deliver(None, error, Times.never())
 
-    def _launch_coroutine(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+    def _launch_coroutine(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         run, device, spans = self._run, self._asynchronous, self.new_spans()
         started = run.now()
         assert node.kernel is not None
@@ -432,11 +433,11 @@ class Executor:
         self._tasks[task] = deliver = self.expect(take)
         task.add_done_callback(lambda task: deliver(*_outcome(task)))
 
-    def recording(self, spans: list[Any] | None) -> AbstractContextManager[None]:
+    def recording(self, spans: Spans | None) -> AbstractContextManager[None]:
         """Inside, an asynchronous device records into `spans`."""
         return nullcontext() if self._asynchronous is None else recording(self._asynchronous, spans)
 
-    def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], result: Any) -> None:
+    def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], result: Any) -> None:
         """Accounts for the result and hands it to the scheduler."""
         track = self._device.memory.track
         try:
@@ -460,7 +461,9 @@ class Executor:
 
     # -- ending --------------------------------------------------------------------------------------------------
 
-    def kernel_failed(self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+    def kernel_failed(
+        self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]
+    ) -> None:
         """Ends the run because a firing failed."""
         self.fail(as_kernel_error(error, node, iteration.tag(), inputs, self._device.name), node.id)
 
@@ -509,31 +512,31 @@ class Executor:
         stream: str,
         started: int,
         ended: int,
-        result: Any,
+        result: Value,
         status: str,
         queued_ns: int | None = None,
     ) -> None:
         if self.recorder is not None:
             self.recorder.firing(node, iteration, stream, started, ended, result, status, queued_ns)
 
-    def new_spans(self) -> list[Any] | None:
+    def new_spans(self) -> Spans | None:
         """What an asynchronous device is to record into; None if the run is not traced."""
         return None if self.recorder is None else []
 
     def record_spans(
         self,
-        spans: list[Any] | None,
+        spans: Spans | None,
         device: AsynchronousDevice,
         node: PlanNode,
         iteration: Iteration | None,
-        result: Any,
+        result: Value,
     ) -> None:
         """Records what a device did for one firing (None: before any)."""
         if spans and self.recorder is not None:
             self.recorder.spans(spans, device, node, iteration, result)
 
 
-def _outcome(task: asyncio.Task[Any]) -> tuple[Any, BaseException | None]:
+def _outcome(task: asyncio.Task[object]) -> tuple[Value, BaseException | None]:
     if task.cancelled():
         return None, asyncio.CancelledError("the coroutine was cancelled")
     error = task.exception()

@@ -9,7 +9,7 @@ much to make, such as `arange`.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from asyncflow.compiler.placement.node_costs import NS_PER_ELEMENT, kernel_ns
 from asyncflow.compiler.program.work import makes_what_it_is_told
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.graph.ir import Node
+    from asyncflow.values import Value
 
 
 ON_A_THREAD: Final = MeasuredCost(base_ns=inf)
 """Of a function that has asked for a run and waited for it: short as that was, the event loop would wait for itself."""
 
 
-def first_guess(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:
+def first_guess(node: PlanNode, inputs: Sequence[Value]) -> MeasuredCost:
     """The expected cost of a kernel on such inputs; infinite where nobody can say."""
     source = node.source
     if node.estimate is not None:
@@ -42,7 +43,7 @@ def first_guess(node: PlanNode, inputs: Sequence[Any]) -> MeasuredCost:
     return MeasuredCost(base_ns=base_ns, slope_ns=NS_PER_ELEMENT if source.op.flops is None else 0.0)
 
 
-def _specs(source: Node, values: Sequence[Any]) -> list[Spec]:
+def _specs(source: Node, values: Sequence[Value]) -> list[Spec]:
     return [
         Spec(tensor.dtype, shape) if (shape := getattr(value, "shape", None)) is not None else tensor.spec
         for tensor, value in zip(source.inputs, values, strict=True)

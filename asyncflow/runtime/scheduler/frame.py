@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncflow.compiler.plan import Dead, PlanFrame, PlanNode
+    from asyncflow.values import Value
 
 
 class Frame:
@@ -44,7 +45,7 @@ class Frame:
         self.constant_ready: list[PlanNode] = []
         self.live = 0
         self.live_exits: set[PlanNode] = set()
-        self.parked: list[tuple[PlanNode, Any]] = []
+        self.parked: list[tuple[PlanNode, Value]] = []
         self.pending_enters = info.n_enters
         self.newest: Iteration | None = None
 

@@ -22,7 +22,7 @@ class CancellationIgnoredError(Exception):
     """A coroutine that goes on though it was cancelled."""
 
 
-def leave_behind(tasks: Mapping[asyncio.Task[Any], Callable[..., None]]) -> None:
+def leave_behind(tasks: Mapping[asyncio.Task[object], Callable[..., None]]) -> None:
     """Ends the waiting for cancelled tasks that have not ended; each callback hears of it as of a failure."""
     for task, deliver in list(tasks.items()):
         place = _waits_at(task)
@@ -35,7 +35,7 @@ def leave_behind(tasks: Mapping[asyncio.Task[Any], Callable[..., None]]) -> None
         deliver(None, CancellationIgnoredError(message))
 
 
-def _waits_at(task: asyncio.Task[Any]) -> SourceLocation:
+def _waits_at(task: asyncio.Task[object]) -> SourceLocation:
     """The outermost line of the user's where a suspended coroutine is."""
     awaited: Any = task.get_coro()
     while inspect.iscoroutine(awaited):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -26,19 +26,20 @@ if TYPE_CHECKING:
     from contextvars import Context
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device
+    from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device, Spans
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.runtime.scheduler.recorder import Recorder
     from asyncflow.runtime.scheduler.rendezvous import Rendezvous
     from asyncflow.runtime.scheduler.scheduler import Scheduler
     from asyncflow.runtime.scheduler.turn import Turn
     from asyncflow.runtime.trace import Trace
+    from asyncflow.values import Value
 
 
 class Emitter(Protocol):
     """Takes the values a streamed loop hands out."""
 
-    def offer(self, values: tuple[Any, ...], taken: Callable[[], None]) -> None:
+    def offer(self, values: tuple[Value, ...], taken: Callable[[], None]) -> None:
         """Keeps `values` for the consumer and calls ``taken()`` once it has them."""
         ...
 
@@ -78,7 +79,7 @@ class Scope(Protocol):
     now: Callable[[], int]
     guard: bool
     staying: Collection[int | None]
-    stayed: dict[int, Any]
+    stayed: dict[int, Value]
 
     @property
     def emitter(self) -> Emitter | None:
@@ -103,11 +104,13 @@ class Partitioned(Protocol):
     scheduler: Scheduler
     recorder: Recorder | None
 
-    def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any], result: Any) -> None:
+    def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], result: Value) -> None:
         """Takes the result of a firing."""
         ...
 
-    def kernel_failed(self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+    def kernel_failed(
+        self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]
+    ) -> None:
         """Ends the run because a firing failed."""
         ...
 
@@ -115,17 +118,17 @@ class Partitioned(Protocol):
         """Ends the run because something failed that is no firing."""
         ...
 
-    def new_spans(self) -> list[Any] | None:
+    def new_spans(self) -> Spans | None:
         """What an asynchronous device is to record into; None if the run is not traced."""
         ...
 
     def record_spans(
         self,
-        spans: list[Any] | None,
+        spans: Spans | None,
         device: AsynchronousDevice,
         node: PlanNode,
         iteration: Iteration | None,
-        result: Any,
+        result: Value,
     ) -> None:
         """Records what a device did for one firing (None: before any)."""
         ...
@@ -156,12 +159,12 @@ class Ports:
 
     def __init__(self, executor: Partitioned, device: Device, run: Scope) -> None:
         self.untaken = 0
-        self.incoming: deque[tuple[PlanNode, Iteration, Any, int]] = deque()
+        self.incoming: deque[tuple[PlanNode, Iteration, Value, int]] = deque()
         self._executor: Partitioned = executor
         self._run = run
         self._asynchronous = device.asynchronous
 
-    def cross(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+    def cross(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Does a firing of a node that takes a value into or out of the partition."""
         if node.crossing == Crossing.SEND:
             self._send(node, iteration, inputs[0] if inputs else np.True_)
@@ -176,7 +179,7 @@ class Ports:
         """Lets go of the run, which has ended: no cycle may hold its values."""
         del self._executor, self._run
 
-    def copy_in(self, device: AsynchronousDevice, feeds: list[Any], begin: Callable[[list[Any]], None]) -> None:
+    def copy_in(self, device: AsynchronousDevice, feeds: list[Value], begin: Callable[[list[Value]], None]) -> None:
         """Calls ``begin(feeds)`` once the fed values are on their way to the device."""
         executor = self._executor
         # One more than there are copies, so that nothing begins before all have been asked for.
@@ -191,7 +194,7 @@ class Ports:
         def copy(index: int, node: PlanNode) -> None:
             spans = executor.new_spans()
 
-            def take(copied: Any, error: BaseException | None) -> None:
+            def take(copied: Value, error: BaseException | None) -> None:
                 if error is None:
                     executor.record_spans(spans, device, node, None, copied)
                     feeds[index] = copied
@@ -213,7 +216,7 @@ class Ports:
 
     # -- between devices -----------------------------------------------------------------------------------------
 
-    def _send(self, node: PlanNode, iteration: Iteration, value: Any) -> None:
+    def _send(self, node: PlanNode, iteration: Iteration, value: Value) -> None:
         rendezvous, recorder = self._run.rendezvous, self._executor.recorder
         if node.is_acknowledged:
             rendezvous.await_acknowledgement(self, node, iteration)
@@ -255,7 +258,7 @@ class Ports:
         for transfer, counters in ended:
             self._run.rendezvous.acknowledge(transfer, counters)
 
-    def arrived(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+    def arrived(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
         """The value that a Recv waits for is on its way: copies it here if need be."""
         executor, source = self._executor, self._run.devices[node.peer]
         if executor.stopped:
@@ -264,7 +267,7 @@ class Ports:
             self._received(node, iteration, value, sent_ns)
             return
 
-        def take(copied: Any, error: BaseException | None) -> None:
+        def take(copied: Value, error: BaseException | None) -> None:
             if error is not None:
                 executor.kernel_failed(error, node, iteration, ())
             elif not executor.stopped:
@@ -281,7 +284,7 @@ class Ports:
             deliver(None, error)
 
     def _bring(
-        self, node: PlanNode, iteration: Iteration, value: Any, source: Device, sent_ns: int, deliver: Deliver
+        self, node: PlanNode, iteration: Iteration, value: Value, source: Device, sent_ns: int, deliver: Deliver
     ) -> None:
         """Asks for a copy of a value of `source`."""
         executor, device, sender = self._executor, self._asynchronous, source.asynchronous
@@ -300,7 +303,7 @@ class Ports:
         """Hands the oldest incoming value to whoever waits for it."""
         self._received(*self.incoming.popleft())
 
-    def _received(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+    def _received(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
         if self._executor.recorder is not None:
             self._executor.recorder.transfer(node, iteration, value, sent_ns)
         self._executor.complete(node, iteration, (), value)
@@ -309,7 +312,7 @@ class Ports:
 
     # -- to the host ---------------------------------------------------------------------------------------------
 
-    def _to_host(self, node: PlanNode, iteration: Iteration, value: Any) -> None:
+    def _to_host(self, node: PlanNode, iteration: Iteration, value: Value) -> None:
         """A predicate, a fetch or a streamed item, which leaves an asynchronous device."""
         executor, device = self._executor, self._asynchronous
         assert device is not None
@@ -317,7 +320,7 @@ class Ports:
             executor.complete(node, iteration, (value,), value)
             return
 
-        def take(result: Any, error: BaseException | None) -> None:
+        def take(result: Value, error: BaseException | None) -> None:
             if error is not None:
                 executor.kernel_failed(error, node, iteration, (value,))
             elif not executor.stopped:
@@ -348,7 +351,7 @@ class Ports:
             self._run.stayed[target.fetch_index] = value
         return not merges and len(staying) == len(plain)
 
-    def _emit(self, node: PlanNode, iteration: Iteration, values: tuple[Any, ...]) -> None:
+    def _emit(self, node: PlanNode, iteration: Iteration, values: tuple[Value, ...]) -> None:
         emitter, executor = self._run.emitter, self._executor
         assert emitter is not None
         self.untaken += 1

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.compiler.regions.region_code import RegionCode
+    from asyncflow.values import Value
 
 
 def describe(value: object) -> str:
@@ -32,7 +33,7 @@ def describe(value: object) -> str:
 
 
 def as_kernel_error(
-    error: BaseException, node: PlanNode, tag: str, inputs: Sequence[Any], device: str
+    error: BaseException, node: PlanNode, tag: str, inputs: Sequence[Value], device: str
 ) -> BaseException:
     """`error` with its provenance; what is meant for the interpreter (SystemExit, …) stays itself."""
     if not isinstance(error, Exception | asyncio.CancelledError):

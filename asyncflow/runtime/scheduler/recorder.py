@@ -10,19 +10,20 @@ from asyncflow.runtime.scheduler.provenance import describe
 from asyncflow.runtime.trace import LOOP, Firing, MemorySample, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.devices.protocol import AsynchronousDevice, Device, Spans
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.runtime.scheduler.sliced_region import SlicedRegion
     from asyncflow.runtime.trace import Trace
+    from asyncflow.values import Value
 
 
 class _Launched(NamedTuple):
     """What an asynchronous device was given for one firing."""
 
-    spans: Sequence[Any]
+    spans: Spans
     """For `AsynchronousDevice.settle`."""
     device: AsynchronousDevice
     node: PlanNode
@@ -52,7 +53,7 @@ class Recorder:
         stream: str,
         started: int,
         ended: int,
-        result: Any,
+        result: Value,
         status: str,
         queued_ns: int | None,
     ) -> None:
@@ -67,7 +68,7 @@ class Recorder:
         stream: str,
         started: int,
         ended: int,
-        result: Any,
+        result: Value,
         status: str,
         queued_ns: int | None,
     ) -> None:
@@ -123,11 +124,11 @@ class Recorder:
 
     def spans(
         self,
-        spans: Sequence[Any],
+        spans: Spans,
         device: AsynchronousDevice,
         node: PlanNode,
         iteration: Iteration | None,
-        result: Any,
+        result: Value,
     ) -> None:
         """What an asynchronous device did for one firing (None: before any): the kernel, and copies.
 
@@ -157,7 +158,7 @@ class Recorder:
                 self._add(fired, launched.used)
         self._launched.clear()
 
-    def transfer(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+    def transfer(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
         """A value that has come from another device."""
         self._trace.transfers.append(
             Transfer(
@@ -182,7 +183,7 @@ class Recorder:
         trace.memory.append(MemorySample(self._device.name, firing.ended_ns, held))
 
 
-def _outputs(node: PlanNode, result: Any, status: str = "ok") -> str:
+def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:
     if status != "ok":
         return ""
     values = (result,) if node.single else result if isinstance(result, tuple) else ()

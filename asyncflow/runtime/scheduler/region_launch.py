@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import AsynchronousDevice
     from asyncflow.runtime.scheduler.executor import Executor
     from asyncflow.runtime.scheduler.frame import Iteration
+    from asyncflow.values import Value
 
 
 class Regions:
@@ -47,7 +48,7 @@ class Regions:
             except BaseException as error:
                 yield error
 
-    def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Any]) -> None:
+    def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Starts a firing: on a thread if it is known to hold one for long."""
         assert node.kernel is not None and node.estimate is not None
         executor = self._executor
@@ -113,7 +114,7 @@ class Regions:
         stream: str,
         started: int,
         ended: int,
-        result: Any = (),
+        result: Value = (),
         status: str = "ok",
         queued_ns: int | None = None,
     ) -> None:

@@ -6,11 +6,12 @@ event loop and does nothing by itself: a Send hands its value over, and if the R
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.runtime.scheduler.frame import Iteration
+    from asyncflow.values import Value
 
 Key: TypeAlias = tuple[int, tuple[int, ...]]
 
@@ -18,7 +19,7 @@ Key: TypeAlias = tuple[int, tuple[int, ...]]
 class Party(Protocol):
     """An executor, as the rendezvous sees it."""
 
-    def arrived(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+    def arrived(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
         """The value that a Recv waits for, and when it was sent."""
         ...
 
@@ -44,13 +45,13 @@ class Rendezvous:
     __slots__ = ("_sent", "_unacknowledged", "_waiting", "messages")
 
     def __init__(self) -> None:
-        self._sent: dict[Key, tuple[Any, int]] = {}
+        self._sent: dict[Key, tuple[Value, int]] = {}
         self._waiting: dict[Key, tuple[Party, PlanNode, Iteration]] = {}
         self._unacknowledged: dict[Key, tuple[Party, PlanNode, Iteration]] = {}
         self.messages = 0
         """Sends so far."""
 
-    def send(self, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int = 0) -> None:
+    def send(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int = 0) -> None:
         """Hands `value` to the Recv, now or when it comes."""
         self.messages += 1
         key = node.transfer, iteration.counters()

@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from asyncflow.compiler.plan import Dead, Partition, PlanNode
+    from asyncflow.values import Value
 
-    Firing = tuple[PlanNode, Iteration, Sequence[Any]]
+    Firing = tuple[PlanNode, Iteration, Sequence[Value]]
 
 _KERNEL: Final = Kind.KERNEL
 _SWITCH: Final = Kind.SWITCH
@@ -100,7 +101,7 @@ class Scheduler:
         self.partition = partition
         self.ready: deque[tuple[PlanNode, Iteration]] = deque()
         self.done = False
-        self.results: list[Any] = [None] * partition.n_fetches
+        self.results: list[Value] = [None] * partition.n_fetches
         self.ended: list[tuple[int, tuple[int, ...]]] = []
         """Iterations that have ended and of which another partition wants to hear, as (transfer, counters)."""
         self.max_iterations = max_iterations
@@ -113,7 +114,7 @@ class Scheduler:
         self._parked = 0
         self._root = Frame(partition.root, None)
 
-    def start(self, feeds: Iterable[Any] = ()) -> None:
+    def start(self, feeds: Iterable[Value] = ()) -> None:
         """Delivers the fed values, in the order of the partition's feeds, and readies the nodes without inputs."""
         root = self._start_iteration(self._root)
         # Holds the root iteration open until everything it starts with has been delivered.
@@ -151,7 +152,7 @@ class Scheduler:
                 self._running += 1
                 count = node.n_inputs
                 if count == 2:
-                    inputs: Sequence[Any] = (values[slot], values[slot + 1])
+                    inputs: Sequence[Value] = (values[slot], values[slot + 1])
                     values[slot] = values[slot + 1] = None
                 elif count == 1:
                     inputs = (values[slot],)
@@ -255,7 +256,7 @@ class Scheduler:
 
     # -- delivering tokens ---------------------------------------------------------------------------------------
 
-    def _deliver(self, node: PlanNode, port: int, value: Any, iteration: Iteration) -> None:
+    def _deliver(self, node: PlanNode, port: int, value: Value, iteration: Iteration) -> None:
         """A live token to all targets of an output, which are in `iteration`."""
         plain, merges = node.targets[port]
         if plain:
@@ -353,7 +354,7 @@ class Scheduler:
         if node.controls:
             self._deliver_controls(node, iteration)
 
-    def _enter(self, node: PlanNode, value: Any, dead: Dead | None, outer: Iteration) -> None:
+    def _enter(self, node: PlanNode, value: Value, dead: Dead | None, outer: Iteration) -> None:
         info = node.child
         assert info is not None
         frame = outer.children.get(info)
@@ -376,7 +377,7 @@ class Scheduler:
             # The last Enter may be all that held iteration 0 open.
             self._end_oldest(frame)
 
-    def _enter_constant(self, node: PlanNode, value: Any, dead: Dead | None, frame: Frame) -> None:
+    def _enter_constant(self, node: PlanNode, value: Value, dead: Dead | None, frame: Frame) -> None:
         """Delivers to the live iterations, and to what new ones start with."""
         iteration = frame.newest
         while iteration is not None:
@@ -401,7 +402,7 @@ class Scheduler:
             if frame.pending[position] == 0:
                 frame.constant_ready.append(target)
 
-    def _arrive(self, node: PlanNode, value: Any, dead: Dead | None, iteration: Iteration) -> None:
+    def _arrive(self, node: PlanNode, value: Value, dead: Dead | None, iteration: Iteration) -> None:
         """What an Enter brings, in one iteration of its frame."""
         if dead is None:
             self._deliver(node, 0, value, iteration)
@@ -409,7 +410,7 @@ class Scheduler:
         else:
             self._deliver_death(node, dead, iteration)
 
-    def _exit(self, node: PlanNode, value: Any, iteration: Iteration) -> None:
+    def _exit(self, node: PlanNode, value: Value, iteration: Iteration) -> None:
         frame = iteration.frame
         if node in frame.live_exits:
             raise SchedulingError("an exit got a live value in two iterations of its frame", node, iteration)
@@ -419,7 +420,7 @@ class Scheduler:
         self._deliver(node, 0, value, outer)
         self._deliver_controls(node, outer)
 
-    def _advance(self, node: PlanNode, value: Any, iteration: Iteration) -> None:
+    def _advance(self, node: PlanNode, value: Value, iteration: Iteration) -> None:
         """Rule 8 for a live token."""
         following = iteration.next
         if following is None:

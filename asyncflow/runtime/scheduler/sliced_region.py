@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from math import inf
 from time import perf_counter_ns, thread_time_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.compiler.regions.region_code import Phase
+    from asyncflow.devices.protocol import Spans
     from asyncflow.runtime.scheduler.frame import Iteration
+    from asyncflow.values import Value
 
 _SLICE_NS = 200_000
 """How long a slice should take: short beside a turn, long beside looking at the clock."""
@@ -95,9 +97,9 @@ class SlicedRegion:
         self,
         node: PlanNode,
         iteration: Iteration,
-        inputs: Sequence[Any],
-        generator: GeneratorType[bool | None, int | None, tuple[Any, ...]],
-        spans: list[Any] | None = None,
+        inputs: Sequence[Value],
+        generator: GeneratorType[bool | None, int | None, tuple[Value, ...]],
+        spans: Spans | None = None,
         clock: Callable[[], int] | None = None,
         *,
         is_traced: bool = False,
@@ -222,7 +224,7 @@ class SlicedRegion:
             self.node.cost = MeasuredCost()
         self.node.cost.observe(self.size, self.inline_ns + computed_ns)
 
-    def run_to_end(self, is_stopped: Callable[[], bool]) -> tuple[Any, ...]:
+    def run_to_end(self, is_stopped: Callable[[], bool]) -> tuple[Value, ...]:
         """Runs on a thread until it ends; watched until it has proved heavy.
 
         Raises:
@@ -233,13 +235,13 @@ class SlicedRegion:
             while not is_stopped():
                 self.run_slice()
         except StopIteration as ended:
-            outputs: tuple[Any, ...] = ended.value
+            outputs: tuple[Value, ...] = ended.value
             return outputs
         self.generator.close()
         raise Stopped
 
 
-def size_of(values: Iterable[Any]) -> int:
+def size_of(values: Iterable[Value]) -> int:
     """The number of elements of the values in all: the size of the work on them."""
     size = 0
     for value in values:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import numpy as np
 
@@ -21,6 +21,10 @@ from asyncflow.graph.dtypes import as_dtype
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec, spec_of
 from asyncflow.runtime.values.foreign_feeds import NotExchangeable, exchanged, is_exchangeable
+
+if TYPE_CHECKING:
+    from asyncflow.graph.dtypes import DType
+    from asyncflow.values import Nest, Value
 
 _NUMPY = (np.ndarray, np.generic)
 
@@ -49,7 +53,7 @@ class Arguments:
     """The arguments of one call, taken apart."""
 
     signature: inspect.Signature
-    leaves: list[Any]
+    leaves: list[Value]
     kinds: tuple[Kind, ...]
     structures: _Structures
 
@@ -58,7 +62,7 @@ class Arguments:
         """Calls with equal keys run the same graph."""
         return self.structures, self.kinds
 
-    def arrays(self) -> list[Any]:
+    def arrays(self) -> list[Value]:
         """The leaves that are fed, in order."""
         return [leaf for leaf, kind in zip(self.leaves, self.kinds, strict=True) if isinstance(kind, Spec)]
 
@@ -66,7 +70,7 @@ class Arguments:
         """Where each leaf stands, such as ``x`` or ``x['state'][0]``."""
         return [path for name, nested in zip(*self.structures, strict=True) for path in nested.paths(name)]
 
-    def call(self, fn: Callable[..., Any]) -> tuple[list[Tensor], Any]:
+    def call(self, fn: Callable[..., object]) -> tuple[list[Tensor], Nest]:
         """Calls `fn` with a placeholder, named after its parameter, for each array; gives those and the result."""
         inputs: list[Tensor] = []
         values = []
@@ -110,7 +114,7 @@ class Parameters:
         rest = list(self.signature.parameters.values())[1:]
         return Parameters(self.signature.replace(parameters=rest), self.owner)
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def read(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         """The arguments of a call.
 
         Raises:
@@ -118,7 +122,7 @@ class Parameters:
             GraphError, FeedError: one can be neither a tensor nor part of a trace; the message names it.
         """
         arguments = self._bound(args, kwargs)
-        leaves: list[Any] = []
+        leaves: list[Value] = []
         kinds: list[Kind] = []
         nests = []
         for name, value in arguments.items():
@@ -137,7 +141,7 @@ class Parameters:
                     raise FeedError(f"{self.owner}: argument {name}: a {kind} cannot be read: {told(error)}") from error
         return Arguments(self.signature, leaves, tuple(kinds), _Structures(tuple(arguments), tuple(nests)))
 
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _bound(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Nest]:
         """The argument of each parameter."""
         names = self._positional
         if names is not None and not kwargs and len(args) == len(names):  # most calls; to ask the signature takes 2 us
@@ -146,7 +150,7 @@ class Parameters:
         bound.apply_defaults()
         return bound.arguments
 
-    def _taken_apart(self, name: str, value: Any) -> tuple[list[Any], nest.Structure]:
+    def _taken_apart(self, name: str, value: Nest) -> tuple[list[Nest], nest.Structure]:
         if type(value) is np.ndarray:
             return [value], nest.LEAF
         if name not in self._specs:
@@ -161,7 +165,7 @@ class Parameters:
             return list(value.values()), nest.Structure(dict, tuple(value), (nest.LEAF,) * len(value))
         return [value], nest.LEAF
 
-    def _kind(self, name: str, leaf: Any) -> Kind:
+    def _kind(self, name: str, leaf: Value) -> Kind:
         spec = self._specs.get(name)
         if spec is not None:
             if leaf is None and name in self._optional:
@@ -208,7 +212,7 @@ def _annotation(parameter: inspect.Parameter) -> str:
     return inspect.formatannotation(parameter.annotation)
 
 
-def _kind(leaf: Any) -> Kind:
+def _kind(leaf: Value) -> Kind:
     """What an argument is without an annotation: arrays and numbers are tensors, any other object is itself."""
     if isinstance(leaf, _NUMPY):
         return _array_spec(leaf.dtype, leaf.ndim)
@@ -235,11 +239,11 @@ def _kind(leaf: Any) -> Kind:
 
 
 @lru_cache(maxsize=256)
-def _array_spec(dtype: np.dtype[Any], ndim: int) -> Spec:
+def _array_spec(dtype: DType, ndim: int) -> Spec:
     return Spec(as_dtype(dtype), (None,) * ndim)
 
 
-def _static(leaf: Any, why: str) -> Static:
+def _static(leaf: Value, why: str) -> Static:
     try:
         hash(leaf)
     except TypeError:

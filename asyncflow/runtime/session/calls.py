@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from asyncflow.runtime.session.plans import PlanCache
     from asyncflow.runtime.session.session import Session
     from asyncflow.runtime.trace import Trace
+    from asyncflow.runtime.values.feeds import Feeds
+    from asyncflow.values import Nest, Value
 
 _AT_HAND = (np.ndarray, np.generic, str)
 """What fed values are that need not be waited for."""
@@ -57,8 +59,8 @@ class Call:
 
     def __init__(
         self,
-        fetches: Any,
-        feeds: Sequence[Any],
+        fetches: Nest,
+        feeds: Sequence[Value],
         graph: Graph | None,
         *,
         regions: bool,
@@ -81,7 +83,7 @@ class Call:
         self.version = -1
         self.plan: Plan | None = None
 
-    def check(self, values: Sequence[Any]) -> tuple[list[Any], bool]:
+    def check(self, values: Sequence[Value]) -> tuple[list[Value], bool]:
         """The values as the run will see them; and whether some of them still have to be copied or read.
 
         Raises:
@@ -100,7 +102,7 @@ class Call:
                 waits = True
         return checked, waits
 
-    def result(self, plan: Plan, values: Sequence[Any], devices: Mapping[str, Device], *, allow_dead: bool) -> Any:
+    def result(self, plan: Plan, values: Sequence[Value], devices: Mapping[str, Device], *, allow_dead: bool) -> Nest:
         """What the run returns, of the values that its plan fetched.
 
         Raises:
@@ -127,11 +129,11 @@ class CallCache:
         self._plans = plans
         self._regions = regions
 
-    def new(self, fetches: Any, feeds: Sequence[Any], *, streams: bool = False) -> Call:
+    def new(self, fetches: Nest, feeds: Sequence[Value], *, streams: bool = False) -> Call:
         """A call that is not remembered."""
         return Call(fetches, feeds, self._graph, regions=self._regions, streams=streams)
 
-    def of_run(self, fetches: Any, feeds: Mapping[Any, Any]) -> Call:
+    def of_run(self, fetches: Nest, feeds: Feeds) -> Call:
         """The call of a run, remembered if it fetches a tensor or a flat list or tuple of tensors."""
         kind = type(fetches)
         if kind is Tensor or kind is OnDevice:
@@ -151,7 +153,7 @@ class CallCache:
             call = calls[key] = self.new(fetches, tuple(feeds))
         return call
 
-    def of_function(self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any]) -> Call:
+    def of_function(self, graph: Graph, outputs: Nest, feeds: Mapping[Tensor, Value]) -> Call:
         """The call of a traced `@af.function`, whose graph serves no other."""
         calls = self._plans.of(graph).calls
         call: Call | None = calls.get(None)
@@ -179,11 +181,11 @@ class Prepared(NotPickled):
 
     async def __call__(
         self,
-        *values: Any,
+        *values: Value,
         timeout: float | None = None,
         trace: Trace | str | Path | None = None,
         allow_dead: bool = False,
         atomic: bool = False,
-    ) -> Any:
+    ) -> Nest:
         """Runs with these values, in the order of the feeds it was prepared with; else as `Session.run`."""
         return await self._session.run_call(self._call, values, timeout, trace, allow_dead, atomic)

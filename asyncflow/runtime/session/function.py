@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, overload
 from weakref import WeakKeyDictionary, ref
 
 from asyncflow.errors import GraphError, located_at, user_location
@@ -22,6 +22,9 @@ from asyncflow.graph.graph import Graph, current_graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.runtime.session.arguments import Arguments, Parameters, explain_changes
 from asyncflow.runtime.session.session import Session, current_session
+
+if TYPE_CHECKING:
+    from asyncflow.values import Nest, Value
 
 _MOST_TRACES = 256
 """How many graphs a function keeps; the one used least recently goes first."""
@@ -39,7 +42,7 @@ class Traced:
     graph: Graph
     inputs: list[Tensor]
     """One placeholder per array or number among the arguments, named after its parameter."""
-    outputs: Any
+    outputs: Nest
     """The nest the function returned, of tensors and nodes."""
     used: int = 0
     """When it was last asked for."""
@@ -60,7 +63,7 @@ class Function(Generic[P]):
     __qualname__: str
 
     def __init__(
-        self, fn: Callable[P, Any], effects: Literal["ordered", "unordered"], seed: int | None, atomic: bool
+        self, fn: Callable[P, object], effects: Literal["ordered", "unordered"], seed: int | None, atomic: bool
     ) -> None:
         if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn) or inspect.isgeneratorfunction(fn):
             raise GraphError(
@@ -86,11 +89,11 @@ class Function(Generic[P]):
     # The signature is the function's, whose parameters are tensors; outside a graph it is given their values. The
     # result is the nest itself in a graph and to be awaited elsewhere, which no type says.
     @overload
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Nest: ...
     @overload
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: object, **kwargs: object) -> Nest: ...
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Nest:
         """The result, to be awaited; or the symbolic result, inside a graph being built."""
         if current_graph() is not None:
             return self._inlined(args, kwargs)
@@ -101,14 +104,14 @@ class Function(Generic[P]):
     @overload
     def __get__(self: Function[Concatenate[Any, Q]], instance: object, owner: type | None = None) -> Function[Q]: ...
 
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Nest:
         return self if instance is None or not self._binds else self._bound(instance)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, *args: object, **kwargs: object) -> Traced:
         """The graph that runs for such arguments: those of a call, or `spec`s in the place of arrays."""
         return self._traced(self._parameters.read(args, kwargs))
 
-    def with_body(self, fn: Callable[..., Any]) -> Function[P]:
+    def with_body(self, fn: Callable[..., object]) -> Function[P]:
         """The same with another function inside, which takes the same arguments."""
         changed = copy.copy(self)
         functools.update_wrapper(changed, fn)
@@ -138,7 +141,7 @@ class Function(Generic[P]):
             self._of_instances[key] = watch, {}
         return self._of_instances[key][1]
 
-    async def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def _run(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Nest:
         arguments = self._parameters.read(args, kwargs)
         traced = self._traced(arguments)
         session = current_session()
@@ -181,7 +184,7 @@ class Function(Generic[P]):
             outputs = structure.unflatten([_output(leaf) for leaf in leaves])
         return Traced(graph, inputs, outputs)
 
-    def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nest:
         """What the function builds in the current graph."""
         inside = _being_built.get()
         code = getattr(self.fn, "__func__", self.fn)
@@ -200,18 +203,18 @@ class Function(Generic[P]):
             _being_built.reset(token)
 
 
-def _output(leaf: Any) -> Tensor | Node:
+def _output(leaf: Value) -> Tensor | Node:
     return leaf if isinstance(leaf, Tensor | Node) else as_tensor(leaf)
 
 
-def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+def _signature(fn: Callable[..., object]) -> inspect.Signature:
     try:
         return inspect.signature(fn, eval_str=True)
     except (NameError, TypeError, SyntaxError):
         return inspect.signature(fn)  # annotations that cannot be evaluated describe no arguments
 
 
-_being_built: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("asyncflow_being_built", default=())
+_being_built: ContextVar[tuple[Callable[..., object], ...]] = ContextVar("asyncflow_being_built", default=())
 """The functions whose calls are being traced, outermost first."""
 
 _sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncGenerator[Session]] = WeakKeyDictionary()
@@ -241,23 +244,23 @@ async def _session_until_loop_ends(loop: asyncio.AbstractEventLoop) -> AsyncGene
 
 
 @overload
-def function(fn: Callable[P, Any], /) -> Function[P]: ...
+def function(fn: Callable[P, object], /) -> Function[P]: ...
 
 
 @overload
 def function(
     *, effects: Literal["ordered", "unordered"] = "ordered", seed: int | None = None, atomic: bool = False
-) -> Callable[[Callable[P, Any]], Function[P]]: ...
+) -> Callable[[Callable[P, object]], Function[P]]: ...
 
 
 def function(
-    fn: Callable[..., Any] | None = None,
+    fn: Callable[..., object] | None = None,
     /,
     *,
     effects: Literal["ordered", "unordered"] = "ordered",
     seed: int | None = None,
     atomic: bool = False,
-) -> Function[...] | Callable[[Callable[..., Any]], Function[...]]:
+) -> Function[...] | Callable[[Callable[..., object]], Function[...]]:
     """Makes a Python function run as a graph: ``await f(x)``.
 
     The function is called once per kind of arguments (nest, dtypes and ranks; extents are unknown) to build the graph.

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from asyncflow.compiler.passes import Context
 from asyncflow.compiler.pipeline import compile_plan
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from asyncflow.compiler.program.request import PlanRequest
     from asyncflow.devices.blas import BlasLease
     from asyncflow.devices.protocol import Device
+    from asyncflow.runtime.values.feeds import Feeds
+    from asyncflow.values import Nest, Value
 
 _THREADS_END_S = 5.0
 """How long idle threads may take to end."""
@@ -239,14 +241,14 @@ class Session(NotPickled):
 
     async def run(
         self,
-        fetches: Any,
-        feeds: Mapping[Any, Any] | None = None,
+        fetches: Nest,
+        feeds: Feeds | None = None,
         *,
         timeout: float | None = None,
         trace: Trace | str | Path | None = None,
         allow_dead: bool = False,
         atomic: bool = False,
-    ) -> Any:
+    ) -> Nest:
         """Runs what `fetches` need and returns their values in the same nest.
 
         Args:
@@ -279,7 +281,7 @@ class Session(NotPickled):
         call = self._calls.of_run(fetches, feeds)
         return await self._runs.call(call, tuple(feeds.values()), timeout, trace, allow_dead, atomic)
 
-    def prepare(self, fetches: Any, feeds: Sequence[Any] = ()) -> Prepared:
+    def prepare(self, fetches: Nest, feeds: Sequence[Value] = ()) -> Prepared:
         """A run that only lacks values, for serving: ``f = session.prepare(y, [x])``, then ``await f(value)``.
 
         Args:
@@ -294,19 +296,19 @@ class Session(NotPickled):
     def run_call(
         self,
         call: Call,
-        values: Sequence[Any],
+        values: Sequence[Value],
         timeout: float | None = None,
         trace: Trace | str | Path | None = None,
         allow_dead: bool = False,
         atomic: bool = False,
-    ) -> Coroutine[Any, Any, Any]:
+    ) -> Coroutine[object, object, Nest]:
         """Does what `run`, a `Prepared` and a `Function` do, once it is known what to run."""
         self._bind()
         return self._runs.call(call, values, timeout, trace, allow_dead, atomic)
 
     async def run_function(
-        self, graph: Graph, outputs: Any, feeds: Mapping[Tensor, Any], *, atomic: bool = False
-    ) -> Any:
+        self, graph: Graph, outputs: Nest, feeds: Mapping[Tensor, Value], *, atomic: bool = False
+    ) -> Nest:
         """Runs a traced `@af.function`: its outputs and all its effects."""
         self._bind()
         call = self._calls.of_function(graph, outputs, feeds)
@@ -314,12 +316,12 @@ class Session(NotPickled):
 
     def stream(
         self,
-        fetches: Any,
-        feeds: Mapping[Any, Any] | None = None,
+        fetches: Nest,
+        feeds: Feeds | None = None,
         *,
         timeout: float | None = None,
         trace: Trace | None = None,
-    ) -> AsyncGenerator[Any, None]:
+    ) -> AsyncGenerator[Nest, None]:
         """Iterates over values inside a loop: ``async for value in session.stream(x)``, one item an iteration.
 
         Items come in the order of the iterations. The loop runs at most `parallel_iterations` ahead of the consumer.
@@ -338,7 +340,7 @@ class Session(NotPickled):
                 lost; with ``parallel_iterations=1`` there are none, and all items before the failure have come.
         """
 
-        def ask() -> tuple[Call, Sequence[Any]]:
+        def ask() -> tuple[Call, Sequence[Value]]:
             self._bind()
             fed = as_feeds(feeds)
             return self._calls.new(fetches, tuple(fed), streams=True), tuple(fed.values())
@@ -346,8 +348,8 @@ class Session(NotPickled):
         return self._runs.stream(ask, timeout, trace)
 
     def run_threadsafe(
-        self, fetches: Any, feeds: Mapping[Any, Any] | None = None, *, timeout: float | None = None
-    ) -> concurrent.futures.Future[Any]:
+        self, fetches: Nest, feeds: Feeds | None = None, *, timeout: float | None = None
+    ) -> concurrent.futures.Future[Nest]:
         """`run` from another thread; the session's event loop must be running in its own.
 
         An op's own function may not wait for a run that needs a thread of the session while it has one itself: the run
@@ -368,13 +370,13 @@ class Session(NotPickled):
         note_ask()
         return asyncio.run_coroutine_threadsafe(self._run_for_thread(fetches, feeds, timeout), self._loop)
 
-    async def _run_for_thread(self, fetches: Any, feeds: Mapping[Any, Any] | None, timeout: float | None) -> Any:
+    async def _run_for_thread(self, fetches: Nest, feeds: Feeds | None, timeout: float | None) -> Nest:
         with thread_waits(asyncio.get_running_loop()):
             return await self.run(fetches, feeds, timeout=timeout)
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
-    def plan(self, fetches: Any, feeds: Sequence[Any] = ()) -> Plan:
+    def plan(self, fetches: Nest, feeds: Sequence[Value] = ()) -> Plan:
         """The compiled plan for runs with these fetches and these fed tensors; ``.explain()`` prints it.
 
         Constants are copied to the devices then: CUDA devices of a session that has not been entered are started first,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
 
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import DTypeError, GraphError, brief
@@ -17,6 +17,9 @@ from asyncflow.optim.loss import as_loss
 from asyncflow.runtime.session.function import Function
 from asyncflow.state.variable import Variable
 
+if TYPE_CHECKING:
+    from asyncflow.values import Nest, Value
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -26,12 +29,12 @@ def value_and_grad(fn: Function[P], argnums: int | Sequence[int] = 0, has_aux: b
 @overload
 def value_and_grad(
     fn: Callable[P, R], argnums: int | Sequence[int] = 0, has_aux: bool = False
-) -> Callable[P, tuple[R, Any]]: ...
+) -> Callable[P, tuple[R, Nest]]: ...
 
 
 def value_and_grad(
-    fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    fn: Callable[..., object], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Nest]:
     """A function that returns what `fn` does and its gradients: ``(value, grads)``.
 
     Of an `@af.function` it is one too, to be awaited or inlined; of a function that builds part of a graph, one that
@@ -68,7 +71,7 @@ def value_and_grad(
     return _differentiated(fn, argnums, has_aux)
 
 
-def _differentiated(fn: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool) -> Callable[..., Any]:
+def _differentiated(fn: Callable[..., Nest], argnums: int | Sequence[int], has_aux: bool) -> Callable[..., Nest]:
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     places = list(argnums) if isinstance(argnums, Sequence) else [argnums]
     if not places or any(isinstance(place, bool) or not isinstance(place, int) for place in places):
@@ -78,7 +81,7 @@ def _differentiated(fn: Callable[..., Any], argnums: int | Sequence[int], has_au
         )
 
     @wraps(fn)
-    def differentiated(*args: Any, **kwargs: Any) -> Any:
+    def differentiated(*args: object, **kwargs: object) -> Nest:
         passed = list(args)
         for place in places:
             if not -len(args) <= place < len(args):
@@ -100,7 +103,7 @@ def _differentiated(fn: Callable[..., Any], argnums: int | Sequence[int], has_au
     return differentiated
 
 
-def _source(name: str, place: int, leaf: Any) -> Tensor | Variable:
+def _source(name: str, place: int, leaf: Value) -> Tensor | Variable:
     """What to differentiate by: a variable stays one, so that all its reads count."""
     try:
         source = leaf if isinstance(leaf, Variable) else as_tensor(leaf)
@@ -117,7 +120,7 @@ def _source(name: str, place: int, leaf: Any) -> Tensor | Variable:
     return source
 
 
-def _explain_list(error: TypeError, place: int, argument: Any) -> None:
+def _explain_list(error: TypeError, place: int, argument: Value) -> None:
     """Adds a note if `argument` is a list where an array may have been meant."""
     if isinstance(argument, list) and all(map(_is_scalar, nest.flatten(argument)[0])):
         error.add_note(
@@ -126,11 +129,11 @@ def _explain_list(error: TypeError, place: int, argument: Any) -> None:
         )
 
 
-def _is_scalar(leaf: Any) -> bool:
+def _is_scalar(leaf: Value) -> bool:
     return leaf.shape == () if isinstance(leaf, Tensor) else isinstance(leaf, int | float | complex)
 
 
-def _value(name: str, returned: Any, has_aux: bool) -> Tensor:
+def _value(name: str, returned: Nest, has_aux: bool) -> Tensor:
     if has_aux and not (isinstance(returned, tuple | list) and len(returned) == 2):
         raise GraphError(f"value_and_grad of {name}: with has_aux it returns (value, aux); got {returned!r}")
     what = f"value_and_grad of {name}: its value"

@@ -15,6 +15,8 @@ from asyncflow.streams.cpu.stream import ThreadStream
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from asyncflow.values import Value
+
 
 class Copies:
     """Makes the copies, on a thread that starts with the first one: the application's pool may be full.
@@ -27,11 +29,11 @@ class Copies:
     def __init__(self) -> None:
         self._thread = ThreadStream("copies")
 
-    async def of_feeds(self, values: Sequence[Any]) -> list[Any]:
+    async def of_feeds(self, values: Sequence[Value]) -> list[Value]:
         """The fed values of a run, with each `LargeFeed` copied."""
         return [await self._made(value.copied) if type(value) is LargeFeed else value for value in values]
 
-    async def of_results(self, values: Sequence[Any], *, shared: bool = False) -> list[Any]:
+    async def of_results(self, values: Sequence[Any], *, shared: bool = False) -> list[Value]:
         """Fetched values, with copies of the large ones that somebody else has, too: the run, if they are `shared`."""
         results = list(values)
         for index, value in enumerate(values):
@@ -39,11 +41,11 @@ class Copies:
                 results[index] = await self._made(value.copy)
         return results
 
-    async def _made(self, copy: Callable[[], Any]) -> Any:
+    async def _made(self, copy: Callable[[], Value]) -> Value:
         loop = asyncio.get_running_loop()
         if is_virtual(loop):
             return copy()
-        made: asyncio.Future[Any] = loop.create_future()
+        made: asyncio.Future[Value] = loop.create_future()
 
         def deliver(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
             if made.cancelled():

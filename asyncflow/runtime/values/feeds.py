@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.protocol import Device
 
+if TYPE_CHECKING:
+    from asyncflow.graph.dtypes import DType
+    from asyncflow.values import Array, Value
+
+Feeds: TypeAlias = Mapping[Any, Any]
+"""Values by the tensors, or their names, that they stand in for. Any: the keys of a mapping are of one type alone."""
+
 LARGE_BYTES = 1 << 20
 """An array of more bytes (1 MiB) is not copied on the event loop."""
 
@@ -40,17 +47,17 @@ LARGE_BYTES = 1 << 20
 class LargeFeed(NamedTuple):
     """An array that fits its tensor and is still to be copied, off the event loop."""
 
-    array: np.ndarray[Any, Any]
-    dtype: np.dtype[Any]
+    array: Array
+    dtype: DType
 
-    def copied(self) -> np.ndarray[Any, Any]:
+    def copied(self) -> Array:
         """The copy, which nobody can write to."""
         copy = _copy(self.array, self.dtype)
         copy.flags.writeable = False
         return copy
 
 
-def as_feeds(feeds: object) -> Mapping[Any, Any]:
+def as_feeds(feeds: object) -> Feeds:
     """`feeds` as given to a run; none for None.
 
     Raises:
@@ -114,7 +121,7 @@ def feed_targets(keys: Iterable[object], graph: Graph | None) -> tuple[Tensor, .
     return tuple(targets)
 
 
-def feed_value(tensor: Tensor, value: Any) -> Any:
+def feed_value(tensor: Tensor, value: Value) -> Value:
     """`value` as the run will see it: a NumPy scalar, or a C-contiguous array nobody else can write to.
 
     What takes long comes as it is: a `LargeFeed`, which a thread is to copy, or a `ForeignArray` in the memory of a
@@ -155,7 +162,7 @@ def feed_value(tensor: Tensor, value: Any) -> Any:
     return locked(array) if isinstance(array, np.ndarray) else array
 
 
-def locked(array: np.ndarray[Any, Any]) -> Any:
+def locked(array: Array) -> Value:
     """A NumPy scalar, or the array itself, which nobody can write to any more."""
     if array.ndim == 0 and array.dtype.kind in "biufc":
         return array[()]
@@ -164,8 +171,8 @@ def locked(array: np.ndarray[Any, Any]) -> Any:
 
 
 async def at_hand(
-    values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]
-) -> list[Any]:
+    values: Sequence[Value], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]
+) -> list[Value]:
     """The values where a plan takes them, once they are there, and so is the state that kernels read.
 
     No kernel has to hold up the event loop for that state then, unless a device writes it again before.
@@ -182,7 +189,9 @@ async def at_hand(
     return list(values)
 
 
-async def settled(values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]) -> Any:
+async def settled(
+    values: Sequence[Value], feeds: Sequence[Tensor], plan: Plan, devices: Mapping[str, Device]
+) -> Sequence[Value]:
     """The values, as the devices of a plan take them; does not suspend if all stay in the memory of cards.
 
     Raises:
@@ -205,14 +214,14 @@ async def settled(values: Sequence[Any], feeds: Sequence[Tensor], plan: Plan, de
     return values
 
 
-async def _on_host(tensor: Tensor, foreign: ForeignArray) -> Any:
+async def _on_host(tensor: Tensor, foreign: ForeignArray) -> Value:
     try:
         return locked(await on_host(foreign))
     except NotExchangeable as error:
         raise refusal(tensor, foreign.value, str(error)) from error.__cause__
 
 
-def _as_typed_array(tensor: Tensor, value: Any) -> np.ndarray[Any, Any] | LargeFeed | ForeignArray:
+def _as_typed_array(tensor: Tensor, value: Value) -> Array | LargeFeed | ForeignArray:
     """A C-contiguous array of the tensor's dtype that shares no memory the caller can write to, or will be one."""
     if is_exchangeable(value):
         try:
@@ -251,7 +260,7 @@ def _is_typed(value: object) -> bool:
     return True
 
 
-def _copied(tensor: Tensor, value: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | LargeFeed:
+def _copied(tensor: Tensor, value: Value, array: Array) -> Array | LargeFeed:
     """A copy of `array`, which reads `value`, of the tensor's dtype; itself if nobody can ever write to it."""
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     if native != tensor.dtype and not (array.dtype.kind == "U" and tensor.dtype.kind == "T"):
@@ -263,7 +272,7 @@ def _copied(tensor: Tensor, value: Any, array: np.ndarray[Any, Any]) -> np.ndarr
     return _copy(array, tensor.dtype)
 
 
-def _may_be_kept(array: np.ndarray[Any, Any]) -> bool:
+def _may_be_kept(array: Array) -> bool:
     flags = array.flags
     if type(array) is not np.ndarray or not (flags.c_contiguous and flags.aligned):
         return False
@@ -271,7 +280,7 @@ def _may_be_kept(array: np.ndarray[Any, Any]) -> bool:
     return is_immutable(array) and owner_of(array).nbytes == array.nbytes
 
 
-def _copy(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def _copy(array: Array, dtype: DType) -> Array:
     return np.array(array, dtype=dtype, order="C", copy=True, subok=False)
 
 
@@ -279,7 +288,7 @@ def _wrong_shape(tensor: Tensor, value: object, shape: tuple[int, ...]) -> FeedE
     return refusal(tensor, value, f"its shape is {format_shape(shape)}")
 
 
-def _wrong_dtype(tensor: Tensor, value: object, dtype: np.dtype[Any]) -> FeedError:
+def _wrong_dtype(tensor: Tensor, value: object, dtype: DType) -> FeedError:
     return refusal(tensor, value, f"its dtype is {dtype}; convert it yourself if you mean to")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.program.request import Fetch
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.protocol import Device
+    from asyncflow.values import Array, Nest, Value
 
 
 class OnDevice:
@@ -33,7 +34,7 @@ class OnDevice:
 
     __slots__ = ("fetch",)
 
-    def __init__(self, fetch: Any) -> None:
+    def __init__(self, fetch: Nest) -> None:
         self.fetch = fetch
 
     def __eq__(self, other: object) -> bool:
@@ -46,7 +47,7 @@ class OnDevice:
         return f"on_device({self.fetch!r})"
 
 
-def on_device(fetches: Any) -> Any:
+def on_device(fetches: Nest) -> Nest:
     """Fetches whose values stay in the memory of their devices: ``await session.run([loss, af.on_device(y)])``.
 
     From a CUDA device comes the ``cupy.ndarray`` itself, without a copy; from a CPU the NumPy array, also for rank 0.
@@ -83,7 +84,7 @@ _NO_NODES = Graph()
 """The graph of a run that fetches nothing but variables: they belong to none."""
 
 
-def read_fetches(fetches: Any, graph: Graph | None) -> tuple[list[Fetch], nest.Structure, tuple[int, ...]]:
+def read_fetches(fetches: Nest, graph: Graph | None) -> tuple[list[Fetch], nest.Structure, tuple[int, ...]]:
     """The fetches, their nest, and which of them stay on their device; names are looked up in `graph`.
 
     Raises:
@@ -94,7 +95,7 @@ def read_fetches(fetches: Any, graph: Graph | None) -> tuple[list[Fetch], nest.S
     return [_read_fetch(leaf, graph) for leaf in leaves], structure, staying
 
 
-def read_streamed(fetches: Any, graph: Graph | None) -> tuple[list[Tensor], nest.Structure]:
+def read_streamed(fetches: Nest, graph: Graph | None) -> tuple[list[Tensor], nest.Structure]:
     """The tensors to stream and their nest; names are looked up in `graph`.
 
     Raises:
@@ -107,7 +108,7 @@ def read_streamed(fetches: Any, graph: Graph | None) -> tuple[list[Tensor], nest
     return tensors, structure
 
 
-def _flatten(fetches: Any) -> tuple[list[Any], nest.Structure]:
+def _flatten(fetches: Nest) -> tuple[list[Nest], nest.Structure]:
     try:
         return nest.flatten(fetches)
     except GraphError:
@@ -205,14 +206,14 @@ def graph_of(fetches: Sequence[Fetch], graph: Graph | None) -> Graph:
 
 
 def user_values(
-    fetches: Sequence[Fetch], positions: Sequence[int | None], values: Sequence[Any], *, allow_dead: bool
-) -> list[Any]:
+    fetches: Sequence[Fetch], positions: Sequence[int | None], values: Sequence[Value], *, allow_dead: bool
+) -> list[Value]:
     """What a run returns for `fetches`; `positions` says which of the values each one is, None for a node.
 
     Raises:
         FetchError: a value is dead.
     """
-    results: list[Any] = []
+    results: list[Value] = []
     handed_out: set[int] = set()
     for fetch, position in zip(fetches, positions, strict=True):
         value = None if position is None else values[position]
@@ -221,7 +222,7 @@ def user_values(
     return results
 
 
-def user_value(fetch: Fetch, value: Any, shared: bool, allow_dead: bool) -> Any:
+def user_value(fetch: Fetch, value: Value, shared: bool, allow_dead: bool) -> Value:
     """A run-time value as the user gets it: a NumPy scalar, or an array that nothing else shares.
 
     Args:
@@ -249,12 +250,12 @@ def user_value(fetch: Fetch, value: Any, shared: bool, allow_dead: bool) -> Any:
     return value
 
 
-def is_fresh(array: np.ndarray[Any, Any]) -> bool:
+def is_fresh(array: Array) -> bool:
     """Whether a run made the array, for nobody else: constants, variables and feeds are locked, a view has a base."""
     return array.flags.writeable and array.base is None
 
 
-def exchangeable(value: Any, devices: Mapping[str, Device]) -> Any:
+def exchangeable(value: Value, devices: Mapping[str, Device]) -> Value:
     """The value of a fetch that stays `on_device`, with ``__dlpack__``."""
     if type(value) is CudaArray:
         return cast("CudaDevice", devices[value.device]).exchange.lend(value)

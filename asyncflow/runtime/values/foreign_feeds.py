@@ -20,6 +20,8 @@ from asyncflow.streams.beside import call_beside
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from asyncflow.values import Array, Value
+
 
 class NotExchangeable(Exception):
     """An object with ``__dlpack__`` cannot be read; the message says why, and what to do."""
@@ -30,7 +32,7 @@ def is_exchangeable(value: object) -> bool:
     return hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic)
 
 
-def exchanged(value: Any) -> np.ndarray[Any, Any] | ForeignArray:
+def exchanged(value: Any) -> Array | ForeignArray:
     """An array that `is_exchangeable`: as one of NumPy that shares its memory, or where it is, in the memory of a card.
 
     Raises:
@@ -57,23 +59,23 @@ def _dtype_of(value: Any) -> DType:
     return as_dtype(str(getattr(dtype, "name", dtype)).rpartition(".")[2])
 
 
-def _on_host(value: Any) -> np.ndarray[Any, Any]:
+def _on_host(value: Any) -> Array:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
         # NumPy's DLPack has no bfloat16.
-        bits: np.ndarray[Any, Any] = value.contiguous().view(torch.int16).numpy()
+        bits: Array = value.contiguous().view(torch.int16).numpy()
         return bits.view(bfloat16())
     if hasattr(value, "__array__"):  # which knows more dtypes than DLPack
         return np.asarray(value)
     return np.from_dlpack(value)
 
 
-def has_foreign(values: Sequence[Any]) -> bool:
+def has_foreign(values: Sequence[Value]) -> bool:
     """Whether a checked value is in the memory of a card."""
     return ForeignArray in map(type, values)
 
 
-def snapshots(values: Sequence[Any]) -> list[Any]:
+def snapshots(values: Sequence[Value]) -> list[Any]:
     """The values, with copies for those in the memory of a card."""
     # At once, because the stream that is current now orders the copies; CuPy is imported already unless the values are
     # another library's and no device here is a card.
@@ -81,12 +83,12 @@ def snapshots(values: Sequence[Any]) -> list[Any]:
     return [value.snapshot(cupy) if type(value) is ForeignArray else value for value in values]
 
 
-def as_of_now(values: list[Any]) -> list[Any]:
+def as_of_now(values: list[Value]) -> list[Value]:
     """The values, which whoever has them may go on to change: `snapshots`, if there is anything to take."""
     return snapshots(values) if has_foreign(values) else values
 
 
-async def on_host(foreign: ForeignArray) -> np.ndarray[Any, Any]:
+async def on_host(foreign: ForeignArray) -> Array:
     """The values of an array in the memory of a card, read on a thread.
 
     Raises:

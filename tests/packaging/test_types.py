@@ -1,0 +1,83 @@
+"""Types that say something: how often `Any` stands in each room, and that no public signature has it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import get_overloads
+
+import pytest
+
+import asyncflow as af
+from tests.packaging.test_exports import MODULES
+
+PACKAGE = Path(af.__file__).parent
+
+MOST = {
+    "autodiff": 3,
+    "cli": 19,
+    "compiler": 134,
+    "control": 14,
+    "devices": 506,
+    "errors.py": 2,
+    "graph": 40,
+    "nn": 2,
+    "ops": 31,
+    "pickling.py": 6,
+    "profiler": 6,
+    "runtime": 33,
+    "state": 18,
+    "streams": 31,
+    "testing": 4,
+    "values.py": 5,
+}
+"""How often a room may say `Any`; of one that says it less often, lower the number. Those not here never say it."""
+
+NAMES_OF_ANY = {"Grad", "Index", "Mark", "Nest", "TorchTensor", "Weight"}
+"""Aliases of `Any`: each says beside it what it stands for. More would hide what this counts."""
+
+
+def test_no_room_says_any_more_often_than_it_did() -> None:
+    found = Counter[str]()
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0]
+        found[room] += len(re.findall(r"\bAny\b", path.read_text(encoding="utf-8")))
+    print(f"Any stands {found.total()} times in the package; {sum(MOST.values())} are allowed")
+    assert {room: count for room, count in found.items() if count > MOST.get(room, 0)} == {}
+
+
+def test_names_that_stand_for_any_are_few() -> None:
+    found: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        found.update(
+            re.findall(r"^ *(\w+)(?:: TypeAlias)? = Any$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        )
+    assert found == NAMES_OF_ANY
+
+
+def signatures(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """What is annotated in a function, or in a class and its public methods: a name and the annotation."""
+    if isinstance(value, type):
+        yield from ((f"{name}.{field}", str(kind)) for field, kind in inspect.get_annotations(value).items())
+        for member, inner in vars(value).items():
+            if not member.startswith("_") or member in ("__call__", "__init__", "__getitem__"):
+                yield from signatures(f"{name}.{member}", getattr(inner, "fget", getattr(inner, "__func__", inner)))
+    elif inspect.isfunction(value):
+        for each in (value, *get_overloads(value)):
+            for parameter, kind in each.__annotations__.items():
+                yield f"{name}({parameter})", str(kind)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_no_public_signature_has_any(module: ModuleType) -> None:
+    found = [
+        f"{place}: {kind}"
+        for name in module.__all__
+        for place, kind in signatures(name, getattr(module, name))
+        if re.search(r"\bAny\b", kind)
+    ]
+    assert found == []
