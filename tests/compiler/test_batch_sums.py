@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.batching.pending_sums import PendingSums, pays
+from asyncflow.compiler.batching.pending_sums import PendingSums, _Block, pays
 from tests.compiler.batching import WIDTH, Array, Recurrent, run_both, values, where
 
 if TYPE_CHECKING:
@@ -263,3 +263,29 @@ def test_a_product_of_many_rows_is_not_worth_copying_them() -> None:
     assert pays(64, 512, 2048)
     assert not pays(10_000, 16, 16)
     assert not pays(0, 16, 16)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+async def test_large_products_are_added_several_at_a_time(
+    graph: af.Graph, streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an LSTM's weights, 64 rows of hidden 512; on several streams blocks are smaller."""
+    steps, rows, width = 4, 64, 512
+    x = af.ones((rows, 2 * width), dtype="float32")
+    w, bias = (af.placeholder("float32", shape) for shape in ((2 * width, 4 * width), (4 * width,)))
+    _, total = af.while_loop(
+        lambda t, _: t < steps,
+        lambda t, total: (t + 1, total + af.sum(af.square((x * af.astype(t, "float32")) @ w + bias))),
+        (np.int32(0), np.float32(0)),
+    )
+    grads = af.gradients(total, [w, bias])
+    multiplied = []
+    monkeypatch.setattr(
+        _Block, "_multiply", lambda block, multiply=_Block._multiply: multiplied.append(multiply(block))
+    )
+    async with af.Session(compute_streams=streams) as session:
+        found = await session.run(
+            [grad[0] for grad in grads], {w: np.zeros(w.shape, "float32"), bias: np.ones(bias.shape, "float32")}
+        )
+    assert (found[0][0], found[1]) == (2 * rows * sum(range(steps)), 2 * rows * steps)
+    assert 1 <= len(multiplied) <= steps // 2

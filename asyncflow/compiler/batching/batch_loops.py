@@ -36,6 +36,10 @@ _OVERLAPPED = 16
 """Blocks are so much smaller where iterations overlap: while a block is made, others wait for what goes from lane to
 lane."""
 
+_OF_SUMS = 2
+"""Blocks of sums may be so many times larger than those others wait for: to add each product to its total by itself
+takes as long as the product, so that a block should hold a few."""
+
 _SHARE = 64
 """A block takes at most so small a part of a device's memory limit."""
 
@@ -64,7 +68,7 @@ def batch_loops(graph: Graph, block_bytes: int = _BLOCK_BYTES) -> None:
             most = block_bytes // _OVERLAPPED if _is_cut(node) else block_bytes
             apart = take_apart(node)
             ahead = batch_rows(node, most)
-            before, after = batch_sums(node, most, replaced)
+            before, after = batch_sums(node, min(_OF_SUMS * most, _BLOCK_BYTES), replaced)
             ordered += [*apart, *ahead, *before, node, *after]
         else:
             ordered.append(node)

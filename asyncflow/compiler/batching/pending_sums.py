@@ -145,11 +145,11 @@ class PendingSums:
         if not self._fits(right, lefts):
             return None
         rows, columns = right.shape
-        widths = sum(1 if left is None else left.shape[0] for left in lefts)
-        if not pays(rows, widths, columns):
+        width = sum(left.shape[0] for left in lefts if left is not None)  # ones are there already
+        if not pays(rows, width, columns):
             return None
-        nbytes = rows * (widths + columns) * right.itemsize
-        most = most_at_once(rows, _ENOUGH_ROWS, nbytes, 2.0 * rows * widths * columns, self._block_bytes)
+        nbytes = rows * (width + columns) * right.itemsize
+        most = most_at_once(rows, _ENOUGH_ROWS, nbytes, 2.0 * rows * width * columns, self._block_bytes)
         return _Block(right, lefts, most * rows) if most > 1 else None
 
     def _fits(self, right: Array, lefts: Sequence[Array | None]) -> bool:
