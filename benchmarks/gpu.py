@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 import asyncflow as af
+from asyncflow.devices.captures import WARM_UPS
 from asyncflow.devices.cuda.backend import cuda_backend
-from asyncflow.devices.cuda.experimental.graph import WARM_UPS
 from asyncflow.profiler import save
 from benchmarks import loop_overhead, parallel_iterations
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare, timed, timed_await

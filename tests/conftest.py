@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, settings
 
 import asyncflow as af
 from asyncflow.compiler.program import fused
+from asyncflow.devices import captures
 from asyncflow.devices.cuda import copies as cuda_copies
 from asyncflow.devices.cuda.backend import cuda_backend
-from asyncflow.devices.cuda.experimental import graph as cuda_graph
 from asyncflow.devices.cuda.pinned import shared_slab
 from asyncflow.devices.memory import LiveBuffer
 from asyncflow.devices.presets import parse_machine
@@ -174,7 +174,7 @@ def cards(arrangement: Arrangement, request: pytest.FixtureRequest, monkeypatch:
     """Whether the arrangement has CUDA devices; sessions find cards for them."""
     with any_cards(_seed(request)) if arrangement.cuda else nullcontext():
         if arrangement.graphs:
-            monkeypatch.setattr(cuda_graph, "WARM_UPS", 0)  # most tests run a region once
+            monkeypatch.setattr(captures, "WARM_UPS", 0)  # most tests run a region once
         yield bool(arrangement.cuda)
 
 

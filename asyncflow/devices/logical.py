@@ -11,10 +11,12 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from asyncflow.devices.decisions import Body, Condition
 from asyncflow.devices.memory import MemoryAccount, format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
-from asyncflow.devices.protocol import AsynchronousDevice, Capabilities, Span
+from asyncflow.devices.protocol import AsynchronousDevice, Capabilities, KernelInfo, Span
+from asyncflow.errors import LoopIdentity
 from asyncflow.streams.protocol import Stream
 
 AnyStream = TypeVar("AnyStream", bound=Stream)
@@ -130,6 +132,30 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     def activate(self) -> AbstractContextManager[object]:
         """Does nothing: no thread has a current device of the kind."""
         return _NOTHING
+
+    def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
+        """Does not run regions.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{self.name} does not run regions, and was given {info.name}")
+
+    def bind_loop(
+        self,
+        functions: tuple[Condition, Body],
+        info: KernelInfo,
+        *,
+        n_vars: int,
+        identity: LoopIdentity,
+        limit: int | None = None,
+    ) -> Callable[..., Any]:
+        """Does not run loops.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{self.name} does not run loops, and was given {info.name}")
 
     def resident(self, constant: Any, stream: int) -> Any:
         """The constant: what uses it orders itself."""

@@ -11,7 +11,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from asyncflow.devices.decisions import Body, Condition
 from asyncflow.devices.memory import MemoryAccount
+from asyncflow.errors import LoopIdentity
 from asyncflow.streams.protocol import Stream
 
 Shape: TypeAlias = tuple[int, ...]
@@ -274,6 +276,26 @@ class AsynchronousDevice(Device, Protocol):
         """A function that runs a region's generated one on device values; only for a device that `runs_regions`.
 
         With `is_generator` it gives a generator, each step of which enqueues some of the region.
+        """
+        ...
+
+    def bind_loop(
+        self,
+        functions: tuple[Condition, Body],
+        info: KernelInfo,
+        *,
+        n_vars: int,
+        identity: LoopIdentity,
+        limit: int | None = None,
+    ) -> Callable[..., Any]:
+        """A coroutine function that runs a loop on device values; only for a device that `runs_loops`.
+
+        Args:
+            functions: condition and body, over the device's arrays and host values.
+            info: of the node.
+            n_vars: how many of the arguments of a call are loop variables; the others are captures.
+            identity: of the loop, for errors.
+            limit: most iterations of a loop, this one or one inside.
         """
         ...
 

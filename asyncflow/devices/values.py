@@ -86,4 +86,26 @@ def stays_on_host(value: object) -> bool:
     return value.ndim == 0 and value.dtype.kind in "biu"
 
 
-__all__ = ["DType", "DeviceArray", "is_array", "stays_on_host"]
+_FEW = 64
+"""Most elements of what counts as a shape."""
+
+_PLAIN = (type(None), str, bytes, bool, int, float, complex, np.generic)
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value made on the device is one of the host all the same: a number or text of Python's or NumPy's."""
+    return isinstance(value, _PLAIN)
+
+
+def is_shape(value: object) -> bool:
+    """Whether a value that the host has made may be a shape, and stays there: a short vector of integers."""
+    return isinstance(value, np.ndarray) and value.ndim <= 1 and value.dtype.kind in "biu" and value.size <= _FEW
+
+
+def as_scalar(value: Any) -> Any:
+    """A NumPy scalar for an array of rank 0 of numbers, which CuPy would refuse; anything else as it is."""
+    is_number = isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind not in "OSUT"
+    return value[()] if is_number else value
+
+
+__all__ = ["DType", "DeviceArray", "as_scalar", "is_array", "is_plain", "is_shape", "stays_on_host"]

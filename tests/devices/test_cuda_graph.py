@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.devices import MemoryLimitExceeded
-from asyncflow.devices.cuda.experimental.graph import MOST_KEYS, WARM_UPS, CapturedRegion, captured
+from asyncflow.devices.captures import MOST_KEYS, WARM_UPS
+from asyncflow.devices.cuda.experimental.graph import CapturedRegion, captured
 from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncflow.devices.captures import WARM_UPS
 from asyncflow.devices.cuda import device as cuda
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.experimental import graph as cuda_graph
-from asyncflow.devices.cuda.experimental.graph import WARM_UPS, CapturedRegion, PrivateMemory, capture
+from asyncflow.devices.cuda.experimental.graph import CapturedRegion, PrivateMemory, capture
 from asyncflow.devices.cuda.pinned import PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.streams.cuda.stream import capturing

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.devices import hardware
+from asyncflow.devices.captures import MOST_KEYS
 from asyncflow.devices.cuda.bindings import cuda_bindings, using_bindings
 from asyncflow.devices.cuda.experimental.conditional import (
     ENDED,
@@ -28,7 +29,6 @@ from asyncflow.devices.cuda.experimental.conditional import (
     Limits,
     node_params,
 )
-from asyncflow.devices.cuda.experimental.graph import MOST_KEYS
 from asyncflow.devices.cuda.experimental.loop import DeviceLoop, Iterated
 from tests.devices.cards import MIB, CapturingCard
 from tests.fake_cupy import FakeCupy

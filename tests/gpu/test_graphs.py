@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.devices.cuda.decisions import Branch, Decision, Loop
+from asyncflow.devices.captures import WARM_UPS
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.experimental.conditional import ENDED, STOPPED, TOO_LONG, Limits
-from asyncflow.devices.cuda.experimental.graph import WARM_UPS, CapturedRegion, capture
+from asyncflow.devices.cuda.experimental.graph import CapturedRegion, capture
 from asyncflow.devices.cuda.experimental.loop import DeviceLoop
 from asyncflow.devices.cuda.values import CudaArray
+from asyncflow.devices.decisions import Branch, Decision, Loop
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures
 from tests.gpu.on_loop import on_loop, ticket

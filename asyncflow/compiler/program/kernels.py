@@ -13,9 +13,9 @@ from asyncflow.compiler.program.fused import alone
 from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
 from asyncflow.compiler.program.work import flops_of
 from asyncflow.control.tensor_array import TENSOR_ARRAY
-from asyncflow.devices.cuda.values import as_scalar
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo
+from asyncflow.devices.values import as_scalar
 from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT, dtype_name

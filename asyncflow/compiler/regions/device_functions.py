@@ -1,7 +1,7 @@
 """Functions of bodies whose branches and loops are for a CUDA device to decide, or for whoever waits for it.
 
 They are generated, as those of regions are, but for branches and loops: there they are called what decides them, and
-yield the `Branch` or `Loop` that it gives (`asyncflow.devices.cuda.decisions`). So each body has a function of its own.
+yield the `Branch` or `Loop` that it gives (`asyncflow.devices.decisions`). So each body has a function of its own.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.regions import Region
-from asyncflow.devices.cuda.decisions import Branch, Loop, decisions
+from asyncflow.devices.decisions import Branch, Loop, decisions
 from asyncflow.errors import LoopIdentity
 from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asyncflow.devices.cuda.decisions import Body, Condition
+    from asyncflow.devices.decisions import Body, Condition
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Kernel

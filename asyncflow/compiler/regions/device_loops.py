@@ -7,7 +7,7 @@ the loop, and looks once at how far it came (`loop_launch.py` of CUDA devices). 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.host_values import find_host_values
@@ -16,8 +16,6 @@ from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, captures_on_host, host_values_inside, is_device_loop
 from asyncflow.compiler.regions.device_functions import DeviceFunctions
 from asyncflow.compiler.regions.fuse import fuse_line
-from asyncflow.devices.cuda.bindings import cuda_bindings
-from asyncflow.devices.cuda.experimental.loop_launch import WhileLauncher
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import LoopIdentity
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
@@ -26,7 +24,6 @@ from asyncflow.graph.structured import WhileNode
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.protocol import AsynchronousDevice
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node, Tensor
@@ -129,9 +126,7 @@ def bind_device_loop(
         flops=lambda inputs, outputs: 0.0,
         infer=lambda inputs: None,
     )
-    return WhileLauncher(
-        cast("CudaDevice", device),
-        cuda_bindings(),
+    return device.bind_loop(
         (functions.condition(loop.predicate), functions.body(loop.body)),
         info,
         n_vars=loop.n_vars,

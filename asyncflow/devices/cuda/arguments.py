@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, as_scalar, is_plain, is_shape
-from asyncflow.devices.values import stays_on_host
+from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
+from asyncflow.devices.values import as_scalar, is_plain, is_shape, stays_on_host
 from asyncflow.errors import InternalError
 
 if TYPE_CHECKING:

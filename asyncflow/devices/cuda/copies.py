@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.devices.cuda.experimental.graph import NotCapturableError
+from asyncflow.devices.captures import NotCapturableError
 from asyncflow.devices.cuda.pinned import PinnedBuffer, PinnedSlab
-from asyncflow.devices.cuda.values import CudaArray, Landing, as_scalar
+from asyncflow.devices.cuda.values import CudaArray, Landing
+from asyncflow.devices.values import as_scalar
 from asyncflow.streams.cuda.stream import active_stream
 from asyncflow.streams.futures import resolve
 

@@ -26,6 +26,7 @@ import numpy as np
 from asyncflow.devices.cuda.bindings import LEAST_VERSION, cuda_bindings
 from asyncflow.devices.cuda.copies import Copies, enable_peer_access
 from asyncflow.devices.cuda.exchange import Exchange, ForeignArray
+from asyncflow.devices.cuda.experimental.loop_launch import WhileLauncher
 from asyncflow.devices.cuda.holder import CudaHolder
 from asyncflow.devices.cuda.launch import HostLauncher, Launcher, RegionLauncher
 from asyncflow.devices.cuda.memory import CudaMemoryAccount, CudaPool, home_of, install_allocator
@@ -33,12 +34,13 @@ from asyncflow.devices.cuda.namespace import cuda_namespace
 from asyncflow.devices.cuda.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.cuda.progress import Progress
 from asyncflow.devices.cuda.timing import Clock, HostSpan, PendingSpan
-from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, as_scalar, is_shape
+from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
+from asyncflow.devices.decisions import Body, Condition
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
-from asyncflow.devices.values import stays_on_host
-from asyncflow.errors import PlacementError
+from asyncflow.devices.values import as_scalar, is_shape, stays_on_host
+from asyncflow.errors import LoopIdentity, PlacementError
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.cuda.stream import CudaStream, active_stream, capturing
@@ -205,6 +207,18 @@ class CudaDevice(Progress):
     def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
         """A function that enqueues a region; see `RegionLauncher`."""
         return RegionLauncher(self, function, info, is_generator=is_generator)
+
+    def bind_loop(
+        self,
+        functions: tuple[Condition, Body],
+        info: KernelInfo,
+        *,
+        n_vars: int,
+        identity: LoopIdentity,
+        limit: int | None = None,
+    ) -> WhileLauncher:
+        """A loop that the card runs by itself, where it can be captured; see `WhileLauncher`."""
+        return WhileLauncher(self, cuda_bindings(), functions, info, n_vars=n_vars, identity=identity, limit=limit)
 
     def activate(self) -> Any:
         """A context in which this device's calls are cheaper; it must not be left open where something waits."""

@@ -19,9 +19,9 @@ import numpy as np
 
 from asyncflow.devices.cuda.arguments import Values
 from asyncflow.devices.cuda.experimental.graph import captured
-from asyncflow.devices.cuda.values import CudaArray, CudaOpaque, as_scalar, is_plain
+from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.protocol import CoroutineKernel, recording
-from asyncflow.devices.values import stays_on_host
+from asyncflow.devices.values import as_scalar, is_plain, stays_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator, Sequence

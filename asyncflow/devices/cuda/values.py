@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from asyncflow.devices.values import DeviceArray, DType
 from asyncflow.errors import FetchError
 
@@ -135,26 +133,4 @@ class CudaOpaque:
         return f"<CudaOpaque {self.value!r}>"
 
 
-_FEW = 64
-"""Most elements of what counts as a shape."""
-
-_PLAIN = (type(None), str, bytes, bool, int, float, complex, np.generic)
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value made on the device is one of the host all the same: a number or text of Python's or NumPy's."""
-    return isinstance(value, _PLAIN)
-
-
-def is_shape(value: object) -> bool:
-    """Whether a value that the host has made may be a shape, and stays there: a short vector of integers."""
-    return isinstance(value, np.ndarray) and value.ndim <= 1 and value.dtype.kind in "biu" and value.size <= _FEW
-
-
-def as_scalar(value: Any) -> Any:
-    """A NumPy scalar for an array of rank 0 of numbers, which CuPy would refuse; anything else as it is."""
-    is_number = isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind not in "OSUT"
-    return value[()] if is_number else value
-
-
-__all__ = ["CudaArray", "CudaOpaque", "Landing", "as_scalar", "is_plain", "is_shape"]
+__all__ = ["CudaArray", "CudaOpaque", "Landing"]

@@ -32,7 +32,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from asyncflow.devices.cuda.values import as_scalar
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.presets import kernel_ns
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark
@@ -42,7 +41,7 @@ from asyncflow.devices.sim.machine import SimMachine, current_machine, use_machi
 from asyncflow.devices.sim.regions import RegionLauncher
 from asyncflow.devices.sim.timeline import Timeline
 from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimMemoryAccount, SimOpaque, Storage
-from asyncflow.devices.values import stays_on_host
+from asyncflow.devices.values import as_scalar, stays_on_host
 from asyncflow.errors import FetchError
 from asyncflow.streams.sim.stream import SimEvent, SimStream
 

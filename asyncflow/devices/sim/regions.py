@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow.devices.cuda.experimental.graph import GraphCache, NotCapturableError, driven, host_key
+from asyncflow.devices.captures import GraphCache, NotCapturableError, driven, host_key
 from asyncflow.devices.sim.values import SimArray, SimOpaque
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from asyncflow.devices.cuda.experimental.graph import NotCapturableError
+from asyncflow.devices.captures import NotCapturableError
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.bindings import Bindings

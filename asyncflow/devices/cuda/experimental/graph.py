@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from asyncflow.devices.cuda.values import is_plain
+from asyncflow.devices.captures import GraphCache, NotCapturableError, driven, host_key
 from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.devices.values import is_plain
 from asyncflow.streams.cuda.stream import capturing
 
 if TYPE_CHECKING:
@@ -31,25 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("asyncflow.devices")
 
-WARM_UPS = 2
-"""Calls with the same key before the capture: they compile the kernels, and most keys are never seen again."""
-
-MOST_KEYS = 8
-"""Keys that a region or loop is captured for; if none of so many came twice, it is left alone."""
-
-_MOST_PIECES = 16
-_PIECE = 32
-"""A region with loops is captured in at most so many pieces of so many iterations: capturing holds up the thread."""
-
-_LARGEST_KEY = 64
-"""Elements of a host array that may be part of a key."""
-
-Graph = TypeVar("Graph")
 Result = TypeVar("Result")
-
-
-class NotCapturableError(Exception):
-    """What was to be captured does something that a graph cannot hold."""
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------
@@ -63,79 +46,10 @@ def array_key(array: Any) -> Hashable:
     return (array.dtype, array.shape, "F") if flags.f_contiguous else None
 
 
-def host_key(value: Any) -> Hashable:
-    """What tells a host value from others, to the bit; None if it cannot be told."""
-    if isinstance(value, np.generic):
-        return value.dtype, value.tobytes()
-    if isinstance(value, np.ndarray):
-        is_short = value.size <= _LARGEST_KEY and not value.dtype.hasobject
-        return (value.dtype, value.shape, value.tobytes()) if is_short else None
-    if isinstance(value, float):
-        return float, value.hex()
-    return (type(value), value) if isinstance(value, int | str | bytes) else None
-
-
 def key_of(values: Sequence[Any], ndarray: type) -> tuple[Hashable, ...] | None:
     """The key of a region's inputs; None if there is no graph for them."""
     key = tuple([array_key(value) if isinstance(value, ndarray) else host_key(value) for value in values])
     return None if None in key else key
-
-
-class GraphCache(Generic[Graph]):
-    """The graphs of a region or loop by their keys.
-
-    Invariant: no more than `MOST_KEYS` keys, each with how often it was seen, or its graph.
-    """
-
-    __slots__ = ("_found", "_is_refused", "_label", "_warm_ups")
-
-    def __init__(self, label: str, warm_ups: int | None = None) -> None:
-        self._label = label
-        self._warm_ups = WARM_UPS if warm_ups is None else warm_ups
-        self._found: dict[Hashable, int | Graph] = {}
-        self._is_refused = False
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether nothing will be captured any more, so that nobody need make a key."""
-        return self._is_refused
-
-    def get(self, key: Hashable, make: Callable[[], Graph]) -> Graph | None:
-        """The graph for `key`, which ``make()`` captures when it is time; None if there is none, now or ever."""
-        seen = self._found.get(key, 0)
-        if not isinstance(seen, int):
-            return seen
-        if not seen and len(self._found) >= MOST_KEYS:
-            self._is_refused = all(isinstance(found, int) for found in self._found.values())
-            return None
-        if seen < self._warm_ups:
-            self._found[key] = seen + 1
-            return None
-        graph = self._made(make)
-        if graph is not None:
-            self._found[key] = graph
-        return graph
-
-    def _made(self, make: Callable[[], Graph]) -> Graph | None:
-        try:
-            return make()
-        except Exception as error:
-            # If the device is lost or full, the caller hears of it when it goes on without a graph.
-            self.refuse(error)
-            return None
-
-    def refuse(self, error: Exception) -> None:
-        """Forget all graphs, and make no more."""
-        _log.info("no CUDA graph of %s: %s: %s", self._label, type(error).__name__, error)
-        _log.debug("no CUDA graph of %s", self._label, exc_info=error)
-        error.__traceback__ = None  # its frames hold the graph's memory
-        self.clear()
-        self._is_refused = True
-
-    def clear(self) -> None:
-        """Forget all graphs; what they held is free in the order of their stream. Start anew."""
-        self._found.clear()
-        self._is_refused = False
 
 
 # -- capturing -------------------------------------------------------------------------------------------------------
@@ -341,28 +255,6 @@ class CapturedRegion:
             return RegionGraph(self._cupy, self._stream.raw, function, inputs)
 
 
-def driven(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs the generator of `function` to its end, if that is not too far.
-
-    Raises (from the function):
-        NotCapturableError: it is too far.
-    """
-
-    def run(*inputs: Any) -> Any:
-        generator = function(*inputs)
-        budget = None
-        for _ in range(_MOST_PIECES):
-            try:
-                generator.send(budget)
-            except StopIteration as ended:
-                return ended.value
-            budget = _PIECE
-        generator.close()
-        raise NotCapturableError("its loops are too long to be captured")
-
-    return run
-
-
 def captured(
     cupy: Any, stream: CudaStream, pool: CudaPool, function: Callable[..., Any], label: str, *, is_generator: bool
 ) -> Callable[..., Any]:
@@ -372,20 +264,14 @@ def captured(
 
 
 __all__ = [
-    "MOST_KEYS",
-    "WARM_UPS",
     "CapturedRegion",
-    "GraphCache",
-    "NotCapturableError",
     "PrivateMemory",
     "RegionGraph",
     "array_key",
     "capture",
     "captured",
     "copy_into",
-    "driven",
     "empty_as",
-    "host_key",
     "key_of",
     "without_gaps",
 ]

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncflow.devices.cuda.decisions import Ended, Loop, advance, decisions
+from asyncflow.devices.decisions import Ended, Loop, advance, decisions
 from asyncflow.devices.protocol import recording
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.arguments import Values
-    from asyncflow.devices.cuda.decisions import Decision
     from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.decisions import Decision
     from asyncflow.devices.protocol import KernelInfo, Span
 
 Result = TypeVar("Result")

@@ -18,27 +18,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from asyncflow.devices.cuda.decisions import Branch, Ended, Loop, advance, decisions
+from asyncflow.devices.captures import GraphCache, NotCapturableError
 from asyncflow.devices.cuda.experimental.conditional import ConditionalNodes, Limits, Rehearsal
-from asyncflow.devices.cuda.experimental.graph import (
-    GraphCache,
-    NotCapturableError,
-    PrivateMemory,
-    array_key,
-    capture,
-    copy_into,
-    empty_as,
-    key_of,
-)
+from asyncflow.devices.cuda.experimental.graph import PrivateMemory, array_key, capture, copy_into, empty_as, key_of
+from asyncflow.devices.decisions import Branch, Ended, Loop, advance, decisions
 from asyncflow.devices.memory import MemoryLimitExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from asyncflow.devices.cuda.bindings import Bindings
-    from asyncflow.devices.cuda.decisions import Body, Condition, Decision
     from asyncflow.devices.cuda.experimental.conditional import Node, Nodes
     from asyncflow.devices.cuda.memory import CudaPool
+    from asyncflow.devices.decisions import Body, Condition, Decision
     from asyncflow.streams.cuda.stream import CudaStream
 
 

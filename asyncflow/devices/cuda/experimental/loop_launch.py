@@ -15,16 +15,16 @@ from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cuda.arguments import Values
-from asyncflow.devices.cuda.decisions import Loop
 from asyncflow.devices.cuda.experimental.conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG, Limits
 from asyncflow.devices.cuda.experimental.host_loop import HostDriver
 from asyncflow.devices.cuda.experimental.loop import DeviceLoop
+from asyncflow.devices.decisions import Loop
 from asyncflow.devices.protocol import CoroutineKernel, recording
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.bindings import Bindings
-    from asyncflow.devices.cuda.decisions import Body, Condition
     from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.decisions import Body, Condition
     from asyncflow.devices.protocol import KernelInfo, Span
     from asyncflow.errors import LoopIdentity
 
@@ -88,11 +88,7 @@ class WhileLauncher(CoroutineKernel):
         Args:
             device: where it runs.
             bindings: None: the host drives the loop.
-            functions: condition and body, over CuPy's arrays and host values; see `DeviceLoop`.
-            info: of the node.
-            n_vars: how many of the arguments of a call are loop variables.
-            identity: of the loop, for errors.
-            limit: most iterations of a loop, this one or one inside.
+            functions, info, n_vars, identity, limit: see `AsynchronousDevice.bind_loop` and `DeviceLoop`.
         """
         stream = device.compute_streams[info.stream]
         self._device = device

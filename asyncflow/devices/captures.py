@@ -1,0 +1,131 @@
+"""When regions and loops become graphs that are launched as a whole, and which graphs there are.
+
+One that ran a few times on inputs of one kind is captured, and launched from then on. A graph is valid for the shapes
+and dtypes of its arrays, and for the very values of what is on the host: the code may have branched on them, and
+kernels have them as arguments. What sees ever new ones is left alone, and so is what cannot be captured.
+
+Real and simulated cards share these rules. How a graph is made and launched is a card's own matter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+_log = logging.getLogger("asyncflow.devices")
+
+WARM_UPS = 2
+"""Calls with the same key before the capture: they compile the kernels, and most keys are never seen again."""
+
+MOST_KEYS = 8
+"""Keys that a region or loop is captured for; if none of so many came twice, it is left alone."""
+
+_MOST_PIECES = 16
+_PIECE = 32
+"""A region with loops is captured in at most so many pieces of so many iterations: capturing holds up the thread."""
+
+_LARGEST_KEY = 64
+"""Elements of a host array that may be part of a key."""
+
+Graph = TypeVar("Graph")
+
+
+class NotCapturableError(Exception):
+    """What was to be captured does something that a graph cannot hold."""
+
+
+def host_key(value: Any) -> Hashable:
+    """What tells a host value from others, to the bit; None if it cannot be told."""
+    if isinstance(value, np.generic):
+        return value.dtype, value.tobytes()
+    if isinstance(value, np.ndarray):
+        is_short = value.size <= _LARGEST_KEY and not value.dtype.hasobject
+        return (value.dtype, value.shape, value.tobytes()) if is_short else None
+    if isinstance(value, float):
+        return float, value.hex()
+    return (type(value), value) if isinstance(value, int | str | bytes) else None
+
+
+class GraphCache(Generic[Graph]):
+    """The graphs of a region or loop by their keys.
+
+    Invariant: no more than `MOST_KEYS` keys, each with how often it was seen, or its graph.
+    """
+
+    __slots__ = ("_found", "_is_refused", "_label", "_warm_ups")
+
+    def __init__(self, label: str, warm_ups: int | None = None) -> None:
+        self._label = label
+        self._warm_ups = WARM_UPS if warm_ups is None else warm_ups
+        self._found: dict[Hashable, int | Graph] = {}
+        self._is_refused = False
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether nothing will be captured any more, so that nobody need make a key."""
+        return self._is_refused
+
+    def get(self, key: Hashable, make: Callable[[], Graph]) -> Graph | None:
+        """The graph for `key`, which ``make()`` captures when it is time; None if there is none, now or ever."""
+        seen = self._found.get(key, 0)
+        if not isinstance(seen, int):
+            return seen
+        if not seen and len(self._found) >= MOST_KEYS:
+            self._is_refused = all(isinstance(found, int) for found in self._found.values())
+            return None
+        if seen < self._warm_ups:
+            self._found[key] = seen + 1
+            return None
+        graph = self._made(make)
+        if graph is not None:
+            self._found[key] = graph
+        return graph
+
+    def _made(self, make: Callable[[], Graph]) -> Graph | None:
+        try:
+            return make()
+        except Exception as error:
+            # If the device is lost or full, the caller hears of it when it goes on without a graph.
+            self.refuse(error)
+            return None
+
+    def refuse(self, error: Exception) -> None:
+        """Forget all graphs, and make no more."""
+        _log.info("no CUDA graph of %s: %s: %s", self._label, type(error).__name__, error)
+        _log.debug("no CUDA graph of %s", self._label, exc_info=error)
+        error.__traceback__ = None  # its frames hold the graph's memory
+        self.clear()
+        self._is_refused = True
+
+    def clear(self) -> None:
+        """Forget all graphs; what they held is free in the order of their stream. Start anew."""
+        self._found.clear()
+        self._is_refused = False
+
+
+def driven(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs the generator of `function` to its end, if that is not too far.
+
+    Raises (from the function):
+        NotCapturableError: it is too far.
+    """
+
+    def run(*inputs: Any) -> Any:
+        generator = function(*inputs)
+        budget = None
+        for _ in range(_MOST_PIECES):
+            try:
+                generator.send(budget)
+            except StopIteration as ended:
+                return ended.value
+            budget = _PIECE
+        generator.close()
+        raise NotCapturableError("its loops are too long to be captured")
+
+    return run
+
+
+__all__ = ["MOST_KEYS", "WARM_UPS", "GraphCache", "NotCapturableError", "driven", "host_key"]
