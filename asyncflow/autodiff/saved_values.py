@@ -10,54 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.store_gradients import gradient_of_read, gradient_of_write
-from asyncflow.autodiff.stores import STORE, Log, SavedValues
+from asyncflow.autodiff.stores import STORE, Log, SavedValues, store_op
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import Op, derivative, not_differentiable, register
+from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.graph.structured import StructuredNode, WhileNode
-from asyncflow.ops.cost import free
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.spec import Spec
-    from asyncflow.values import Namespace
 
 
-# -- ops -------------------------------------------------------------------------------------------------------------
-
-
-def _new_kernel(xp: Namespace) -> Kernel:
-    return lambda: SavedValues(Log(), 0, 0)
-
-
-def _save_kernel(xp: Namespace) -> Kernel:
-    return SavedValues.saved
-
-
-def _read_kernel(xp: Namespace, *, value: Spec) -> Kernel:
-    return SavedValues.read
-
-
-# Each new store is one of its own, never shared with an equal one.
-NEW_STORE = register(Op(name="saved_values", infer=lambda: STORE, kernel=_new_kernel, is_random=True, flops=free))
-SAVE = register(
-    Op(
-        name="save_value",
-        infer=lambda store, index, value: STORE,
-        kernel=_save_kernel,
-        flops=free,
-        host_inputs=(1,),
-    )
-)
-READ_SAVED = register(
-    Op(
-        name="saved_value",
-        infer=lambda store, index, *, value: value,
-        kernel=_read_kernel,
-        flops=free,
-        host_inputs=(1,),
-    )
-)
+NEW_STORE = store_op("saved_values", lambda: STORE, lambda: SavedValues(Log(), 0, 0), is_random=True)
+SAVE = store_op("save_value", lambda store, index, value: STORE, SavedValues.saved, host_inputs=(1,))
+READ_SAVED = store_op("saved_value", lambda store, index, *, value: value, SavedValues.read, host_inputs=(1,))
 
 
 def new_store() -> Tensor:

@@ -11,7 +11,7 @@ from functools import reduce
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from asyncflow.autodiff.stores import STORE, Grad, StoreGradient
+from asyncflow.autodiff.stores import STORE, Grad, StoreGradient, store_op
 from asyncflow.control import tensor_array
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
@@ -34,21 +34,10 @@ if TYPE_CHECKING:
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
-def _no_gradient_kernel(xp: Namespace) -> Kernel:
-    return lambda: StoreGradient.of(())
-
-
-def _accumulate_kernel(xp: Namespace) -> Kernel:
-    return lambda grads, index, grad: grads.with_entries(((int(index), grad),))
-
-
-def _merge_kernel(xp: Namespace) -> Kernel:
-    def merge(grads: Grad, others: Grad) -> Grad:
-        if grads.length and others.length:
-            return grads.merged(others)
-        return grads if grads.length else others  # a sum of parts (`part_sums`) begins as a store of nothing
-
-    return merge
+def _merge(grads: Grad, others: Grad) -> Grad:
+    if grads.length and others.length:
+        return grads.merged(others)
+    return grads if grads.length else others  # a sum of parts (`part_sums`) begins as a store of nothing
 
 
 def _element_kernel(xp: Namespace, *, dtype: DType, shape: Shape) -> Kernel:
@@ -68,12 +57,9 @@ def _element_spec(grads: Spec, index: Spec, *sizes: Spec, dtype: DType, shape: S
     return STORE if dtype == VARIANT else Spec(dtype, template_shape(shape, sizes))
 
 
-def _stacked_kernel(xp: Namespace) -> Kernel:
-    def entries(grad: Array, *indices: Array) -> StoreGradient:
-        places = indices[0].tolist() if indices else range(len(grad))
-        return StoreGradient.of([(place, grad[row]) for row, place in enumerate(places)])
-
-    return entries
+def _stacked(grad: Array, *indices: Array) -> StoreGradient:
+    places = indices[0].tolist() if indices else range(len(grad))
+    return StoreGradient.of([(place, grad[row]) for row, place in enumerate(places)])
 
 
 def _rows_kernel(xp: Namespace, *, is_scattered: bool, dtype: DType, shape: Shape) -> Kernel:
@@ -95,18 +81,15 @@ def _rows_spec(grads: Spec, *inputs: Spec, is_scattered: bool, dtype: DType, sha
     return Spec(dtype, template_shape(shape, inputs[is_scattered:]))
 
 
-def _joined_kernel(xp: Namespace) -> Kernel:
-    def entries(grad: Array, lengths: Array) -> StoreGradient:
-        cuts = _cuts(lengths)
-        total = cuts[-1].stop if cuts else 0
-        if len(grad) != total:
-            raise ValueError(
-                f"a gradient of shape {format_shape(grad.shape)} has reached the joined elements of an array, whose "
-                f"lengths add up to {total}"
-            )
-        return StoreGradient.of([(place, grad[piece]) for place, piece in enumerate(cuts)])
-
-    return entries
+def _joined(grad: Array, lengths: Array) -> StoreGradient:
+    cuts = _cuts(lengths)
+    total = cuts[-1].stop if cuts else 0
+    if len(grad) != total:
+        raise ValueError(
+            f"a gradient of shape {format_shape(grad.shape)} has reached the joined elements of an array, whose "
+            f"lengths add up to {total}"
+        )
+    return StoreGradient.of([(place, grad[piece]) for place, piece in enumerate(cuts)])
 
 
 def _pieces_kernel(xp: Namespace, *, dtype: DType, shape: Shape) -> Kernel:
@@ -134,44 +117,20 @@ def _cuts(lengths: Array) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
-# Each is one of its own, never shared with an equal one.
-NO_GRADIENT = register(
-    Op(name="store_gradient", infer=lambda: STORE, kernel=_no_gradient_kernel, is_random=True, flops=free)
+NO_GRADIENT = store_op("store_gradient", lambda: STORE, lambda: StoreGradient.of(()), is_random=True)
+ACCUMULATE = store_op(
+    "accumulate_gradient",
+    lambda grads, index, grad: STORE,
+    lambda grads, index, grad: grads.with_entries(((int(index), grad),)),
+    host_inputs=(1,),
 )
-ACCUMULATE = register(
-    Op(
-        name="accumulate_gradient",
-        infer=lambda grads, index, grad: STORE,
-        kernel=_accumulate_kernel,
-        flops=free,
-        host_inputs=(1,),
-    )
-)
-MERGE_GRADIENTS = register(
-    Op(name="merge_gradients", infer=lambda grads, others: STORE, kernel=_merge_kernel, flops=free)
-)
+MERGE_GRADIENTS = store_op("merge_gradients", lambda grads, others: STORE, _merge)
 ELEMENT_GRADIENT = register(
     Op(name="element_gradient", infer=_element_spec, kernel=_element_kernel, flops=free, host_inputs=inputs_from(1))
 )
-STACKED_GRADIENTS = register(
-    Op(
-        name="stacked_gradients",
-        infer=lambda grad, *indices: STORE,
-        kernel=_stacked_kernel,
-        flops=free,
-        host_inputs=inputs_from(1),
-    )
-)
+STACKED_GRADIENTS = store_op("stacked_gradients", lambda grad, *indices: STORE, _stacked, host_inputs=inputs_from(1))
 ROWS_GRADIENT = register(Op(name="rows_gradient", infer=_rows_spec, kernel=_rows_kernel, host_inputs=inputs_from(1)))
-JOINED_GRADIENTS = register(
-    Op(
-        name="joined_gradients",
-        infer=lambda grad, lengths: STORE,
-        kernel=_joined_kernel,
-        flops=free,
-        host_inputs=(1,),
-    )
-)
+JOINED_GRADIENTS = store_op("joined_gradients", lambda grad, lengths: STORE, _joined, host_inputs=(1,))
 PIECES_GRADIENT = register(
     Op(name="pieces_gradient", infer=_pieces_spec, kernel=_pieces_kernel, host_inputs=inputs_from(1))
 )
@@ -269,7 +228,7 @@ def _rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 
 @derivative(STACKED_GRADIENTS)
-def _stacked(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
+def _stacked_rule(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
     grad, *indices = node.inputs
     return [rows_gradient(grads, grad, *indices), *[None] * len(indices)]
 
@@ -286,7 +245,7 @@ def _concat(node: Node, grad: Tensor, lengths: None) -> Sequence[Tensor | None]:
 
 
 @derivative(JOINED_GRADIENTS)
-def _joined(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
+def _joined_rule(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
     grad, lengths = node.inputs
     return pieces_gradient(grads, grad, lengths), None
 
@@ -297,7 +256,7 @@ def _pieces(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 
 @derivative(MERGE_GRADIENTS)
-def _merge(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
+def _merge_rule(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
     return grads, grads
 
 

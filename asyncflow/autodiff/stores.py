@@ -14,10 +14,15 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.op import Op, register
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import free
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncflow.graph.op import HostInputs, Kernel
     from asyncflow.values import Array, Namespace, Value
 
 STORE = Spec(VARIANT, ())
@@ -173,4 +178,28 @@ def _nbytes(entries: Sequence[Reached]) -> int:
     return sum(getattr(value, "nbytes", 0) for _, value in entries)
 
 
-__all__ = ["STORE", "Grad", "Log", "SavedValues", "StoreGradient", "Version"]
+def store_op(
+    name: str, infer: Callable[..., Spec], kernel: Kernel, *, host_inputs: HostInputs = (), is_random: bool = False
+) -> Op:
+    """Registers an op that moves values into a store or out of it, by the same kernel on all devices.
+
+    Args:
+        name: unique.
+        infer: its shape rule.
+        kernel: what a firing calls.
+        host_inputs: inputs whose values the kernel reads.
+        is_random: what it makes, an empty store, is never shared with what an equal one makes.
+    """
+    return register(
+        Op(
+            name=name,
+            infer=infer,
+            kernel=lambda xp, **attrs: kernel,
+            flops=free,
+            host_inputs=host_inputs,
+            is_random=is_random,
+        )
+    )
+
+
+__all__ = ["STORE", "Grad", "Log", "SavedValues", "StoreGradient", "Version", "store_op"]
