@@ -48,6 +48,11 @@ class Namespace(Protocol):
         """Functions of matrices."""
         ...
 
+    @property
+    def ndarray(self) -> type[Array]:
+        """The class of its arrays."""
+        ...
+
     def __getattr__(self, name: str, /) -> Callable[..., Array]: ...
 
 

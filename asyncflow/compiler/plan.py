@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Kernel, Op
+    from asyncflow.state.variable_state import VariableState
+    from asyncflow.values import Value
 
 
 _SMALL_REGION = 64
@@ -269,7 +271,7 @@ class PlanFrame:
         self.label = loop.label
         self.parallel_iterations = parallel_iterations
         self.nodes: list[PlanNode] = []
-        self.values: list[Any] = []
+        self.values: list[Value] = []
         self.pending: list[int] = []
         self.initial: list[PlanNode] = []
         self.exits: list[PlanNode] = []
@@ -337,7 +339,7 @@ class Plan:
     used: int = 0
     saved: tuple[Saved, ...] = ()
     loops: tuple[LoopDriver, ...] = ()
-    read_on_host: tuple[Any, ...] = ()
+    read_on_host: tuple[VariableState, ...] = ()
 
     def __repr__(self) -> str:
         parts = (f"{_counted(len(partition.nodes), 'node')} on {partition.device}" for partition in self.partitions)

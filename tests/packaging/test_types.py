@@ -20,7 +20,7 @@ PACKAGE = Path(af.__file__).parent
 MOST = {
     "autodiff": 3,
     "cli": 19,
-    "compiler": 134,
+    "compiler": 32,
     "control": 14,
     "devices": 506,
     "errors.py": 2,

@@ -9,7 +9,7 @@ may fail there: that runs in its own iteration as before, and the product waits 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.compiler.batching.products_ahead import ENOUGH_ROWS, PRODUCT_AHEAD, PRODUCTS_AHEAD
 from asyncflow.compiler.program.detached import detached_node
@@ -335,7 +335,7 @@ class _Move:
         self.body.nodes[:] = kept[::-1]
 
 
-def _as_step(node: Node, inputs: tuple[int, ...]) -> tuple[str, dict[str, Any], tuple[int, ...]]:
+def _as_step(node: Node, inputs: tuple[int, ...]) -> tuple[str, dict[str, object], tuple[int, ...]]:
     if node.op is READ:
         return GETITEM.name, {"key": (("input", 0),)}, inputs
     return node.op.name, node.attrs, inputs

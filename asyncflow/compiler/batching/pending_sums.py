@@ -12,7 +12,7 @@ or what is behind the loop, is the one and only user.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -24,12 +24,11 @@ from asyncflow.ops.cost import elements, free
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
 
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace, Value
 
-Array = np.ndarray[Any, Any]
 
 _ENOUGH_ROWS = 1024
 """With so many rows the product takes far longer than adding it to the total."""
@@ -177,7 +176,7 @@ def _new_spec(*totals: Spec, block_bytes: int) -> Spec:
     return Spec(VARIANT)  # of unknown shape: it may be large
 
 
-def _new_kernel(xp: ModuleType, *, block_bytes: int) -> Kernel:
+def _new_kernel(xp: Namespace, *, block_bytes: int) -> Kernel:
     return lambda *totals: PendingSums(totals, block_bytes)
 
 
@@ -189,10 +188,10 @@ def _add_spec(pending: Spec, *inputs: Spec, operands: Operands) -> Spec:
     return Spec(VARIANT)
 
 
-def _add_kernel(xp: ModuleType, *, operands: Operands) -> Kernel:
+def _add_kernel(xp: Namespace, *, operands: Operands) -> Kernel:
     rights, lefts = zip(*operands, strict=True)
 
-    def add(pending: PendingSums, *inputs: Any) -> PendingSums:
+    def add(pending: PendingSums, *inputs: Value) -> PendingSums:
         pending.add([inputs[place] for place in rights], [None if place < 0 else inputs[place] for place in lefts])
         return pending
 
@@ -210,7 +209,7 @@ def _sums_spec(pending: Spec, *, values: tuple[Spec, ...]) -> tuple[Spec, ...]:
     return values
 
 
-def _sums_kernel(xp: ModuleType, *, values: tuple[Spec, ...]) -> Kernel:
+def _sums_kernel(xp: Namespace, *, values: tuple[Spec, ...]) -> Kernel:
     return lambda pending: tuple(pending.settle())
 
 

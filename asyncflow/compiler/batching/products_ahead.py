@@ -28,12 +28,12 @@ from asyncflow.ops.straight_line import Step, straight_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
 
+    from asyncflow.graph.dtypes import DType
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Namespace, Value
 
-Array = np.ndarray[Any, Any]
 
 ENOUGH_ROWS = 4096
 """With so many rows a matrix product is as fast as it gets; with 512 of them it takes a fifth longer."""
@@ -63,7 +63,7 @@ def most_at_once(rows: int, enough: int, nbytes: int, flops: float, block_bytes:
 
 # -- what makes the rows ---------------------------------------------------------------------------------------------
 
-Steps = tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]
+Steps = tuple[tuple[str, dict[str, object], tuple[int, ...]], ...]
 """Ops with their attributes, and the numbers of their inputs: 0 is the loop's counter, then come the inputs of the
 node, then the results of the steps before."""
 
@@ -92,7 +92,7 @@ class _Progress:
         self.flops += 2.0 * row.size * matrix.size / max(row.shape[-1], 1)
 
 
-def _bound(xp: ModuleType, steps: Steps, results: Sequence[int], n_inputs: int) -> Kernel:
+def _bound(xp: Namespace, steps: Steps, results: Sequence[int], n_inputs: int) -> Kernel:
     """What makes a block, of a `_Progress`, the counters of its iterations and the inputs of the node."""
     varying = [False, True, *[False] * n_inputs]
     line: list[Step] = []
@@ -113,12 +113,12 @@ def _bound(xp: ModuleType, steps: Steps, results: Sequence[int], n_inputs: int) 
 def _one_by_one(kernel: Kernel, varies: Sequence[bool], *, is_slice: bool) -> Kernel:
     """`kernel` for each iteration, up to the first for which it fails; that is an error only for the very first."""
 
-    def step(progress: _Progress, *operands: Any) -> Sequence[Any]:
-        rows: Sequence[Any] | None = _neighbours(operands[0], operands[1], progress.count) if is_slice else None
+    def step(progress: _Progress, *operands: Any) -> Sequence[Value] | Array:
+        rows = _neighbours(operands[0], operands[1], progress.count) if is_slice else None
         if rows is not None:
             return rows
         columns = [operand if each else repeat(operand) for operand, each in zip(operands, varies, strict=True)]
-        found: list[Any] = []
+        found: list[Value] = []
         for _, *arguments in zip(range(progress.count), *columns, strict=False):
             try:
                 found.append(kernel(*arguments))
@@ -136,7 +136,7 @@ def _joined(kernel: Kernel, varies: Sequence[bool]) -> Kernel:
     """`kernel`, a matrix product, for all iterations at once, as far as their rows fit below one another."""
     is_left = varies[0]
 
-    def step(progress: _Progress, *operands: Any) -> list[Any]:
+    def step(progress: _Progress, *operands: Any) -> list[Array]:
         rows, matrix = operands if is_left else operands[::-1]
         rows, first = rows[: progress.count], rows[0]
         by = matrix if is_left or matrix.ndim != 2 else matrix.T
@@ -171,7 +171,7 @@ def _below_one_another(rows: Sequence[Array] | Array, columns: int) -> Array:
     return np.concatenate([row.reshape(-1, columns) for row in rows])
 
 
-def _split(product: Array, rows: Sequence[Array] | Array) -> list[Any]:
+def _split(product: Array, rows: Sequence[Array] | Array) -> list[Array]:
     """The products of each of `rows`, which were one below the other."""
     found, start = [], 0
     for row in rows:
@@ -181,7 +181,7 @@ def _split(product: Array, rows: Sequence[Array] | Array) -> list[Any]:
     return found
 
 
-def _neighbours(array: Array, indices: Sequence[Any], count: int) -> Any:
+def _neighbours(array: Array, indices: Sequence[Any], count: int) -> Array | None:
     """The rows of `array` at `indices`, if they follow each other; None if not, or if there are none."""
     first, last = int(indices[0]), int(indices[count - 1])
     if array.ndim < 2 or not (0 <= first < len(array) and 0 <= last < len(array)):
@@ -217,7 +217,7 @@ class _Course:
         is_exact: the loop runs up to the bound, if nothing fails.
     """
 
-    dtype: np.dtype[Any]
+    dtype: DType
     step: int
     margin: int | None
     is_exact: bool
@@ -238,7 +238,7 @@ class ProductsAhead:
         self._next = 1
         self._lock = Lock()
 
-    def row(self, which: int, index: int) -> Any:
+    def row(self, which: int, index: int) -> Value:
         """Output number `which` in the iteration with the counter `index`."""
         for block in self._blocks:
             place = (index - block.first) * block.step
@@ -263,7 +263,7 @@ class ProductsAhead:
         self._next = most if self._course.is_exact else min(2 * self._next, most)
         return block
 
-    def _counters(self, index: int) -> Sequence[Any]:
+    def _counters(self, index: int) -> Sequence[Value]:
         course, count = self._course, self._next
         if self._bound is not None and course.margin is not None:
             count = min(count, (self._bound - index) * course.step + course.margin)
@@ -281,12 +281,12 @@ def _ahead_spec(*inputs: Spec, **attrs: object) -> Spec:
 
 
 def _ahead_kernel(
-    xp: ModuleType,
+    xp: Namespace,
     *,
     steps: Steps,
     results: tuple[int, ...],
     n_inputs: int,
-    counter: np.dtype[Any],
+    counter: DType,
     step: int,
     margin: int | None,
     is_exact: bool,
@@ -296,7 +296,7 @@ def _ahead_kernel(
     return lambda *inputs: ProductsAhead(program, course, block_bytes, inputs)
 
 
-def _row_kernel(xp: ModuleType, *, which: int, value: Spec, summed: int) -> Kernel:
+def _row_kernel(xp: Namespace, *, which: int, value: Spec, summed: int) -> Kernel:
     return lambda rows, counter, *needed: rows.row(which, int(counter))
 
 

@@ -10,7 +10,7 @@ The sum is added up in another order, so it is the same within rounding, as all 
 from __future__ import annotations
 
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.compiler.batching.batch_rows import classified, counters, pays_ahead
 from asyncflow.compiler.program.detached import detached_node
@@ -28,12 +28,12 @@ from asyncflow.ops.manipulation import CONCAT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
 
     from asyncflow.compiler.batching.batch_rows import Classes
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.structured import WhileNode
+    from asyncflow.values import Array, Namespace, Value
 
 
 def take_apart(loop: WhileNode) -> list[Node]:
@@ -193,8 +193,8 @@ def _cut_spec(matrix: Tensor, cut: tuple[int, int], axis: int) -> Spec:
     return Spec(matrix.dtype, (rows, extent) if axis else (extent, columns))
 
 
-def _add_alike_kernel(xp: ModuleType) -> Kernel:
-    def add(left: Any, right: Any) -> Any:
+def _add_alike_kernel(xp: Namespace) -> Kernel:
+    def add(left: Array, right: Array) -> Value:
         if left.shape != right.shape:
             raise ValueError(
                 f"concat: what is joined along the last axis is alike in all others; the products of the pieces have "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.compiler.lowering.layout import build_partition
 from asyncflow.compiler.program.extract import FEED
@@ -20,7 +20,6 @@ from asyncflow.graph.dtypes import VARIANT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
-    from types import ModuleType
 
     from asyncflow.compiler.plan import Partition
     from asyncflow.compiler.program.kernels import Resolve
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Namespace, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Binding:
             return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.options.max_iterations)
         return bind_launch(node, partial(self.bare, node=node), launching, self.streams.get(node, 0))
 
-    def bare(self, xp: ModuleType, node: Node) -> Kernel:
+    def bare(self, xp: Namespace, node: Node) -> Kernel:
         """The kernel itself."""
         options = self.options
         return bind_kernel(node, xp, self.resolve, check_outputs=options.debug, check_numerics=options.check_numerics)
@@ -116,7 +116,7 @@ def _counted(kernel: Kernel, node: Node, memory: MemoryAccount) -> Kernel:
     if not stores:
         return kernel
 
-    def call(*inputs: Any) -> Any:
+    def call(*inputs: Value) -> Value:
         result = kernel(*inputs)
         for index in stores:
             memory.track(result if node.single else result[index], node.name)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Value
 
 
 def build_partition(
@@ -75,7 +76,7 @@ class _Layout:
         self.nodes: dict[Node, PlanNode] = {}
         self.targets: dict[Tensor, tuple[list[Any], list[Any]]] = {}
         self.control_targets: dict[Node, list[tuple[int, PlanNode]]] = {}
-        self.constants: dict[Node, Any] = {}
+        self.constants: dict[Node, Value] = {}
         # A LoopCond without control inputs only gives a name to its input.
         self.aliases: dict[Tensor, Tensor] = {}
         self.indexed_merges = {
@@ -198,7 +199,7 @@ class _Layout:
         frame.values[planned.slot + index] = value
         frame.pending[planned.position] -= 1
 
-    def constant(self, node: Node) -> Any:
+    def constant(self, node: Node) -> Value:
         if node not in self.constants:
             self.constants[node] = self.bind(node)()
         return self.constants[node]

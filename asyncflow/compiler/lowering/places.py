@@ -26,7 +26,7 @@ from asyncflow.graph.spec import Spec
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.ir import Attrs, Node, Tensor
     from asyncflow.graph.op import Op
 
 Device: TypeAlias = str | None
@@ -71,7 +71,7 @@ class Loop:
     parallel_iterations: int
     holds_back: bool = False
 
-    def enter_attrs(self, *, constant: bool) -> dict[str, Any]:
+    def enter_attrs(self, *, constant: bool) -> Attrs:
         """The attributes of an Enter into it."""
         attrs = {"frame": self.frame, "constant": constant, "parallel_iterations": self.parallel_iterations}
         return attrs if self.node.op is ENTER else attrs | {"loop": self.node.name}
@@ -267,7 +267,7 @@ class Emitter:
     def enter_constant(self, inner: Tensor, device: Device) -> Tensor:
         """The constant Enter of a capture on `device`."""
         value, loop = self.captures[inner]
-        attrs: dict[str, Any] = loop.enter_attrs(constant=True) | {"specs": inner.spec}
+        attrs = {**loop.enter_attrs(constant=True), "specs": inner.spec}
         if loop.holds_back:
             attrs["controls"] = [self.pivot(loop.around, device)]
         return self.put(loop.node, "enter", ENTER, [value], loop.around, device=device, **attrs)[0]

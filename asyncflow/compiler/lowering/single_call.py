@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.protocol import Device
+    from asyncflow.values import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +33,19 @@ class SingleCall:
     """
 
     node: PlanNode
-    template: tuple[Any, ...]
+    template: tuple[Value, ...]
     fed_inputs: tuple[tuple[int, int], ...]
     fetched: tuple[int, ...]
     is_open: bool
 
-    def inputs(self, feeds: Sequence[Any]) -> list[Any]:
+    def inputs(self, feeds: Sequence[Value]) -> list[Value]:
         """The kernel's inputs for these fed values."""
         inputs = list(self.template)
         for index, feed in self.fed_inputs:
             inputs[index] = feeds[feed]
         return inputs
 
-    def results(self, output: Any) -> list[Any]:
+    def results(self, output: Any) -> list[Value]:
         """The fetched values, from what the kernel returned."""
         return [output] if self.node.single else [output[index] for index in self.fetched]
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.values import Array
 
 _LARGEST = 64 * 1024
 """Bytes of an array among the attributes; comparing larger ones costs more than it is likely to gain."""
@@ -102,7 +103,7 @@ def _key(value: Any) -> Hashable:
     raise Unhashable(f"{kind.__name__} {value!r}")
 
 
-def _array_key(value: np.ndarray[Any, Any]) -> Hashable:
+def _array_key(value: Array) -> Hashable:
     if value.nbytes > _LARGEST or value.dtype.kind == "O":
         raise Unhashable(f"an array of {value.nbytes} bytes")
     if value.dtype == string:

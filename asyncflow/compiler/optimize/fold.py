@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array
+    from asyncflow.values import Array, Value
 
 _LARGEST = 64 * 1024
 """Bytes of a result; larger constants would be kept for as long as the plan."""
@@ -139,7 +139,7 @@ def _compute(node: Node, inputs: Sequence[Array]) -> Array | None:
     return value
 
 
-def _as_in_a_run(value: Array) -> Any:
+def _as_in_a_run(value: Array) -> Value:
     kernel = CONSTANT.kernel
     assert kernel is not None
     return kernel(np, value=value)()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.work import assumed, flops_of, makes_what_it_is_told
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.shapes import Shape
     from asyncflow.graph.spec import Spec
+    from asyncflow.values import Value
 
 NS_PER_ELEMENT = 1.0
 NS_PER_DRAW = 40.0
@@ -154,7 +155,7 @@ class RegionEstimate:
     is_open: bool
     is_told: bool
 
-    def expects(self, limit_ns: float, inputs: Iterable[Any]) -> bool:
+    def expects(self, limit_ns: float, inputs: Iterable[Value]) -> bool:
         """Whether a kernel may take longer than `limit_ns`, given the region's inputs."""
         if self.longest_ns > limit_ns or self.is_told:
             return True

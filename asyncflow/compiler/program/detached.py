@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.ir import Attrs, Node, Tensor
     from asyncflow.graph.op import Op
     from asyncflow.graph.spec import Spec
 
@@ -17,7 +17,7 @@ def detached_node(
     graph: Graph,
     op: Op,
     inputs: Sequence[Tensor],
-    attrs: Mapping[str, Any],
+    attrs: Attrs,
     like: Node,
     specs: Spec | tuple[Spec, ...],
     *,

@@ -9,7 +9,7 @@ effect. Loop variables and branch results nobody uses are dropped.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.shape_rules import ELEMENT_SHAPE, READ, SHAPE_BY_RULE, rule_of, shape_sources
 from asyncflow.errors import FeedError
@@ -26,7 +26,10 @@ from asyncflow.ops.derivatives.shapes import CHECK_SHAPE
 from asyncflow.ops.shape import SHAPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from asyncflow.errors import SourceLocation
+    from asyncflow.graph.ir import Attrs
 
 FEED = Op(name="feed", infer=lambda *, spec, index: spec)
 FETCH = Op(name="fetch", infer=lambda value: ())
@@ -396,8 +399,8 @@ class _Copy:
         node: Node,
         target: Graph,
         inputs: Sequence[Tensor],
-        attrs: Mapping[str, Any],
-        specs: Any,
+        attrs: Attrs,
+        specs: Spec | tuple[Spec, ...],
         outputs: Sequence[Tensor],
     ) -> None:
         is_closed = all(tensor in self.tensors for tensor in inputs)
@@ -412,5 +415,5 @@ class _Copy:
             self.back_edges.append((copied, node))
 
 
-def _where(tensor: Tensor) -> Any:
+def _where(tensor: Tensor) -> SourceLocation:
     return tensor.node.location

@@ -24,11 +24,12 @@ from asyncflow.ops.cuda_source import HALVES, c_type, expression
 from asyncflow.ops.straight_line import Step, straight_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from asyncflow.graph.ir import Node
+    from asyncflow.graph.ir import Attrs, Node
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Namespace, Value
 
 _OPTIONS = ("--fmad=false",)
 
@@ -48,7 +49,7 @@ class Member:
     """
 
     op: Op
-    attrs: Mapping[str, Any]
+    attrs: Attrs
     operands: tuple[int, ...]
     spec: Spec
     name: str
@@ -170,7 +171,7 @@ def _flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, chain: Chain) -
     return float(len(chain.members) * elements(outputs[0]))
 
 
-def _kernel(xp: Any, *, chain: Chain) -> Kernel:
+def _kernel(xp: Namespace, *, chain: Chain) -> Kernel:
     one_by_one = _one_by_one(xp, chain)
     elementwise_kernel = getattr(xp, "ElementwiseKernel", None)
     if elementwise_kernel is None:
@@ -182,13 +183,13 @@ def _kernel(xp: Any, *, chain: Chain) -> Kernel:
     return run if _has_one_shape(chain) else _with_checked_shapes(run, one_by_one, chain)
 
 
-def _one_by_one(xp: Any, chain: Chain) -> Kernel:
+def _one_by_one(xp: Namespace, chain: Chain) -> Kernel:
     """The members' own kernels, in turn."""
     steps = [Step(_own_kernel(xp, chain, member), member.operands) for member in chain.members]
     return straight_line(len(chain.inputs), steps, chain.outputs if len(chain.outputs) > 1 else chain.outputs[0])
 
 
-def _own_kernel(xp: Any, chain: Chain, member: Member) -> Kernel:
+def _own_kernel(xp: Namespace, chain: Chain, member: Member) -> Kernel:
     of_scalars = all(chain.specs[operand].shape == () for operand in member.operands)
     return bound_kernel(member.op, xp, member.attrs, of_scalars=of_scalars)
 
@@ -199,7 +200,7 @@ def _with_scalars(run: Kernel, one_by_one: Kernel, scalars: Sequence[int], *, ma
     The kernel takes NumPy scalars there, but no arrays, and needs one input that is on the device.
     """
 
-    def launch(*inputs: Any) -> Any:
+    def launch(*inputs: Any) -> Value:
         if may_be_alone and not any(hasattr(value, "__cuda_array_interface__") for value in inputs):
             return one_by_one(*inputs)
         values = list(inputs)
@@ -236,7 +237,7 @@ def _with_checked_shapes(run: Kernel, one_by_one: Kernel, chain: Chain) -> Kerne
     """`run` where one kernel can do it: unknown extents may turn out to be 1."""
     fits = lru_cache(maxsize=64)(lambda shapes: _is_one_shape(chain, shapes))
 
-    def launch(*inputs: Any) -> Any:
+    def launch(*inputs: Any) -> Value:
         shapes = tuple([getattr(value, "shape", ()) for value in inputs])
         return run(*inputs) if fits(shapes) else one_by_one(*inputs)
 
@@ -246,7 +247,7 @@ def _with_checked_shapes(run: Kernel, one_by_one: Kernel, chain: Chain) -> Kerne
 FUSED = Op(name="fused", infer=_infer, kernel=_kernel, flops=_flops)
 
 
-def alone(node: Node, xp: Any) -> Kernel:
+def alone(node: Node, xp: Namespace) -> Kernel:
     """The kernel of one elementwise node as it would be fused."""
     inputs = tuple(tensor.spec for tensor in node.inputs)
     n_inputs = len(inputs)

@@ -27,7 +27,6 @@ from asyncflow.ops.cuda_source import is_otherwise_in_cupy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from types import ModuleType
 
     from asyncflow.compiler.regions.region_code import RegionCode
     from asyncflow.compiler.regions.regions import Region
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, Shape
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace, Value
 
 Resolve: TypeAlias = Callable[[Resource], Any]
 """Gives the state a session keeps for a resource."""
@@ -50,7 +50,7 @@ def is_small_spec(spec: Spec) -> bool:
     return size is not None and size * spec.dtype.itemsize < SMALL_BYTES
 
 
-def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: bool, check_numerics: bool) -> Kernel:
+def bind_kernel(node: Node, xp: Namespace, resolve: Resolve, *, check_outputs: bool, check_numerics: bool) -> Kernel:
     """The callable that runs `node` on one device.
 
     Args:
@@ -78,7 +78,7 @@ def bind_kernel(node: Node, xp: ModuleType, resolve: Resolve, *, check_outputs: 
 
 def bind_launch(
     node: Node,
-    bare: Callable[[ModuleType], Kernel],
+    bare: Callable[[Namespace], Kernel],
     device: AsynchronousDevice,
     stream: int,
     *,
@@ -122,7 +122,7 @@ def bind_launch(
 
 def bind_member(
     node: Node,
-    bare: Callable[[ModuleType], Kernel],
+    bare: Callable[[Namespace], Kernel],
     device: AsynchronousDevice,
     stream: int,
     on_host: Collection[Tensor],
@@ -158,11 +158,11 @@ def giving_scalars(kernel: Kernel, node: Node) -> Kernel:
     return lambda *inputs: tuple([as_scalar(value) for value in kernel(*inputs)])
 
 
-def _uploading(kernel: Kernel, positions: Sequence[int], xp: ModuleType, needs_context: bool) -> Kernel:
+def _uploading(kernel: Kernel, positions: Sequence[int], xp: Namespace, needs_context: bool) -> Kernel:
     """A kernel that uses vectors of the host as data, such as the sizes of an array."""
     shift = 1 if needs_context else 0
 
-    def call(*inputs: Any) -> Any:
+    def call(*inputs: Value) -> Value:
         values = list(inputs)
         for position in positions:
             values[position + shift] = xp.asarray(values[position + shift])
@@ -207,7 +207,7 @@ def bind_region(
     return device.bind_region(code.function, info, is_generator=code.is_generator)
 
 
-def _one_by_one(new_array: Kernel, size: Any) -> ArrayValue:
+def _one_by_one(new_array: Kernel, size: Array) -> ArrayValue:
     """A TensorArray for a device that knows when each value is written, and when its memory is free."""
     array: ArrayValue = new_array(size)
     return array.one_by_one()
@@ -231,7 +231,7 @@ def _infer(node: Node, inputs: Sequence[ArraySpec]) -> Sequence[ArraySpec] | Non
     return [(spec.dtype, tuple(dim or 0 for dim in spec.shape or ())) for spec in specs]
 
 
-def _constant_on(device: AsynchronousDevice, node: Node, value: Any) -> Any:
+def _constant_on(device: AsynchronousDevice, node: Node, value: Value) -> Value:
     try:
         return device.constant(value)
     except MemoryLimitExceeded as error:
@@ -262,11 +262,11 @@ def _casting(node: Node, kernel: Kernel) -> Kernel:
     )
 
 
-def _with_checked_outputs(node: Node, kernel: Kernel, xp: ModuleType) -> Kernel:
+def _with_checked_outputs(node: Node, kernel: Kernel, xp: Namespace) -> Kernel:
     expected = [tensor.spec for tensor in node.outputs]
     arrays = np.ndarray, np.generic, xp.ndarray
 
-    def checked(*inputs: Any) -> Any:
+    def checked(*inputs: Value) -> Value:
         result = kernel(*inputs)
         values = (result,) if node.single else result
         if len(values) != len(expected):
@@ -284,7 +284,7 @@ def _with_checked_outputs(node: Node, kernel: Kernel, xp: ModuleType) -> Kernel:
 
 
 def _with_checked_numbers(node: Node, kernel: Kernel) -> Kernel:
-    def checked(*inputs: Any) -> Any:
+    def checked(*inputs: Value) -> Value:
         result = kernel(*inputs)
         for index, value in enumerate((result,) if node.single else result):
             if getattr(value, "dtype", VARIANT).kind in "fc" and not np.isfinite(value).all():

@@ -7,7 +7,7 @@ check what it was given. The rule by which the graph was typed tells it, without
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +19,11 @@ from asyncflow.graph.shapes import Shape, is_static
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.ir import Attrs, Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Array, Namespace, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class ShapeRule:
     """
 
     op: Op
-    attrs: Mapping[str, Any]
+    attrs: Attrs
     inputs: tuple[Spec, ...]
     index: int
 
@@ -96,8 +97,8 @@ def _infer(*sizes: Spec, rule: ShapeRule) -> Spec:
     return Spec(int64, (None,))
 
 
-def _kernel(xp: Any, *, rule: ShapeRule) -> Kernel:
-    def run(*vectors: Any) -> Any:
+def _kernel(xp: Namespace, *, rule: ShapeRule) -> Kernel:
+    def run(*vectors: Array) -> Value:
         rest = iter(vectors)
         known = (spec.shape for spec in rule.inputs)
         shapes = [shape if is_static(shape) else tuple(int(extent) for extent in next(rest)) for shape in known]

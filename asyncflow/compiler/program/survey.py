@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.compiler.program.saved import find_saved
 from asyncflow.graph.graph import has_side_effect
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.program.kernels import Resolve
     from asyncflow.compiler.program.saved import Saved
     from asyncflow.graph.graph import Graph
+    from asyncflow.state.variable_state import VariableState
 
 
 class Survey(NamedTuple):
@@ -28,7 +29,7 @@ class Survey(NamedTuple):
 
     states: frozenset[Hashable]
     is_repeatable: bool
-    read_on_host: tuple[Any, ...]
+    read_on_host: tuple[VariableState, ...]
     saved: tuple[Saved, ...]
 
 
@@ -44,7 +45,7 @@ def survey(
         homes: where state is; what the program puts somewhere is added.
     """
     states: dict[Hashable, str | None] = {}
-    shared: dict[int, Any] = {}
+    shared: dict[int, VariableState] = {}
     is_repeatable = True
     for node in graph.walk():
         op = node.op

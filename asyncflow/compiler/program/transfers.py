@@ -6,14 +6,16 @@ Send and Recv of one transfer share its number; with the tag it is the key under
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from asyncflow.graph.dtypes import float32, uint16
 from asyncflow.graph.op import Kernel, Op
 from asyncflow.graph.spec import Spec
+
+if TYPE_CHECKING:
+    from asyncflow.values import Namespace, Value
 
 SEND = Op(name="send", infer=lambda *values, transfer, target, is_acknowledged: ())
 """Hands its input to the Recv of the same `transfer` on the device `target`; without an input, the news that it ran.
@@ -27,8 +29,8 @@ TO_HOST = Op(name="to_host", infer=lambda value, *, is_predicate: value)
 """Copies a value from an asynchronous device to the host, for a predicate, a fetch or a streamed item."""
 
 
-def _truncate(xp: ModuleType) -> Kernel:
-    def truncate(value: Any) -> Any:
+def _truncate(xp: Namespace) -> Kernel:
+    def truncate(value: Any) -> Value:
         bits = xp.asarray(value).view(np.uint32)
         # Without its lower bits, a NaN that has no others would be an infinity.
         is_nan = (bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
@@ -37,8 +39,8 @@ def _truncate(xp: ModuleType) -> Kernel:
     return truncate
 
 
-def _expand(xp: ModuleType) -> Kernel:
-    def expand(value: Any) -> Any:
+def _expand(xp: Namespace) -> Kernel:
+    def expand(value: Any) -> Value:
         return (xp.asarray(value).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
     return expand

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Value
 
-_INFIX: dict[Callable[..., Any], str] = {
+_INFIX: dict[Callable[..., object], str] = {
     operator.add: "{} + {}",
     operator.sub: "{} - {}",
     operator.mul: "{} * {}",
@@ -76,7 +77,7 @@ def generate(
     name: str,
     bind: Callable[[Node], Kernel],
     *,
-    track: Callable[[Any, str], None] | None,
+    track: Callable[[Value, str], None] | None,
     max_iterations: int | None,
     enqueues: bool = False,
     decide: Callable[[StructuredNode], Callable[..., object]] | None = None,
@@ -118,7 +119,7 @@ def in_iteration(context: KernelContext, counters: tuple[int, ...]) -> KernelCon
 class _Generator:
     region: Region
     bind: Callable[[Node], Kernel]
-    track: Callable[[Any, str], None] | None
+    track: Callable[[Value, str], None] | None
     max_iterations: int | None
     enqueues: bool
     decide: Callable[[StructuredNode], Callable[..., object]] | None
@@ -200,7 +201,7 @@ class _Generator:
             self.constants[tensor] = self.bind_name(tensor.node.name, "constant", self.bind(tensor.node)())
         return self.constants[tensor]
 
-    def bind_name(self, path: str, fallback: str, value: Any) -> str:
+    def bind_name(self, path: str, fallback: str, value: Value) -> str:
         name = self.fresh(path, fallback)
         self.bound[name] = value
         return name

@@ -7,7 +7,7 @@ yield the `Branch` or `Loop` that it gives (`asyncflow.devices.decisions`). So e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.regions import Region
@@ -16,13 +16,14 @@ from asyncflow.errors import LoopIdentity
 from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator, Sequence
 
     from asyncflow.devices.decisions import Body, Condition
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.structured import StructuredNode
+    from asyncflow.values import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class DeviceFunctions:
         """The function of a loop's predicate."""
         function = self.body(part)
 
-        def run(*values: Any) -> Any:
+        def run(*values: Value) -> Generator[Branch | Loop, Sequence[Value], Value]:
             (pred,) = yield from decisions(function, values)
             return pred
 

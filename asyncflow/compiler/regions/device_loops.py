@@ -7,7 +7,7 @@ the loop, and looks once at how far it came (`loop_launch.py` of CUDA devices). 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.host_values import find_host_values
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
+    from asyncflow.values import Namespace
 
 
 def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = True) -> set[Tensor]:
@@ -94,7 +95,7 @@ def _device_while(node: WhileNode, device: str | None, on_host: Collection[Tenso
 
 def bind_device_loop(
     node: Node,
-    bare: Callable[[Any, Node], Kernel],
+    bare: Callable[[Namespace, Node], Kernel],
     device: AsynchronousDevice,
     stream: int,
     max_iterations: int | None,

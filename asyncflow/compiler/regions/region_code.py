@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.graph.structured import WhileNode
 
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Node
+    from asyncflow.graph.op import Kernel
+    from asyncflow.values import Value
 
 _MOST_NAMES = 3
 """A label names so many scopes, those of most nodes first."""
@@ -70,7 +71,7 @@ class RegionCode:
         phases: by their lines. A generator always yields between two of them where either takes its time.
     """
 
-    function: Callable[..., Any]
+    function: Kernel
     source: str
     filename: str
     places: dict[int, Place]
@@ -90,7 +91,7 @@ class RegionCode:
         loops = [phase.label for phase in self.phases if phase.is_loop]
         return ", ".join(loops) if loops else label_of([node for phase in self.phases for node in phase.nodes])
 
-    def place_of(self, error: BaseException) -> tuple[Place, tuple[int, ...], tuple[Any, ...]] | None:
+    def place_of(self, error: BaseException) -> tuple[Place, tuple[int, ...], tuple[Value, ...]] | None:
         """Where `error` was raised: the place, the iteration numbers of the loops around it, and the node's inputs."""
         found = None
         traceback = error.__traceback__
