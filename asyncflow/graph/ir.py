@@ -126,6 +126,9 @@ class Node(NotPickled):
     )
     _instead = PICKLE_GRAPHS
 
+    subgraphs: tuple[Subgraph, ...] = ()
+    """The bodies a structured node (``cond``, ``while``) holds; empty for any other."""
+
     def __init__(
         self,
         *,
@@ -159,11 +162,6 @@ class Node(NotPickled):
     def sources(self) -> list[Node]:
         """The nodes that it waits for: those of its inputs, and its control inputs; one may be there several times."""
         return [*map(_node_of, self.inputs), *self.control_inputs]
-
-    @property
-    def subgraphs(self) -> tuple[Subgraph, ...]:
-        """The bodies a structured node (``cond``, ``while``) holds; empty for any other."""
-        return ()
 
     def __repr__(self) -> str:
         return f"<Node {self.name} ({self.op.name})>"

@@ -9,13 +9,13 @@ The attrs behind these views are for the op's shape rule and for the text form.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.ir import Node, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.graph import Graph, Subgraph
@@ -30,15 +30,14 @@ class StructuredNode(Node):
         body_offset: how many of its inputs its bodies do not see.
     """
 
-    __slots__ = ()
+    __slots__ = ("subgraphs",)
     body_names: ClassVar[tuple[str, ...]]
     body_offset: ClassVar[int]
 
-    @property
-    def subgraphs(self) -> tuple[Subgraph, ...]:
-        """See `Node.subgraphs`."""
-        first, second = self.body_names
-        return self.attrs[first], self.attrs[second]
+    def __init__(self, *, attrs: Mapping[str, Any], **fields: Any) -> None:
+        super().__init__(attrs=attrs, **fields)
+        # Passes ask each node for its bodies, so the answer is no call. A text may leave one out: see `verify`.
+        self.subgraphs = tuple(attrs[name] for name in self.body_names if name in attrs)
 
     @property
     def decision(self) -> Tensor:
@@ -121,14 +120,12 @@ class WhileNode(StructuredNode):
     @property
     def predicate(self) -> Subgraph:
         """The subgraph whose one result says whether another iteration runs."""
-        found: Subgraph = self.attrs["cond"]
-        return found
+        return self.subgraphs[0]
 
     @property
     def body(self) -> Subgraph:
         """The subgraph that an iteration runs; its results are the next values of the loop variables."""
-        found: Subgraph = self.attrs["body"]
-        return found
+        return self.subgraphs[1]
 
     @property
     def decision(self) -> Tensor:

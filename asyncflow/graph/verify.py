@@ -185,13 +185,13 @@ def _check_cond(node: CondNode) -> None:
     if not node.inputs:
         raise _fault(node, "its first input is to be the predicate; it has none")
     _check_predicate(node, node.inputs[0], "its predicate")
-    for branch in node.subgraphs:
+    for branch in (_body(node, name) for name in node.body_names):
         _check_specs(node, node.inputs[1:], branch.inputs, f"inputs after the predicate and those of {branch.label!r}")
         _check_specs(node, branch.results, node.outputs, f"results of {branch.label!r} and outputs")
 
 
 def _check_while(node: WhileNode) -> None:
-    predicate, body = node.subgraphs
+    predicate, body = (_body(node, name) for name in node.body_names)
     n_vars = node.attrs.get("n_vars")
     if type(n_vars) is not int or not 0 <= n_vars <= len(node.inputs):
         raise _fault(node, f"n_vars is {n_vars!r}; it counts the loop variables among its {len(node.inputs)} inputs")
