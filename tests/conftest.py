@@ -243,7 +243,7 @@ def held_buffers(session: af.Session) -> dict[str, Counter[LiveBuffer]]:
         kept_by_plans = ("constant", "CUDA graph of ")
         buffers = Counter(b for b in device.memory.top(1000) if not b.label.startswith(kept_by_plans))
         if isinstance(device, SimDevice):
-            kept = [storage for _, storage in device.machine._kept.values() if storage.account is device.memory]
+            kept = [storage for _, storage in device.machine._kept.values() if storage.home is device]
             buffers -= Counter(LiveBuffer(storage.nbytes, storage.written.label) for storage in kept)
         if buffers:
             held[device.name] = buffers

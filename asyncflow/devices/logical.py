@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
@@ -15,7 +16,8 @@ from asyncflow.devices.decisions import Body, Condition
 from asyncflow.devices.memory import MemoryAccount, format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
-from asyncflow.devices.protocol import AsynchronousDevice, Capabilities, KernelInfo, Span
+from asyncflow.devices.protocol import AsynchronousDevice, Capabilities, Deliver, Device, KernelInfo, Span
+from asyncflow.devices.values import DeviceValue
 from asyncflow.errors import LoopIdentity
 from asyncflow.streams.protocol import Stream
 
@@ -171,6 +173,24 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     def send(self) -> int:
         """Now: what is said to another device is said at once."""
         return perf_counter_ns()
+
+    def receive(self, value: Any, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
+        """Take over a value of `source` by way of the host: ``deliver(value_here, error)`` is called once."""
+        if not isinstance(value, DeviceValue):
+            self.feed(value, deliver)
+            return
+
+        def take(host_value: Any, error: BaseException | None) -> None:
+            if error is None:
+                self.feed(host_value, deliver)
+            else:
+                deliver(None, error)
+
+        value.to_host(take)
+
+    @abstractmethod
+    def feed(self, value: Any, deliver: Deliver) -> None:
+        """See `AsynchronousDevice`."""
 
     def record_into(self, spans: list[Any] | None) -> list[Any] | None:
         """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""

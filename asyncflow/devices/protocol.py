@@ -231,7 +231,7 @@ class Device(Protocol):
 class AsynchronousDevice(Device, Protocol):
     """A device whose kernels are launched and not waited for; its values are its own kind of object.
 
-    *Host values* (anything that is not of that kind, such as NumPy scalars) may be mixed with them in every call.
+    *Host values* (anything that is no `DeviceValue`, such as NumPy scalars) may be mixed with them in every call.
     All methods are called on the event loop's thread, and none but `start` blocks.
     """
 
@@ -311,14 +311,6 @@ class AsynchronousDevice(Device, Protocol):
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
 
         Kernels wait for the copy by themselves; `value` must not change before it is delivered.
-        """
-        ...
-
-    def fetch(self, value: Any, deliver: Deliver) -> bool:
-        """Copy a device value to the host: later, ``deliver(array, error)`` is called once.
-
-        Returns:
-            False, without ever calling `deliver`, if `value` is a host value, usable as it is.
         """
         ...
 

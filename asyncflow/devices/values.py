@@ -1,4 +1,4 @@
-"""What the arrays of asynchronous devices have in common, and which values of the host such a device leaves there."""
+"""What the values of asynchronous devices have in common, and which values of the host such a device leaves there."""
 
 from __future__ import annotations
 
@@ -9,23 +9,40 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from asyncflow.devices.protocol import Shape
+    from asyncflow.devices.protocol import Deliver, Shape
 
 DType: TypeAlias = "np.dtype[Any]"
 
 
-class DeviceArray:
-    """An array that only its device's work may look into: Python and NumPy are refused.
+class DeviceValue:
+    """What is on a device, and valid in the order of its streams; anything else is a *host value*.
 
     It is no `abc.ABC`, whose `isinstance` is slower: every launch asks what its arguments are.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def to_host(self, deliver: Deliver) -> None:
+        """Copy it to the host: later, ``deliver(host_value, error)`` is called once."""
+
+
+class DeviceArray(DeviceValue):
+    """An array that only its device's work may look into: Python and NumPy are refused.
 
     Attributes:
         name: of the node that made it.
+        can_lend: whether `lend` has something to give.
     """
 
     __slots__ = ()
 
     name: str
+    can_lend = False
+
+    def lend(self) -> Any:
+        """The array itself, as one of the library that made it, for others; they must not write to it."""
+        raise NotImplementedError(f"arrays on {self.device} cannot be lent")
 
     @property
     @abstractmethod
@@ -108,4 +125,4 @@ def as_scalar(value: Any) -> Any:
     return value[()] if is_number else value
 
 
-__all__ = ["DType", "DeviceArray", "as_scalar", "is_array", "is_plain", "is_shape", "stays_on_host"]
+__all__ = ["DType", "DeviceArray", "DeviceValue", "as_scalar", "is_array", "is_plain", "is_shape", "stays_on_host"]

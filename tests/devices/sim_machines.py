@@ -11,6 +11,7 @@ from asyncflow.devices.host import Host
 from asyncflow.devices.presets import Card, Link, MachineSpec
 from asyncflow.devices.protocol import ArraySpec, KernelInfo
 from asyncflow.devices.sim.device import SimDevice, SimMachine
+from asyncflow.devices.values import DeviceValue
 from asyncflow.streams.virtual import VirtualClockLoop
 
 US = 1_000
@@ -82,10 +83,10 @@ def bind(
     return device.bind(kernel, info)
 
 
-async def fetched(device: SimDevice, value: Any) -> Any:
-    """What a fetch delivers, once it does."""
+async def fetched(device: SimDevice, value: DeviceValue) -> Any:
+    """What a copy to the host delivers, once it does."""
     future = device.machine.loop.create_future()
-    assert device.fetch(value, lambda array, error: future.set_result((array, error)))
+    value.to_host(lambda array, error: future.set_result((array, error)))
     array, error = await future
     assert error is None
     return array

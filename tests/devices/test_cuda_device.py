@@ -62,7 +62,7 @@ def computed(device: CudaDevice, compute: Callable[..., Any], *values: CudaArray
         value.order(lane)
     device.hold(lane, *[value.array for value in values])
     with lane.activate():
-        return CudaArray(compute(*[value.array for value in values]), device.name, lane, "y")
+        return CudaArray(compute(*[value.array for value in values]), device, lane, "y")
 
 
 def lend_all(slab: PinnedSlab) -> list[PinnedBuffer]:
@@ -142,7 +142,7 @@ async def test_opaque_values_are_handed_over_once_what_made_them_is_done(cupy: F
     async with opened(cupy) as device:
         cupy.pause()
         computed(device, lambda: cupy.zeros(3))
-        waiting = fetched(device, CudaOpaque("state"))
+        waiting = fetched(device, CudaOpaque("state", device))
         await turns()
         assert not waiting.done()
         cupy.resume()
@@ -268,7 +268,7 @@ async def test_a_failing_callback_does_not_keep_others_from_theirs(cupy: FakeCup
     async with opened(cupy) as device:
         x = await fed(device, np.arange(8.0))
         cupy.pause()
-        device.fetch(x, fail)
+        x.to_host(fail)
         waiting = fetched(device, x)
         cupy.resume()
         assert (await waiting)[7] == 7.0
@@ -490,7 +490,7 @@ async def test_a_lost_device_says_so_everywhere(cupy: FakeCupy) -> None:
         waiting = [
             fetched(device, x),
             fetched(device, small),
-            fetched(device, CudaOpaque(1)),
+            fetched(device, CudaOpaque(1, device)),
             fed(device, np.ones(PINNED)),
         ]
         ended: list[BaseException | None] = []

@@ -92,7 +92,7 @@ def region(device: CudaDevice, function: Callable[..., Any]) -> CapturedRegion:
 
 def upload(device: CudaDevice, value: np.ndarray[Any, Any]) -> CudaArray:
     """An array that a kernel on another thread uses, as a constant."""
-    return CudaArray(device.upload(value), device.name, device.compute, "upload")
+    return CudaArray(device.upload(value), device, device.compute, "upload")
 
 
 COPIES = {"constant": CudaDevice.constant, "upload": upload}

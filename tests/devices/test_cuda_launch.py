@@ -54,7 +54,7 @@ async def test_a_kernel_gets_arrays_and_scalars_while_its_stream_is_active(cupy:
     async with opened(cupy) as device:
         x = await device.fed(VALUE, "x")
         launch = device.bind(kernel, info())
-        y = launch(x, VALUE, np.asarray(2.0), np.float32(3), "text", CudaOpaque([1]))
+        y = launch(x, VALUE, np.asarray(2.0), np.float32(3), "text", CudaOpaque([1], device))
         assert seen == [(device.compute, [cupy.ndarray, cupy.ndarray, np.float64, np.float32, str, list])]
         assert active_stream() is None and device.pool.label == "node"
         assert (type(y), y.name, y.stream, y.device) == (CudaArray, "node", device.compute, "cuda:0")
@@ -204,7 +204,7 @@ async def test_a_region_that_is_given_up_keeps_what_its_kernels_read(seed: int) 
             for _ in range(3):
                 fill()
             cupy.resume()
-            total = CudaArray(written.pop(), device.name, device.compute_streams[1], "total")
+            total = CudaArray(written.pop(), device, device.compute_streams[1], "total")
             assert await device.fetched(total) == 2.0 * 64 * 64
 
 

@@ -163,7 +163,6 @@ def test_constants_and_host_values_cost_nothing(device: SimDevice) -> None:
     assert span(x) == (0, 0) and device.memory.used == 400
     for value in (np.int64(3), np.bool_(True), np.array(2), np.float32(1), "text", None):
         assert device.constant(value) == device.copy_in(value) == value
-        assert not device.fetch(value, lambda *_: pytest.fail("a host value is used as it is"))
     assert device.dispatched_ns == 0
     assert isinstance(SimDevice(device.machine, kind="cpu").constant(np.float32(1)), SimArray)
 
@@ -264,7 +263,7 @@ def test_without_peer_access_a_copy_goes_through_the_host_with_an_equal_result(l
 def test_copy_engines_limit_what_overlaps(loop: VirtualClockLoop, engines: int, overlap: bool) -> None:
     device = SimDevice(machine_of(loop, card=dataclasses.replace(CARD, copy_engines=engines)))
     x = device.constant(np.zeros(100_000, np.uint8))
-    device.fetch(x, lambda *_: None)
+    x.to_host(lambda *_: None)
     fed = device.copy_in(np.zeros(100_000, np.uint8))
     copy_ns = LATENCY_NS + 10 * US
     first_end = DISPATCH_NS + copy_ns
@@ -484,7 +483,7 @@ def test_closing_waits_for_what_there_is_and_refuses_more(device: SimDevice, loo
     with pytest.raises(SessionClosedError, match="sim:0/compute is closed"):
         zeros(device, 8)
     with pytest.raises(SessionClosedError, match="sim:0/d2h is closed"):
-        device.fetch(x, lambda *_: None)
+        x.to_host(lambda *_: None)
 
 
 @pytest.mark.parametrize("options", [{"memory_limit": 0}, {"compute_streams": 0}])

@@ -166,7 +166,7 @@ def random_program(seed: int, n: int, **options: Any) -> tuple[list[Any], int, l
         values[slot], homes[slot] = launches[home][name, stream](*args), home
         del args
         if step % 10 == 0:
-            devices[home].fetch(values[slot], lambda array, error: got.append(array))
+            values[slot].to_host(lambda array, error: got.append(array))
         if step % 40 == 39:
             loop.run_until_complete(fetched(devices[homes[0]], values[0]))
     values.clear()

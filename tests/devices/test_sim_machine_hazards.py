@@ -71,7 +71,7 @@ def test_a_copy_without_a_wait_is_found(machine: SimMachine, read: str) -> None:
     x = array(one)
     if read == "fetch":
         with pytest.raises(HazardError, match=r"reads 'make' on stream sim:0/d2h .* on stream sim:0/compute;"):
-            one.fetch(x, lambda *_: None)
+            x.to_host(lambda *_: None)
     else:
         outcome: list[Any] = []
         other.receive(x, one, lambda *result: outcome.append(result))
@@ -166,7 +166,7 @@ def test_any_next_call_says_so(machine: SimMachine, monkeypatch: pytest.MonkeyPa
         raise error  # whoever receives gets it, not the sender who calls
 
     calls: dict[str, Any] = {
-        "fetch": lambda: one.fetch(y, lambda *_: None),
+        "fetch": lambda: y.to_host(lambda *_: None),
         "feed": lambda: other.copy_in(np.ones(3)),
         "receive": lambda: other.receive(y, one, delivered),
         "when_done": lambda: other.when_done(lambda _: None),
@@ -245,7 +245,7 @@ def test_a_cancelled_run_leaves_buffers_to_copies(
     async def program() -> None:
         x = array(one, size=10_000)
         received(other, x, one)
-        one.fetch(x, lambda *_: None)
+        x.to_host(lambda *_: None)
         await asyncio.Event().wait()
 
     async def main() -> None:

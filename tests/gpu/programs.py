@@ -85,7 +85,7 @@ async def shutdown(card: Card) -> Outcome:
             value = device.constant(np.arange(4.0))
             for _ in range(20):
                 device.compute.notify(delivered.append)
-            device.fetch(value, lambda array, error, fetched=fetched: fetched.append(array.tolist()))  # type: ignore[misc]
+            value.to_host(lambda array, error, fetched=fetched: fetched.append(array.tolist()))
             del array, value
             closing = asyncio.ensure_future(device.aclose(GRACE_S))
             await asyncio.sleep(0)

@@ -32,7 +32,7 @@ def _chain(xp: Any, x: Any, y: Any) -> tuple[Any, ...]:
 
 
 async def _fetched(device: CudaDevice, arrays: Any) -> list[np.ndarray]:
-    return [await device.fetched(CudaArray(array, device.name, device.compute, "x")) for array in arrays]
+    return [await device.fetched(CudaArray(array, device, device.compute, "x")) for array in arrays]
 
 
 async def _sent(device: CudaDevice, value: np.ndarray) -> Any:

@@ -128,7 +128,7 @@ async def test_t09_what_is_given_to_streams_that_are_behind(card: Card, figures:
 
 
 def _value(device: CudaDevice, array: Any) -> Any:
-    return CudaArray(array, device.name, device.compute, "x")
+    return CudaArray(array, device, device.compute, "x")
 
 
 @on_loop

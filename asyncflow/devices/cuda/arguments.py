@@ -58,7 +58,7 @@ class Values:
 
     def _order(self, value: CudaArray, name: str) -> None:
         device = self._device
-        if value.device != device.name:
+        if value.home is not device:
             raise InternalError(
                 f"{name!r} runs on {device.name} and was given {value.name!r}, which is on {value.device} and was not "
                 "sent"
@@ -80,10 +80,10 @@ class Values:
     def wrapped(self, output: Any, name: str) -> Any:
         """The device value for what a kernel gave."""
         if isinstance(output, self._ndarray):
-            return CudaArray(output, self._device.name, self.stream, name)
+            return CudaArray(output, self._device, self.stream, name)
         output = as_scalar(output)
         if is_plain(output):
             return output
         if isinstance(output, np.ndarray):
             return output if is_shape(output) or stays_on_host(output) else self._device.copy_in(output, name)
-        return CudaOpaque(output)
+        return CudaOpaque(output, self._device)

@@ -116,7 +116,7 @@ class Copies:
     def _brought(self, value: Array, buffer: PinnedBuffer | None, name: str) -> CudaArray:
         device = self._device
         if buffer is None:
-            return CudaArray(self.new(value.shape, value.dtype, name), device.name, device.compute, name)
+            return CudaArray(self.new(value.shape, value.dtype, name), device, device.compute, name)
         try:
             array = self.new(value.shape, value.dtype, name)
             np.copyto(buffer.view(value.dtype, value.shape), value)
@@ -126,7 +126,7 @@ class Copies:
         except Exception:
             buffer.free()  # at once: others wait for it, and the traceback would keep it
             raise
-        return CudaArray(array, device.name, self._h2d, name, self._h2d.record(), landing)
+        return CudaArray(array, device, self._h2d, name, self._h2d.record(), landing)
 
     def _copy_in(self, landing: Landing, offset: int, buffer: PinnedBuffer, name: str) -> None:
         kind = self._runtime.memcpyHostToDevice
@@ -153,7 +153,7 @@ class Copies:
             except Exception:
                 buffer.free()  # at once: others wait for it, and the traceback would keep it
                 raise
-        return CudaArray(array, device.name, self._h2d, name, self._h2d.record(), landing)
+        return CudaArray(array, device, self._h2d, name, self._h2d.record(), landing)
 
     # -- out -----------------------------------------------------------------------------------------------------
 
@@ -277,14 +277,14 @@ class Copies:
         device = self._device
         here = self.new(value.shape, value.dtype, value.name)
         if not value.nbytes:
-            return CudaArray(here, device.name, device.compute, value.name)
+            return CudaArray(here, device, device.compute, value.name)
         there = source.copies.contiguous(value)
         self._own(self._peer)
         value.order(self._peer)
         self.copy_from(source.physical, here, there, value.name)
         landing = Landing(here, device.compute)
         self._peer.hold(landing, there)
-        return CudaArray(here, device.name, self._peer, value.name, self._peer.record(), landing)
+        return CudaArray(here, device, self._peer, value.name, self._peer.record(), landing)
 
     def copy_from(self, card: int, here: Any, there: Any, name: str) -> None:
         """Copy, on `peer`, an array in C order that is on `card` to one that is here."""

@@ -39,7 +39,7 @@ from asyncflow.devices.decisions import Body, Condition
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
-from asyncflow.devices.values import as_scalar, is_shape, stays_on_host
+from asyncflow.devices.values import DeviceValue, as_scalar, is_shape, stays_on_host
 from asyncflow.errors import LoopIdentity, PlacementError
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cpu.stream import ThreadStream
@@ -280,7 +280,7 @@ class CudaDevice(Progress):
             copying = cupy.cuda.Stream(non_blocking=True)  # as in `exchange.read`
             array.set(np.asarray(value, order="C"), stream=copying)
             copying.synchronize()
-        return CudaArray(array, self.name, self.compute, name)
+        return CudaArray(array, self, self.compute, name)
 
     def feed(self, value: Any, deliver: Deliver, name: str = "feed") -> None:
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
@@ -303,25 +303,9 @@ class CudaDevice(Progress):
 
     # -- values out ----------------------------------------------------------------------------------------------
 
-    def fetch(self, value: Any, deliver: Deliver) -> bool:
-        """Copy a device value to the host: later, ``deliver(array, error)`` is called once.
-
-        Returns:
-            False, without ever calling `deliver`, if `value` is a host value, usable as it is.
-        """
-        if type(value) is CudaOpaque:
-            self.compute.notify(self.copies.told(lambda: value.value, deliver))
-            return True
-        if type(value) is not CudaArray:
-            return False
-        self.copies.fetch(value, deliver)
-        return True
-
     def fetched(self, value: Any) -> Any:
-        """`fetch` for coroutines: a host value, or a future of it."""
-        if type(value) is not CudaArray and type(value) is not CudaOpaque:
-            return value
-        return self._future_of(lambda deliver: self.fetch(value, deliver))
+        """`DeviceValue.to_host` for coroutines: a host value, or a future of it."""
+        return self._future_of(value.to_host) if isinstance(value, DeviceValue) else value
 
     # -- between devices -----------------------------------------------------------------------------------------
 
@@ -330,16 +314,17 @@ class CudaDevice(Progress):
 
         An array of another CUDA device is delivered at once, and has its event.
         """
-        del sent_ns
         if type(value) is CudaOpaque:
             deliver(value.value, None)
-        elif type(value) is not CudaArray:
-            # The host keeps what it has made for itself, such as the shape of an array.
-            stays = isinstance(source, CudaDevice) or is_shape(value)
-            deliver(value, None) if stays else self.feed(value, deliver)
-        else:
+        elif type(value) is CudaArray:
             assert isinstance(source, CudaDevice)
             self.answer(deliver, self.copies.receive, value, source)  # whichever side is at fault
+        elif isinstance(value, DeviceValue):
+            super().receive(value, source, deliver, sent_ns)
+        else:
+            # The host keeps what it has made for itself, such as the shape of an array.
+            stays = source.capabilities.own_memory or is_shape(value)
+            deliver(value, None) if stays else self.feed(value, deliver)
 
     # -- helpers -------------------------------------------------------------------------------------------------
 

@@ -192,7 +192,7 @@ class Exchange:
         landing = Landing(here, device.compute)
         peer.hold(landing, there, foreign)
         hold_back(cupy, foreign.card, copied.raw)
-        return CudaArray(here, device.name, peer, name, copied, landing)
+        return CudaArray(here, device, peer, name, copied, landing)
 
     def lend(self, value: CudaArray) -> Any:
         """The array itself as a ``cupy.ndarray``, for others, who must not write to it.

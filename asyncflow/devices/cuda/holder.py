@@ -49,7 +49,7 @@ class CudaHolder:
         device = self._device
         if not array.flags.c_contiguous:
             array = device.cupy.ascontiguousarray(array)
-        return CudaArray(array, device.name, active_stream() or device.compute, device.pool.label)
+        return CudaArray(array, device, active_stream() or device.compute, device.pool.label)
 
     def use(self, handle: CudaArray) -> Any:
         """The array, which work given to the stream that is active finds written."""
@@ -78,7 +78,7 @@ class CudaHolder:
         peer, label = device.peer, device.pool.label
         here = device.copies.new(there.shape, there.dtype, label)
         if not there.nbytes:
-            return CudaArray(here, device.name, device.compute, label)
+            return CudaArray(here, device, device.compute, label)
         written = source._written(handle)
         peer.wait(device.compute.record())  # earlier kernels may still be using the memory
         with peer.activate():
@@ -86,7 +86,7 @@ class CudaHolder:
         device.copies.copy_from(source._device.physical, here, there, label)
         landing = Landing(here, device.compute)
         peer.hold(landing, there)
-        return CudaArray(here, device.name, peer, label, peer.record(), landing)
+        return CudaArray(here, device, peer, label, peer.record(), landing)
 
     def to_host(self, handle: CudaArray) -> np.ndarray[Any, Any]:
         """A copy in the host's memory. Blocks until the writer's stream has done what it has been given by now.

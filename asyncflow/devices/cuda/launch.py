@@ -130,7 +130,7 @@ class HostLauncher(CoroutineKernel):
         if isinstance(output, np.ndarray | np.generic) and not stays_on_host(output):
             return self._device.fed(np.asarray(output), self._info.name)
         output = as_scalar(output)
-        return output if is_plain(output) or isinstance(output, np.ndarray) else CudaOpaque(output)
+        return output if is_plain(output) or isinstance(output, np.ndarray) else CudaOpaque(output, self._device)
 
 
 class RegionLauncher:

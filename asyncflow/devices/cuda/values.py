@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.devices.values import DeviceArray, DType
+from asyncflow.devices.values import DeviceArray, DeviceValue, DType
 from asyncflow.errors import FetchError
 
 if TYPE_CHECKING:
-    from asyncflow.devices.protocol import Shape
+    from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.protocol import Deliver, Shape
     from asyncflow.streams.cuda.stream import CudaEvent, CudaStream
 
 
@@ -46,31 +47,44 @@ class CudaArray(DeviceArray):
 
     Attributes:
         array: CuPy's.
-        device: the name of the logical device it is on.
+        home: the logical device it is on.
         stream: in whose order it is valid.
         name: of the node that made it.
     """
 
-    __slots__ = ("__weakref__", "_event", "_followers", "_landing", "array", "device", "name", "stream")
+    __slots__ = ("__weakref__", "_event", "_followers", "_landing", "array", "home", "name", "stream")
 
-    device: str
+    can_lend = True
 
     def __init__(
         self,
         array: Any,
-        device: str,
+        home: CudaDevice,
         stream: CudaStream,
         name: str,
         event: CudaEvent | None = None,
         landing: Landing | None = None,
     ) -> None:
         self.array = array
-        self.device = device
+        self.home = home
         self.stream = stream
         self.name = name
         self._event = event
         self._followers: tuple[CudaStream, ...] = ()  # streams that wait for `_event` already
         self._landing = landing
+
+    @property
+    def device(self) -> str:
+        """The name of the logical device it is on."""
+        return self.home.name
+
+    def to_host(self, deliver: Deliver) -> None:
+        """Copy it to the host, on ``d2h``; see `Copies.fetch`."""
+        self.home.copies.fetch(self, deliver)
+
+    def lend(self) -> Any:
+        """CuPy's array; see `Exchange.lend`."""
+        return self.home.exchange.lend(self)
 
     @property
     def written(self) -> CudaEvent:
@@ -117,17 +131,23 @@ class CudaArray(DeviceArray):
         return FetchError(f"{who} reads {self.name!r}, which is in the memory of {self.device}; fetch the value first")
 
 
-class CudaOpaque:
+class CudaOpaque(DeviceValue):
     """Something that is no array but holds some, such as a state of a TensorArray; valid in the order of compute.
 
     Attributes:
         value: the object.
+        home: the logical device it is on.
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("home", "value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, home: CudaDevice) -> None:
         self.value = value
+        self.home = home
+
+    def to_host(self, deliver: Deliver) -> None:
+        """Deliver the object once all that compute has been given is done."""
+        self.home.compute.notify(self.home.copies.told(lambda: self.value, deliver))
 
     def __repr__(self) -> str:
         return f"<CudaOpaque {self.value!r}>"

@@ -180,27 +180,27 @@ class SimDevice(Timeline):
         self.memory.check(data.nbytes, name)
         return self._copied_in(data, data.dtype, data.shape, name, after=None)
 
-    def fetch(self, value: Any, deliver: Deliver) -> bool:
-        """Copy a device value to the host: at the copy's end, ``deliver(array, error)`` is called once.
+    def copy_to_host(self, value: SimArray, deliver: Deliver) -> None:
+        """Copy an array to the host: at the copy's end, ``deliver(array, error)`` is called once.
 
         In a simulation of shapes, what has no data comes as a read-only array of NaN (0 for integers) that takes no
         memory.
-
-        Returns:
-            False, without ever calling `deliver`, if `value` is a host value, usable as it is.
 
         Raises:
             HazardError: memory was freed too early, since the last call.
         """
         self.machine.check()
-        if isinstance(value, SimOpaque):
-            self.order(self.d2h, value.events)
-            self._at(self.d2h.launch(0, self.thread.spend("node")), self._told, deliver, value.value, None)
-            return True
-        if not isinstance(value, SimArray):
-            return False
         self._at(self._copy_out(value), self._told, _deliver_copy, value, deliver)
-        return True
+
+    def tell_host(self, value: SimOpaque, deliver: Deliver) -> None:
+        """Deliver an object that is no array once the work that made it is done.
+
+        Raises:
+            HazardError: memory was freed too early, since the last call.
+        """
+        self.machine.check()
+        self.order(self.d2h, value.events)
+        self._at(self.d2h.launch(0, self.thread.spend("node")), self._told, deliver, value.value, None)
 
     def send(self) -> int:
         """When what is said now to another device is on its way: once the host has come to it."""
@@ -280,7 +280,7 @@ class SimDevice(Timeline):
         Raises:
             MemoryLimitExceeded: it does not fit.
         """
-        return Storage(self.machine, self.memory, pool, written, nbytes, device=self.name, array=array)
+        return Storage(self, pool, written, nbytes, array)
 
     # -- copies --------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import numpy as np
 from asyncflow.devices.memory import owner_of
 from asyncflow.devices.protocol import CoroutineKernel, recording
 from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimOpaque, Storage, StoreBuffer
-from asyncflow.devices.values import is_array
+from asyncflow.devices.values import DeviceValue, is_array
 from asyncflow.errors import InternalError, ShapeError
 from asyncflow.streams.futures import resolve
 
@@ -153,10 +153,12 @@ class Launcher:
         return data
 
     async def _fetched(self, value: Any, spans: list[Span] | None) -> Any:
+        if not isinstance(value, DeviceValue):
+            return value
         future: asyncio.Future[Any] = self._device.machine.loop.create_future()
         with recording(self._device, spans):
-            is_copied = self._device.fetch(value, partial(resolve, future))
-        return await future if is_copied else value
+            value.to_host(partial(resolve, future))
+        return await future
 
     def _has_data(self, arrays: Sequence[SimArray], specs: _Specs) -> bool:
         """Whether the kernel can be, and should be, run: not on or for what has no data, unless it is one of state."""
@@ -260,7 +262,7 @@ class Launcher:
         if not is_array(output):
             self._count_buffers(output)
             depends = (event,) if event is not None else _latest(events)
-            return output if isinstance(output, _PLAIN) or not depends else SimOpaque(output, depends)
+            return output if isinstance(output, _PLAIN) or not depends else SimOpaque(output, depends, self._device)
         home = home or homes.find(output)  # an output before may share its memory
         if home is None:
             home = self._new_home(output, event or self._join(events), homes)
@@ -277,9 +279,7 @@ class Launcher:
         for buffer in () if held is None else held.buffers():
             if device.machine.kept(buffer) is None:
                 origin = stream.origin(self._info.name)
-                made = StoreBuffer(
-                    device.machine, device.memory, stream, origin, buffer.nbytes, device=device.name, array=None
-                )
+                made = StoreBuffer(device, stream, origin, buffer.nbytes)
                 made.keep(buffer)
 
     def _view(self) -> None:
@@ -381,7 +381,7 @@ class _Homes:
         home = self._known.get(id(owner))
         if home is None and self._keeps:
             storage = self._device.machine.kept(owner)
-            if type(storage) is Storage and storage.device == self._device.name:
+            if type(storage) is Storage and storage.home is self._device:
                 home = (storage, storage.written)
         return home
 
@@ -398,7 +398,7 @@ _WIDE = (np.dtype(np.float64), np.dtype(np.complex128))
 
 
 def _check_home(array: SimArray, device: SimDevice, name: str) -> None:
-    if array.device != device.name:
+    if array.storage.home is not device:
         raise InternalError(
             f"{name!r} runs on {device.name} and was given {array.name!r}, which is on {array.device} and was not sent"
         )

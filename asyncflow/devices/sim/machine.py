@@ -185,9 +185,10 @@ def check_launches(launches: object) -> None:
 def _early_free(storage: Storage, event: SimEvent, verb: str) -> str:
     pool, other = storage.pool.name, event.stream.name
     return (
-        f"the buffer of {storage.written.label!r} on {storage.device} ({storage.nbytes} bytes) is freed while stream "
-        f"{other} still {verb} it ({event.label!r}): it goes back to the pool of {pool}, whose next work may overwrite "
-        f"it; keep it referenced until an event recorded on {other} after that is done, or let {pool} wait for one"
+        f"the buffer of {storage.written.label!r} on {storage.home.name} ({storage.nbytes} bytes) is freed while "
+        f"stream {other} still {verb} it ({event.label!r}): it goes back to the pool of {pool}, whose next work may "
+        f"overwrite it; keep it referenced until an event recorded on {other} after that is done, or let {pool} wait "
+        "for one"
     )
 
 

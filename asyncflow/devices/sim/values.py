@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from asyncflow.devices.memory import LiveBuffer, MemoryAccount, MemoryLimitExceeded, MemoryStatistics, owner_of
-from asyncflow.devices.values import DeviceArray, DType
+from asyncflow.devices.values import DeviceArray, DeviceValue, DType
 from asyncflow.errors import HazardError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from asyncflow.devices.protocol import Shape
-    from asyncflow.devices.sim.machine import SimMachine
+    from asyncflow.devices.protocol import Deliver, Shape
+    from asyncflow.devices.sim.device import SimDevice
     from asyncflow.streams.sim.stream import SimEvent, SimStream
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -117,9 +117,7 @@ class Storage:
     """A piece of a device's memory; it is freed when the last reference to it goes.
 
     Attributes:
-        machine: where hazards are reported.
-        account: where it is counted.
-        device: name of the device.
+        home: the device, which counts it.
         pool: the stream for which it was allocated, and which may overwrite it as soon as it is free.
         nbytes: its size.
         written: the work that filled it.
@@ -131,10 +129,8 @@ class Storage:
     __slots__ = (
         "__weakref__",
         "_charge",
-        "account",
         "array",
-        "device",
-        "machine",
+        "home",
         "nbytes",
         "pool",
         "readers",
@@ -142,35 +138,25 @@ class Storage:
     )
 
     def __init__(
-        self,
-        machine: SimMachine,
-        account: SimMemoryAccount,
-        pool: SimStream,
-        written: SimEvent,
-        nbytes: int,
-        *,
-        device: str,
-        array: Array | None,
+        self, home: SimDevice, pool: SimStream, written: SimEvent, nbytes: int, array: Array | None = None
     ) -> None:
         self._charge = 0
-        self.machine = machine
-        self.account = account
-        self.device = device
+        self.home = home
         self.pool = pool
         self.nbytes = nbytes
         self.written = written
         self.readers: dict[SimStream, SimEvent] = {}
         self.array = array
-        self._charge = account.charge(nbytes, written.label)
+        self._charge = home.memory.charge(nbytes, written.label)
 
     def __repr__(self) -> str:
-        return f"<Storage of {self.written.label} on {self.device}, {self.nbytes} B>"
+        return f"<Storage of {self.written.label} on {self.home.name}, {self.nbytes} B>"
 
     def __del__(self) -> None:
         if not self._charge:
             return
-        self.account.credit(self._charge)
-        self.machine.check_reuse(self)
+        self.home.memory.credit(self._charge)
+        self.home.machine.check_reuse(self)
         if self.array is not None:
             poison(self.array)
 
@@ -178,7 +164,7 @@ class Storage:
         """Let state have the memory: it is not overwritten, and lives as long as state's `array` of it."""
         self.array = None
         if array is not None:
-            self.machine.keep(owner_of(array), self)
+            self.home.machine.keep(owner_of(array), self)
 
 
 class StoreBuffer(Storage):
@@ -220,7 +206,11 @@ class SimArray(DeviceArray):
     @property
     def device(self) -> str:
         """The name of the device it is on."""
-        return self.storage.device
+        return self.storage.home.name
+
+    def to_host(self, deliver: Deliver) -> None:
+        """Copy it to the host, on ``d2h``; see `SimDevice.copy_to_host`."""
+        self.storage.home.copy_to_host(self, deliver)
 
     def stand_in(self) -> Any:
         """`data`, or where there is none something of the dtype and shape that takes no memory: NaN, or 0."""
@@ -233,19 +223,25 @@ class SimArray(DeviceArray):
         )
 
 
-class SimOpaque:
+class SimOpaque(DeviceValue):
     """Something that is no array but was made of some, such as a state of a TensorArray.
 
     Attributes:
         value: the object.
         events: the work that it depends on, one event a stream.
+        home: the device it is on.
     """
 
-    __slots__ = ("events", "value")
+    __slots__ = ("events", "home", "value")
 
-    def __init__(self, value: Any, events: tuple[SimEvent, ...]) -> None:
+    def __init__(self, value: Any, events: tuple[SimEvent, ...], home: SimDevice) -> None:
         self.value = value
         self.events = events
+        self.home = home
+
+    def to_host(self, deliver: Deliver) -> None:
+        """Deliver the object once the work is done."""
+        self.home.tell_host(self, deliver)
 
     def __repr__(self) -> str:
         return f"<SimOpaque {self.value!r}>"

@@ -129,7 +129,7 @@ class Runs:
             if plan.single_call is not None and recorder is None and not atomic:
                 fetched = self._run_single_call(plan, plan.single_call, checked, timeout, asked_s)
                 if fetched is not None:
-                    return call.result(plan, fetched, self._devices, allow_dead=allow_dead)
+                    return call.result(plan, fetched, allow_dead=allow_dead)
             if self.admission is not None and ticket is None:
                 ticket = await self._admitted(plan, timeout, asked_s)
             if atomic or self._atomic.claims:
@@ -152,7 +152,7 @@ class Runs:
                 self.admission.leave(ticket, is_whole=is_whole)
             if recorder is not None and isinstance(trace, str | Path):
                 await call_beside(write_trace, recorder, Path(trace))
-        return call.result(plan, results, self._devices, allow_dead=allow_dead)
+        return call.result(plan, results, allow_dead=allow_dead)
 
     async def stream(
         self, ask: Callable[[], tuple[Call, Sequence[Value]]], timeout: float | None, trace: Trace | None

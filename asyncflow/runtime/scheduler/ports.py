@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from asyncflow.compiler.plan import Crossing, Kind
-from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.devices.protocol import recording
+from asyncflow.devices.values import DeviceArray, DeviceValue
 from asyncflow.runtime.scheduler.provenance import as_kernel_error
 
 if TYPE_CHECKING:
@@ -289,8 +289,7 @@ class Ports:
         """Asks for a copy of a value of `source`."""
         executor, device, sender = self._executor, self._asynchronous, source.asynchronous
         if device is None:
-            if sender is None or not sender.fetch(value, deliver):
-                deliver(value, None)
+            value.to_host(deliver) if isinstance(value, DeviceValue) else deliver(value, None)
             return
         here, there = executor.new_spans(), executor.new_spans()
         with recording(device, here), nullcontext() if sender is None else recording(sender, there):
@@ -316,7 +315,7 @@ class Ports:
         """A predicate, a fetch or a streamed item, which leaves an asynchronous device."""
         executor, device = self._executor, self._asynchronous
         assert device is not None
-        if self._run.staying and type(value) is CudaArray and self._leave(node, value):
+        if self._run.staying and isinstance(value, DeviceArray) and value.can_lend and self._leave(node, value):
             executor.complete(node, iteration, (value,), value)
             return
 
@@ -331,17 +330,18 @@ class Ports:
         try:
             if node.source.attrs["is_predicate"]:
                 device.require_data(value, node.name)
-            with recording(device, spans):
-                is_copied = device.fetch(value, deliver)
+            if isinstance(value, DeviceValue):
+                with recording(device, spans):
+                    value.to_host(deliver)
         except BaseException as error:
             deliver(None, error)
             return
-        if is_copied:
+        if isinstance(value, DeviceValue):
             executor.record_spans(spans, device, node, iteration, value)
         else:
             deliver(value, None)
 
-    def _leave(self, node: PlanNode, value: CudaArray) -> bool:
+    def _leave(self, node: PlanNode, value: DeviceArray) -> bool:
         """Gives a value to the fetches that take it where it is; whether nobody else needs it on the host."""
         plain, merges = node.targets[0]
         staying = [

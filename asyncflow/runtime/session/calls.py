@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Plan
     from asyncflow.compiler.program.request import Fetch
-    from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
     from asyncflow.runtime.session.plans import PlanCache
     from asyncflow.runtime.session.session import Session
@@ -102,7 +101,7 @@ class Call:
                 waits = True
         return checked, waits
 
-    def result(self, plan: Plan, values: Sequence[Value], devices: Mapping[str, Device], *, allow_dead: bool) -> Nest:
+    def result(self, plan: Plan, values: Sequence[Value], *, allow_dead: bool) -> Nest:
         """What the run returns, of the values that its plan fetched.
 
         Raises:
@@ -112,7 +111,7 @@ class Call:
             return user_value(self._only, values[0], False, allow_dead)
         fetched = user_values(self.request.fetches, plan.fetches, values, allow_dead=allow_dead)
         for index in self.staying:
-            fetched[index] = exchangeable(fetched[index], devices)
+            fetched[index] = exchangeable(fetched[index])
         return self.structure.unflatten(fetched)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncflow.compiler.plan import Dead
-from asyncflow.devices.cuda.values import CudaArray
+from asyncflow.devices.values import DeviceArray
 from asyncflow.errors import FetchError, GraphError
 from asyncflow.graph import nest
 from asyncflow.graph.build import is_symbolic
@@ -17,11 +17,9 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from asyncflow.compiler.program.request import Fetch
-    from asyncflow.devices.cuda.device import CudaDevice
-    from asyncflow.devices.protocol import Device
     from asyncflow.values import Array, Nest, Value
 
 
@@ -255,8 +253,8 @@ def is_fresh(array: Array) -> bool:
     return array.flags.writeable and array.base is None
 
 
-def exchangeable(value: Value, devices: Mapping[str, Device]) -> Value:
+def exchangeable(value: Value) -> Value:
     """The value of a fetch that stays `on_device`, with ``__dlpack__``."""
-    if type(value) is CudaArray:
-        return cast("CudaDevice", devices[value.device]).exchange.lend(value)
+    if isinstance(value, DeviceArray):
+        return value.lend()
     return np.asarray(value) if isinstance(value, np.generic) else value
