@@ -1,7 +1,7 @@
 """Functions of bodies whose branches and loops are for a CUDA device to decide, or for whoever waits for it.
 
-They are generated, as those of regions are, but for branches and loops: there they are called what decides them, and
-yield the `Branch` or `Loop` that it gives (`asyncflow.devices.decisions`). So each body has a function of its own.
+They are generated as those of regions are, but where a body branches or loops, its function yields the `Branch` or
+`Loop` that is to be decided (`asyncflow.devices.decisions`), which holds the functions of the bodies inside.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from asyncflow.compiler.program.kernels import bind_member, find_unknown_vectors
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, captures_on_host, host_values_inside, is_device_loop
 from asyncflow.compiler.regions.device_functions import DeviceFunctions
-from asyncflow.compiler.regions.fuse import fuse_line
+from asyncflow.compiler.regions.fuse import fuse_bodies
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import LoopIdentity
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from asyncflow.devices.protocol import AsynchronousDevice
-    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.values import Namespace
@@ -57,8 +57,7 @@ def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Ten
         if isinstance(node, WhileNode) and device in devices and is_device_loop(node, on_host):
             made = graph.nodes[position] = _device_while(node, device, on_host)
             if fusion:
-                for part in node.subgraphs:
-                    _fuse(part)
+                fuse_bodies(node)
             replacements = Replacements(dict(zip(node.outputs, made.outputs, strict=True)), {node: made})
             for later in graph.nodes[position:]:
                 replacements.apply(later)
@@ -67,13 +66,6 @@ def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Ten
         if any(_replace_one(body, devices, on_host, fusion) for body in node.subgraphs):
             return True
     return False
-
-
-def _fuse(part: Subgraph) -> None:
-    for node in part.nodes:
-        for inner in node.subgraphs:
-            _fuse(inner)
-    part.nodes[:], part.results = fuse_line(part.nodes, part.results)
 
 
 def devices_of_loop(node: WhileNode) -> tuple[str, ...]:

@@ -56,15 +56,16 @@ def fuse_regions(graph: Graph, devices: Collection[str]) -> None:
 def fuse_region(region: Region) -> Region:
     """`region` with fused nodes, its own and in place those of the branches and loops in it."""
     for node in region.nodes:
-        _fuse_bodies(node)
+        fuse_bodies(node)
     nodes, outputs = fuse_line(region.nodes, region.outputs)
     return replace(region, nodes=tuple(nodes), outputs=tuple(outputs))
 
 
-def _fuse_bodies(node: Node) -> None:
+def fuse_bodies(node: Node) -> None:
+    """Fuses, in place, what is in the bodies of a branch or loop, and in the bodies inside."""
     for body in node.subgraphs:
         for inner in body.nodes:
-            _fuse_bodies(inner)
+            fuse_bodies(inner)
         body.nodes[:], body.results = fuse_line(body.nodes, body.results)
 
 
