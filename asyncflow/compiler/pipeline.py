@@ -188,7 +188,8 @@ def _find_host_values(program: Program, context: Context) -> None:
 @wraps(assign_streams)
 def _assign_streams(program: Program, context: Context) -> None:
     counts = {device.name: len(device.compute_streams) for device in context.devices}
-    program.streams = assign_streams(program.graph, counts, context.costs)
+    handovers = {device.name: device.handover_ns for device in context.devices}
+    program.streams = assign_streams(program.graph, counts, handovers, context.costs)
 
 
 @wraps(make_regions)

@@ -38,6 +38,7 @@ class LogicalDevice(Generic[AnyStream]):
     asynchronous: AsynchronousDevice | None = None
     xp: ModuleType = np
     memory: MemoryAccount
+    handover_ns: float = 50_000.0  # two turns of the event loop, and the waking of a thread
     h2d: AnyStream
     d2h: AnyStream
 
@@ -113,6 +114,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     """The base of asynchronous devices: what there is to do where nothing is; see `AsynchronousDevice`."""
 
     charge: Callable[[Any, int], None] | None = None
+    handover_ns = 5_000.0  # streams wait for events by themselves
     region_ns = 0.0
 
     def __init__(self, kind: str, index: int, capabilities: Capabilities, compute_streams: int) -> None:

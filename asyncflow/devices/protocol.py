@@ -203,6 +203,11 @@ class Device(Protocol):
         """The expected time until a value of so many bytes made here is there on `target`; for placement."""
         ...
 
+    @property
+    def handover_ns(self) -> float:
+        """The expected time until what one of its streams has made is there on another."""
+        ...
+
     def check_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Raise unless the device can work for this event loop.
 

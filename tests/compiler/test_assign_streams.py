@@ -41,7 +41,7 @@ class Assigned:
         order_effects(self.graph)
         for node in self.graph.walk():
             node.device = place(node)
-        self.streams = assign_streams(self.graph, counts, costs)
+        self.streams = assign_streams(self.graph, counts, dict.fromkeys(("cpu:0", "cpu:1"), 50_000.0), costs)
 
     def __getitem__(self, name: str) -> int:
         return self.streams.get(self.graph.node(name), 0)

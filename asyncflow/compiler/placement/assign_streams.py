@@ -37,12 +37,6 @@ if TYPE_CHECKING:
 _LIGHT_NS = 20_000.0
 """Lighter kernels hold the interpreter's lock most of their time: two streams of them do not overlap."""
 
-_HANDOVER_NS = {"cpu": 50_000.0}
-"""From stream to stream: on a CPU two turns of the event loop and the waking of a thread."""
-
-_EVENT_NS = 5_000.0
-"""The same on a device whose streams wait for events by themselves."""
-
 _WORTHWHILE = 0.9
 """A division must bring the time down to this part of what one stream takes."""
 
@@ -51,13 +45,17 @@ _FAIR_SHARE = 1.5
 
 
 def assign_streams(
-    graph: Graph, counts: Mapping[str, int], costs: Mapping[str, float] | None = None
+    graph: Graph,
+    counts: Mapping[str, int],
+    handovers: Mapping[str, float],
+    costs: Mapping[str, float] | None = None,
 ) -> dict[Node, int]:
     """The compute stream of each node.
 
     Args:
         graph: structured, with the full name of a device in the ``device`` of every node, bodies included.
         counts: the number of compute streams of each device; one, where a device is not named.
+        handovers: the time from one stream of a device to another in ns; see `Device.handover_ns`.
         costs: measured time of one firing in ns, by the node's name; other nodes are estimated.
 
     Returns:
@@ -66,7 +64,7 @@ def assign_streams(
     several = {device: count for device, count in counts.items() if count > 1}
     if not several:
         return {}
-    assignment = _Assignment(several, costs or {})
+    assignment = _Assignment(several, handovers, costs or {})
     assignment.divide_line(graph)
     return assignment.streams
 
@@ -134,6 +132,7 @@ def _inside(node: Node) -> Iterator[Node]:
 @dataclass(slots=True)
 class _Assignment:
     counts: Mapping[str, int]
+    handovers: Mapping[str, float]
     measured: Mapping[str, float]
     streams: dict[Node, int] = field(default_factory=dict)
     costs: dict[Node, float] = field(default_factory=dict)
@@ -188,7 +187,7 @@ class _Assignment:
             total = sum(loads)
             pipeline = _Pipeline(level, components, loads, self.counts.get(device, 1))
             groups, heaviest = pipeline.divide()
-            if heaviest + _handover_ns(device) < _WORTHWHILE * total:
+            if heaviest + self.handover_ns(device) < _WORTHWHILE * total:
                 streams |= {
                     node: group
                     for component, group in zip(components, groups, strict=True)
@@ -272,9 +271,8 @@ class _Assignment:
             return 0.0
         return assumed_ns(node)
 
-
-def _handover_ns(device: str | None) -> float:
-    return _HANDOVER_NS.get(device.partition(":")[0], _EVENT_NS) if device is not None else 0.0
+    def handover_ns(self, device: str | None) -> float:
+        return self.handovers.get(device or "", 0.0)
 
 
 def _reached(start: Node, edges: Mapping[Node, Sequence[Node]]) -> set[Node]:
@@ -353,7 +351,7 @@ class _ListSchedule:
         home, ready = self.home(node), 0.0
         for source in self.level.sources[node]:
             near = self.home(source) == home and self.streams.get(source, stream) == stream
-            ready = max(ready, self.ends[source] + (0.0 if near or stream is None else _handover_ns(home)))
+            ready = max(ready, self.ends[source] + (0.0 if near or stream is None else self.costs.handover_ns(home)))
         return ready
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncflow.devices.logical import LaunchingDevice
+from asyncflow.devices.logical import LaunchingDevice, LogicalDevice
 from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
 from asyncflow.devices.protocol import Capabilities, Span
 from asyncflow.streams.sim.stream import SimEvent, SimStream
@@ -38,6 +38,8 @@ class Timeline(LaunchingDevice[SimStream]):
         )
         super().__init__(kind, index, capabilities, compute_streams)
         self.region_ns = machine.driver.region_s * _NS_PER_S
+        if not self._is_card:
+            self.handover_ns = LogicalDevice.handover_ns
         self.machine = machine
         self.card: Card = machine.spec.cards[index] if self._is_card else CARDS["cpu"]
         self.thread = machine.thread_of(self.name, index)
