@@ -262,6 +262,89 @@ class MemoryAccount:
             self._stores -= watch.count >= 0
 
 
+class ChargedAccount(MemoryAccount):
+    """The account of a device with a memory of its own, which says itself what is allocated, and what is free again.
+
+    Invariant, under the lock and after `_settle`: ``_charges`` holds exactly the charges that were not credited, and
+    ``_used`` is their sum. All methods may be called on any thread.
+    """
+
+    __slots__ = ("_charges", "_credited", "_next", "credit")
+
+    credit: Callable[[int], None]
+    """Count a charge no longer; exactly once a charge. It is a bare ``deque.append``: it takes no lock."""
+
+    def __init__(self, device_name: str, limit: int | None = None) -> None:
+        """Open an account.
+
+        Raises:
+            ValueError: ``limit`` is no positive number of bytes.
+        """
+        super().__init__(device_name, limit)
+        self._charges: dict[int, tuple[int, str]] = {}
+        self._credited: deque[int] = deque()
+        self._next = 0
+        self.credit = self._credited.append
+
+    def track(self, value: object, label: str = "") -> None:
+        """Does nothing: host arrays are not in the device's memory, and its own are counted when they are allocated."""
+
+    def charge(self, nbytes: int, label: str) -> int:
+        """Count ``nbytes``; gives what `credit` takes.
+
+        Raises:
+            MemoryLimitExceeded: they do not fit, and are not counted.
+        """
+        limit = self._limit
+        with self._lock:
+            if self._credited:
+                self._settle()
+            # No call, and no object that the garbage collector watches, between reading `_used` and writing it: a
+            # collection there could run a finalizer that charges, too.
+            used = self._used + nbytes
+            if limit is None or used <= limit:
+                self._used = used
+                if used > self._peak:
+                    self._peak = used
+                self._next = charge = self._next + 1
+                self._charges[charge] = nbytes, label
+                return charge
+        raise self.refusal(nbytes, label, limit)
+
+    def refusal(
+        self, nbytes: int, label: str, limit: int, kind: type[MemoryLimitExceeded] = MemoryLimitExceeded
+    ) -> MemoryLimitExceeded:
+        """The error that says that ``nbytes`` more for ``label`` do not fit; its numbers are as if they were there."""
+        buffers = [*self._buffers(), LiveBuffer(nbytes, label)]
+        used = sum(buffer.nbytes for buffer in buffers)
+        top = tuple(heapq.nlargest(_TOP, buffers))
+        return kind(device=self._device, requested=nbytes, used=used, limit=limit, top=top)
+
+    def top(self, n: int = _TOP) -> tuple[LiveBuffer, ...]:
+        """The ``n`` largest buffers, largest first."""
+        return tuple(heapq.nlargest(n, self._buffers()))
+
+    def statistics(self) -> MemoryStatistics:
+        """A snapshot."""
+        with self._lock:
+            self._settle()
+            return MemoryStatistics(
+                device=self._device, used=self._used, peak=self._peak, limit=self._limit, buffers=len(self._charges)
+            )
+
+    def _buffers(self) -> list[LiveBuffer]:
+        with self._lock:
+            self._settle()
+            charges = list(self._charges.values())
+        return [LiveBuffer(nbytes, label) for nbytes, label in charges]
+
+    def _settle(self) -> None:
+        credited = self._credited
+        while credited:
+            nbytes, _ = self._charges.pop(credited.popleft())
+            self._used -= nbytes
+
+
 class _Watch(weakref.ref[Any]):
     """A weak reference to a buffer, or to a store, that knows what it counted; `count` is of a store's values."""
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.devices import LiveBuffer, MemoryLimitExceeded, MemoryStatistics
-from asyncflow.devices.cuda.memory import CudaMemoryAccount, CudaPool, DeviceMemoryExhausted, install_allocator
+from asyncflow.devices.cuda.memory import CudaPool, DeviceMemoryExhausted, install_allocator
+from asyncflow.devices.memory import ChargedAccount
 from asyncflow.streams.cuda.stream import CudaStream
 from tests.fake_cupy import FakeCupy
 from tests.patience import PATIENCE_S
@@ -93,7 +94,7 @@ def test_nothing_counts_for_nothing(fake: FakeCupy) -> None:
 
 
 def test_host_arrays_are_not_in_the_device_s_memory() -> None:
-    account = CudaMemoryAccount("cuda:0", limit=UNIT)
+    account = ChargedAccount("cuda:0", limit=UNIT)
     account.track(np.zeros(MIB), "host")
     assert account.used == 0
 

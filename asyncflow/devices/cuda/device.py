@@ -29,14 +29,14 @@ from asyncflow.devices.cuda.exchange import Exchange, ForeignArray
 from asyncflow.devices.cuda.experimental.loop_launch import WhileLauncher
 from asyncflow.devices.cuda.holder import CudaHolder
 from asyncflow.devices.cuda.launch import HostLauncher, Launcher, RegionLauncher
-from asyncflow.devices.cuda.memory import CudaMemoryAccount, CudaPool, home_of, install_allocator
+from asyncflow.devices.cuda.memory import CudaPool, home_of, install_allocator
 from asyncflow.devices.cuda.namespace import cuda_namespace
 from asyncflow.devices.cuda.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.cuda.progress import Progress
 from asyncflow.devices.cuda.timing import Clock, HostSpan, PendingSpan
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.decisions import Body, Condition
-from asyncflow.devices.memory import MemoryLimitExceeded
+from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded
 from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
 from asyncflow.devices.values import DeviceValue, as_scalar, is_shape, stays_on_host
@@ -94,7 +94,7 @@ class CudaDevice(Progress):
         """
         super().__init__(cupy, physical, index, compute_streams)
         self.pool = CudaPool(cupy, physical, self.name, memory_limit)
-        self.memory: CudaMemoryAccount = self.pool.account
+        self.memory: ChargedAccount = self.pool.account
         self.xp = cuda_namespace(cupy, self.upload, CudaHolder(self))
         self._given_slab = pinned
         self._host = ThreadStream(f"{self.name}/host")

@@ -1,6 +1,6 @@
 """The memory of a CUDA device: what admits an allocation, where it comes from, and who is told when it is freed.
 
-Three parts. A `CudaMemoryAccount` says how many bytes a logical device holds and refuses what passes its limit *before*
+Three parts. A `ChargedAccount` says how many bytes a logical device holds and refuses what passes its limit *before*
 CUDA is asked. A `CudaPool` takes admitted memory from a CuPy pool of its own, whose limit is only the backstop, and
 hangs a `Lease` on each piece, which tells the account when Python frees it. `install_allocator` makes CuPy's
 allocations inside ``stream.activate()`` come from that stream's pool.
@@ -17,102 +17,15 @@ then takes no lock of ours (CuPy's own pool is made for it), and the account is 
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asyncflow.devices.memory import LiveBuffer, MemoryAccount, MemoryLimitExceeded, MemoryStatistics, format_bytes
+from asyncflow.devices.memory import ChargedAccount, LiveBuffer, MemoryLimitExceeded, format_bytes
 from asyncflow.streams.cuda.stream import CudaStream, active_stream
 
 ALLOCATION_BYTES = 512
 """CuPy's pools give out multiples of this, and that is what counts: an array of 4 bytes holds 512."""
-
-_TOP = 5
-
-
-class CudaMemoryAccount(MemoryAccount):
-    """The memory of a logical CUDA device, counted from the allocation of a piece to its return to the pool.
-
-    Invariant, under the lock and after `_settle`: ``_charges`` holds exactly the charges that were not credited, and
-    ``_used`` is their sum. All methods may be called on any thread.
-    """
-
-    __slots__ = ("_charges", "_credited", "_next", "credit")
-
-    credit: Callable[[int], None]
-    """Count a charge no longer; exactly once a charge. It is a bare ``deque.append``: it takes no lock."""
-
-    def __init__(self, device_name: str, limit: int | None = None) -> None:
-        """Open an account.
-
-        Raises:
-            ValueError: ``limit`` is no positive number of bytes.
-        """
-        super().__init__(device_name, limit)
-        self._charges: dict[int, tuple[int, str]] = {}
-        self._credited: deque[int] = deque()
-        self._next = 0
-        self.credit = self._credited.append
-
-    def track(self, value: object, label: str = "") -> None:
-        """Does nothing: host arrays are not in the device's memory, and its own are counted when they are allocated."""
-
-    def charge(self, nbytes: int, label: str) -> int:
-        """Count ``nbytes``; gives what `credit` takes.
-
-        Raises:
-            MemoryLimitExceeded: they do not fit, and are not counted.
-        """
-        limit = self._limit
-        with self._lock:
-            if self._credited:
-                self._settle()
-            # No call, and no object that the garbage collector watches, between reading `_used` and writing it: a
-            # collection there could run a finalizer that charges, too.
-            used = self._used + nbytes
-            if limit is None or used <= limit:
-                self._used = used
-                if used > self._peak:
-                    self._peak = used
-                self._next = charge = self._next + 1
-                self._charges[charge] = nbytes, label
-                return charge
-        raise self.refusal(nbytes, label, limit)
-
-    def refusal(
-        self, nbytes: int, label: str, limit: int, kind: type[MemoryLimitExceeded] = MemoryLimitExceeded
-    ) -> MemoryLimitExceeded:
-        """The error that says that ``nbytes`` more for ``label`` do not fit; its numbers are as if they were there."""
-        buffers = [*self._buffers(), LiveBuffer(nbytes, label)]
-        used = sum(buffer.nbytes for buffer in buffers)
-        top = tuple(heapq.nlargest(_TOP, buffers))
-        return kind(device=self._device, requested=nbytes, used=used, limit=limit, top=top)
-
-    def top(self, n: int = _TOP) -> tuple[LiveBuffer, ...]:
-        """The ``n`` largest buffers, largest first."""
-        return tuple(heapq.nlargest(n, self._buffers()))
-
-    def statistics(self) -> MemoryStatistics:
-        """A snapshot."""
-        with self._lock:
-            self._settle()
-            return MemoryStatistics(
-                device=self._device, used=self._used, peak=self._peak, limit=self._limit, buffers=len(self._charges)
-            )
-
-    def _buffers(self) -> list[LiveBuffer]:
-        with self._lock:
-            self._settle()
-            charges = list(self._charges.values())
-        return [LiveBuffer(nbytes, label) for nbytes, label in charges]
-
-    def _settle(self) -> None:
-        credited = self._credited
-        while credited:
-            nbytes, _ = self._charges.pop(credited.popleft())
-            self._used -= nbytes
 
 
 class DeviceMemoryExhausted(MemoryLimitExceeded):
@@ -142,7 +55,7 @@ class Lease:
 
     __slots__ = ("_account", "_charge", "home", "pointer", "pool")
 
-    def __init__(self, account: CudaMemoryAccount, charge: int, pointer: Any, pool: Any) -> None:
+    def __init__(self, account: ChargedAccount, charge: int, pointer: Any, pool: Any) -> None:
         self._account = account
         self._charge = charge
         self.home = active_stream()
@@ -179,7 +92,7 @@ class CudaPool:
         Raises:
             ValueError: ``limit`` is no positive number of bytes.
         """
-        self.account = CudaMemoryAccount(name, limit)
+        self.account = ChargedAccount(name, limit)
         self.label = ""
         self.name = name
         self.physical = physical
@@ -291,7 +204,7 @@ class PrivatePool:
         self.parent = parent
 
     @property
-    def account(self) -> CudaMemoryAccount:
+    def account(self) -> ChargedAccount:
         """The device's."""
         return self.parent.account
 
@@ -355,7 +268,7 @@ def install_allocator(cupy: Any) -> None:
 
 __all__ = [
     "ALLOCATION_BYTES",
-    "CudaMemoryAccount",
+    "ChargedAccount",
     "CudaPool",
     "DeviceMemoryExhausted",
     "Dispatch",

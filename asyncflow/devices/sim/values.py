@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncflow.devices.memory import LiveBuffer, MemoryAccount, MemoryLimitExceeded, MemoryStatistics, owner_of
+from asyncflow.devices.memory import ChargedAccount, owner_of
 from asyncflow.devices.values import DeviceArray, DeviceValue, DType
 from asyncflow.errors import HazardError
 
@@ -35,28 +35,10 @@ SMALL_BYTES = 4096
 _POISON_BYTE = b"\xdd"
 
 
-class SimMemoryAccount(MemoryAccount):
-    """The memory of a simulated device: what is in it is said by the device, not found out from arrays.
+class SimMemoryAccount(ChargedAccount):
+    """The memory of a simulated device: a buffer that a copy still uses counts although nobody has it."""
 
-    A simulation of shapes has no arrays to watch, and a buffer that a copy still uses counts although nobody has it.
-    """
-
-    __slots__ = ("_charges", "_late", "_next", "_sum")
-
-    def __init__(self, device_name: str, limit: int | None = None) -> None:
-        super().__init__(device_name, limit)
-        self._charges: dict[int, LiveBuffer] = {}
-        self._late: list[int] | None = None
-        self._next = 0
-        self._sum = 0
-
-    @property
-    def used(self) -> int:
-        """Bytes held now."""
-        return self._sum
-
-    def track(self, value: object, label: str = "") -> None:
-        """Does nothing: host arrays are not in the device's memory, and its own are counted when they are made."""
+    __slots__ = ()
 
     def check(self, nbytes: int, label: str) -> None:
         """Raise unless `nbytes` more fit.
@@ -64,53 +46,20 @@ class SimMemoryAccount(MemoryAccount):
         Raises:
             MemoryLimitExceeded: they do not.
         """
-        if self._limit is not None and self._sum + nbytes > self._limit:
-            top = sorted((*self._charges.values(), LiveBuffer(nbytes, label)), reverse=True)[:5]
-            raise MemoryLimitExceeded(
-                device=self._device, requested=nbytes, used=self._sum + nbytes, limit=self._limit, top=tuple(top)
-            )
-
-    def charge(self, nbytes: int, label: str) -> int:
-        """Count `nbytes`; gives what `credit` takes.
-
-        Raises:
-            MemoryLimitExceeded: they do not fit, and are not counted.
-        """
-        self.check(nbytes, label)
-        self._next += 1
-        self._charges[self._next] = LiveBuffer(nbytes, label)
-        self._sum += nbytes
-        self._peak = max(self._peak, self._sum)
-        return self._next
-
-    def credit(self, charge: int) -> None:
-        """Count something no longer; inside `one_kernel`, once that ends."""
-        if self._late is not None:
-            self._late.append(charge)
-        else:
-            self._sum -= self._charges.pop(charge).nbytes
+        if self._limit is not None and self.used + nbytes > self._limit:
+            raise self.refusal(nbytes, label, self._limit)
 
     @contextmanager
     def one_kernel(self) -> Iterator[None]:
         """A kernel has its outputs before it lets go of what it takes out of a store: both count at once."""
         late: list[int] = []
-        self._late = late
+        at_once, self.credit = self.credit, late.append
         try:
             yield
         finally:
-            self._late = None
+            self.credit = at_once
             for charge in late:
-                self.credit(charge)
-
-    def top(self, n: int = 5) -> tuple[LiveBuffer, ...]:
-        """The ``n`` largest buffers, largest first."""
-        return tuple(sorted(self._charges.values(), reverse=True)[:n])
-
-    def statistics(self) -> MemoryStatistics:
-        """A snapshot."""
-        return MemoryStatistics(
-            device=self._device, used=self._sum, peak=self._peak, limit=self._limit, buffers=len(self._charges)
-        )
+                at_once(charge)
 
 
 class Storage:
