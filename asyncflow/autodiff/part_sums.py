@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from asyncflow.autodiff.store_gradients import merge_gradients, no_gradient
-from asyncflow.autodiff.stores import STORE, Log, Version
+from asyncflow.autodiff.stores import STORE, StoreLog, StoreVersion
 from asyncflow.graph.build import apply
 from asyncflow.graph.op import Op, derivative, register
 from asyncflow.graph.shapes import size_of
@@ -115,7 +115,7 @@ class _Whole:
         return result
 
 
-class _Parts(Log[_Part]):
+class _PartLog(StoreLog[_Part]):
     __slots__ = ()
     entry_nbytes = 120  # a triple, and the tuple in it
 
@@ -128,7 +128,7 @@ class _Parts(Log[_Part]):
         return [values for place, values, _ in self[:1] if place is None and values.base is None]
 
 
-class PartSum(Version[_Part]):
+class PartSum(StoreVersion[_Part]):
     """The gradients that have reached parts of a value, which add up when they are as large as the whole.
 
     Attributes:
@@ -138,7 +138,7 @@ class PartSum(Version[_Part]):
 
     __slots__ = ("_total", "size", "whole")
 
-    def __init__(self, whole: _Whole, log: Log[_Part], length: int, nbytes: int, size: int) -> None:
+    def __init__(self, whole: _Whole, log: StoreLog[_Part], length: int, nbytes: int, size: int) -> None:
         super().__init__(log, length, nbytes)
         self.whole = whole
         self.size = size
@@ -150,7 +150,7 @@ class PartSum(Version[_Part]):
         size = sum(values.size + _ENTRY for _, values, _ in parts)
         if size >= whole.size:
             parts, size = [(None, whole.added_up(parts), ())], 0
-        return cls(whole, _Parts(parts), len(parts), sum(values.nbytes for _, values, _ in parts), size)
+        return cls(whole, _PartLog(parts), len(parts), sum(values.nbytes for _, values, _ in parts), size)
 
     def parts(self) -> Sequence[_Part]:
         """All of them, or what they add up to if that is known."""

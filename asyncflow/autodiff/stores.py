@@ -31,7 +31,7 @@ STORE = Spec(VARIANT, ())
 Entry = TypeVar("Entry")
 
 
-class Log(list[Entry]):
+class StoreLog(list[Entry]):
     """The entries that versions of a store share; see `asyncflow.devices.memory.Held`."""
 
     __slots__ = ("__weakref__", "lock")
@@ -51,7 +51,7 @@ class Log(list[Entry]):
         return ()
 
 
-class Version(Generic[Entry]):
+class StoreVersion(Generic[Entry]):
     """What is seen of a store: the first `length` entries of a log. Any thread may use any version.
 
     Attributes:
@@ -62,13 +62,13 @@ class Version(Generic[Entry]):
 
     __slots__ = ("length", "log", "nbytes")
 
-    def __init__(self, log: Log[Entry], length: int, nbytes: int) -> None:
+    def __init__(self, log: StoreLog[Entry], length: int, nbytes: int) -> None:
         self.log = log
         self.length = length
         self.nbytes = nbytes
 
     @property
-    def held(self) -> Log[Entry]:
+    def held(self) -> StoreLog[Entry]:
         """The log, for the account of a device that has a limit."""
         return self.log
 
@@ -76,7 +76,7 @@ class Version(Generic[Entry]):
         """All that is seen."""
         return self.log[: self.length]
 
-    def grown(self, entries: Sequence[Entry]) -> Log[Entry]:
+    def grown(self, entries: Sequence[Entry]) -> StoreLog[Entry]:
         """The log with more entries: in place, or a copy if there is a newer version."""
         log = self.log
         with log.lock:
@@ -86,7 +86,7 @@ class Version(Generic[Entry]):
         return type(log)([*self.entries(), *entries])
 
 
-class SavedValues(Version["Value"]):
+class SavedValues(StoreVersion["Value"]):
     """The values that a loop saves for its gradient, one in each iteration (EuroSys '18 §5)."""
 
     __slots__ = ()
@@ -114,7 +114,7 @@ Reached: TypeAlias = tuple[int, Grad]
 """The index of an element, and a gradient of it."""
 
 
-class _Gradients(Log[Reached]):
+class _GradientLog(StoreLog[Reached]):
     """Entries that are found by the element they belong to."""
 
     __slots__ = ("positions",)
@@ -133,16 +133,16 @@ class _Gradients(Log[Reached]):
             self.append(entry)
 
 
-class StoreGradient(Version[Reached]):
+class StoreGradient(StoreVersion[Reached]):
     """What has reached the elements of a store or array; several gradients of one element add up when they are read."""
 
     __slots__ = ()
-    log: _Gradients
+    log: _GradientLog
 
     @classmethod
     def of(cls, entries: Sequence[Reached]) -> StoreGradient:
         """One with these entries alone."""
-        return cls(_Gradients(entries), len(entries), _nbytes(entries))
+        return cls(_GradientLog(entries), len(entries), _nbytes(entries))
 
     def with_entries(self, entries: Sequence[Reached]) -> StoreGradient:
         """With more entries."""
@@ -202,4 +202,4 @@ def store_op(
     )
 
 
-__all__ = ["STORE", "Grad", "Log", "SavedValues", "StoreGradient", "Version", "store_op"]
+__all__ = ["STORE", "Grad", "SavedValues", "StoreGradient", "StoreLog", "StoreVersion", "store_op"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
 
 
-class Step(NamedTuple):
+class LineStep(NamedTuple):
     """One kernel of a line.
 
     Attributes:
@@ -30,7 +30,7 @@ class Step(NamedTuple):
     n_results: int | None = None
 
 
-def straight_line(n_inputs: int, steps: Sequence[Step], results: int | Sequence[int]) -> Kernel:
+def straight_line(n_inputs: int, steps: Sequence[LineStep], results: int | Sequence[int]) -> Kernel:
     """A function that runs `steps` in their order.
 
     Args:
@@ -67,4 +67,4 @@ def _listed(letter: str, numbers: Sequence[int]) -> str:
     return "".join(f"{letter}{number}, " for number in numbers)
 
 
-__all__ = ["Step", "straight_line"]
+__all__ = ["LineStep", "straight_line"]

@@ -12,7 +12,7 @@ from asyncflow.graph.graph import node_effects
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.shape import RANK, SHAPE, SIZE
-from asyncflow.ops.straight_line import Step, straight_line
+from asyncflow.ops.straight_line import LineStep, straight_line
 from asyncflow.state.immutable import sealed
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def compile_pure(xp: Namespace, function: Subgraph) -> Callable[..., Value]:
     """One Python callable for a body of pure nodes: input values to the result."""
     on_host = set() if xp is np else _host_values(function)
     slots = {tensor: slot for slot, tensor in enumerate(function.inputs)}
-    steps: list[Step] = []
+    steps: list[LineStep] = []
     for node in _needed(function):
         assert node.op.kernel is not None
         is_counter = all(x in on_host for x in node.outputs)
@@ -87,7 +87,7 @@ def compile_pure(xp: Namespace, function: Subgraph) -> Callable[..., Value]:
         if node.op is CONSTANT and xp is not np and isinstance(kernel(), np.ndarray):
             kernel = _copied_in(xp, kernel)
         operands = tuple(slots[x] for x in node.inputs)
-        steps.append(Step(_noting(kernel, node), operands, None if node.single else len(node.outputs)))
+        steps.append(LineStep(_noting(kernel, node), operands, None if node.single else len(node.outputs)))
         for output in node.outputs:
             slots[output] = len(slots)
     call = straight_line(len(function.inputs), steps, slots[function.results[0]])

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.autodiff.stores import Log, SavedValues, StoreGradient
+from asyncflow.autodiff.stores import SavedValues, StoreGradient, StoreLog
 
 
 def test_versions_of_a_store_keep_their_meaning() -> None:
     """Two go on from one: the first in place, the second in a copy."""
-    base = SavedValues(Log(), 0, 0).saved(0, "a")
+    base = SavedValues(StoreLog(), 0, 0).saved(0, "a")
     left, right = base.saved(1, "b"), base.saved(1, "c")
     assert left.log is base.log
     assert [each.length for each in (base, left, right)] == [1, 2, 2]
@@ -22,14 +22,14 @@ def test_versions_of_a_store_keep_their_meaning() -> None:
 
 def test_values_are_saved_in_order() -> None:
     with pytest.raises(IndexError, match="value number 2 is saved into a store of 1"):
-        SavedValues(Log(), 0, 0).saved(0, "a").saved(2, "c")
+        SavedValues(StoreLog(), 0, 0).saved(0, "a").saved(2, "c")
 
 
 def test_bytes_are_those_of_the_version() -> None:
     """Of arrays, scalars and stores; what has no size counts nothing."""
-    inner = SavedValues(Log(), 0, 0).saved(0, np.zeros(4))
-    values = SavedValues(Log(), 0, 0).saved(0, inner).saved(1, np.float32(1)).saved(2, "text")
-    assert [inner.nbytes, values.nbytes, SavedValues(Log(), 0, 0).nbytes] == [32, 36, 0]
+    inner = SavedValues(StoreLog(), 0, 0).saved(0, np.zeros(4))
+    values = SavedValues(StoreLog(), 0, 0).saved(0, inner).saved(1, np.float32(1)).saved(2, "text")
+    assert [inner.nbytes, values.nbytes, SavedValues(StoreLog(), 0, 0).nbytes] == [32, 36, 0]
     assert inner.saved(1, np.zeros(1)).nbytes == 40
     assert inner.nbytes == 32
 

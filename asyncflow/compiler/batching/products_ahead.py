@@ -24,7 +24,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements, free
 from asyncflow.ops.indexing import GETITEM
 from asyncflow.ops.linalg import MATMUL
-from asyncflow.ops.straight_line import Step, straight_line
+from asyncflow.ops.straight_line import LineStep, straight_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +69,7 @@ node, then the results of the steps before."""
 
 
 @dataclass(slots=True)
-class _Progress:
+class _BlockProgress:
     """How far a block has come; it is given to each step, and a step may fall short.
 
     Attributes:
@@ -93,9 +93,9 @@ class _Progress:
 
 
 def _bound(xp: Namespace, steps: Steps, results: Sequence[int], n_inputs: int) -> Kernel:
-    """What makes a block, of a `_Progress`, the counters of its iterations and the inputs of the node."""
+    """What makes a block, of a `_BlockProgress`, the counters of its iterations and the inputs of the node."""
     varying = [False, True, *[False] * n_inputs]
-    line: list[Step] = []
+    line: list[LineStep] = []
     for name, attrs, inputs in steps:
         op, operands = find_op(name), tuple(1 + place for place in inputs)
         assert op.kernel is not None
@@ -106,14 +106,14 @@ def _bound(xp: Namespace, steps: Steps, results: Sequence[int], n_inputs: int) -
             is_slice = op is GETITEM and attrs["key"] == (("input", 0),) and varies == [False, True]
             kernel = _joined(kernel, varies) if op is MATMUL else _one_by_one(kernel, varies, is_slice=is_slice)
             operands = 0, *operands
-        line.append(Step(kernel, operands))
+        line.append(LineStep(kernel, operands))
     return straight_line(2 + n_inputs, line, [1 + place for place in results])
 
 
 def _one_by_one(kernel: Kernel, varies: Sequence[bool], *, is_slice: bool) -> Kernel:
     """`kernel` for each iteration, up to the first for which it fails; that is an error only for the very first."""
 
-    def step(progress: _Progress, *operands: Any) -> Sequence[Value] | Array:
+    def step(progress: _BlockProgress, *operands: Any) -> Sequence[Value] | Array:
         rows = _neighbours(operands[0], operands[1], progress.count) if is_slice else None
         if rows is not None:
             return rows
@@ -136,7 +136,7 @@ def _joined(kernel: Kernel, varies: Sequence[bool]) -> Kernel:
     """`kernel`, a matrix product, for all iterations at once, as far as their rows fit below one another."""
     is_left = varies[0]
 
-    def step(progress: _Progress, *operands: Any) -> list[Array]:
+    def step(progress: _BlockProgress, *operands: Any) -> list[Array]:
         rows, matrix = operands if is_left else operands[::-1]
         rows, first = rows[: progress.count], rows[0]
         by = matrix if is_left or matrix.ndim != 2 else matrix.T
@@ -255,7 +255,7 @@ class ProductsAhead:
 
     def _make(self, index: int) -> _Block:
         counters = self._counters(index)
-        progress = _Progress(len(counters))
+        progress = _BlockProgress(len(counters))
         outputs = self._program(progress, counters, *self._inputs)
         block = _Block(index, self._course.step, progress.count, outputs)
         self._blocks = (block, *self._blocks[:1])

@@ -21,7 +21,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
 from asyncflow.ops.cuda_functions import helpers
 from asyncflow.ops.cuda_source import HALVES, c_type, expression
-from asyncflow.ops.straight_line import Step, straight_line
+from asyncflow.ops.straight_line import LineStep, straight_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -185,7 +185,7 @@ def _kernel(xp: Namespace, *, chain: Chain) -> Kernel:
 
 def _one_by_one(xp: Namespace, chain: Chain) -> Kernel:
     """The members' own kernels, in turn."""
-    steps = [Step(_own_kernel(xp, chain, member), member.operands) for member in chain.members]
+    steps = [LineStep(_own_kernel(xp, chain, member), member.operands) for member in chain.members]
     return straight_line(len(chain.inputs), steps, chain.outputs if len(chain.outputs) > 1 else chain.outputs[0])
 
 
