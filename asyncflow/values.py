@@ -30,6 +30,16 @@ Index: TypeAlias = Any
 """What stands between the brackets of an array, or one item of it; NumPy's own type for that is private."""
 
 
+Kernel: TypeAlias = Callable[..., Any]
+"""Takes input values and returns the output value (one output) or a tuple of them (several).
+
+A value of rank 0 may be a NumPy scalar or a 0-d array: kernels accept both and may return either. With an `xp` that is
+not NumPy, inputs of higher rank are its arrays, but for the `Op.host_inputs`; a NumPy array that is returned is the
+host's, too. Kernels never write to their inputs. One that can write its result to a given buffer takes it by ``out=``,
+as ufuncs do, and has an attribute `takes_out` that is true.
+"""
+
+
 class Namespace(Protocol):
     """NumPy, or what has its functions for the arrays of a device."""
 
@@ -56,4 +66,4 @@ class Namespace(Protocol):
     def __getattr__(self, name: str, /) -> Callable[..., Array]: ...
 
 
-__all__ = ["Array", "Index", "Namespace", "Nest", "Value"]
+__all__ = ["Array", "Index", "Kernel", "Namespace", "Nest", "Value"]

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Placed
+    from asyncflow.values import Kernel, Value
 
 _log = logging.getLogger("asyncflow.devices")
 
@@ -37,7 +41,7 @@ class NotCapturableError(Exception):
     """What was to be captured does something that a graph cannot hold."""
 
 
-def host_key(value: Any) -> Hashable:
+def host_key(value: Value) -> Hashable:
     """What tells a host value from others, to the bit; None if it cannot be told."""
     if isinstance(value, np.generic):
         return value.dtype, value.tobytes()
@@ -106,14 +110,14 @@ class GraphCache(Generic[Graph]):
         self._is_refused = False
 
 
-def driven(function: Callable[..., Any]) -> Callable[..., Any]:
+def driven(function: Kernel) -> Kernel:
     """A function that runs the generator of `function` to its end, if that is not too far.
 
     Raises (from the function):
         NotCapturableError: it is too far.
     """
 
-    def run(*inputs: Any) -> Any:
+    def run(*inputs: Value) -> Placed:
         generator = function(*inputs)
         budget = None
         for _ in range(_MOST_PIECES):

@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from types import GeneratorType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncflow.errors import LoopIdentity
+
+if TYPE_CHECKING:
+    from asyncflow.values import Kernel, Value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +32,10 @@ class Branch:
         arguments: of both.
     """
 
-    pred: Any
+    pred: Value
     on_true: Body
     on_false: Body
-    arguments: Sequence[Any]
+    arguments: Sequence[Value]
 
 
 _UNNAMED = LoopIdentity("loop")
@@ -51,8 +54,8 @@ class Loop:
 
     condition: Condition
     body: Body
-    variables: Sequence[Any]
-    captures: Sequence[Any] = ()
+    variables: Sequence[Value]
+    captures: Sequence[Value] = ()
     identity: LoopIdentity = _UNNAMED
 
 
@@ -73,16 +76,16 @@ class Ended:
         value: what it returned.
     """
 
-    value: Any
+    value: Value
 
 
-def decisions(function: Callable[..., Any], arguments: Sequence[Any]) -> Generator[Decision, Any, Any]:
+def decisions(function: Kernel, arguments: Sequence[Value]) -> Generator[Decision, Any, Any]:
     """The generator of ``function(*arguments)``, also of a function that decides nothing."""
     result = function(*arguments)
     return (yield from result) if isinstance(result, GeneratorType) else result
 
 
-def advance(running: Generator[Decision, Any, Any], results: Sequence[Any] | None) -> Decision | Ended:
+def advance(running: Generator[Decision, Any, Any], results: Sequence[Value] | None) -> Decision | Ended:
     """What a generator wants decided next, once it has the results of its last decision; None to start it."""
     try:
         return running.send(results)

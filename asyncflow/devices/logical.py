@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,10 @@ from asyncflow.devices.protocol import AsynchronousDevice, Capabilities, Deliver
 from asyncflow.devices.values import DeviceValue
 from asyncflow.errors import LoopIdentity
 from asyncflow.streams.protocol import Stream
+
+if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Placed, Spans
+    from asyncflow.values import Kernel, Value
 
 AnyStream = TypeVar("AnyStream", bound=Stream)
 
@@ -120,7 +124,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     def __init__(self, kind: str, index: int, capabilities: Capabilities, compute_streams: int) -> None:
         """Name the device; the arguments are those of `LogicalDevice`."""
         super().__init__(kind, index, capabilities, compute_streams)
-        self._spans: list[Any] | None = None
+        self._spans: Spans | None = None
 
     @property
     def asynchronous(self) -> Any:  # type: ignore[override] # an attribute would be a cycle
@@ -137,7 +141,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         """Does nothing: no thread has a current device of the kind."""
         return _NOTHING
 
-    def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
+    def bind_region(self, function: Kernel, info: KernelInfo, *, is_generator: bool) -> Kernel:
         """Does not run regions.
 
         Raises:
@@ -153,7 +157,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         n_vars: int,
         identity: LoopIdentity,
         limit: int | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Kernel:
         """Does not run loops.
 
         Raises:
@@ -161,11 +165,11 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         """
         raise NotImplementedError(f"{self.name} does not run loops, and was given {info.name}")
 
-    def resident(self, constant: Any, stream: int) -> Any:
+    def resident(self, constant: Value, stream: int) -> Placed:
         """The constant: what uses it orders itself."""
         return constant
 
-    def require_data(self, value: Any, name: str) -> None:
+    def require_data(self, value: Value, name: str) -> None:
         """Does nothing: what was computed has data."""
 
     def now_ns(self) -> int:
@@ -176,7 +180,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         """Now: what is said to another device is said at once."""
         return perf_counter_ns()
 
-    def receive(self, value: Any, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
+    def receive(self, value: Value, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
         """Take over a value of `source` by way of the host: ``deliver(value_here, error)`` is called once."""
         if not isinstance(value, DeviceValue):
             self.feed(value, deliver)
@@ -191,15 +195,15 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         value.to_host(take)
 
     @abstractmethod
-    def feed(self, value: Any, deliver: Deliver) -> None:
+    def feed(self, value: Value, deliver: Deliver) -> None:
         """See `AsynchronousDevice`."""
 
-    def record_into(self, spans: list[Any] | None) -> list[Any] | None:
+    def record_into(self, spans: Spans | None) -> Spans | None:
         """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""
         before, self._spans = self._spans, spans
         return before
 
-    def settle(self, spans: Sequence[Any]) -> Sequence[Span]:
+    def settle(self, spans: Spans) -> Sequence[Span]:
         """`spans`: they were known when they were recorded."""
         return spans
 

@@ -20,12 +20,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from sys import getsizeof
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncflow.devices.options import positive_count
+
+if TYPE_CHECKING:
+    from asyncflow.values import Value
 
 TRACKED_BYTES = 4096
 """Arrays smaller than this are not counted by themselves: watching one costs more than it holds."""
@@ -345,7 +348,7 @@ class ChargedAccount(MemoryAccount):
             self._used -= nbytes
 
 
-class _Watch(weakref.ref[Any]):
+class _Watch(weakref.ref[object]):
     """A weak reference to a buffer, or to a store, that knows what it counted; `count` is of a store's values."""
 
     __slots__ = ("count", "key", "label", "nbytes")
@@ -355,7 +358,7 @@ class _Watch(weakref.ref[Any]):
     nbytes: int
     label: str
 
-    def __new__(cls, owner: Any, freed: Callable[[_Watch], None], key: int, nbytes: int, label: str) -> _Watch:
+    def __new__(cls, owner: Value, freed: Callable[[_Watch], None], key: int, nbytes: int, label: str) -> _Watch:
         self = super().__new__(cls, owner, freed)
         self.count = -1
         self.key = key
@@ -363,7 +366,7 @@ class _Watch(weakref.ref[Any]):
         self.label = label
         return self
 
-    def __init__(self, owner: Any, freed: Callable[[_Watch], None], *_: object) -> None:
+    def __init__(self, owner: Value, freed: Callable[[_Watch], None], *_: object) -> None:
         # `weakref.ref` counts its arguments here as well.
         super().__init__(owner, freed)  # type: ignore[call-arg]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from asyncflow.devices.decisions import Body, Condition
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.errors import LoopIdentity
 from asyncflow.streams.protocol import Stream
+
+if TYPE_CHECKING:
+    from asyncflow.values import Kernel, Value
 
 Shape: TypeAlias = tuple[int, ...]
 ArraySpec: TypeAlias = tuple["np.dtype[Any]", Shape]
@@ -61,7 +64,7 @@ class KernelInfo:
     moves_references: bool = False
     uses_state: bool = False
     host_inputs: frozenset[int] = frozenset()
-    on_host: Callable[..., Any] | None = None
+    on_host: Kernel | None = None
     is_metadata: bool = False
     in_region: bool = False
     vectors: tuple[int, ...] = ()
@@ -101,6 +104,9 @@ def is_coroutine_kernel(kernel: object) -> bool:
 
 Spans: TypeAlias = list[Any]
 """What a device notes of the work that it launches; only it knows what a note is, and `settle` reads them."""
+
+Placed: TypeAlias = Any
+"""A value where a device keeps it: a `DeviceValue`, a number of the host, or what only kernels understand."""
 
 Mark: TypeAlias = Any
 """A point in the work of an asynchronous device, which only that device understands."""
@@ -269,7 +275,7 @@ class AsynchronousDevice(Device, Protocol):
         """A context in which the device's calls cost less; nothing may wait inside."""
         ...
 
-    def bind(self, kernel: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
+    def bind(self, kernel: Kernel, info: KernelInfo) -> Kernel:
         """A function that launches `kernel` on device values, and gives device values.
 
         For a coroutine function (``info.is_async``) it is one again: it waits for its inputs and calls it on NumPy
@@ -277,7 +283,7 @@ class AsynchronousDevice(Device, Protocol):
         """
         ...
 
-    def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
+    def bind_region(self, function: Kernel, info: KernelInfo, *, is_generator: bool) -> Kernel:
         """A function that runs a region's generated one on device values; only for a device that `runs_regions`.
 
         With `is_generator` it gives a generator, each step of which enqueues some of the region.
@@ -292,7 +298,7 @@ class AsynchronousDevice(Device, Protocol):
         n_vars: int,
         identity: LoopIdentity,
         limit: int | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Kernel:
         """A coroutine function that runs a loop on device values; only for a device that `runs_loops`.
 
         Args:
@@ -304,15 +310,15 @@ class AsynchronousDevice(Device, Protocol):
         """
         ...
 
-    def constant(self, value: Any) -> Any:
+    def constant(self, value: Value) -> Placed:
         """A device value that has been there from the start."""
         ...
 
-    def resident(self, constant: Any, stream: int) -> Any:
+    def resident(self, constant: Value, stream: int) -> Placed:
         """What regions on one of the compute streams use for such a value; only for a device that `runs_regions`."""
         ...
 
-    def feed(self, value: Any, deliver: Deliver) -> None:
+    def feed(self, value: Value, deliver: Deliver) -> None:
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
 
         Kernels wait for the copy by themselves; `value` must not change before it is delivered.
@@ -325,7 +331,7 @@ class AsynchronousDevice(Device, Protocol):
 
     def receive(
         self,
-        value: Any,
+        value: Value,
         source: Device,
         deliver: Deliver,
         sent_ns: int | None = None,
@@ -337,7 +343,7 @@ class AsynchronousDevice(Device, Protocol):
         """
         ...
 
-    def require_data(self, value: Any, name: str) -> None:
+    def require_data(self, value: Value, name: str) -> None:
         """Raise unless Python can look at `value`, as the node `name` has to: a simulation may know its shape alone."""
         ...
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from asyncflow.devices.protocol import Deliver, Shape
+    from asyncflow.devices.protocol import Deliver, Placed, Shape
 
 DType: TypeAlias = "np.dtype[Any]"
 
@@ -40,7 +40,7 @@ class DeviceArray(DeviceValue):
     name: str
     can_lend = False
 
-    def lend(self) -> Any:
+    def lend(self) -> Placed:
         """The array itself, as one of the library that made it, for others; they must not write to it."""
         raise NotImplementedError(f"arrays on {self.device} cannot be lent")
 
@@ -119,7 +119,7 @@ def is_shape(value: object) -> bool:
     return isinstance(value, np.ndarray) and value.ndim <= 1 and value.dtype.kind in "biu" and value.size <= _FEW
 
 
-def as_scalar(value: Any) -> Any:
+def as_scalar(value: Placed) -> Placed:
     """A NumPy scalar for an array of rank 0 of numbers, which CuPy would refuse; anything else as it is."""
     is_number = isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind not in "OSUT"
     return value[()] if is_number else value

@@ -5,28 +5,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.ir import Node
 from asyncflow.graph.spec import Spec
+from asyncflow.values import Kernel as Kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Attrs, Tensor
     from asyncflow.values import Namespace
-
-Kernel: TypeAlias = Callable[..., Any]
-"""Takes input values and returns the output value (one output) or a tuple of them (several).
-
-A value of rank 0 may be a NumPy scalar or a 0-d array: kernels accept both and may return either. With an `xp` that is
-not NumPy, inputs of higher rank are its arrays, but for the `Op.host_inputs`; a NumPy array that is returned is the
-host's, too. Kernels never write to their inputs. One that can write its result to a given buffer takes it by ``out=``,
-as ufuncs do, and has an attribute `takes_out` that is true.
-"""
 
 
 class Access(enum.Enum):

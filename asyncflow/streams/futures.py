@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 
-def resolve(future: asyncio.Future[Any], value: Any = None, error: BaseException | None = None) -> None:
+def resolve(future: asyncio.Future[Any], value: object = None, error: BaseException | None = None) -> None:
     """Give a future its result or exception, unless its task was cancelled meanwhile; on the future's loop."""
     if future.done():
         return

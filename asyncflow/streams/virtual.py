@@ -28,7 +28,10 @@ from contextlib import contextmanager
 from contextvars import Context
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
+
+if TYPE_CHECKING:
+    from asyncflow.values import Value
 
 _NS_PER_S = 1_000_000_000
 _ROUNDING_ULPS = 4
@@ -130,7 +133,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         when_ns: int | None,
         when: float,
         callback: Callable[..., object],
-        args: tuple[Any, ...],
+        args: tuple[Value, ...],
         context: Context | None,
     ) -> asyncio.TimerHandle:
         if self.is_closed():
@@ -246,7 +249,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def _came_back(self, _future: object) -> None:
         self._outside -= 1
 
-    async def shutdown_default_executor(self, *args: Any, **options: Any) -> None:
+    async def shutdown_default_executor(self, *args: Value, **options: Any) -> None:
         """Wait for the threads of the default executor; its timeout is virtual, and so never passes."""
         with self.outside_work():
             await super().shutdown_default_executor(*args, **options)
@@ -276,7 +279,7 @@ class _Timer(asyncio.TimerHandle):
         self,
         when: float,
         callback: Callable[..., object],
-        args: tuple[Any, ...],
+        args: tuple[Value, ...],
         loop: asyncio.AbstractEventLoop,
         context: Context | None,
     ) -> None:

@@ -31,10 +31,13 @@ from asyncio import AbstractEventLoop
 from collections import Counter
 from collections.abc import Callable, Hashable
 from time import perf_counter_ns, thread_time_ns
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from asyncflow.devices.hardware import usable_cores
 from asyncflow.streams.cpu.stream import ThreadStream
+
+if TYPE_CHECKING:
+    from asyncflow.values import Value
 
 SHORT_NS = 5_000_000
 """A firing that is expected to take no longer is a short one (5 ms)."""
@@ -117,7 +120,7 @@ class _Work:
         self.work = work
         self.computed_ns = 0
 
-    def __call__(self, *args: Any) -> object:
+    def __call__(self, *args: Value) -> object:
         before = thread_time_ns()
         try:
             return self.work(*args)
@@ -162,7 +165,7 @@ class Lanes:
     def submit(
         self,
         work: Callable[..., object],
-        args: tuple[Any, ...],
+        args: tuple[Value, ...],
         deliver: Deliver,
         loop: AbstractEventLoop,
         *,

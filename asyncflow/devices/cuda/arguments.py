@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.stream import CudaStream
+    from asyncflow.values import Value
 
 
 class Values:
@@ -28,7 +30,7 @@ class Values:
         self._ndarray = device.cupy.ndarray
         self._is_alone = len(device.compute_streams) == 1
 
-    def raw(self, value: Any, name: str) -> Any:
+    def raw(self, value: Placed, name: str) -> Placed:
         """What a kernel gets for `value`, which its stream now waits for."""
         kind = type(value)
         if kind is CudaArray:
@@ -37,7 +39,7 @@ class Values:
             return value.array
         return value.value if kind is CudaOpaque else value
 
-    def uploaded(self, value: Any, name: str) -> Any:
+    def uploaded(self, value: Value, name: str) -> Placed:
         """What `raw` gives; an array of the host is copied to the device first."""
         if type(value) is np.ndarray:
             if stays_on_host(value) or not value.ndim:
@@ -46,7 +48,7 @@ class Values:
             self.hold((value,))
         return self.raw(value, name)
 
-    def brought(self, arguments: tuple[Any, ...], positions: Sequence[int]) -> tuple[Any, ...]:
+    def brought(self, arguments: tuple[Placed, ...], positions: Sequence[int]) -> tuple[Placed, ...]:
         """`arguments`, with copies on the device for arrays of the host at these positions."""
         found = [index for index in positions if type(arguments[index]) is np.ndarray]
         if not found:
@@ -68,7 +70,7 @@ class Values:
             return
         value.order(self.stream)
 
-    def hold(self, arguments: Sequence[Any]) -> None:
+    def hold(self, arguments: Sequence[Value]) -> None:
         """Keep memory of other compute streams until the work that this one is given in this turn is done."""
         if self._is_alone:
             return
@@ -77,7 +79,7 @@ class Values:
         if opaque:
             self.stream.hold(*opaque)
 
-    def wrapped(self, output: Any, name: str) -> Any:
+    def wrapped(self, output: Value, name: str) -> Placed:
         """The device value for what a kernel gave."""
         if isinstance(output, self._ndarray):
             return CudaArray(output, self._device, self.stream, name)

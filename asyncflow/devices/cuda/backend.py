@@ -9,10 +9,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from asyncflow.devices import hardware
 from asyncflow.devices.memory import format_bytes
+
+if TYPE_CHECKING:
+    from asyncflow.streams.cuda.cupy_types import Cupy
 
 _log = logging.getLogger("asyncflow.devices")
 
@@ -30,7 +33,7 @@ class CudaBackend:
         reason: why CUDA is not usable; empty if it is.
     """
 
-    cupy: Any
+    cupy: Cupy
     cards: tuple[str, ...] = ()
     reason: str = ""
 
@@ -44,7 +47,7 @@ def cuda_backend() -> CudaBackend:
 
 
 @contextmanager
-def using_cupy(module: Any) -> Iterator[None]:
+def using_cupy(module: Cupy) -> Iterator[None]:
     """Devices opened inside take `module` for CuPy; for tests without a card."""
     described = _describe(module)
     _stand_ins.append(described)
@@ -81,7 +84,7 @@ def _what_is_missing() -> list[str]:
     return missing
 
 
-def _describe(cupy: Any, *, try_kernel: bool = False) -> CudaBackend:
+def _describe(cupy: Cupy, *, try_kernel: bool = False) -> CudaBackend:
     lines = []
     runtime = cupy.cuda.runtime
     for card in range(runtime.getDeviceCount()):

@@ -8,7 +8,11 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from asyncflow.streams.cuda.cupy_types import Raw
+
 
 _log = logging.getLogger("asyncflow.devices")
 
@@ -20,12 +24,12 @@ class Bindings(Protocol):
     """The modules `cuda.bindings.driver` and `cuda.bindings.runtime`."""
 
     @property
-    def driver(self) -> Any:
+    def driver(self) -> Raw:
         """Its functions give ``(error, *results)``."""
         ...
 
     @property
-    def runtime(self) -> Any:
+    def runtime(self) -> Raw:
         """Likewise."""
         ...
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from asyncflow.devices.cuda.device import CudaDevice
-    from asyncflow.devices.protocol import Deliver
+    from asyncflow.devices.protocol import Deliver, Placed
+    from asyncflow.devices.values import DType
+    from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
     from asyncflow.streams.cuda.stream import CudaStream
+    from asyncflow.values import Array
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _log = logging.getLogger("asyncflow.devices")
 
@@ -71,7 +73,7 @@ class Copies:
         self._runtime = device.cupy.cuda.runtime
         self._slab = slab
         self._small = PinnedSlab(device.cupy, SMALL_PINNED_BYTES)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Placed]] = set()
 
     async def ended(self, grace_s: float) -> None:
         """Wait up to ``grace_s`` seconds for the copies in pieces."""
@@ -182,7 +184,7 @@ class Copies:
             buffer.free()
             raise
 
-        def emptied() -> Any:
+        def emptied() -> CupyArray:
             try:
                 return as_scalar(buffer.view(dtype, shape).copy())
             finally:
@@ -190,7 +192,7 @@ class Copies:
 
         self._d2h.notify(self.told(emptied, deliver), array, buffer)
 
-    def told(self, read: Callable[[], Any], deliver: Deliver) -> Callable[[BaseException | None], None]:
+    def told(self, read: Callable[[], Placed], deliver: Deliver) -> Callable[[BaseException | None], None]:
         """A notice that delivers what ``read()`` gives, or why there is nothing to read."""
 
         def notice(error: BaseException | None) -> None:
@@ -206,12 +208,12 @@ class Copies:
 
         return notice
 
-    def _copy_out(self, value: CudaArray, array: Any, offset: int, buffer: PinnedBuffer) -> None:
+    def _copy_out(self, value: CudaArray, array: CupyArray, offset: int, buffer: PinnedBuffer) -> None:
         value.order(self._d2h)
         kind = self._runtime.memcpyDeviceToHost
         self._copy(self._d2h, buffer.ptr, array.data.ptr + offset, buffer.nbytes, kind, value.name)
 
-    async def _fetch_in_pieces(self, value: CudaArray) -> Any:
+    async def _fetch_in_pieces(self, value: CudaArray) -> Placed:
         device = self._device
         device.check()
         array = self.contiguous(value)
@@ -233,7 +235,7 @@ class Copies:
                 done.add_done_callback(_freeing_after(buffer))
         return as_scalar(result)
 
-    def _leave(self, value: CudaArray, array: Any, offset: int, buffer: PinnedBuffer) -> asyncio.Future[None]:
+    def _leave(self, value: CudaArray, array: CupyArray, offset: int, buffer: PinnedBuffer) -> asyncio.Future[None]:
         """Give the copy of a piece to the stream; the future is that of its end."""
         try:
             self._device.check()
@@ -286,7 +288,7 @@ class Copies:
         self._peer.hold(landing, there)
         return CudaArray(here, device, self._peer, value.name, self._peer.record(), landing)
 
-    def copy_from(self, card: int, here: Any, there: Any, name: str) -> None:
+    def copy_from(self, card: int, here: CupyArray, there: CupyArray, name: str) -> None:
         """Copy, on `peer`, an array in C order that is on `card` to one that is here."""
         target, origin, nbytes = here.data.ptr, there.data.ptr, there.nbytes
         if card == self._device.physical:
@@ -302,13 +304,13 @@ class Copies:
 
     # -- what all have in common ---------------------------------------------------------------------------------
 
-    def new(self, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Any:
+    def new(self, shape: tuple[int, ...], dtype: DType, name: str) -> CupyArray:
         """New memory of the device, from the arena of its first compute stream."""
         self._device.pool.label = name
         with self._device.compute.activate():
             return self._device.cupy.empty(shape, dtype)
 
-    def contiguous(self, value: CudaArray, *, is_copy: bool = False) -> Any:
+    def contiguous(self, value: CudaArray, *, is_copy: bool = False) -> CupyArray:
         """The array, or a copy of it in C order; work that follows `value` finds either written.
 
         Args:
@@ -372,13 +374,13 @@ class Copies:
         self._slab.wait_for(nbytes, given)
         return future
 
-    def _spawn(self, work: Coroutine[Any, Any, Any], deliver: Deliver) -> None:
+    def _spawn(self, work: Coroutine[object, object, Placed], deliver: Deliver) -> None:
         """Run a copy of several steps; nothing cancels it, since the memory it uses is the device's."""
         device = self._device
-        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work, name=f"{device.name} copy")
+        task: asyncio.Task[Placed] = asyncio.get_running_loop().create_task(work, name=f"{device.name} copy")
         self._tasks.add(task)
 
-        def done(task: asyncio.Task[Any]) -> None:
+        def done(task: asyncio.Task[Placed]) -> None:
             self._tasks.discard(task)
             if task.cancelled():
                 deliver(None, asyncio.CancelledError("the event loop cancelled a copy"))
@@ -390,7 +392,7 @@ class Copies:
         task.add_done_callback(done)
 
 
-def enable_peer_access(cupy: Any, card: int) -> None:
+def enable_peer_access(cupy: Cupy, card: int) -> None:
     """Let `card` and those asked for earlier copy to one another without going through the host, where they can.
 
     May take milliseconds: call it at start-up, on a worker thread.
@@ -402,7 +404,7 @@ def enable_peer_access(cupy: Any, card: int) -> None:
     known.add(card)
 
 
-def _enable(cupy: Any, card: int, other: int) -> None:
+def _enable(cupy: Cupy, card: int, other: int) -> None:
     runtime = cupy.cuda.runtime
     if runtime.deviceCanAccessPeer(card, other):
         with cupy.cuda.Device(card):
@@ -417,7 +419,7 @@ _LAUNCHES = 3
 """What a copy adds to the queue of its stream beside the copy itself: waits and marks."""
 
 _ALREADY_ENABLED = 704
-_cards: dict[Any, set[int]] = {}
+_cards: dict[Cupy, set[int]] = {}
 
 
 def _freeing_after(buffer: PinnedBuffer) -> Callable[[asyncio.Future[None]], None]:

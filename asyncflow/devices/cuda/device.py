@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -47,6 +47,11 @@ from asyncflow.streams.cuda.stream import CudaStream, active_stream, capturing
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.holding import Hold, holding, refuse_to_queue
 
+if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Placed, Spans
+    from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
+    from asyncflow.values import Array, Kernel, Value
+
 _NS_PER_KERNEL = 3_000.0
 _NS_PER_FLOP = 1e9 / 10e12
 _NS_PER_BYTE = 1e9 / 1.5e12
@@ -69,7 +74,7 @@ class CudaDevice(Progress):
 
     def __init__(
         self,
-        cupy: Any,
+        cupy: Cupy,
         index: int = 0,
         *,
         physical: int = 0,
@@ -200,11 +205,11 @@ class CudaDevice(Progress):
 
     # -- launching -----------------------------------------------------------------------------------------------
 
-    def bind(self, kernel: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
+    def bind(self, kernel: Kernel, info: KernelInfo) -> Kernel:
         """A function that launches `kernel` on device values and host values; see `Launcher`."""
         return HostLauncher(self, kernel, info) if info.is_async else Launcher(self, kernel, info)
 
-    def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
+    def bind_region(self, function: Kernel, info: KernelInfo, *, is_generator: bool) -> Kernel:
         """A function that enqueues a region; see `RegionLauncher`."""
         return RegionLauncher(self, function, info, is_generator=is_generator)
 
@@ -220,14 +225,14 @@ class CudaDevice(Progress):
         """A loop that the card runs by itself, where it can be captured; see `WhileLauncher`."""
         return WhileLauncher(self, cuda_bindings(), functions, info, n_vars=n_vars, identity=identity, limit=limit)
 
-    def activate(self) -> Any:
+    def activate(self) -> Raw:
         """A context in which this device's calls are cheaper; it must not be left open where something waits."""
         self.exchange.take_back()
         return self.compute.activate()
 
     # -- values in -----------------------------------------------------------------------------------------------
 
-    def constant(self, value: Any) -> Any:
+    def constant(self, value: Placed) -> Placed:
         """A device value that has been there from the start; what has rank 0, and all that is no array, stays."""
         if stays_on_host(value):
             return value
@@ -239,7 +244,7 @@ class CudaDevice(Progress):
         self.check()
         return self.copied_pageable(value, "constant")
 
-    def resident(self, constant: Any, stream: int) -> Any:
+    def resident(self, constant: Value, stream: int) -> Placed:
         """The constant's array, which all later work of a compute stream finds there."""
         if type(constant) is not CudaArray:
             return constant
@@ -247,7 +252,7 @@ class CudaDevice(Progress):
             constant.order(self.compute_streams[stream])
         return constant.array
 
-    def upload(self, value: np.ndarray[Any, Any]) -> Any:
+    def upload(self, value: Array) -> CupyArray:
         """The array for one of the host that a kernel uses, on the compute stream that is active."""
         stream = active_stream() or self.compute
         if not _is_on_loop():
@@ -257,14 +262,14 @@ class CudaDevice(Progress):
         self.hold(stream, copied.array)
         return copied.array
 
-    def copy_in(self, value: np.ndarray[Any, Any], name: str) -> CudaArray:
+    def copy_in(self, value: Array, name: str) -> CudaArray:
         """A copy of an array of the host, which the caller may then change.
 
         Blocks until all earlier work has ended if the pinned memory is full or too small; `feed` never does.
         """
         return self.copies.bring(value, name)
 
-    def copied_pageable(self, value: np.ndarray[Any, Any], name: str) -> CudaArray:
+    def copied_pageable(self, value: Array, name: str) -> CudaArray:
         """A copy of an array of the host, without pinned memory; blocks until all earlier work has ended.
 
         Any thread may call it. Another may capture on the compute stream meanwhile: what is allocated or recorded there
@@ -282,7 +287,7 @@ class CudaDevice(Progress):
             copying.synchronize()
         return CudaArray(array, self, self.compute, name)
 
-    def feed(self, value: Any, deliver: Deliver, name: str = "feed") -> None:
+    def feed(self, value: Placed, deliver: Deliver, name: str = "feed") -> None:
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
 
         `value` must not change before that, but for a `ForeignArray`. Counters, predicates and what is no array stay
@@ -297,19 +302,19 @@ class CudaDevice(Progress):
             return
         self.copies.feed(value, deliver, name)
 
-    def fed(self, value: np.ndarray[Any, Any], name: str) -> Any:
+    def fed(self, value: Array, name: str) -> Placed:
         """`feed` for coroutines: the device value, or a future of it."""
         return self._future_of(lambda deliver: self.feed(value, deliver, name))
 
     # -- values out ----------------------------------------------------------------------------------------------
 
-    def fetched(self, value: Any) -> Any:
+    def fetched(self, value: Value) -> Placed:
         """`DeviceValue.to_host` for coroutines: a host value, or a future of it."""
         return self._future_of(value.to_host) if isinstance(value, DeviceValue) else value
 
     # -- between devices -----------------------------------------------------------------------------------------
 
-    def receive(self, value: Any, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
+    def receive(self, value: Value, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
         """Take over a value of `source`: ``deliver(value_here, error)`` is called once, now or later.
 
         An array of another CUDA device is delivered at once, and has its event.
@@ -328,7 +333,7 @@ class CudaDevice(Progress):
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
-    def hold(self, stream: CudaStream, *arrays: Any) -> None:
+    def hold(self, stream: CudaStream, *arrays: Value) -> None:
         """Keep arrays until the work that `stream` is given in this turn is done, unless their memory is its own.
 
         Memory that is freed is used again in the order of its home; where there is one compute stream, that is it.
@@ -336,11 +341,11 @@ class CudaDevice(Progress):
         if self._count > 1 and (foreign := [array for array in arrays if home_of(array) is not stream]):
             stream.hold(*foreign)
 
-    async def in_host_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+    async def in_host_thread(self, work: Callable[..., Placed], *args: Value) -> Placed:
         """What ``work(*args)`` gives, computed on the device's host thread."""
         loop, context = asyncio.get_running_loop(), copy_context()
         refuse_to_queue(context)
-        future: asyncio.Future[Any] = loop.create_future()
+        future: asyncio.Future[Placed] = loop.create_future()
 
         def deliver(result: object, error: BaseException | None, _started: int, _ended: int) -> None:
             resolve(future, result, error)
@@ -348,8 +353,8 @@ class CudaDevice(Progress):
         self._host.submit(context.run, (holding, Hold(), work, *args), deliver, loop)
         return await asyncio.shield(future)
 
-    def _future_of(self, ask: Callable[[Deliver], object]) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    def _future_of(self, ask: Callable[[Deliver], object]) -> asyncio.Future[Placed]:
+        future: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
         # Whoever waits for several hears of the first failure only.
         future.add_done_callback(lambda future: future.cancelled() or future.exception())
         ask(partial(resolve, future))
@@ -357,7 +362,7 @@ class CudaDevice(Progress):
 
     # -- timelines -----------------------------------------------------------------------------------------------
 
-    def record_into(self, spans: list[Any] | None) -> list[Any] | None:
+    def record_into(self, spans: Spans | None) -> Spans | None:
         """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""
         if spans is not None and self._clock.is_old:
             self._host.enqueue(self._clock.refresh)
@@ -368,11 +373,11 @@ class CudaDevice(Progress):
         """Whether somebody wants to know when work begins and ends."""
         return self._spans is not None
 
-    def recorded(self) -> list[Any] | None:
+    def recorded(self) -> Spans | None:
         """What the work launched now is added to."""
         return self._spans
 
-    def settle(self, spans: Sequence[Any]) -> Sequence[Span]:
+    def settle(self, spans: Spans) -> Sequence[Span]:
         """The spans of work that has ended, with their times."""
         return [] if self._lost is not None else [span.settled() for span in spans]
 

@@ -23,10 +23,11 @@ from asyncflow.devices.cuda.values import CudaArray, Landing
 from asyncflow.streams.cuda.stream import active_stream
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.protocol import Deliver
+    from asyncflow.devices.values import DType
+    from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
+    from asyncflow.values import Array, Value
 
 HOST_MEMORY = frozenset({1, 3})
 """DLPack's numbers of memory that NumPy reads: the host's, and what CUDA has pinned of it."""
@@ -48,9 +49,7 @@ class ForeignArray:
 
     __slots__ = ("card", "dtype", "shape", "value", "written")
 
-    def __init__(
-        self, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], card: int, written: Any = None
-    ) -> None:
+    def __init__(self, value: Any, dtype: DType, shape: tuple[int, ...], card: int, written: Raw = None) -> None:
         self.value = value
         self.written = written
         self.dtype = dtype
@@ -65,7 +64,7 @@ class ForeignArray:
     def __repr__(self) -> str:
         return f"<ForeignArray {type(self.value).__name__} {self.dtype}{list(self.shape)} on card {self.card}>"
 
-    def snapshot(self, cupy: Any) -> ForeignArray:
+    def snapshot(self, cupy: Cupy) -> ForeignArray:
         """A copy that nobody changes, made by the library itself in the order of its current stream.
 
         Whoever looks at it later may find another stream the current one, so it brings its event. Libraries without
@@ -86,11 +85,11 @@ class ForeignArray:
         return ForeignArray(copied, self.dtype, self.shape, self.card, written)
 
 
-def _event_after(cupy: Any, value: Any, card: int) -> Any:
+def _event_after(cupy: Cupy, value: Value, card: int) -> Raw:
     """An event after all that the current stream of the value's library has been given."""
     with cupy.cuda.Device(card):
         event = cupy.cuda.Event(disable_timing=True)
-        torch: Any = sys.modules["torch"] if _is_torch(value) else None
+        torch: Raw = sys.modules["torch"] if _is_torch(value) else None
         current = (
             cupy.cuda.get_current_stream(card).ptr if torch is None else torch.cuda.current_stream(card).cuda_stream
         )
@@ -106,7 +105,7 @@ class Loan:
 
     __slots__ = ("_array", "_give_back")
 
-    def __init__(self, array: Any, give_back: Any) -> None:
+    def __init__(self, array: CupyArray, give_back: Raw) -> None:
         self._array = array
         self._give_back = give_back
 
@@ -114,7 +113,7 @@ class Loan:
         self._give_back(self._array)
 
 
-def view(cupy: Any, foreign: ForeignArray) -> tuple[Any, Any]:
+def view(cupy: Cupy, foreign: ForeignArray) -> tuple[CupyArray, Raw]:
     """A CuPy array in C order in the same memory, and an event that completes when all is written to it.
 
     One in another order is copied to C order first, in the memory of CuPy's own pool.
@@ -133,13 +132,13 @@ def view(cupy: Any, foreign: ForeignArray) -> tuple[Any, Any]:
     return array, written
 
 
-def hold_back(cupy: Any, card: int, event: Any) -> None:
+def hold_back(cupy: Cupy, card: int, event: Raw) -> None:
     """Let the current streams of those who may write to an array on the card next wait for ``event``."""
     for stream in current_streams(cupy, card):
         cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
 
 
-def current_streams(cupy: Any, card: int) -> list[int]:
+def current_streams(cupy: Cupy, card: int) -> list[int]:
     """The streams of a card that CuPy and PyTorch use on this thread, as CUDA's pointers."""
     found = [cupy.cuda.get_current_stream(card).ptr]
     torch = sys.modules.get("torch")
@@ -148,7 +147,7 @@ def current_streams(cupy: Any, card: int) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def read(cupy: Any, array: Any, written: Any, card: int) -> np.ndarray[Any, Any]:
+def read(cupy: Cupy, array: CupyArray, written: Raw, card: int) -> Array:
     """The values of a CuPy array, when the event has completed. Blocks: call it on a thread that may wait."""
     with cupy.cuda.Device(card):
         # Not the default stream, which would also wait for other work of the card. Nothing is allocated on this one,
@@ -158,7 +157,7 @@ def read(cupy: Any, array: Any, written: Any, card: int) -> np.ndarray[Any, Any]
         ready = cupy.cuda.Event(block=True, disable_timing=True)
         ready.record(copying)
         ready.synchronize()
-        values: np.ndarray[Any, Any] = array.get(stream=copying)
+        values: Array = array.get(stream=copying)
     return values
 
 
@@ -169,7 +168,7 @@ class Exchange:
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._returned: deque[Any] = deque()
+        self._returned: deque[Raw] = deque()
 
     def feed(self, foreign: ForeignArray, deliver: Deliver, name: str) -> None:
         """Copy an array of another library in: ``deliver(device_value, error)`` is called at once.
@@ -194,7 +193,7 @@ class Exchange:
         hold_back(cupy, foreign.card, copied.raw)
         return CudaArray(here, device, peer, name, copied, landing)
 
-    def lend(self, value: CudaArray) -> Any:
+    def lend(self, value: CudaArray) -> CupyArray:
         """The array itself as a ``cupy.ndarray``, for others, who must not write to it.
 
         One with negative strides is copied: PyTorch aborts the process where it gets such an array.

@@ -8,16 +8,16 @@ copies the array, which it refers to until the copy is done.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.devices.cuda.exchange import read
 from asyncflow.devices.cuda.values import CudaArray, Landing
 from asyncflow.streams.cuda.stream import active_stream, capturing
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.streams.cuda.cupy_types import CupyArray
+    from asyncflow.values import Array
 
 
 class CudaHolder:
@@ -44,14 +44,14 @@ class CudaHolder:
         """
         self._device.check()
 
-    def keep(self, array: Any) -> CudaArray:
+    def keep(self, array: CupyArray) -> CudaArray:
         """A handle for an array that the kernel which is running has made; in C order, which any device can copy."""
         device = self._device
         if not array.flags.c_contiguous:
             array = device.cupy.ascontiguousarray(array)
         return CudaArray(array, device, active_stream() or device.compute, device.pool.label)
 
-    def use(self, handle: CudaArray) -> Any:
+    def use(self, handle: CudaArray) -> CupyArray:
         """The array, which work given to the stream that is active finds written."""
         stream = active_stream() or self._device.compute
         if handle.stream is not stream:
@@ -88,7 +88,7 @@ class CudaHolder:
         peer.hold(landing, there)
         return CudaArray(here, device, peer, label, peer.record(), landing)
 
-    def to_host(self, handle: CudaArray) -> np.ndarray[Any, Any]:
+    def to_host(self, handle: CudaArray) -> Array:
         """A copy in the host's memory. Blocks until the writer's stream has done what it has been given by now.
 
         Raises:
@@ -101,7 +101,7 @@ class CudaHolder:
         except RuntimeError as error:
             raise device.cause_of(error)  # noqa: B904 - which has its cause
 
-    async def fetched(self, handle: CudaArray) -> Any:
+    async def fetched(self, handle: CudaArray) -> CupyArray:
         """The same without blocking, on the event loop of the device, which is open.
 
         Raises:
@@ -109,7 +109,7 @@ class CudaHolder:
         """
         return await self._device.fetched(handle)
 
-    def _written(self, handle: CudaArray) -> Any:
+    def _written(self, handle: CudaArray) -> CupyArray:
         """An event that completes when the array is written; recorded by the caller's thread.
 
         The device may be closed: its CUDA streams live on, and what it has left is done.

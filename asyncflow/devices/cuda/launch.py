@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,10 +24,11 @@ from asyncflow.devices.protocol import CoroutineKernel, recording
 from asyncflow.devices.values import as_scalar, is_plain, stays_on_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Generator, Sequence
+    from collections.abc import Coroutine, Generator, Sequence
 
     from asyncflow.devices.cuda.device import CudaDevice
-    from asyncflow.devices.protocol import KernelInfo, Span
+    from asyncflow.devices.protocol import KernelInfo, Placed, Span
+    from asyncflow.values import Kernel, Value
 
 STEP_LAUNCHES = 32
 """A region stops for its driver after so many launches, if it was told to after each step."""
@@ -41,14 +42,14 @@ class Launcher:
 
     __slots__ = ("_device", "_info", "_kernel", "_values")
 
-    def __init__(self, device: CudaDevice, kernel: Callable[..., Any], info: KernelInfo) -> None:
+    def __init__(self, device: CudaDevice, kernel: Kernel, info: KernelInfo) -> None:
         self._device = device
         self._kernel = kernel
         self._info = info
         # State is valid in the order of the first stream, for whoever comes next.
         self._values = Values(device, device.compute_streams[0 if info.keeps_arrays else info.stream])
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Value) -> Placed:
         """Launch the kernel on device values and host values; its outputs, likewise.
 
         Raises:
@@ -88,12 +89,12 @@ class HostLauncher(CoroutineKernel):
 
     __slots__ = ("_device", "_info", "_kernel")
 
-    def __init__(self, device: CudaDevice, kernel: Callable[..., Any], info: KernelInfo) -> None:
+    def __init__(self, device: CudaDevice, kernel: Kernel, info: KernelInfo) -> None:
         self._device = device
         self._kernel = kernel
         self._info = info
 
-    def __call__(self, *args: Any) -> Coroutine[Any, Any, Any]:
+    def __call__(self, *args: Value) -> Coroutine[object, object, Placed]:
         """Copy the inputs to the host, run the kernel there, and copy its outputs in.
 
         Raises (from the coroutine):
@@ -103,7 +104,7 @@ class HostLauncher(CoroutineKernel):
         """
         return self._call_on_host(args, self._device.recorded())
 
-    async def _call_on_host(self, args: Sequence[Any], spans: list[Span] | None) -> Any:
+    async def _call_on_host(self, args: Sequence[Value], spans: list[Span] | None) -> Placed:
         device, info = self._device, self._info
         with recording(device, spans):
             waiting = [device.fetched(value) for value in args]
@@ -118,7 +119,7 @@ class HostLauncher(CoroutineKernel):
         outputs = await _all(outputs)
         return outputs[0] if info.single else tuple(outputs)
 
-    async def _computed(self, values: Sequence[Any]) -> Any:
+    async def _computed(self, values: Sequence[Value]) -> Placed:
         may_be_long = self._info.uses_state or sum(getattr(value, "size", 1) for value in values) > LONG_ELEMENTS
         if may_be_long and not is_coroutine_function(self._kernel):
             result = await self._device.in_host_thread(self._kernel, *values)
@@ -126,7 +127,7 @@ class HostLauncher(CoroutineKernel):
             result = self._kernel(*values)
         return await result if inspect.isawaitable(result) else result
 
-    def _brought_in(self, output: Any) -> Any:
+    def _brought_in(self, output: Value) -> Placed:
         if isinstance(output, np.ndarray | np.generic) and not stays_on_host(output):
             return self._device.fed(np.asarray(output), self._info.name)
         output = as_scalar(output)
@@ -141,9 +142,7 @@ class RegionLauncher:
 
     __slots__ = ("_device", "_function", "_info", "_values")
 
-    def __init__(
-        self, device: CudaDevice, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool
-    ) -> None:
+    def __init__(self, device: CudaDevice, function: Kernel, info: KernelInfo, *, is_generator: bool) -> None:
         self._device = device
         stream = device.compute_streams[info.stream]
         if info.captures:
@@ -152,7 +151,7 @@ class RegionLauncher:
         self._info = info
         self._values = Values(device, stream)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Value) -> Placed:
         """The outputs, or a generator that is driven as the region's own is and returns them.
 
         Raises:
@@ -162,16 +161,16 @@ class RegionLauncher:
         """
         return self._function(*args)
 
-    def _inputs(self, args: Sequence[Any]) -> list[Any]:
+    def _inputs(self, args: Sequence[Value]) -> list[Placed]:
         self._device.check()
         self._device.pool.label = self._info.name
         return [self._values.raw(value, self._info.name) for value in args]
 
-    def _outputs(self, results: Sequence[Any]) -> tuple[Any, ...]:
+    def _outputs(self, results: Sequence[Value]) -> tuple[Placed, ...]:
         return tuple([self._values.wrapped(output, self._info.name) for output in results])
 
-    def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> tuple[Any, ...]:
+    def _called(self, function: Kernel) -> Kernel:
+        def call(*args: Value) -> tuple[Placed, ...]:
             stream, device, info = self._values.stream, self._device, self._info
             try:
                 if info.vectors:
@@ -185,8 +184,8 @@ class RegionLauncher:
 
         return call
 
-    def _stepped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def steps(*args: Any) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+    def _stepped(self, function: Kernel) -> Kernel:
+        def steps(*args: Value) -> Generator[bool | None, int | None, tuple[Placed, ...]]:
             stream, device, info = self._values.stream, self._device, self._info
             launches = min(info.launches, STEP_LAUNCHES)
             budget: int | None = None
@@ -214,7 +213,7 @@ class RegionLauncher:
         return steps
 
 
-async def _all(values: Sequence[Any]) -> list[Any]:
+async def _all(values: Sequence[Value]) -> list[Placed]:
     """The values, those of futures among them once they are there; of several failures the first."""
     futures = [value for value in values if isinstance(value, asyncio.Future)]
     if futures:
@@ -222,7 +221,7 @@ async def _all(values: Sequence[Any]) -> list[Any]:
     return [value.result() if isinstance(value, asyncio.Future) else value for value in values]
 
 
-def is_coroutine_function(kernel: Callable[..., Any]) -> bool:
+def is_coroutine_function(kernel: Kernel) -> bool:
     """Whether a kernel must be called on the event loop, since what it gives is to be awaited."""
     return any(inspect.iscoroutinefunction(x) for x in (kernel, getattr(kernel, "__call__", None)))  # noqa: B004
 

@@ -19,10 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from asyncflow.devices.memory import ChargedAccount, LiveBuffer, MemoryLimitExceeded, format_bytes
 from asyncflow.streams.cuda.stream import CudaStream, active_stream
+
+if TYPE_CHECKING:
+    from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
 
 ALLOCATION_BYTES = 512
 """CuPy's pools give out multiples of this, and that is what counts: an array of 4 bytes holds 512."""
@@ -55,7 +58,7 @@ class Lease:
 
     __slots__ = ("_account", "_charge", "home", "pointer", "pool")
 
-    def __init__(self, account: ChargedAccount, charge: int, pointer: Any, pool: Any) -> None:
+    def __init__(self, account: ChargedAccount, charge: int, pointer: Raw, pool: Raw) -> None:
         self._account = account
         self._charge = charge
         self.home = active_stream()
@@ -68,7 +71,7 @@ class Lease:
         self._account.credit(self._charge)
 
 
-def home_of(array: Any) -> CudaStream | None:
+def home_of(array: CupyArray) -> CudaStream | None:
     """The stream in whose order the memory that CuPy's array looks into is used again; None if that is not known."""
     owner = getattr(array.data.mem, "_owner", None)
     return owner.home if type(owner) is Lease else None
@@ -86,7 +89,7 @@ class CudaPool:
 
     __slots__ = ("_cupy", "_memory", "_out_of_memory", "_pointer", "_pool", "account", "label", "name", "physical")
 
-    def __init__(self, cupy: Any, physical: int, name: str, limit: int | None = None) -> None:
+    def __init__(self, cupy: Cupy, physical: int, name: str, limit: int | None = None) -> None:
         """Open a pool; ``limit`` is in bytes, None is no limit but the card's.
 
         Raises:
@@ -110,7 +113,7 @@ class CudaPool:
         """Bytes that may be held; None is no limit."""
         return self.account.limit
 
-    def malloc(self, nbytes: int, label: str | None = None) -> Any:
+    def malloc(self, nbytes: int, label: str | None = None) -> Raw:
         """A CuPy ``MemoryPointer`` to ``nbytes`` of device memory, called ``label`` or else `label` in the account.
 
         Raises:
@@ -196,7 +199,7 @@ class PrivatePool:
 
     __slots__ = ("_cupy", "_pool", "_sealed", "label", "parent")
 
-    def __init__(self, cupy: Any, parent: CudaPool, label: str) -> None:
+    def __init__(self, cupy: Cupy, parent: CudaPool, label: str) -> None:
         self._cupy = cupy
         self._pool = cupy.cuda.MemoryPool(partial(parent.malloc, label=label))
         self._sealed = False
@@ -208,7 +211,7 @@ class PrivatePool:
         """The device's."""
         return self.parent.account
 
-    def malloc(self, nbytes: int) -> Any:
+    def malloc(self, nbytes: int) -> Raw:
         """A CuPy ``MemoryPointer`` to ``nbytes`` of device memory.
 
         Raises:
@@ -242,10 +245,10 @@ class Dispatch:
 
     __slots__ = ("before",)
 
-    def __init__(self, before: Callable[[int], Any]) -> None:
+    def __init__(self, before: Callable[[int], Raw]) -> None:
         self.before = before
 
-    def __call__(self, nbytes: int) -> Any:
+    def __call__(self, nbytes: int) -> Raw:
         """A ``MemoryPointer`` to ``nbytes``; CuPy calls this for each array that it makes."""
         stream = active_stream()
         if stream is None or stream.pool is None:
@@ -253,7 +256,7 @@ class Dispatch:
         return stream.pool.malloc(nbytes)
 
 
-def install_allocator(cupy: Any) -> None:
+def install_allocator(cupy: Cupy) -> None:
     """Make allocations inside ``stream.activate()`` come from that stream's pool; others go where they went before.
 
     Does nothing where that is so already. It stays for the life of the process: it is one lookup to others.

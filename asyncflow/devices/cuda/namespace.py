@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.devices.cuda.holder import CudaHolder
+    from asyncflow.devices.protocol import Placed
+    from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
+    from asyncflow.values import Array, Kernel, Value
 
 _ARRAY_FUNCTIONS = (
     "argmax",
@@ -50,7 +53,7 @@ _OF_CHOICES = ("tril", "triu", "where")
 class _CudaNamespace(ModuleType):
     """CuPy's names, but for those in its own dictionary."""
 
-    def __init__(self, cupy: Any, upload: Callable[[Any], Any] | None, holder: CudaHolder | None) -> None:
+    def __init__(self, cupy: Cupy, upload: Callable[[Array], CupyArray] | None, holder: CudaHolder | None) -> None:
         super().__init__("asyncflow.cuda", "CuPy as kernels use it.")
         self._cupy = cupy
         self.holder = holder
@@ -74,17 +77,17 @@ class _CudaNamespace(ModuleType):
         setattr(self, name, found)
         return found
 
-    def _as_array(self, value: Any) -> Any:
+    def _as_array(self, value: Value) -> CupyArray:
         """`value` itself if it is CuPy's; a copy in the device's memory if it is a NumPy array or scalar."""
         if isinstance(value, np.generic):
             return self._cupy.full((), value, dtype=value.dtype)
         return self._upload(value) if isinstance(value, np.ndarray) else value
 
-    def _array(self, value: Any) -> Any:
+    def _array(self, value: Value) -> CupyArray:
         """A copy of `value`."""
         return value.copy() if isinstance(value, self._cupy.ndarray) else self._as_array(value)
 
-    def _concatenate(self, arrays: Sequence[Any], axis: int | None = 0, out: Any = None) -> Any:
+    def _concatenate(self, arrays: Sequence[CupyArray], axis: int | None = 0, out: CupyArray = None) -> CupyArray:
         arrays = [self._as_array(array) for array in arrays]
         # For more CuPy copies a table of their addresses from the host: it would wait, and cannot be captured.
         while len(arrays) > _MOST_JOINED:
@@ -92,38 +95,38 @@ class _CudaNamespace(ModuleType):
             arrays = [self._cupy.concatenate(piece, axis=axis) for piece in pieces]
         return self._cupy.concatenate(arrays, axis=axis, out=out)
 
-    def _stack(self, arrays: Sequence[Any], axis: int = 0) -> Any:
+    def _stack(self, arrays: Sequence[CupyArray], axis: int = 0) -> CupyArray:
         return self._concatenate([self._cupy.expand_dims(self._as_array(array), axis) for array in arrays], axis)
 
-    def _matmul(self, x1: Any, x2: Any, **options: Any) -> Any:
+    def _matmul(self, x1: CupyArray, x2: CupyArray, **options: Any) -> CupyArray:
         # cuBLAS multiplies matrices of bfloat16; CuPy has no kernel of its own for stacks of them.
         if max(x1.ndim, x2.ndim) > 2 and x1.dtype.name == x2.dtype.name == "bfloat16":
             product = self._cupy.matmul(x1.astype(np.float32), x2.astype(np.float32), **options)
             return product.astype(x1.dtype)
         return self._cupy.matmul(x1, x2, **options)
 
-    def _meshgrid(self, *vectors: Any, indexing: str) -> Any:
+    def _meshgrid(self, *vectors: Any, indexing: str) -> CupyArray:
         return self._cupy.meshgrid(*[self._as_array(vector).reshape(-1) for vector in vectors], indexing=indexing)
 
-    def _of_arrays(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
+    def _of_arrays(self, function: Kernel) -> Kernel:
+        def call(*args: Value, **options: Any) -> CupyArray:
             return function(*[self._given(value) for value in args], **options)
 
         return call
 
-    def _given(self, value: Any) -> Any:
+    def _given(self, value: Value) -> CupyArray:
         if isinstance(value, tuple | list):
             return type(value)([self._as_array(item) for item in value])
         return self._as_array(value)
 
-    def _of_truths(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+    def _of_truths(self, function: Kernel) -> Kernel:
+        def call(*args: Placed) -> CupyArray:
             return function(*[value != 0 if value.dtype.kind == "c" else value for value in args])
 
         return call
 
-    def _of_choices(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
+    def _of_choices(self, function: Kernel) -> Kernel:
+        def call(*args: Placed, **options: Any) -> CupyArray:
             dtype = args[-1].dtype
             return function(*args, **options).astype(dtype, copy=False)
 
@@ -131,7 +134,7 @@ class _CudaNamespace(ModuleType):
 
 
 def cuda_namespace(
-    cupy: Any, upload: Callable[[Any], Any] | None = None, holder: CudaHolder | None = None
+    cupy: Cupy, upload: Callable[[Array], CupyArray] | None = None, holder: CudaHolder | None = None
 ) -> ModuleType:
     """What kernels of CUDA devices get as `xp`.
 

@@ -17,7 +17,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,10 @@ import numpy.typing as npt
 from asyncflow.devices.hardware import usable_memory
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.options import positive_count
+
+if TYPE_CHECKING:
+    from asyncflow.streams.cuda.cupy_types import Cupy
+    from asyncflow.values import Array
 
 ALIGNMENT = 512
 """Pieces begin at multiples of this, and take multiples of it: what suits copies and every dtype."""
@@ -66,7 +70,7 @@ class PinnedBuffer:
             raise ValueError(f"a pinned buffer of {self.nbytes} bytes was freed, and is not there to look into")
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.ptr, False), "version": 3}
 
-    def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> Array:
         """The first bytes of the memory as an array, in C order, writable; it is not valid after `free`.
 
         Raises:
@@ -118,7 +122,7 @@ class PinnedSlab:
 
     __slots__ = ("_cupy", "_lock", "_regions", "_waiting", "largest", "nbytes", "returned")
 
-    def __init__(self, cupy: Any, nbytes: int, slabs: int = 1) -> None:
+    def __init__(self, cupy: Cupy, nbytes: int, slabs: int = 1) -> None:
         """Pin ``nbytes``, rounded down, as ``slabs`` pieces of one size, none of which a buffer spans.
 
         May take a tenth of a second, and stall the card: construct it on a worker thread.
@@ -272,11 +276,11 @@ class _Region:
         holes.insert(index, (offset, size))
 
 
-_shared: dict[Any, PinnedSlab] = {}
+_shared: dict[Cupy, PinnedSlab] = {}
 _sharing = threading.Lock()
 
 
-def shared_slab(cupy: Any, nbytes: int | None = None) -> PinnedSlab:
+def shared_slab(cupy: Cupy, nbytes: int | None = None) -> PinnedSlab:
     """The slab of all devices of this process, made by the first call; on a worker thread.
 
     ``nbytes`` is how much the first call pins, by default `default_pinned_bytes`; later ones get what there is.
@@ -291,7 +295,7 @@ def shared_slab(cupy: Any, nbytes: int | None = None) -> PinnedSlab:
         return slab
 
 
-def close_shared_slab(cupy: Any) -> None:
+def close_shared_slab(cupy: Cupy) -> None:
     """Give the memory of `shared_slab` back to the system, if there is some; on a worker thread.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.devices.logical import LaunchingDevice
 from asyncflow.devices.protocol import Capabilities
@@ -19,7 +19,9 @@ from asyncflow.streams.cuda.pooled_event import DONE, NOT_READY
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.memory import CudaPool
     from asyncflow.devices.protocol import Deliver, Mark
+    from asyncflow.streams.cuda.cupy_types import Cupy
     from asyncflow.streams.cuda.stream import CudaStream
+    from asyncflow.values import Kernel, Value
 
 MARK_EVERY = 64
 """Launches between two marks that tell how far the device has got."""
@@ -48,7 +50,7 @@ class Progress(LaunchingDevice["CudaStream"]):
         launched: kernels launched since the last mark.
     """
 
-    def __init__(self, cupy: Any, physical: int, index: int, compute_streams: int) -> None:
+    def __init__(self, cupy: Cupy, physical: int, index: int, compute_streams: int) -> None:
         super().__init__("cuda", index, _CAPABILITIES, compute_streams)
         self.cupy = cupy
         self.physical = physical
@@ -157,7 +159,7 @@ class Progress(LaunchingDevice["CudaStream"]):
             self._lost_at = self.pool.label
         self._go_on()
 
-    def answer(self, deliver: Deliver, make: Callable[..., Any], *args: Any) -> None:
+    def answer(self, deliver: Deliver, make: Kernel, *args: Value) -> None:
         """Call ``deliver(make(*args), None)``, or ``deliver(None, error)`` if the device is lost or `make` fails."""
         try:
             self.check()

@@ -8,11 +8,13 @@ show.
 from __future__ import annotations
 
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.devices.protocol import Span
 
 if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Spans
+    from asyncflow.streams.cuda.cupy_types import Cupy, Raw
     from asyncflow.streams.cuda.stream import CudaStream
 
 _TRIES = 5
@@ -23,7 +25,7 @@ _OLD_NS = 5_000_000_000
 class Clock:
     """The host's time of events on one device."""
 
-    def __init__(self, cupy: Any, stream: CudaStream) -> None:
+    def __init__(self, cupy: Cupy, stream: CudaStream) -> None:
         """Blocks until the device has answered a few times."""
         self._cupy = cupy
         self._stream = stream
@@ -35,7 +37,7 @@ class Clock:
         return perf_counter_ns() - self._anchor[1] > _OLD_NS
 
     @property
-    def anchor(self) -> tuple[Any, int]:
+    def anchor(self) -> tuple[Raw, int]:
         """An event and its host time in nanoseconds."""
         return self._anchor
 
@@ -54,12 +56,12 @@ class Clock:
         assert best is not None
         self._anchor = best[1]
 
-    def new_event(self) -> Any:
+    def new_event(self) -> Raw:
         """An event on the stream that is current, from which times are counted."""
         # No thread sleeps on it, and of such that one can sleep on a stream takes few: see `EventPool`.
         return self._cupy.cuda.Event(block=False, disable_timing=False)
 
-    def time_ns(self, event: Any, anchor: tuple[Any, int]) -> int:
+    def time_ns(self, event: Raw, anchor: tuple[Raw, int]) -> int:
         """The host time of an event that has completed."""
         origin, origin_ns = anchor
         elapsed_ms: float = self._cupy.cuda.get_elapsed_time(origin, event)
@@ -71,7 +73,7 @@ class PendingSpan:
 
     __slots__ = ("_anchor", "_clock", "_ended", "_into", "_label", "_nbytes", "_role", "_started", "_stream")
 
-    def __init__(self, clock: Clock, stream: CudaStream, label: str, role: str, nbytes: int, into: list[Any]) -> None:
+    def __init__(self, clock: Clock, stream: CudaStream, label: str, role: str, nbytes: int, into: Spans) -> None:
         self._clock = clock
         self._anchor = clock.anchor
         self._stream = stream
@@ -100,7 +102,7 @@ class HostSpan:
 
     __slots__ = ("_ended_ns", "_into", "_label", "_started_ns")
 
-    def __init__(self, label: str, into: list[Any]) -> None:
+    def __init__(self, label: str, into: Spans) -> None:
         self._label = label
         self._into = into
 

@@ -5,15 +5,17 @@ Anything that is neither a `CudaArray` nor a `CudaOpaque` is a *host value*: cou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.devices.values import DeviceArray, DeviceValue, DType
 from asyncflow.errors import FetchError
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.device import CudaDevice
-    from asyncflow.devices.protocol import Deliver, Shape
+    from asyncflow.devices.protocol import Deliver, Placed, Shape
+    from asyncflow.streams.cuda.cupy_types import CupyArray
     from asyncflow.streams.cuda.stream import CudaEvent, CudaStream
+    from asyncflow.values import Value
 
 
 class Landing:
@@ -29,7 +31,7 @@ class Landing:
 
     __slots__ = ("_home", "array")
 
-    def __init__(self, array: Any, home: CudaStream) -> None:
+    def __init__(self, array: CupyArray, home: CudaStream) -> None:
         self.array = array
         self._home = home
 
@@ -58,7 +60,7 @@ class CudaArray(DeviceArray):
 
     def __init__(
         self,
-        array: Any,
+        array: CupyArray,
         home: CudaDevice,
         stream: CudaStream,
         name: str,
@@ -82,7 +84,7 @@ class CudaArray(DeviceArray):
         """Copy it to the host, on ``d2h``; see `Copies.fetch`."""
         self.home.copies.fetch(self, deliver)
 
-    def lend(self) -> Any:
+    def lend(self) -> Placed:
         """CuPy's array; see `Exchange.lend`."""
         return self.home.exchange.lend(self)
 
@@ -141,7 +143,7 @@ class CudaOpaque(DeviceValue):
 
     __slots__ = ("home", "value")
 
-    def __init__(self, value: Any, home: CudaDevice) -> None:
+    def __init__(self, value: Value, home: CudaDevice) -> None:
         self.value = value
         self.home = home
 

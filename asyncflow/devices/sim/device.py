@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -44,6 +44,11 @@ from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimMemoryAccount
 from asyncflow.devices.values import as_scalar, stays_on_host
 from asyncflow.errors import FetchError
 from asyncflow.streams.sim.stream import SimEvent, SimStream
+
+if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Placed
+    from asyncflow.devices.values import DType
+    from asyncflow.values import Array, Kernel, Value
 
 _NS_PER_S = 1e9
 
@@ -131,11 +136,11 @@ class SimDevice(Timeline):
 
     # -- the `AsynchronousDevice` protocol -----------------------------------------------------------------------
 
-    def bind_region(self, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool) -> Callable[..., Any]:
+    def bind_region(self, function: Kernel, info: KernelInfo, *, is_generator: bool) -> Kernel:
         """A function that runs a region's on device values; see `RegionLauncher`."""
         return RegionLauncher(self, function, info, is_generator=is_generator)
 
-    def bind(self, kernel: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
+    def bind(self, kernel: Kernel, info: KernelInfo) -> Kernel:
         """A function that launches `kernel` on device values and host values; see `Launcher`.
 
         Scalars of launched kernels are device values too. Arrays that the kernel returns are the device's to overwrite
@@ -144,7 +149,7 @@ class SimDevice(Timeline):
         launcher = Launcher(self, kernel, info)
         return HostLauncher(launcher) if info.is_async else launcher
 
-    def constant(self, value: Any) -> Any:
+    def constant(self, value: Placed) -> Placed:
         """A device value that has been there from the start; numbers and what is no array stay host values.
 
         Raises:
@@ -157,7 +162,7 @@ class SimDevice(Timeline):
         data = None if self.machine.shapes_only and value.nbytes > SMALL_BYTES else value
         return SimArray(data, value.dtype, value.shape, storage, origin, "constant")
 
-    def feed(self, value: Any, deliver: Deliver) -> None:
+    def feed(self, value: Value, deliver: Deliver) -> None:
         """Copy a host value in and deliver the copy at once; numbers and what is no array stay host values."""
         try:
             copied = self.copy_in(value)
@@ -166,7 +171,7 @@ class SimDevice(Timeline):
         else:
             deliver(copied, None)
 
-    def copy_in(self, value: Any, name: str = "feed") -> Any:
+    def copy_in(self, value: Placed, name: str = "feed") -> Placed:
         """A copy of a host value on the device; numbers and what is no array stay host values.
 
         Raises:
@@ -206,7 +211,7 @@ class SimDevice(Timeline):
         """When what is said now to another device is on its way: once the host has come to it."""
         return self.thread.spend("node")
 
-    def receive(self, value: Any, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
+    def receive(self, value: Value, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
         """Take over a value of `source`: ``deliver(value_here, error)`` is called once.
 
         An array is delivered at once, and has its event; the memory on both sides stays until the copy is done. A host
@@ -226,7 +231,7 @@ class SimDevice(Timeline):
             return
         deliver(received, None)
 
-    def require_data(self, value: Any, name: str) -> None:
+    def require_data(self, value: Value, name: str) -> None:
         """Raise unless Python can look at `value`, which the node `name` needs.
 
         Raises:
@@ -274,7 +279,7 @@ class SimDevice(Timeline):
 
         self.machine.loop.call_at_ns(max(last_ns, self.machine.now_ns()), observe)
 
-    def allocate(self, pool: SimStream, written: SimEvent, nbytes: int, array: np.ndarray[Any, Any] | None) -> Storage:
+    def allocate(self, pool: SimStream, written: SimEvent, nbytes: int, array: Array | None) -> Storage:
         """Memory of the device, from the pool of a compute stream.
 
         Raises:
@@ -288,7 +293,7 @@ class SimDevice(Timeline):
         link = self.machine.spec.host_link
         return link.latency_s + nbytes / link.bytes_per_s if self._is_card else 0.0
 
-    def leaves_on_host(self, value: Any) -> bool:
+    def leaves_on_host(self, value: Placed) -> bool:
         """Whether a host value is no matter for the device: what is no array, and numbers of rank 0.
 
         A CPU on virtual time takes numbers with a fraction all the same.
@@ -306,7 +311,7 @@ class SimDevice(Timeline):
         return event
 
     def _copied_in(
-        self, data: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str, after: SimEvent | None
+        self, data: Array | None, dtype: DType, shape: tuple[int, ...], name: str, after: SimEvent | None
     ) -> SimArray:
         """An array of the host on the device, copied on ``h2d``."""
         self._own_memory(self.h2d)
@@ -366,7 +371,7 @@ class SimDevice(Timeline):
         value.storage.readers[event.stream] = event
         self.hold(event, (value.storage, value))
 
-    def _filled(self, data: Any, dtype: np.dtype[Any], shape: tuple[int, ...], event: SimEvent, name: str) -> SimArray:
+    def _filled(self, data: Array | None, dtype: DType, shape: tuple[int, ...], event: SimEvent, name: str) -> SimArray:
         """New memory on the device that a copy fills."""
         nbytes = math.prod(shape) * dtype.itemsize
         storage = self.allocate(self.compute, event, nbytes, data if isinstance(data, np.ndarray) else None)
@@ -382,14 +387,14 @@ class SimDevice(Timeline):
     def _message_ns(self) -> int:
         return round(self.machine.spec.message_s * _NS_PER_S)
 
-    def _deliver_message(self, value: Any, sent_ns: int, deliver: Deliver) -> None:
+    def _deliver_message(self, value: Value, sent_ns: int, deliver: Deliver) -> None:
         due_ns = sent_ns
         if isinstance(value, SimOpaque):
             due_ns = max(due_ns, *(event.time_ns for event in value.events))
             value = value.value
         self._call_at(due_ns + self._message_ns, self._take_message, value, deliver)
 
-    def _take_message(self, value: Any, deliver: Deliver) -> None:
+    def _take_message(self, value: Value, deliver: Deliver) -> None:
         self._call_at(self.thread.spend("node"), deliver, value, None)
 
 

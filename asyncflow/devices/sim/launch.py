@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,9 +21,11 @@ from asyncflow.streams.futures import resolve
 if TYPE_CHECKING:
     from asyncflow.devices.host import Call
     from asyncflow.devices.memory import Held
-    from asyncflow.devices.protocol import ArraySpec, KernelInfo, Span
+    from asyncflow.devices.protocol import ArraySpec, KernelInfo, Placed, Span
     from asyncflow.devices.sim.device import SimDevice
+    from asyncflow.devices.values import DType
     from asyncflow.streams.sim.stream import SimEvent
+    from asyncflow.values import Array, Kernel, Value
 
 _Specs: TypeAlias = "Sequence[ArraySpec] | None"
 
@@ -49,14 +51,14 @@ class Launcher:
 
     __slots__ = ("_device", "_inferred", "_info", "_kernel", "_stream")
 
-    def __init__(self, device: SimDevice, kernel: Callable[..., Any], info: KernelInfo) -> None:
+    def __init__(self, device: SimDevice, kernel: Kernel, info: KernelInfo) -> None:
         self._device = device
         self._kernel = kernel
         self._info = info
         self._stream = device.compute_streams[info.stream]
         self._inferred: dict[tuple[ArraySpec, ...], _Specs] = {}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Value) -> Placed:
         """Launch the kernel on device values and host values; its outputs, likewise.
 
         Raises:
@@ -92,14 +94,14 @@ class Launcher:
                 outputs = self._wrap(values, arrays, shapes, [result] if info.single else list(result))
         return outputs[0] if info.single else tuple(outputs)
 
-    def call_async(self, *args: Any) -> Coroutine[Any, Any, Any]:
+    def call_async(self, *args: Value) -> Coroutine[object, object, Placed]:
         """Copy the inputs to the host, await the user's kernel there, and copy its outputs in."""
         device = self._device
         spans = device.record_into(None)
         device.record_into(spans)
         return self._call_async(args, spans)
 
-    async def _call_async(self, args: Sequence[Any], spans: list[Span] | None) -> Any:
+    async def _call_async(self, args: Sequence[Value], spans: list[Span] | None) -> Placed:
         device, info = self._device, self._info
         values = [await self._fetched(value, spans) for value in args]
         result = self._kernel(*values)
@@ -112,10 +114,10 @@ class Launcher:
 
     # -- on the host ---------------------------------------------------------------------------------------------
 
-    def _stays_on_host(self, args: Sequence[Any]) -> bool:
+    def _stays_on_host(self, args: Sequence[Value]) -> bool:
         return self._info.is_metadata or not any(isinstance(value, SimArray) for value in args)
 
-    def _on_host(self, args: Sequence[Any]) -> Any:
+    def _on_host(self, args: Sequence[Value]) -> Placed:
         """What the host computes, or finds out without looking at data."""
         info = self._info
         raw = [
@@ -127,7 +129,7 @@ class Launcher:
         self._device.run_on_host(info.name, "step" if info.in_region else "node")
         return result
 
-    def _brought(self, args: Sequence[Any]) -> list[Any]:
+    def _brought(self, args: Sequence[Value]) -> list[Placed]:
         """The arguments, with copies on the device for vectors of the host that are data there."""
         info, first = self._info, 1 if self._info.needs_context else 0
         return [
@@ -139,12 +141,12 @@ class Launcher:
 
     # -- computing -----------------------------------------------------------------------------------------------
 
-    def _compute(self, args: Sequence[Any]) -> Any:
+    def _compute(self, args: Sequence[Value]) -> Placed:
         raw = [self._raw(value) if isinstance(value, SimArray | SimOpaque) else value for value in args]
         with np.errstate(all="ignore"):  # in a graph, infinities and NaN are values
             return self._kernel(*raw)
 
-    def _raw(self, value: SimArray | SimOpaque) -> Any:
+    def _raw(self, value: SimArray | SimOpaque) -> Placed:
         if isinstance(value, SimOpaque):
             return value.value
         data = value.stand_in()
@@ -152,10 +154,10 @@ class Launcher:
             value.storage.keep(data if isinstance(data, np.ndarray) else None)
         return data
 
-    async def _fetched(self, value: Any, spans: list[Span] | None) -> Any:
+    async def _fetched(self, value: Value, spans: list[Span] | None) -> Placed:
         if not isinstance(value, DeviceValue):
             return value
-        future: asyncio.Future[Any] = self._device.machine.loop.create_future()
+        future: asyncio.Future[Placed] = self._device.machine.loop.create_future()
         with recording(self._device, spans):
             value.to_host(partial(resolve, future))
         return await future
@@ -168,7 +170,7 @@ class Launcher:
             return False
         return specs is None or not any(_nbytes(spec) > SMALL_BYTES for spec in specs)
 
-    def _infer(self, values: Sequence[Any]) -> _Specs:
+    def _infer(self, values: Sequence[Placed]) -> _Specs:
         """dtypes and shapes of the outputs, if they follow from those of the inputs."""
         try:
             key = tuple([(value.dtype, value.shape) for value in values])
@@ -190,7 +192,9 @@ class Launcher:
 
     # -- wrapping ------------------------------------------------------------------------------------------------
 
-    def _without_data(self, arrays: Sequence[SimArray], shapes: Sequence[tuple[int, ...]], specs: _Specs) -> list[Any]:
+    def _without_data(
+        self, arrays: Sequence[SimArray], shapes: Sequence[tuple[int, ...]], specs: _Specs
+    ) -> list[Placed]:
         """The outputs of a kernel that is not run."""
         info = self._info
         if specs is None:
@@ -217,11 +221,11 @@ class Launcher:
 
     def _wrap(
         self,
-        values: Sequence[Any],
+        values: Sequence[Placed],
         arrays: Sequence[SimArray],
         shapes: Sequence[tuple[int, ...]],
-        outputs: list[Any],
-    ) -> list[Any]:
+        outputs: list[Placed],
+    ) -> list[Placed]:
         """Device values for what the kernel gave."""
         info, device = self._info, self._device
         homes = _Homes(device, values, info.keeps_arrays)
@@ -242,7 +246,7 @@ class Launcher:
         events = [*opaque, *(array.written for array in arrays)]
         return [self._wrap_one(output, home, event, events, homes) for output, home in zip(outputs, found, strict=True)]
 
-    def _is_work(self, flops: float, values: Sequence[Any], fresh: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    def _is_work(self, flops: float, values: Sequence[Value], fresh: Sequence[Value], outputs: Sequence[Value]) -> bool:
         """Whether the kernel occupies the stream."""
         has_inputs = any(isinstance(value, SimArray | SimOpaque) for value in values)
         if self._info.keeps_arrays:
@@ -253,12 +257,12 @@ class Launcher:
 
     def _wrap_one(
         self,
-        output: Any,
+        output: Placed,
         home: tuple[Storage, SimEvent] | None,
         event: SimEvent | None,
         events: Sequence[SimEvent],
         homes: _Homes,
-    ) -> Any:
+    ) -> Placed:
         if not is_array(output):
             self._count_buffers(output)
             depends = (event,) if event is not None else _latest(events)
@@ -293,7 +297,7 @@ class Launcher:
             array.followers = (self._stream,)
         return array
 
-    def _new_home(self, output: Any, written: SimEvent, homes: _Homes) -> tuple[Storage, SimEvent]:
+    def _new_home(self, output: Placed, written: SimEvent, homes: _Homes) -> tuple[Storage, SimEvent]:
         if not isinstance(output, np.ndarray):
             return self._allocate(written, output.nbytes, None), written
         owner = owner_of(output)
@@ -320,7 +324,7 @@ class Launcher:
         opaque: Sequence[SimEvent],
         flops: float,
         fresh_nbytes: int,
-        dtypes: Sequence[np.dtype[Any]],
+        dtypes: Sequence[DType],
     ) -> SimEvent:
         """Give the kernel to its stream, after what wrote its inputs."""
         device, stream, info = self._device, self._stream, self._info
@@ -339,7 +343,7 @@ class Launcher:
             device.hold(event, elsewhere)
         return event
 
-    def _allocate(self, written: SimEvent, nbytes: int, array: np.ndarray[Any, Any] | None) -> Storage:
+    def _allocate(self, written: SimEvent, nbytes: int, array: Array | None) -> Storage:
         return self._device.allocate(self._stream, written, nbytes, array)
 
 
@@ -351,7 +355,7 @@ class HostLauncher(CoroutineKernel):
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
-    def __call__(self, *args: Any) -> Coroutine[Any, Any, Any]:
+    def __call__(self, *args: Value) -> Coroutine[object, object, Placed]:
         """See `Launcher.call_async`."""
         return self._launcher.call_async(*args)
 
@@ -361,7 +365,7 @@ class _Homes:
 
     __slots__ = ("_device", "_foreign", "_keeps", "_known")
 
-    def __init__(self, device: SimDevice, values: Sequence[Any], keeps: bool) -> None:
+    def __init__(self, device: SimDevice, values: Sequence[Value], keeps: bool) -> None:
         self._device = device
         self._keeps = keeps
         self._known: dict[int, tuple[Storage, SimEvent]] = {}
@@ -373,7 +377,7 @@ class _Homes:
             elif isinstance(value, np.ndarray):
                 self._foreign.add(id(owner_of(value)))
 
-    def find(self, output: Any) -> tuple[Storage, SimEvent] | None:
+    def find(self, output: Value) -> tuple[Storage, SimEvent] | None:
         """The storage that an output looks into, and what wrote it; None for new memory."""
         if not isinstance(output, np.ndarray):
             return None
@@ -385,11 +389,11 @@ class _Homes:
                 home = (storage, storage.written)
         return home
 
-    def add(self, owner: np.ndarray[Any, Any], storage: Storage, written: SimEvent) -> None:
+    def add(self, owner: Array, storage: Storage, written: SimEvent) -> None:
         """Let later outputs of the call share this memory."""
         self._known[id(owner)] = (storage, written)
 
-    def is_foreign(self, owner: np.ndarray[Any, Any]) -> bool:
+    def is_foreign(self, owner: Array) -> bool:
         """Whether the memory came in as a host value, and so is not the device's to overwrite."""
         return id(owner) in self._foreign
 

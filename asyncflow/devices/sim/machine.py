@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.devices.host import LAUNCHES, Host, HostThread, Launches
 from asyncflow.devices.presets import DEFAULT_HOST
@@ -17,12 +17,11 @@ from asyncflow.errors import HazardError
 from asyncflow.streams.sim.stream import HostClock
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from asyncflow.devices.presets import MachineSpec
     from asyncflow.devices.sim.values import SimArray, Storage
     from asyncflow.streams.sim.stream import SimEvent, SimStream
     from asyncflow.streams.virtual import VirtualClockLoop
+    from asyncflow.values import Array
 
 
 class SimMachine:
@@ -77,7 +76,7 @@ class SimMachine:
         self._raised = 0
         self._random = Random(seed)
         self._lanes: dict[str, Lane] = {}
-        self._kept: dict[int, tuple[weakref.ref[Any], Storage]] = {}
+        self._kept: dict[int, tuple[weakref.ref[object], Storage]] = {}
 
     def now_ns(self) -> int:
         """The virtual time."""
@@ -144,14 +143,14 @@ class SimMachine:
 
     # -- what state keeps ----------------------------------------------------------------------------------------
 
-    def keep(self, owner: np.ndarray[Any, Any], storage: Storage) -> None:
+    def keep(self, owner: Array, storage: Storage) -> None:
         """Remember whose memory state's array is, and keep that while the array lives."""
         key = id(owner)
         kept = self._kept
         if key not in kept or kept[key][1] is not storage:
             kept[key] = (weakref.ref(owner, lambda _: kept.pop(key, None) and None), storage)
 
-    def kept(self, owner: np.ndarray[Any, Any]) -> Storage | None:
+    def kept(self, owner: Array) -> Storage | None:
         """The storage of an array that state keeps."""
         entry = self._kept.get(id(owner))
         return None if entry is None else entry[1]

@@ -8,7 +8,7 @@ launching the graph does, and copying what goes in and comes out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,10 +16,11 @@ from asyncflow.devices.captures import GraphCache, NotCapturableError, driven, h
 from asyncflow.devices.sim.values import SimArray, SimOpaque
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Hashable, Sequence
+    from collections.abc import Generator, Hashable, Sequence
 
-    from asyncflow.devices.protocol import KernelInfo
+    from asyncflow.devices.protocol import KernelInfo, Placed
     from asyncflow.devices.sim.device import SimDevice
+    from asyncflow.values import Kernel, Value
 
 
 class RegionLauncher:
@@ -27,9 +28,7 @@ class RegionLauncher:
 
     __slots__ = ("_device", "_function", "_graphs", "_info", "_stream", "_whole")
 
-    def __init__(
-        self, device: SimDevice, function: Callable[..., Any], info: KernelInfo, *, is_generator: bool
-    ) -> None:
+    def __init__(self, device: SimDevice, function: Kernel, info: KernelInfo, *, is_generator: bool) -> None:
         self._device = device
         self._info = info
         self._stream = device.compute_streams[info.stream]
@@ -37,7 +36,7 @@ class RegionLauncher:
         self._whole = driven(function) if is_generator else function
         self._function = function if is_generator else None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Value) -> Placed:
         """The outputs, or a generator that is driven as the region's own is and returns them.
 
         Raises:
@@ -56,9 +55,7 @@ class RegionLauncher:
             self._note(self._device.thread.busy_ns.total() - before_ns, inputs, outputs)
         return outputs
 
-    def _steps(
-        self, function: Callable[..., Any], args: Sequence[Any]
-    ) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+    def _steps(self, function: Kernel, args: Sequence[Value]) -> Generator[bool | None, int | None, tuple[Placed, ...]]:
         inputs = self._begin(args)
         outputs = self._captured(inputs)
         if outputs is None:
@@ -77,12 +74,12 @@ class RegionLauncher:
             self._note(taken_ns + busy_ns.total(), inputs, outputs)
         return outputs
 
-    def _note(self, taken_ns: int, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def _note(self, taken_ns: int, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
         """Remember what a graph would have saved, if it could be one and is none."""
         if self._info.could_capture and self._graphs is None:
             self._device.thread.note_region(taken_ns, len(_arrays([*inputs, *outputs])))
 
-    def _begin(self, args: Sequence[Any]) -> list[Any]:
+    def _begin(self, args: Sequence[Value]) -> list[Placed]:
         """What the function is called with: its stream waits for all of it, and vectors of the host are copied in."""
         device, info = self._device, self._info
         inputs = list(args)
@@ -96,7 +93,7 @@ class RegionLauncher:
 
     # -- graphs --------------------------------------------------------------------------------------------------
 
-    def _captured(self, inputs: Sequence[Any]) -> tuple[Any, ...] | None:
+    def _captured(self, inputs: Sequence[Value]) -> tuple[Placed, ...] | None:
         """The outputs of a graph, which is bound to buffers of its own; None if there is none for such inputs."""
         if self._graphs is None or self._graphs.is_refused:
             return None
@@ -107,7 +104,7 @@ class RegionLauncher:
         device.fill_buffers(stream, _arrays(inputs), name)
         try:
             with device.in_graph():
-                outputs: tuple[Any, ...] = self._whole(*inputs)
+                outputs: tuple[Value, ...] = self._whole(*inputs)
         except NotCapturableError as error:
             self._graphs.refuse(error)
             return None
@@ -115,11 +112,11 @@ class RegionLauncher:
         return outputs
 
 
-def _arrays(values: Sequence[Any]) -> list[SimArray]:
+def _arrays(values: Sequence[Value]) -> list[SimArray]:
     return [value for value in values if isinstance(value, SimArray)]
 
 
-def _key(value: Any) -> Hashable:
+def _key(value: Value) -> Hashable:
     """What a graph depends on; None if there is no graph for such a value."""
     if isinstance(value, SimArray):
         return value.dtype, value.shape

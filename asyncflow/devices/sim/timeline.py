@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from asyncflow.devices.logical import LaunchingDevice, LogicalDevice
 from asyncflow.devices.presets import CARDS, Card, kernel_ns, work_ns
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.host import Call
     from asyncflow.devices.sim.machine import SimMachine
     from asyncflow.devices.sim.values import SimArray
+    from asyncflow.values import Value
 
 _NS_PER_S = 1e9
 
@@ -146,17 +147,17 @@ class Timeline(LaunchingDevice[SimStream]):
 
     # -- when ----------------------------------------------------------------------------------------------------
 
-    def _told(self, call: Callable[..., object], *args: Any) -> None:
+    def _told(self, call: Callable[..., object], *args: Value) -> None:
         """Call a function once the host has found the time to hear of what has just happened."""
         self._call_at(self.thread.spend("delivery"), call, *args)
 
-    def _call_at(self, when_ns: int, call: Callable[..., object], *args: Any) -> None:
+    def _call_at(self, when_ns: int, call: Callable[..., object], *args: Value) -> None:
         if when_ns <= self.machine.now_ns():
             call(*args)
         else:
             self.machine.loop.call_at_ns(when_ns, call, *args)
 
-    def _at(self, event: SimEvent, call: Callable[..., object], *args: Any) -> None:
+    def _at(self, event: SimEvent, call: Callable[..., object], *args: Value) -> None:
         """Let the host see the event when it is done, and call a function then."""
         self.machine.loop.call_at_ns(event.time_ns, _observe, event, call, args)
 
@@ -165,7 +166,7 @@ class Timeline(LaunchingDevice[SimStream]):
             self._spans.append(Span(event.label, self._roles[event.stream], event.started_ns, event.time_ns, nbytes))
 
 
-def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Value, ...]) -> None:
     event.stream.host.observe(event)
     call(*args)
 

@@ -12,7 +12,7 @@ a pattern, so that whoever still reads it shows in the results.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,11 +23,11 @@ from asyncflow.errors import HazardError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from asyncflow.devices.protocol import Deliver, Shape
+    from asyncflow.devices.protocol import Deliver, Placed, Shape
     from asyncflow.devices.sim.device import SimDevice
     from asyncflow.streams.sim.stream import SimEvent, SimStream
+    from asyncflow.values import Array, Value
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
 
 SMALL_BYTES = 4096
 """A simulation of shapes only still computes values up to this size."""
@@ -143,7 +143,9 @@ class SimArray(DeviceArray):
     dtype: DType
     shape: Shape
 
-    def __init__(self, data: Any, dtype: DType, shape: Shape, storage: Storage, written: SimEvent, name: str) -> None:
+    def __init__(
+        self, data: Array | None, dtype: DType, shape: Shape, storage: Storage, written: SimEvent, name: str
+    ) -> None:
         self.data = data
         self.dtype = dtype
         self.shape = shape
@@ -161,7 +163,7 @@ class SimArray(DeviceArray):
         """Copy it to the host, on ``d2h``; see `SimDevice.copy_to_host`."""
         self.storage.home.copy_to_host(self, deliver)
 
-    def stand_in(self) -> Any:
+    def stand_in(self) -> Placed:
         """`data`, or where there is none something of the dtype and shape that takes no memory: NaN, or 0."""
         return no_data(self.dtype, self.shape) if self.data is None else self.data
 
@@ -183,7 +185,7 @@ class SimOpaque(DeviceValue):
 
     __slots__ = ("events", "home", "value")
 
-    def __init__(self, value: Any, events: tuple[SimEvent, ...], home: SimDevice) -> None:
+    def __init__(self, value: Value, events: tuple[SimEvent, ...], home: SimDevice) -> None:
         self.value = value
         self.events = events
         self.home = home
@@ -209,7 +211,7 @@ def poison(array: Array) -> None:
         array.fill(np.frombuffer(_POISON_BYTE * dtype.itemsize, dtype)[0])
 
 
-def no_data(dtype: DType, shape: Shape) -> Any:
+def no_data(dtype: DType, shape: Shape) -> Placed:
     """NaN, or 0 where there is none, of this shape, read-only and of no size; a scalar of NumPy's for rank 0."""
     element = np.full((), np.nan if dtype.kind in "fc" else 0, dtype)
     if not shape:

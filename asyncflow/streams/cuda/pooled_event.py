@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from time import sleep
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncflow.streams.cuda.cupy_types import Cupy, Raw
 
 DONE = 0
 NOT_READY = 600
@@ -23,15 +26,15 @@ class EventPool:
 
     __slots__ = ("_cuda", "_free", "_made", "runtime")
 
-    def __init__(self, cupy: Any) -> None:
+    def __init__(self, cupy: Cupy) -> None:
         self._cuda = cupy.cuda
-        self._free: tuple[list[Any], list[Any]] = ([], [])  # by whether threads sleep on them
+        self._free: tuple[list[Raw], list[Raw]] = ([], [])  # by whether threads sleep on them
         # Without this, the garbage collector, which finalizes all of a dead cycle, would destroy an event of one and
         # give it back as well.
-        self._made: list[Any] = []
+        self._made: list[Raw] = []
         self.runtime = cupy.cuda.runtime
 
-    def take(self, *, sleeps: bool = False) -> Any:
+    def take(self, *, sleeps: bool = False) -> Raw:
         """A ``cupy.cuda.Event`` that nobody uses; the device must be current.
 
         Args:
@@ -47,7 +50,7 @@ class EventPool:
             self._made.append(event)
             return event
 
-    def give_back(self, raw: Any, *, sleeps: bool = False) -> None:
+    def give_back(self, raw: Raw, *, sleeps: bool = False) -> None:
         """Nobody uses the event any more; from any thread."""
         self._free[sleeps].append(raw)
 
@@ -69,7 +72,7 @@ class PooledEvent:
 
     __slots__ = ("_pool", "raw", "seen_done", "sleeps")
 
-    def __init__(self, pool: EventPool, raw: Any, *, sleeps: bool = False) -> None:
+    def __init__(self, pool: EventPool, raw: Raw, *, sleeps: bool = False) -> None:
         self.raw = raw
         self.sleeps = sleeps
         self._pool = pool

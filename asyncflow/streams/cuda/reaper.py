@@ -30,11 +30,14 @@ from itertools import groupby
 from operator import attrgetter
 from queue import Empty, SimpleQueue
 from time import perf_counter_ns
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from asyncflow.streams.cuda.pooled_event import DONE, NOT_READY, EventPool, PooledEvent
 from asyncflow.streams.lifecycle import Lifecycle
 from asyncflow.streams.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from asyncflow.streams.cuda.cupy_types import Cupy, Raw
 
 Notice: TypeAlias = Callable[[BaseException | None], object]
 """Takes None, or what the stream failed with."""
@@ -124,9 +127,9 @@ class Reaper(Lifecycle):
 
     def __init__(
         self,
-        cupy: Any,
+        cupy: Cupy,
         physical: int,
-        raw: Any,
+        raw: Raw,
         name: str,
         events: EventPool,
         on_lost: Callable[[BaseException], object],
@@ -212,7 +215,7 @@ class Reaper(Lifecycle):
             assert self._mailbox is not None
             self._enter(Ticket(None), self._mailbox)
 
-    def record(self, wrap: Callable[[EventPool, Any], _E], *, sleeps: bool = False) -> _E:
+    def record(self, wrap: Callable[[EventPool, Raw], _E], *, sleeps: bool = False) -> _E:
         """A new event, made by `wrap`, after all work that the stream has by now.
 
         Args:

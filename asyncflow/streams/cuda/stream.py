@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.errors import InternalError
 from asyncflow.streams.cuda.pooled_event import EventPool, PooledEvent
@@ -35,13 +35,16 @@ from asyncflow.streams.cuda.reaper import Notice, Reaper, Ticket
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.protocol import Deliver, Event
 
+if TYPE_CHECKING:
+    from asyncflow.streams.cuda.cupy_types import Cupy, Raw
+
 _log = logging.getLogger("asyncflow.streams")
 
 
 class Pool(Protocol):
     """Where the allocations of an active stream come from."""
 
-    def malloc(self, nbytes: int) -> Any:
+    def malloc(self, nbytes: int) -> Raw:
         """A ``cupy.cuda.MemoryPointer`` to `nbytes` bytes."""
         ...
 
@@ -94,7 +97,7 @@ class CudaStream:
         "raw",
     )
 
-    def __init__(self, cupy: Any, physical: int, name: str, pool: Pool | None = None) -> None:
+    def __init__(self, cupy: Cupy, physical: int, name: str, pool: Pool | None = None) -> None:
         """Take a stream of the device, or make one.
 
         Args:
@@ -344,7 +347,7 @@ class CudaEvent(PooledEvent):
 
     __slots__ = ("_failures", "stream")
 
-    def __init__(self, stream: CudaStream, failures: tuple[BaseException, ...], pool: EventPool, raw: Any) -> None:
+    def __init__(self, stream: CudaStream, failures: tuple[BaseException, ...], pool: EventPool, raw: Raw) -> None:
         super().__init__(pool, raw)
         self.stream = stream
         self._failures = failures
@@ -412,14 +415,14 @@ class _Card:
 
     __slots__ = ("_cupy", "_free", "_made", "_physical", "events")
 
-    def __init__(self, cupy: Any, physical: int) -> None:
+    def __init__(self, cupy: Cupy, physical: int) -> None:
         self._cupy = cupy
         self._physical = physical
-        self._free: list[Any] = []
-        self._made: list[Any] = []  # also those that never come back: none is ever destroyed
+        self._free: list[Raw] = []
+        self._made: list[Raw] = []  # also those that never come back: none is ever destroyed
         self.events = EventPool(cupy)
 
-    def take_stream(self) -> Any:
+    def take_stream(self) -> Raw:
         """A ``cupy.cuda.Stream`` that nobody uses."""
         if self._free:
             return self._free.pop()
@@ -428,16 +431,16 @@ class _Card:
         self._made.append(raw)
         return raw
 
-    def give_back(self, raw: Any) -> None:
+    def give_back(self, raw: Raw) -> None:
         """All work of the stream is done, and nobody gives it more."""
         self._free.append(raw)
 
 
-_cards: dict[tuple[Any, int], _Card] = {}
+_cards: dict[tuple[Cupy, int], _Card] = {}
 """By CuPy module, of which there are several in tests, and CUDA ordinal."""
 
 
-def _card(cupy: Any, physical: int) -> _Card:
+def _card(cupy: Cupy, physical: int) -> _Card:
     card = _cards.get((cupy, physical))
     if card is None:
         card = _cards[cupy, physical] = _Card(cupy, physical)

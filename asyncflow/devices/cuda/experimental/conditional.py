@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -33,6 +33,8 @@ from asyncflow.devices.captures import NotCapturableError
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.bindings import Bindings
+    from asyncflow.streams.cuda.cupy_types import Cupy, Raw
+    from asyncflow.values import Value
 
 ENDED, STOPPED, GIVEN_UP, TOO_LONG = range(4)
 """How a launch came out: by the predicate; or it is to be launched again with the values that it gave.
@@ -122,7 +124,7 @@ class Limits:
 class Node(Protocol):
     """A place in a sequence of work that runs depending on a predicate."""
 
-    def decide(self, pred: Any) -> None:
+    def decide(self, pred: Value) -> None:
         """Let the value that `pred`, a boolean array with one element, then has decide."""
         ...
 
@@ -190,7 +192,7 @@ class _RehearsedNode:
         self._rehearsal = rehearsal
         self._size = size
 
-    def decide(self, pred: Any) -> None:
+    def decide(self, pred: Value) -> None:
         pass
 
     def bodies(self) -> Sequence[AbstractContextManager[None]]:
@@ -202,7 +204,7 @@ class ConditionalNodes:
 
     __slots__ = ("_bindings", "_cupy", "_kernels", "_state", "_streams")
 
-    def __init__(self, cupy: Any, raw: Any, sides: Sequence[Any], bindings: Bindings, state: Any) -> None:
+    def __init__(self, cupy: Cupy, raw: Raw, sides: Sequence[Raw], bindings: Bindings, state: Raw) -> None:
         """Compiles the kernels.
 
         Args:
@@ -232,19 +234,19 @@ class ConditionalNodes:
         """See `Nodes`."""
         return self._node("IF", 2, "set_branch")
 
-    def _node(self, kind: str, size: int, kernel: str, *arguments: Any) -> Node:
+    def _node(self, kind: str, size: int, kernel: str, *arguments: Value) -> Node:
         driver = self._bindings.driver
         (context,) = ok(driver.cuCtxGetCurrent())
         graph, _ = self._captured()
         (handle,) = ok(driver.cuGraphConditionalHandleCreate(graph, context, 0, 0))
         params = node_params(driver, kind, size, handle, context)
 
-        def decide(pred: Any) -> None:
+        def decide(pred: Value) -> None:
             self._kernels[kernel]((1,), (1,), (np.uint64(int(handle)), pred, *arguments))
 
         return _ConditionalNode(self, params, decide)
 
-    def add(self, params: Any) -> Sequence[AbstractContextManager[None]]:
+    def add(self, params: Raw) -> Sequence[AbstractContextManager[None]]:
         """Add the node behind what is captured already, and before all that follows; its bodies are empty."""
         driver, runtime = self._bindings.driver, self._bindings.runtime
         graph, dependencies = self._captured()
@@ -253,13 +255,13 @@ class ConditionalNodes:
         ok(runtime.cudaStreamUpdateCaptureDependencies(self._streams[0].ptr, [node], None, 1, flags))
         return [self._body(params.conditional.phGraph_out[index]) for index in range(params.conditional.size)]
 
-    def _captured(self) -> tuple[Any, Any]:
+    def _captured(self) -> tuple[Raw, Raw]:
         """The graph that the current stream captures, and the nodes in it that what follows depends on."""
         _, _, graph, dependencies, *_ = ok(self._bindings.runtime.cudaStreamGetCaptureInfo(self._streams[0].ptr))
         return graph, dependencies
 
     @contextmanager
-    def _body(self, graph: Any) -> Iterator[None]:
+    def _body(self, graph: Raw) -> Iterator[None]:
         runtime, outer, side = self._bindings.runtime, self._streams[0], self._streams[1]
         # Relaxed: the pool may have to ask CUDA for memory.
         mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
@@ -278,7 +280,7 @@ class ConditionalNodes:
 class _ConditionalNode:
     __slots__ = ("_nodes", "_params", "decide")
 
-    def __init__(self, nodes: ConditionalNodes, params: Any, decide: Callable[[Any], None]) -> None:
+    def __init__(self, nodes: ConditionalNodes, params: Raw, decide: Callable[[Value], None]) -> None:
         self._nodes = nodes
         self._params = params
         self.decide = decide
@@ -287,7 +289,7 @@ class _ConditionalNode:
         return self._nodes.add(self._params)
 
 
-def node_params(driver: Any, kind: str, size: int, handle: Any, context: Any) -> Any:
+def node_params(driver: Raw, kind: str, size: int, handle: Raw, context: Raw) -> Raw:
     """What ``cuGraphAddNode`` makes an IF or a WHILE node of, and puts its bodies in."""
     params = driver.CUgraphNodeParams()
     params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
@@ -297,7 +299,7 @@ def node_params(driver: Any, kind: str, size: int, handle: Any, context: Any) ->
     return params
 
 
-def ok(result: tuple[Any, ...]) -> tuple[Any, ...]:
+def ok(result: tuple[Raw, ...]) -> tuple[Raw, ...]:
     """The results of a call of the bindings.
 
     Raises:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from asyncflow.devices.cuda.memory import CudaPool
+    from asyncflow.devices.protocol import Placed
+    from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
     from asyncflow.streams.cuda.stream import CudaStream, Pool
+    from asyncflow.values import Kernel, Value
 
 _log = logging.getLogger("asyncflow.devices")
 
@@ -38,7 +41,7 @@ Result = TypeVar("Result")
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 
-def array_key(array: Any) -> Hashable:
+def array_key(array: CupyArray) -> Hashable:
     """What a graph's buffer for `array` depends on; None for one with gaps, for which there are no buffers."""
     flags = array.flags
     if flags.c_contiguous:
@@ -46,7 +49,7 @@ def array_key(array: Any) -> Hashable:
     return (array.dtype, array.shape, "F") if flags.f_contiguous else None
 
 
-def key_of(values: Sequence[Any], ndarray: type) -> tuple[Hashable, ...] | None:
+def key_of(values: Sequence[Value], ndarray: type) -> tuple[Hashable, ...] | None:
     """The key of a region's inputs; None if there is no graph for them."""
     key = tuple([array_key(value) if isinstance(value, ndarray) else host_key(value) for value in values])
     return None if None in key else key
@@ -55,7 +58,7 @@ def key_of(values: Sequence[Any], ndarray: type) -> tuple[Hashable, ...] | None:
 # -- capturing -------------------------------------------------------------------------------------------------------
 
 
-def capture(raw: Any, record: Callable[[], Result]) -> tuple[Any, Result]:
+def capture(raw: Raw, record: Callable[[], Result]) -> tuple[Raw, Result]:
     """The graph of what ``record()`` launches on the CuPy stream `raw`, and what it returns.
 
     Raises:
@@ -71,7 +74,7 @@ def capture(raw: Any, record: Callable[[], Result]) -> tuple[Any, Result]:
         return raw.end_capture(), result
 
 
-def _abandon(raw: Any) -> None:
+def _abandon(raw: Raw) -> None:
     try:
         raw.end_capture()
     except Exception:  # what broke the capture is being raised already
@@ -91,7 +94,7 @@ class PrivateMemory:
         self._pool = pool.private(label)
         self._before: Pool | None = None
 
-    def malloc(self, nbytes: int) -> Any:
+    def malloc(self, nbytes: int) -> Raw:
         """A CuPy ``MemoryPointer``, of the compute stream's arena also while a loop's body is captured elsewhere.
 
         The two never run at the same time, and the device's pool has nothing for other streams.
@@ -110,17 +113,17 @@ class PrivateMemory:
         self._pool.seal()
 
 
-def empty_as(cupy: Any, array: Any) -> Any:
+def empty_as(cupy: Cupy, array: CupyArray) -> CupyArray:
     """A new array of the dtype, shape and layout of `array`, which has no gaps."""
     return cupy.empty(array.shape, array.dtype, order="C" if array.flags.c_contiguous else "F")
 
 
-def without_gaps(cupy: Any, array: Any) -> Any:
+def without_gaps(cupy: Cupy, array: CupyArray) -> CupyArray:
     """`array`, or a copy of one that is a view with gaps."""
     return array if array.flags.forc else cupy.ascontiguousarray(array)
 
 
-def copy_into(cupy: Any, target: Any, source: Any, raw: Any) -> None:
+def copy_into(cupy: Cupy, target: CupyArray, source: CupyArray, raw: Raw) -> None:
     """Copy between arrays of one layout, by the stream `raw`."""
     if source.nbytes:
         runtime = cupy.cuda.runtime
@@ -139,7 +142,7 @@ class RegionGraph:
 
     __slots__ = ("_cupy", "_function", "_graph", "_inputs", "_outputs", "_raw")
 
-    def __init__(self, cupy: Any, raw: Any, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    def __init__(self, cupy: Cupy, raw: Raw, function: Kernel, inputs: Sequence[Value]) -> None:
         """Capture; a private pool is the stream's pool meanwhile.
 
         Args:
@@ -155,7 +158,7 @@ class RegionGraph:
         buffers = [empty_as(cupy, value) if isinstance(value, ndarray) else value for value in inputs]
         self._inputs = [buffer if isinstance(buffer, ndarray) else None for buffer in buffers]
 
-        def record() -> list[Any]:
+        def record() -> list[Placed]:
             outputs = function(*buffers)
             return [without_gaps(cupy, value) if isinstance(value, ndarray) else value for value in outputs]
 
@@ -164,7 +167,7 @@ class RegionGraph:
             if not isinstance(value, ndarray | np.ndarray) and not is_plain(value):
                 raise NotCapturableError(f"it gives a {type(value).__name__}")
 
-    def launch(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def launch(self, inputs: Sequence[Value]) -> tuple[Placed, ...]:
         """The outputs for `inputs`, in new arrays.
 
         Raises:
@@ -192,10 +195,10 @@ class CapturedRegion:
 
     def __init__(
         self,
-        cupy: Any,
+        cupy: Cupy,
         stream: CudaStream,
         pool: CudaPool,
-        function: Callable[..., Any],
+        function: Kernel,
         label: str,
         *,
         is_generator: bool = False,
@@ -218,14 +221,14 @@ class CapturedRegion:
         self._is_generator = is_generator
         self._graphs: GraphCache[RegionGraph] = GraphCache(label)
 
-    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+    def __call__(self, *inputs: Value) -> tuple[Placed, ...]:
         """What `function` gives for these inputs."""
-        outputs: tuple[Any, ...] | None = self._launched(inputs)
+        outputs: tuple[Value, ...] | None = self._launched(inputs)
         return self._function(*inputs) if outputs is None else outputs
 
-    def steps(self, *inputs: Any) -> Generator[bool | None, int | None, tuple[Any, ...]]:
+    def steps(self, *inputs: Value) -> Generator[bool | None, int | None, tuple[Placed, ...]]:
         """`__call__`, for a function that gives a generator: it is driven as that is, and a graph is one step."""
-        outputs: tuple[Any, ...] | None = self._launched(inputs)
+        outputs: tuple[Value, ...] | None = self._launched(inputs)
         if outputs is None:
             outputs = yield from self._function(*inputs)
         return outputs
@@ -234,7 +237,7 @@ class CapturedRegion:
         """Drop all graphs, as memory is short; launches in flight are done first. Calls capture anew."""
         self._graphs.clear()
 
-    def _launched(self, inputs: Sequence[Any]) -> tuple[Any, ...] | None:
+    def _launched(self, inputs: Sequence[Value]) -> tuple[Placed, ...] | None:
         """The outputs of a graph; None if there is none for such inputs, or no room for it."""
         if self._graphs.is_refused:
             return None
@@ -249,15 +252,15 @@ class CapturedRegion:
             self._graphs.refuse(error)
             return None
 
-    def _captured(self, inputs: Sequence[Any]) -> RegionGraph:
+    def _captured(self, inputs: Sequence[Value]) -> RegionGraph:
         function = driven(self._function) if self._is_generator else self._function
         with PrivateMemory(self._stream, self._pool, f"CUDA graph of {self._label}"):
             return RegionGraph(self._cupy, self._stream.raw, function, inputs)
 
 
 def captured(
-    cupy: Any, stream: CudaStream, pool: CudaPool, function: Callable[..., Any], label: str, *, is_generator: bool
-) -> Callable[..., Any]:
+    cupy: Cupy, stream: CudaStream, pool: CudaPool, function: Kernel, label: str, *, is_generator: bool
+) -> Kernel:
     """`function` with graphs, to be called as it is: see `CapturedRegion`."""
     region = CapturedRegion(cupy, stream, pool, function, label, is_generator=is_generator)
     return region.steps if is_generator else region

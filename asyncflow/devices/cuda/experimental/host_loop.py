@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from asyncflow.devices.decisions import Ended, Loop, advance, decisions
 from asyncflow.devices.protocol import recording
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from asyncflow.devices.cuda.arguments import Values
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.decisions import Decision
-    from asyncflow.devices.protocol import KernelInfo, Span
+    from asyncflow.devices.protocol import KernelInfo, Placed, Span
+    from asyncflow.values import Kernel, Value
 
 Result = TypeVar("Result")
 
@@ -31,7 +32,7 @@ class HostDriver:
         device: CudaDevice,
         values: Values,
         info: KernelInfo,
-        args: Sequence[Any],
+        args: Sequence[Value],
         spans: list[Span] | None,
         limit: int | None,
     ) -> None:
@@ -52,7 +53,7 @@ class HostDriver:
         self._spans = spans
         self._limit = limit
 
-    def in_one_block(self, launch: Callable[..., Result], *arguments: Any) -> Result:
+    def in_one_block(self, launch: Callable[..., Result], *arguments: Value) -> Result:
         """``launch(*arguments)``, with the stream active."""
         device, info, values = self._device, self._info, self._values
         device.check()
@@ -62,13 +63,13 @@ class HostDriver:
             device.launched += info.launches
             return launch(*arguments)
 
-    async def fetched(self, value: Any) -> Any:
+    async def fetched(self, value: Value) -> Placed:
         """The value on the host."""
         with recording(self._device, self._spans):
             found = self._device.fetched(self._values.wrapped(value, self._info.name))
         return await found if isinstance(found, asyncio.Future) else found
 
-    async def looped(self, loop: Loop, done: int = 0) -> Sequence[Any]:
+    async def looped(self, loop: Loop, done: int = 0) -> Sequence[Placed]:
         """The variables of a loop, of which `done` iterations have been made already, after its last iteration."""
         variables = loop.variables
         while await self.fetched(await self._results(loop.condition, (*variables, *loop.captures))):
@@ -77,13 +78,13 @@ class HostDriver:
             variables = await self._results(loop.body, (*variables, *loop.captures))
         return variables
 
-    async def _decided(self, decision: Decision) -> Sequence[Any]:
+    async def _decided(self, decision: Decision) -> Sequence[Placed]:
         if isinstance(decision, Loop):
             return await self.looped(decision)
         taken = decision.on_true if await self.fetched(decision.pred) else decision.on_false
         return list(await self._results(taken, decision.arguments))
 
-    async def _results(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    async def _results(self, function: Kernel, arguments: Sequence[Value]) -> Placed:
         """What ``function(*arguments)`` gives, with the host deciding."""
         running = decisions(function, arguments)
         decision = self.in_one_block(advance, running, None)

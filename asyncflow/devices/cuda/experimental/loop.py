@@ -14,7 +14,7 @@ calls it looks at its state and goes on with the values it gave.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from asyncflow.devices.cuda.experimental.conditional import Node, Nodes
     from asyncflow.devices.cuda.memory import CudaPool
     from asyncflow.devices.decisions import Body, Condition, Decision
+    from asyncflow.devices.protocol import Placed
+    from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
     from asyncflow.streams.cuda.stream import CudaStream
+    from asyncflow.values import Kernel, Value
 
 
 _DEFAULT_LIMITS = Limits()
@@ -46,8 +49,8 @@ class Iterated(NamedTuple):
             `TOO_LONG`), and how many iterations of the loops inside.
     """
 
-    values: tuple[Any, ...]
-    state: Any
+    values: tuple[Placed, ...]
+    state: Raw
 
 
 class Interpreter:
@@ -55,15 +58,15 @@ class Interpreter:
 
     __slots__ = ("_cupy", "_nodes")
 
-    def __init__(self, cupy: Any, nodes: Nodes) -> None:
+    def __init__(self, cupy: Cupy, nodes: Nodes) -> None:
         self._cupy = cupy
         self._nodes = nodes
 
-    def run(self, loop: Loop, buffers: Sequence[Any]) -> None:
+    def run(self, loop: Loop, buffers: Sequence[CupyArray]) -> None:
         """The loop of a launch, whose variables are in `buffers`."""
         self._repeat(loop, buffers, self._nodes.loop())
 
-    def _values(self, function: Any, arguments: Sequence[Any]) -> Any:
+    def _values(self, function: Kernel, arguments: Sequence[Value]) -> Placed:
         """What ``function(*arguments)`` gives."""
         running = decisions(function, arguments)
         decision = advance(running, None)
@@ -71,10 +74,10 @@ class Interpreter:
             decision = advance(running, self._decided(decision))
         return decision.value
 
-    def _decided(self, decision: Decision) -> Sequence[Any]:
+    def _decided(self, decision: Decision) -> Sequence[Placed]:
         return self._looped(decision) if isinstance(decision, Loop) else self._branched(decision)
 
-    def _branched(self, branch: Branch) -> Sequence[Any]:
+    def _branched(self, branch: Branch) -> Sequence[Placed]:
         """The results of a branch, in buffers that either side writes."""
         if not isinstance(branch.pred, self._cupy.ndarray):
             return list(self._values(branch.on_true if branch.pred else branch.on_false, branch.arguments))
@@ -90,7 +93,7 @@ class Interpreter:
         assert buffers is not None
         return buffers
 
-    def _looped(self, loop: Loop) -> Sequence[Any]:
+    def _looped(self, loop: Loop) -> Sequence[Placed]:
         """The variables of a loop inside, in buffers of its own."""
         node = self._nodes.inner_loop()
         buffers = [self.buffer_for(value) for value in loop.variables]
@@ -98,7 +101,7 @@ class Interpreter:
         self._repeat(loop, buffers, node)
         return buffers
 
-    def _repeat(self, loop: Loop, buffers: Sequence[Any], node: Node) -> None:
+    def _repeat(self, loop: Loop, buffers: Sequence[CupyArray], node: Node) -> None:
         arguments = *buffers, *loop.captures
         node.decide(self._checked(self._values(loop.condition, arguments)))
         (iteration,) = node.bodies()
@@ -106,17 +109,17 @@ class Interpreter:
             self.put(buffers, self._values(loop.body, arguments))
             node.decide(self._checked(self._values(loop.condition, arguments)))
 
-    def _checked(self, pred: Any) -> Any:
+    def _checked(self, pred: Value) -> Placed:
         if not isinstance(pred, self._cupy.ndarray) or pred.dtype != np.bool_ or pred.size != 1:
             raise NotCapturableError("a predicate is not computed on the device")
         return pred
 
-    def buffer_for(self, value: Any) -> Any:
+    def buffer_for(self, value: Value) -> CupyArray:
         """New memory for `value`, an array or a number of the host."""
         is_array = isinstance(value, self._cupy.ndarray)
         return empty_as(self._cupy, value) if is_array else self._cupy.empty((), np.asarray(value).dtype)
 
-    def put(self, buffers: Sequence[Any], values: Sequence[Any]) -> None:
+    def put(self, buffers: Sequence[CupyArray], values: Sequence[Value]) -> None:
         """Write each value into its buffer, as if all at once."""
         values = list(values)
         places = {buffer.data.mem.ptr for buffer in buffers if buffer.nbytes}
@@ -132,7 +135,7 @@ class Interpreter:
                 self._cupy.copyto(buffer, value)
 
 
-def _check_fits(buffer: Any, value: Any) -> None:
+def _check_fits(buffer: CupyArray, value: Value) -> None:
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
     if (dtype, shape) != (buffer.dtype, buffer.shape):
         raise NotCapturableError(f"a value of {buffer.dtype}{buffer.shape} becomes {dtype}{shape}")
@@ -145,12 +148,12 @@ class LoopGraph:
 
     def __init__(
         self,
-        cupy: Any,
-        raw: Any,
+        cupy: Cupy,
+        raw: Raw,
         bindings: Bindings,
         functions: tuple[Condition, Body],
-        variables: Sequence[Any],
-        captures: Sequence[Any],
+        variables: Sequence[Value],
+        captures: Sequence[Value],
     ) -> None:
         """Capture; a private pool is the stream's pool meanwhile. The arguments are those of `DeviceLoop`."""
         self._cupy = cupy
@@ -160,7 +163,7 @@ class LoopGraph:
         self._variables = [rehearsed.buffer_for(value) for value in variables]
         self._captures = [empty_as(cupy, x) if isinstance(x, cupy.ndarray) else x for x in captures]
         self._state = _state_of(cupy, Limits(1))
-        self._starts: dict[Limits, Any] = {}
+        self._starts: dict[Limits, Raw] = {}
         self._fill(variables, captures)
         loop = Loop(*functions, self._variables, self._captures)
         # Compiles all kernels: in a capture nothing may have to be loaded.
@@ -173,7 +176,7 @@ class LoopGraph:
         self._held = functions, nodes
         self._graph, _ = capture(raw, lambda: Interpreter(cupy, nodes).run(loop, self._variables))
 
-    def launch(self, variables: Sequence[Any], captures: Sequence[Any], limits: Limits) -> Iterated:
+    def launch(self, variables: Sequence[Value], captures: Sequence[Value], limits: Limits) -> Iterated:
         """Run the loop from these values, as far as `limits` allow.
 
         Raises:
@@ -191,7 +194,7 @@ class LoopGraph:
         *values, state = results
         return Iterated(tuple(values), state)
 
-    def _fill(self, variables: Sequence[Any], captures: Sequence[Any]) -> None:
+    def _fill(self, variables: Sequence[Value], captures: Sequence[Value]) -> None:
         cupy = self._cupy
         for buffer, value in zip((*self._variables, *self._captures), (*variables, *captures), strict=True):
             if isinstance(value, cupy.ndarray):
@@ -200,7 +203,7 @@ class LoopGraph:
                 buffer.fill(value)
 
 
-def _state_of(cupy: Any, limits: Limits) -> Any:
+def _state_of(cupy: Cupy, limits: Limits) -> Raw:
     """That of a launch which begins, filled by kernels: a copy from the host might block."""
     state = limits.state()
     array = cupy.empty(len(state), np.int64)
@@ -222,7 +225,7 @@ class DeviceLoop:
 
     def __init__(
         self,
-        cupy: Any,
+        cupy: Cupy,
         stream: CudaStream,
         pool: CudaPool,
         bindings: Bindings | None,
@@ -253,7 +256,7 @@ class DeviceLoop:
         self._graphs: GraphCache[LoopGraph] = GraphCache(label, warm_ups=0)
 
     def launch(
-        self, variables: Sequence[Any], captures: Sequence[Any] = (), limits: Limits = _DEFAULT_LIMITS
+        self, variables: Sequence[Value], captures: Sequence[Value] = (), limits: Limits = _DEFAULT_LIMITS
     ) -> Iterated | None:
         """Start the loop, or go on with it, as far as `limits` allow; nothing is waited for.
 
@@ -285,7 +288,7 @@ class DeviceLoop:
         """Drop all graphs, as memory is short; launches in flight are done first. Launches capture anew."""
         self._graphs.clear()
 
-    def _key(self, variables: Sequence[Any], captures: Sequence[Any]) -> Hashable:
+    def _key(self, variables: Sequence[Value], captures: Sequence[Value]) -> Hashable:
         ndarray = self._cupy.ndarray
         shapes: list[Hashable] = []
         for value in variables:
@@ -296,13 +299,13 @@ class DeviceLoop:
         captured = key_of(captures, ndarray)
         return None if captured is None else (*shapes, *captured)
 
-    def _captured(self, bindings: Bindings, variables: Sequence[Any], captures: Sequence[Any]) -> LoopGraph:
+    def _captured(self, bindings: Bindings, variables: Sequence[Value], captures: Sequence[Value]) -> LoopGraph:
         functions = self.condition, self.body
         with PrivateMemory(self._stream, self._pool, f"CUDA graph of {self._label}"):
             return LoopGraph(self._cupy, self._stream.raw, bindings, functions, variables, captures)
 
 
-def _scalar_key(value: Any) -> Hashable:
+def _scalar_key(value: Placed) -> Hashable:
     """Of a variable's first value, which is copied in: its dtype."""
     is_number = isinstance(value, np.generic) and (value.dtype.kind in "biufc" or value.dtype.name == "bfloat16")
     return (value.dtype, (), "C") if is_number else None

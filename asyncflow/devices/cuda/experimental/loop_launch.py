@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.devices.cuda.arguments import Values
 from asyncflow.devices.cuda.experimental.conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG, Limits
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from asyncflow.devices.cuda.bindings import Bindings
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.decisions import Body, Condition
-    from asyncflow.devices.protocol import KernelInfo, Span
+    from asyncflow.devices.protocol import KernelInfo, Placed, Span
     from asyncflow.errors import LoopIdentity
+    from asyncflow.values import Value
 
 
 FIRST_ITERATIONS = 1 << 10
@@ -100,7 +101,7 @@ class WhileLauncher(CoroutineKernel):
         self._loop = DeviceLoop(device.cupy, stream, device.pool, bindings, *functions, info.name)
         self._patience = Patience()
 
-    def __call__(self, *args: Any) -> Coroutine[Any, Any, tuple[Any, ...]]:
+    def __call__(self, *args: Value) -> Coroutine[object, object, tuple[Placed, ...]]:
         """Run the loop.
 
         Raises (from the coroutine):
@@ -113,19 +114,19 @@ class WhileLauncher(CoroutineKernel):
         """
         return self._run(args, self._device.recorded())
 
-    async def _run(self, args: tuple[Any, ...], spans: list[Span] | None) -> tuple[Any, ...]:
+    async def _run(self, args: tuple[Value, ...], spans: list[Span] | None) -> tuple[Placed, ...]:
         try:
             return await self._launched(args, spans)
         except RuntimeError as error:
             raise self._device.cause_of(error)  # noqa: B904 - which has its cause
 
-    async def _launched(self, args: tuple[Any, ...], spans: list[Span] | None) -> tuple[Any, ...]:
+    async def _launched(self, args: tuple[Value, ...], spans: list[Span] | None) -> tuple[Placed, ...]:
         with recording(self._device, spans):
             args = self._values.brought(args, self._info.vectors)
         host = HostDriver(self._device, self._values, self._info, args, spans, self._limit)
         with self._values.stream.activate():
             raw = [self._values.raw(value, self._info.name) for value in args]
-        variables: Sequence[Any] = raw[: self._n_vars]
+        variables: Sequence[Value] = raw[: self._n_vars]
         captures = raw[self._n_vars :]
         done, outcome = 0, STOPPED
         while outcome != ENDED:
