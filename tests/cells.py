@@ -3,7 +3,8 @@
 The matrix is {asyncio, uvloop, virtual time} x {one device with regions, one device interpreted, three devices with
 every node placed at random}, and four cells on a stand-in for CuPy. Of its 13 cells five caught every fault that any
 cell caught, when faults were put into the code on purpose. These five run always; the others run with ``--full``, or by
-turns with ``--turn=COMMIT``: then each test runs in one more cell, and of the slow tests a third runs.
+turns with ``--turn=COMMIT``: then each test runs in one more cell, and of the slow tests a third runs. One of the
+others leaves out a pass of the compiler, another for each test; ``--without=PASS`` leaves it out of all tests.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from zlib import crc32
 import pytest
 import uvloop
 
+from asyncflow.compiler.pipeline import PASSES
 from asyncflow.streams.virtual import VirtualClockLoop
 
 LoopFactory: TypeAlias = Callable[[], asyncio.AbstractEventLoop]
@@ -63,6 +65,8 @@ class Arrangement:
         draw: which of the random placements on three devices; None for one device.
         cuda: whether devices are CUDA's, with a stand-in for CuPy; otherwise they are CPUs, or simulated cards.
         graphs: whether regions are captured as CUDA graphs, at once, and loops run on the card where they can.
+        streams: for kernels, on each device.
+        without: a pass of the compiler that is left out.
         devices: their names; none: one or three of a kind.
     """
 
@@ -72,6 +76,8 @@ class Arrangement:
     draw: int | None = None
     cuda: bool = False
     graphs: bool = False
+    streams: int = 1
+    without: str = ""
     devices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -99,6 +105,21 @@ OTHERS = (
 )
 """The rest of the matrix."""
 
+_CONCERNED: Mapping[str, Arrangement] = {
+    "assign_streams": replace(REGIONS, streams=2),
+    "delay_recvs": THREE[0],
+    "device_loops": ALWAYS[-1],
+    "fuse": ALWAYS[-1],
+}
+"""Cells in which passes have something to do that do nothing on one CPU."""
+
+WITHOUT = tuple(
+    replace(_CONCERNED.get(each.name, REGIONS), name=f"without-{each.name}", without=each.name)
+    for each in PASSES
+    if not each.needed
+)
+"""Without each of the compiler's passes that may be left out; a test runs in one of them, which changes by turns."""
+
 
 class Selection:
     """What a run of the suite generates: what always runs, with ``--full`` everything, with ``--turn`` a part of it."""
@@ -107,21 +128,27 @@ class Selection:
         self.full: bool = config.getoption("full")
         commit: str = config.getoption("turn")
         self.turn = int(commit[:8], 16) if commit else None
+        self.without = next((cell for cell in WITHOUT if cell.without == config.getoption("without")), None)
 
     def arrangements(self, test: pytest.Item) -> Sequence[Arrangement]:
         """The cells in which a test with sessions runs."""
+        cell = self.without
+        if cell is not None:
+            is_anywhere = is_distributed(test) and _name(test) not in REAL_CPUS_ONLY
+            return [cell if is_anywhere else replace(REGIONS, name=cell.name, without=cell.without)]
         if not is_distributed(test):
             loops = self.loops(test)
             return [replace(cell, loop=loop) for loop in loops for cell in (REGIONS, INTERPRETED)]
-        always, others = ALWAYS, OTHERS
+        drawn = crc32(test.nodeid.encode()) + (self.turn or 0)
+        always, others = ALWAYS, (*OTHERS, WITHOUT[drawn % len(WITHOUT)])
         if _name(test) in REAL_CPUS_ONLY:
             always = (REGIONS, replace(INTERPRETED, loop="asyncio"), *(replace(cell, loop="uvloop") for cell in THREE))
-            others = tuple(cell for cell in OTHERS if not cell.cuda and cell.loop != "virtual" and cell not in always)
+            others = tuple(cell for cell in others if not cell.cuda and cell.loop != "virtual" and cell not in always)
         if self.full:
             return always + others
         if self.turn is None:
             return always
-        return (*always, others[(crc32(test.nodeid.encode()) + self.turn) % len(others)])
+        return (*always, others[drawn % len(others)])
 
     def loops(self, test: pytest.Item) -> Sequence[str]:
         """The event loops on which a test without sessions, or outside the distributed rooms, runs."""

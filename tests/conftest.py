@@ -34,7 +34,7 @@ from asyncflow.runtime.run.run import Run
 from asyncflow.runtime.scheduler.scheduler import Statistics
 from asyncflow.streams.cuda import stream as cuda_stream
 from asyncflow.streams.virtual import VirtualClockLoop
-from tests.cells import LOOPS, Arrangement, LoopFactory, Selection
+from tests.cells import LOOPS, WITHOUT, Arrangement, LoopFactory, Selection
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.stand_in import stand_in
 from tests.patience import PATIENCE_S
@@ -67,6 +67,8 @@ _loop = pytest.StashKey[str]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("asyncflow")
     group.addoption("--full", action="store_true", help="run every test in every cell of the conformance matrix")
+    passes = [cell.without for cell in WITHOUT]
+    group.addoption("--without", choices=passes, help="leave a pass of the compiler out of all tests")
     group.addoption(
         "--turn", metavar="COMMIT", default="", help="run a part of what --full adds, chosen by a commit's hash"
     )
@@ -192,6 +194,8 @@ def open_session(
         "placement_seed": None if arrangement.draw is None else _seed(request),
         "cuda_graphs": arrangement.graphs,
         "device_while": arrangement.graphs,
+        "compute_streams": arrangement.streams,
+        "without": [arrangement.without] if arrangement.without else [],
     }
 
     @asynccontextmanager

@@ -6,6 +6,7 @@ what it has found out.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial, wraps
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ from asyncflow.compiler.regions.fuse import fuse_regions
 from asyncflow.compiler.regions.join_regions import region_costs
 from asyncflow.compiler.regions.loop_drivers import find_loop_drivers
 from asyncflow.compiler.regions.regions import make_regions
+from asyncflow.foreign_names import close_names
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.verify import verify
 
@@ -60,12 +62,13 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         GraphError: the graph is not a valid program.
         PlacementError: no device fits the constraints of a node.
     """
-    program = Program(request, request.graph)
+    program, options = Program(request, request.graph), context.options
     for each in PASSES:
-        if each.when is None or each.when(program, context):
-            each.run(program, context)
-            if context.options.debug and not each.is_analysis:
-                verify(program.graph)
+        if each.name in options.without or not (each.when is None or each.when(program, context)):
+            continue
+        each.run(program, context)
+        if options.debug and not each.is_analysis:
+            verify(program.graph)
     assert program.placement is not None
     assert program.survey is not None
     return Plan(
@@ -264,3 +267,34 @@ PASSES = (
     Pass("bind", _bind, needed="it gives nodes their code", is_analysis=True),
 )
 """All of them, in the order in which they run."""
+
+
+def pass_named(name: object) -> Pass:
+    """The pass of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = next((each for each in PASSES if each.name == name), None)
+    if found is None:
+        names = [each.name for each in PASSES]
+        close = close_names(name, names) if isinstance(name, str) else ()
+        hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+        raise ValueError(f"no pass is called {name!r}; {hint}There are {', '.join(names)}")
+    return found
+
+
+def check_without(names: object) -> None:
+    """Looks at what a user has named to be left out.
+
+    Raises:
+        TypeError: it is no list of names.
+        ValueError: one is no pass, or is a pass without which plans would not be right.
+    """
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise TypeError(f"without is a list of names of passes, such as ['fold']; got {type(names).__name__} {names!r}")
+    for name in names:
+        needed = pass_named(name).needed
+        if needed:
+            others = ", ".join(each.name for each in PASSES if not each.needed)
+            raise ValueError(f"the pass {name!r} cannot be left out: {needed}. Those that can are {others}")

@@ -386,27 +386,23 @@ def test_control_flow_written_by_hand_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"regions": False}, {"transfer_dtype": "bfloat16"}])
-def test_less_memory_and_no_more_time(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_less_memory_and_no_more_time(options: dict[str, Any]) -> None:
     """Without the pass all values are there from the start; with it, about one at a time."""
     n = 512
     value, time_ns, peak = simulate(n, **options)
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "delay_recvs", lambda *_, **__: [])
-        same, time_without_ns, peak_without = simulate(n, **options)
+    same, time_without_ns, peak_without = simulate(n, **options, without=["delay_recvs"])
     assert value.tobytes() == same.tobytes()
     assert time_ns <= time_without_ns
     assert peak <= peak_without - (STEPS - 2) * (2 if "transfer_dtype" in options else 4) * n * n
 
 
 @pytest.mark.parametrize("host", ["c++", "asyncflow"])
-def test_memory_is_taken_when_the_copy_is_due(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+def test_memory_is_taken_when_the_copy_is_due(host: str) -> None:
     """However far ahead the host launches: a value's memory is used again by those that come after it."""
     n = 512
     nbytes = 4 * n * n
     value, time_ns, peak = simulate(n, plain_steps, host)
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "delay_recvs", lambda *_, **__: [])
-        same, time_without_ns, peak_without = simulate(n, plain_steps, host)
+    same, time_without_ns, peak_without = simulate(n, plain_steps, host, without=["delay_recvs"])
     assert value.tobytes() == same.tobytes()
     assert time_ns <= time_without_ns
     # Not the values, however many: those in use, the next ones on their way, and the operands of a step.

@@ -34,6 +34,19 @@ NAMES = [field.name for field in fields(SessionOptions)]
         ({"device_while": 1}, TypeError, "device_while is True or False; got int 1"),
         ({"debug": []}, TypeError, r"debug is True or False; got list \[\]"),
         ({"soft_placement": 0.0}, TypeError, "soft_placement is True or False; got float 0.0"),
+        ({"without": "fold"}, TypeError, r"without is a list of names of passes, such as \['fold'\]; got str 'fold'"),
+        ({"without": None}, TypeError, "without is a list of names of passes, .* got NoneType None"),
+        (
+            {"without": ["flod"]},
+            ValueError,
+            "no pass is called 'flod'; did you mean 'fold'.* There are extract, ",
+        ),
+        ({"without": (3,)}, ValueError, "no pass is called 3; There are extract"),
+        (
+            {"without": ["cse", "place"]},
+            ValueError,
+            "the pass 'place' cannot be left out: every node runs on a device. Those that can are loop_variables, fold",
+        ),
         ({"check_numerics": "1"}, TypeError, "check_numerics is True or False; got str '1'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -43,6 +44,8 @@ class PlanOptions:
     """With regions, replay those that can be captured as CUDA graphs."""
     device_while: bool
     """Run loops on the card that decide by its arrays and compute nothing else than a graph can hold."""
+    without: Collection[str]
+    """Names of passes that are left out."""
     debug: bool
     """Verify the graph after every pass, and every kernel's outputs while running."""
     check_numerics: bool

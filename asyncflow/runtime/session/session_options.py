@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 
+from asyncflow.compiler.pipeline import check_without
 from asyncflow.compiler.program.request import PlanOptions
 from asyncflow.graph.graph import Graph
 
@@ -50,6 +51,8 @@ class SessionOptions:
             loops of them included, with no copy to the host in between; needs the package ``cuda-bindings``, which the
             extras ``cuda13`` and ``cuda12`` bring, and a driver of CUDA 13. ``Plan.explain()`` says for each loop
             whether the card runs it. New; right on the one card it ran on.
+        without: names of compiler passes that are left out, such as ``["fold"]``, to find which one a result depends
+            on; ``docs/design/README.md`` lists them. Results are the same within rounding.
         debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
         memory_limit: bytes per device; None for no limit. Runs that only compute, and pass it together, are done one
@@ -87,6 +90,7 @@ class SessionOptions:
     fusion: bool = True
     cuda_graphs: bool = False
     device_while: bool = False
+    without: Collection[str] = ()
     debug: bool = False
     seed: int | None = None
     memory_limit: int | None = None
@@ -112,6 +116,7 @@ class SessionOptions:
                 _check_integer(value, field.name, _LEAST[field.name])
         if self.max_queued is not None and self.max_runs is None:
             raise ValueError("max_queued limits the runs that wait, and without max_runs none ever does: give both")
+        check_without(self.without)
         if self.transfer_dtype not in (None, "bfloat16"):
             raise ValueError(f"transfer_dtype is None or 'bfloat16'; got {self.transfer_dtype!r}")
 
