@@ -275,6 +275,38 @@ async def test_long_kernels_of_the_host_run_on_a_thread(cupy: FakeCupy, size: in
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+def _sum_of_vectors(x: af.Tensor, s: af.Tensor, captures: bool) -> af.Tensor:
+    """`x` and vectors of one element that are made of a number, in ways that CuPy has for arrays alone."""
+    vectors = [
+        s[None],
+        af.reshape(s, (1,)),
+        af.real(af.astype(s, "complex128")[None]),
+        af.broadcast_arrays(s, np.ones(1))[0],
+        af.expand_dims(s, axis=0),
+        af.flip(s[None]),
+    ]
+    if not captures:  # a graph can hold none of these
+        vectors += [af.vecdot(s[None], s[None])[None], af.TensorArray("float64", 1).write(0, s).read(0)[None]]
+    for vector in vectors:
+        x = x * 2.0 + vector
+    return x
+
+
+@pytest.mark.parametrize("captures", [False, True])
+async def test_regions_make_arrays_of_numbers_of_the_host(cupy: FakeCupy, captures: bool) -> None:
+    """What NumPy would make of them is on the host, where no kernel finds it."""
+    with af.Graph() as graph:
+        x, s = af.placeholder("float64", (3,)), af.placeholder("float64", ())
+        y = _sum_of_vectors(x, s * 2.0 + 1.0, captures)
+    fed = np.arange(3.0)
+    async with af.Session(graph, ["cpu:0"]) as here, opened(graph, ["cuda:0"], cuda_graphs=captures) as there:
+        for number in (2.0, 2.0, 2.0, 2.0, 3.0):
+            found = await there.run(y, {x: fed, s: number})
+            np.testing.assert_allclose(found, await here.run(y, {x: fed, s: number}))
+        labels = [buffer.label for buffer in there.devices[0].memory.top(100)]
+        assert any(label.startswith("CUDA graph of ") for label in labels) == captures
+
+
 @pytest.mark.parametrize("regions", [False, True])
 async def test_out_of_memory_names_the_node_and_leaves_the_session_usable(cupy: FakeCupy, regions: bool) -> None:
     with af.Graph() as graph:

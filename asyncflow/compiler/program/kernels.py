@@ -146,7 +146,12 @@ def bind_member(
         for index, tensor in enumerate(node.inputs)
         if tensor in on_host and tensor.spec.shape != () and index not in read
     ]
-    return _uploading(kernel, vectors, device.xp, node.op.needs_context) if vectors else kernel
+    if vectors:
+        return _uploading(kernel, vectors, device.xp, node.op.needs_context)
+    operands = [index for index in range(len(node.inputs)) if index not in read]
+    if operands and not node.op.needs_context and all(node.inputs[k].shape in ((), None) for k in operands):
+        return _of_numbers(kernel, operands, device.xp)
+    return kernel
 
 
 def giving_scalars(kernel: Kernel, node: Node) -> Kernel:
@@ -167,6 +172,22 @@ def _uploading(kernel: Kernel, positions: Sequence[int], xp: Namespace, needs_co
         for position in positions:
             values[position + shift] = xp.asarray(values[position + shift])
         return kernel(*values)
+
+    return call
+
+
+def _of_numbers(kernel: Kernel, operands: Sequence[int], xp: Namespace) -> Kernel:
+    """`kernel`, where NumPy makes an array of what may all be numbers on the host: of those on the device, instead."""
+
+    def call(*inputs: Value) -> Value:
+        result = kernel(*inputs)
+        if isinstance(result, np.ndarray) or (type(result) is tuple and any(isinstance(x, np.ndarray) for x in result)):
+            values = list(inputs)
+            for index in operands:
+                if isinstance(values[index], np.generic):
+                    values[index] = xp.full((), values[index])  # no copy, which a CUDA graph could not hold
+            result = kernel(*values)
+        return result
 
     return call
 
