@@ -211,8 +211,8 @@ class MemoryAccount:
             self._settle()
             watch = self._live.get(key)
             if watch is None:
-                watch = self._live[key] = _Watch(held, self._freed.append, key, 0, label)
-                watch.count = 0
+                watch = self._live[key] = _Watch(held, self._freed.append)
+                watch.key, watch.nbytes, watch.label, watch.count = key, 0, label, 0
                 self._stores += 1
             fresh = held.since(watch.count)
             watch.count += len(fresh)
@@ -251,7 +251,8 @@ class MemoryAccount:
             self._settle()
             if key in self._live:
                 return 0
-            self._live[key] = _Watch(owner, self._freed.append, key, nbytes, label)
+            watch = self._live[key] = _Watch(owner, self._freed.append)
+            watch.key, watch.nbytes, watch.label, watch.count = key, nbytes, label, -1
             self._used += nbytes
             self._peak = max(self._peak, self._used)
             return self._used
@@ -349,7 +350,14 @@ class ChargedAccount(MemoryAccount):
 
 
 class _Watch(weakref.ref[object]):
-    """A weak reference to a buffer, or to a store, that knows what it counted; `count` is of a store's values."""
+    """A weak reference to a buffer, or to a store, that knows what it counted.
+
+    Attributes:
+        key: the id of what it refers to.
+        nbytes: of a buffer, or of all that is in a store.
+        label: the name of the node that made it.
+        count: of a store's values; -1 for a buffer.
+    """
 
     __slots__ = ("count", "key", "label", "nbytes")
 
@@ -357,18 +365,6 @@ class _Watch(weakref.ref[object]):
     key: int
     nbytes: int
     label: str
-
-    def __new__(cls, owner: Value, freed: Callable[[_Watch], None], key: int, nbytes: int, label: str) -> _Watch:
-        self = super().__new__(cls, owner, freed)
-        self.count = -1
-        self.key = key
-        self.nbytes = nbytes
-        self.label = label
-        return self
-
-    def __init__(self, owner: Value, freed: Callable[[_Watch], None], *_: object) -> None:
-        # `weakref.ref` counts its arguments here as well.
-        super().__init__(owner, freed)  # type: ignore[call-arg]
 
 
 def _small_nbytes(value: object) -> int:

@@ -65,9 +65,8 @@ def current_graph() -> Graph | None:
     return _current.innermost()
 
 
-def leave_graphs() -> None:
-    """Makes no graph current in this context: the user's kernels run in a copy of the context of whoever awaits."""
-    _current.leave_all()
+leave_graphs = _current.leave_all
+"""Makes no graph current in this context: the user's kernels run in a copy of the context of whoever awaits."""
 
 
 class Graph(NotPickled):

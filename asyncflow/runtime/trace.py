@@ -177,9 +177,8 @@ class Trace:
 _current: Entered[Trace] = Entered("asyncflow_trace")
 
 
-def current_trace() -> Trace | None:
-    """The trace whose ``with`` block this code runs in, or None."""
-    return _current.innermost()
+current_trace = _current.innermost
+"""The trace whose ``with`` block this code runs in, or None."""
 
 
 def looks_inside(trace: Trace | None) -> bool:

@@ -36,6 +36,9 @@ class Part:
 _part: ContextVar[Part | None] = ContextVar("asyncflow_part", default=None)
 """The run that began what runs here; it may be over."""
 
+own_context: Callable[[Part], object] = _part.set
+"""Says which run the current context is of."""
+
 
 class Hold:
     """A function's hold of a thread.
@@ -80,11 +83,6 @@ def is_within(owner: object) -> bool:
     return _part.get() is not None and any(part.owner is owner for part in enclosing_parts())
 
 
-def own_context(part: Part) -> None:
-    """Says which run the current context is of."""
-    _part.set(part)
-
-
 def holding(hold: Hold, work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
     """``work(*args)`` for a user's function on a session's thread; in a copy of its run's context, which it changes."""
     part = _part.get()
@@ -105,7 +103,8 @@ def note_ask() -> None:
 def may_wait_for_itself(context: Context) -> bool:
     """Whether a run was asked for by a function that has a thread of the same session, still."""
     part = context.get(_part)
-    return part is not None and any(hold.owner is part.owner for hold in context.get(_holds, ()))
+    holds = context.get(_holds, ())
+    return part is not None and holds != () and any(hold.owner is part.owner for hold in holds)
 
 
 def refuse_to_queue(context: Context) -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.walks import CASES, Case, main, measure, table, walk_of
 
-MOST: dict[str, int] = {"compile": 766}
-"""What the walks that were made shorter have become; none may grow again unnoticed."""
+MOST = {"straight": 16, "threaded": 108, "Send/Recv": 95, "compile": 766}
+"""What the walks that were made shorter have become; none may grow again unnoticed. What the tests themselves look at
+when a run has ended is in there."""
 
 
 def one() -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
 from asyncflow.graph.graph import leave_graphs
-from asyncflow.runtime.loop import clock_of
 from asyncflow.runtime.scheduler.executor import Executor
 from asyncflow.runtime.scheduler.rendezvous import Rendezvous
 from asyncflow.runtime.trace import RunSpan
@@ -27,18 +26,6 @@ if TYPE_CHECKING:
     from asyncflow.values import Value
 
 _ids = itertools.count(1)
-
-
-def _kernel_context(part: Part) -> Context:
-    """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
-    context = copy_context()
-    context.run(_enter_run, part)
-    return context
-
-
-def _enter_run(part: Part) -> None:
-    leave_graphs()
-    own_context(part)
 
 
 class Run:
@@ -88,6 +75,7 @@ class Run:
         devices: Mapping[str, Device],
         loop: asyncio.AbstractEventLoop,
         turn: Turn,
+        now: Callable[[], int],
         seed: int,
         shuffle_seed: int | None,
         max_iterations: int | None,
@@ -104,13 +92,16 @@ class Run:
         self.turn = turn
         self.part = Part(turn, current_part())
         """The run for those that are asked for inside it."""
-        self.context = _kernel_context(self.part)
+        self.context = copy_context()
+        """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
+        self.context.run(leave_graphs)
+        self.context.run(own_context, self.part)
         self.rendezvous = Rendezvous()
         self.seed = seed
         self.shuffle_seed = None if shuffle_seed is None else shuffle_seed + number
         self.max_iterations = max_iterations
         self.trace = trace
-        self.now = clock_of(loop)
+        self.now = now
         self.emitter = channel
         self.states = plan.states
         """What tells the variables that it touches from others."""
@@ -153,12 +144,12 @@ class Run:
                 return
             self._timer = self.loop.call_at(asked_s + timeout, self._expire, timeout)
         if len(self.executors) == 1:
-            self.executors[0].start([feeds[index] for index in self._partitions[0].feed_indexes])
+            self.executors[0].start(list(map(feeds.__getitem__, self._partitions[0].feed_indexes)))
             return
         self._is_busy = True
         for executor, partition in zip(self.executors, self._partitions, strict=True):
             if not self._stopped:
-                executor.start([feeds[index] for index in partition.feed_indexes])
+                executor.start(list(map(feeds.__getitem__, partition.feed_indexes)))
         self._is_busy = False
         self.on_quiet()
 
@@ -180,11 +171,13 @@ class Run:
                 if not self.loop.is_closed():
                     self.stop("cancelled")
                 raise
-        try:
-            self._close_books()
-        except BaseException as error:
-            self.executors[0].failures.append((self.turn.count(), -1, error))
-        failure = self._first_failure()
+        if self.trace is not None:
+            try:
+                self._close_books(self.trace)
+            except BaseException as error:
+                self._stopped = True
+                self.executors[0].failures.append((self.turn.count(), -1, error))
+        failure = self._first_failure() if self._stopped else None
         if self._status == "cancelled" or failure is None:
             if cancelled is not None and failure is not None:
                 cancelled.add_note(f"a kernel in flight failed: {failure}")
@@ -294,28 +287,30 @@ class Run:
         return ranked[0]
 
     def _values(self) -> list[Value]:
-        schedulers = [executor.scheduler for executor in self.executors]
-        if not all(scheduler.done for scheduler in schedulers):
-            waiting = [line for scheduler in schedulers for line in scheduler.waiting()] + self.rendezvous.waiting()
-            raise InternalError(
-                "the run stalled: nothing is ready or running, and these nodes still wait:\n  "
-                + "\n  ".join(waiting or ["none"])
-            )
-        results = schedulers[0].results
-        for scheduler, partition in zip(schedulers[1:], self._partitions[1:], strict=True):
-            for index in partition.fetch_indexes:
-                results[index] = scheduler.results[index]
+        results = self.executors[0].scheduler.results
+        for executor, partition in zip(self.executors, self._partitions, strict=True):
+            scheduler = executor.scheduler
+            if not scheduler.done:
+                raise self._stalled()
+            if scheduler.results is not results:
+                for index in partition.fetch_indexes:
+                    results[index] = scheduler.results[index]
         for index, value in self.stayed.items():
             results[index] = value
         return results
 
-    def _close_books(self) -> None:
-        if self.trace is None:
-            return
+    def _stalled(self) -> InternalError:
+        waiting = [line for executor in self.executors for line in executor.scheduler.waiting()]
+        return InternalError(
+            "the run stalled: nothing is ready or running, and these nodes still wait:\n  "
+            + "\n  ".join(waiting + self.rendezvous.waiting() or ["none"])
+        )
+
+    def _close_books(self, trace: Trace) -> None:
         for executor in self.executors:
             assert executor.recorder is not None
             executor.recorder.finish()
         if self._status == "ok" and any(executor.failures for executor in self.executors):
             self._status = "error"
         span = RunSpan(self.id, f"run {self.id}", self._started_ns, self.now(), self._status)
-        self.trace.runs.append(span)
+        trace.runs.append(span)

@@ -6,10 +6,11 @@ import asyncio
 import secrets
 from functools import partial
 from pathlib import Path
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
-from asyncflow.runtime.loop import burst_clock
+from asyncflow.runtime.loop import burst_clock, clock_of
 from asyncflow.runtime.options import as_timeout, check_trace
 from asyncflow.runtime.run.admission import Admission, in_time
 from asyncflow.runtime.run.atomic import AtomicRuns
@@ -80,12 +81,14 @@ class Runs:
         self._atomic = AtomicRuns()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turn: Turn | None = None
+        self._now: Callable[[], int] = perf_counter_ns
         self._idle: asyncio.Event | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs are on this event loop from now on."""
         self._loop = loop
         self._turn = Turn(loop, burst_clock(loop))
+        self._now = clock_of(loop)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class Runs:
                 claim = await self._claimed(plan, atomic, timeout, asked_s)
             if ticket is not None and self.admission is not None:
                 self.admission.begin(ticket, plan)
-            staying = frozenset(plan.fetches[index] for index in call.staying)
+            staying = frozenset(plan.fetches[index] for index in call.staying) if call.staying else ()
             start = partial(self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim)
             if self.memory_turns is None or atomic or not plan.is_repeatable or is_within(self._turn):
                 fetched = await start().wait()
@@ -190,6 +193,7 @@ class Runs:
                     run.stop("cancelled")
                     await run.wait()
             finally:
+                channel.discard()  # what nobody has taken leads to the run, and the run to the channel
                 if ticket is not None and self.admission is not None:
                     self.admission.leave(ticket)
 
@@ -304,6 +308,7 @@ class Runs:
             devices=self._devices,
             loop=self._loop,
             turn=self._turn,
+            now=self._now,
             seed=self._random_seed if plan.graph.seed is None else plan.graph.seed,
             shuffle_seed=self._options.seed,
             max_iterations=self._options.max_iterations,

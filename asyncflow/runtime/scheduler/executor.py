@@ -11,28 +11,25 @@ by `Executor.broken`. The event loop enters an executor by `start`, `drive` and 
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from math import inf
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS
-from asyncflow.devices.cpu.lanes import Times
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import recording
 from asyncflow.errors import KernelError
 from asyncflow.graph.op import KernelContext
-from asyncflow.runtime.scheduler.first_guess import ON_A_THREAD, first_guess
-from asyncflow.runtime.scheduler.grace import GRACE_S, leave_behind
+from asyncflow.runtime.scheduler.coroutines import Coroutines
+from asyncflow.runtime.scheduler.first_guess import first_guess
 from asyncflow.runtime.scheduler.ports import Ports
 from asyncflow.runtime.scheduler.provenance import as_kernel_error, with_provenance
 from asyncflow.runtime.scheduler.recorder import Recorder
 from asyncflow.runtime.scheduler.region_launch import Regions
 from asyncflow.runtime.scheduler.scheduler import Scheduler, SchedulingError
 from asyncflow.runtime.scheduler.sliced_region import size_of
-from asyncflow.streams.holding import Hold, holding, may_wait_for_itself, refuse_to_queue
+from asyncflow.runtime.scheduler.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,13 +63,13 @@ class Executor:
     __slots__ = (
         "_asynchronous",
         "_charge",
+        "_coroutines",
         "_device",
-        "_grace",
         "_is_driven",
         "_ports",
         "_regions",
         "_run",
-        "_tasks",
+        "_threads",
         "_throttled",
         "failures",
         "in_flight",
@@ -100,26 +97,27 @@ class Executor:
         self._asynchronous = device.asynchronous
         self._charge = None if self._asynchronous is None else self._asynchronous.charge
         self._throttled = False
-        # In the order they started, in which they are cancelled; and who is told of the end.
-        self._tasks: dict[asyncio.Task[object], Callable[..., None]] = {}
-        self._grace: asyncio.TimerHandle | None = None
         if run.trace is not None:
             self.recorder = Recorder(run.trace, run.id, device, run.now)
             self.scheduler.ready = self.recorder.ready
-        self._ports = Ports(self, device, run)
-        self._regions = Regions(self, self._asynchronous)
+        # Made when something is to cross, is a generator, a coroutine, or too long for the event loop.
+        self._ports: Ports | None = None
+        self._regions: Regions | None = None
+        self._coroutines: Coroutines | None = None
+        self._threads: Threads | None = None
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    def start(self, feeds: Sequence[Value]) -> None:
-        """Delivers the feeds and drives as far as the current turn allows."""
+    def start(self, feeds: list[Value]) -> None:
+        """Delivers the feeds, in a list of their own, and drives as far as the current turn allows."""
         try:
             if self._asynchronous is None:
                 self._begin(feeds)
             else:
                 if self._charge is not None:
                     self._charge("run", 1)
-                self._ports.copy_in(self._asynchronous, list(feeds), self._begin)
+                self._ports = Ports(self, self._device, self._run)
+                self._ports.copy_in(self._asynchronous, feeds, self._begin)
         except BaseException as error:
             self.broken(error)
 
@@ -150,7 +148,7 @@ class Executor:
             has_more = False
         self._is_driven = False
         if not has_more:
-            self.check_quiet()
+            self._run.on_quiet()
         return has_more
 
     def _drive(self, deadline_ns: int) -> bool:
@@ -162,7 +160,6 @@ class Executor:
         # Where nothing is waited for, an iteration has ended when it is launched, and others wait to hear of it.
         is_eager = self._asynchronous is not None
         charge = self._charge
-        regions = self._regions
         budget = _CHECK_EVERY
         node = iteration = None
         inputs: Sequence[Value] = ()
@@ -173,7 +170,7 @@ class Executor:
                     charge("primitive", scheduler.routed)
                     scheduler.routed = 0
                 if is_eager and scheduler.ended:
-                    self._ports.acknowledge_ended()
+                    self._acknowledge_ended()
                     if self.stopped:
                         break
                 if firing is not None:
@@ -187,12 +184,12 @@ class Executor:
                         budget -= 7
                 elif scheduler.ready:
                     budget -= 7
-                elif regions.suspended:
-                    regions.step(deadline_ns)
+                elif self._regions is not None and self._regions.suspended:
+                    self._regions.step(deadline_ns)
                     if self.stopped:
                         break
                     budget = 0
-                elif is_eager and self._ports.incoming:
+                elif self._ports is not None and self._ports.incoming:
                     node = None
                     self._ports.take_incoming()
                 else:
@@ -201,7 +198,7 @@ class Executor:
                 if budget <= 0:
                     node = None
                     if scheduler.ended:
-                        self._ports.acknowledge_ended()
+                        self._acknowledge_ended()
                     if self._asynchronous is not None and self._asynchronous.throttle(self._resume):
                         self._throttled = True
                         self.in_flight += 1
@@ -216,10 +213,14 @@ class Executor:
                 raise  # no firing's failure
             self.kernel_failed(error, node, iteration, inputs)
         if scheduler.ended:
-            self._ports.acknowledge_ended()
+            self._acknowledge_ended()
         if self._asynchronous is not None:
             self.launched = self._asynchronous.mark()
         return False
+
+    def _acknowledge_ended(self) -> None:
+        assert self._ports is not None, "an iteration is acknowledged to whom its predicate came from"
+        self._ports.acknowledge_ended()
 
     def _resume(self) -> None:
         """The device has caught up with what was launched on it."""
@@ -229,7 +230,7 @@ class Executor:
         self.in_flight -= 1
         try:
             # They must not wait for ever behind a loop that is always ready.
-            while self._ports.incoming and not self.stopped:
+            while self._ports is not None and self._ports.incoming and not self.stopped:
                 self._ports.take_incoming()
         except BaseException as error:
             self.broken(error)
@@ -265,44 +266,57 @@ class Executor:
         return deliver
 
     @property
+    def threads(self) -> Threads:
+        """Those of the device, which is a CPU."""
+        if self._threads is None:
+            self._threads = Threads(self, cast("CpuDevice", self._device), self._run)
+        return self._threads
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nothing is left to do or in flight, unless another partition sends something."""
         if self.in_flight or self._is_driven:
             return False
-        scheduler = self.scheduler
-        ports = self._ports
+        scheduler, ports, regions = self.scheduler, self._ports, self._regions
         return self.stopped or not (
-            scheduler.ready or scheduler.ended or self._regions.suspended or ports.untaken or ports.incoming
+            scheduler.ready
+            or scheduler.ended
+            or (regions is not None and regions.suspended)
+            or (ports is not None and (ports.untaken or ports.incoming))
         )
 
     def check_quiet(self) -> None:
-        """Tells the owner if nothing is left to do or in flight."""
-        if not self.is_closed and self.is_quiet:
+        """Has the owner look whether anything is left to do or in flight."""
+        if not self.is_closed:
             self._run.on_quiet()
 
     def close(self) -> None:
         """Lets go of the run, which has ended: no cycle may hold its values."""
         self.is_closed = True
-        if self._grace is not None:
-            self._grace.cancel()
-        self._ports.close()
-        self._regions.close()
-        del self._run
+        if self._coroutines is not None:
+            self._coroutines.close()
+        del self._run, self._ports, self._regions, self._coroutines, self._threads
 
     # -- launching -----------------------------------------------------------------------------------------------
 
     def _launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Starts a firing that is timed, traced, needs its context, or may wait."""
         if node.crossing:
+            if self._ports is None:
+                self._ports = Ports(self, self._device, self._run)
             self._ports.cross(node, iteration, inputs)
             return
         if node.needs_context:
             run = self._run
             inputs = (KernelContext(seed=run.seed, run=run.number, tag=iteration.counters()), *inputs)
         if node.is_async:
-            self._launch_coroutine(node, iteration, inputs)
+            if self._coroutines is None:
+                self._coroutines = Coroutines(self, self._asynchronous, self._run)
+            self._coroutines.launch(node, iteration, inputs)
             return
         if node.region is not None and node.region.is_generator:
+            if self._regions is None:
+                self._regions = Regions(self, self._asynchronous)
             self._regions.launch(node, iteration, inputs)
             return
         if self._asynchronous is not None:
@@ -312,14 +326,18 @@ class Executor:
         cost: MeasuredCost | None = node.cost
         if cost is None:
             cost = node.cost = first_guess(node, inputs)
-        if self.goes_to_a_thread(cost.predict_ns(size)) or self._has_to_queue(node):
-            self._launch_on_stream(node, iteration, inputs, size)
-            return
+        expected_ns = cost.predict_ns(size)
+        if expected_ns > INLINE_LIMIT_NS or node.source.op.alone is not None:
+            threads = self.threads
+            if threads.take(node, expected_ns):
+                threads.launch(node, iteration, inputs, size)
+                return
         started = perf_counter_ns()
         try:
             result = self._run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[arg-type,misc]
         except BaseException as error:
-            self._record(node, iteration, "inline", started, perf_counter_ns(), None, "error")
+            if self.recorder is not None:
+                self.recorder.firing(node, iteration, "inline", started, perf_counter_ns(), None, "error")
             self.kernel_failed(error, node, iteration, inputs)
             return
         ended = perf_counter_ns()
@@ -332,7 +350,8 @@ class Executor:
                 (ended - started) / 1e6,
                 node.source.location,
             )
-        self._record(node, iteration, "inline", started, ended, result, "ok")
+        if self.recorder is not None:
+            self.recorder.firing(node, iteration, "inline", started, ended, result, "ok")
         self.complete(node, iteration, inputs, result)
 
     def _launch_asynchronous(
@@ -349,89 +368,6 @@ class Executor:
             return
         self.record_spans(spans, device, node, iteration, result)
         self.complete(node, iteration, inputs, result)
-
-    def _launch_on_stream(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], size: int) -> None:
-        assert node.kernel is not None
-        work: Callable[..., object] = node.kernel
-        args = tuple(inputs)
-        hold = Hold()
-        if node.is_user:
-            work, args = self._run.context.copy().run, (holding, hold, work, *args)
-
-        def take(result: object, error: BaseException | None, times: Times) -> None:
-            status = "ok" if error is None else "error"
-            self._record(node, iteration, times.lane, times.started_ns, times.ended_ns, result, status, times.queued_ns)
-            if error is not None:
-                self.kernel_failed(error, node, iteration, inputs)
-            elif not self.stopped:
-                if hold.has_asked:
-                    node.cost = ON_A_THREAD
-                elif node.cost is not ON_A_THREAD:
-                    # The user's may wait for something else than the processor.
-                    node.cost.observe(size, times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
-                self.complete(node, iteration, inputs, result)
-
-        self.submit(node, size, work, args, take)
-
-    def goes_to_a_thread(self, expected_ns: float) -> bool:
-        """Whether what takes so long is not for the event loop."""
-        # What nobody knows is found out on the loop where a thread might wait for itself.
-        return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(self._run.context))
-
-    def _has_to_queue(self, node: PlanNode) -> bool:
-        """Whether other work on the state that the kernel changes is under way."""
-        owner = node.source.op.alone
-        return owner is not None and cast("CpuDevice", self._device).lanes.holds(owner)
-
-    def submit(
-        self, node: PlanNode, size: int, work: Callable[..., object], args: tuple[Value, ...], take: Callable[..., None]
-    ) -> None:
-        """Gives work to a thread of the device; ``take(result, error, times)`` is called at its end."""
-        cost: MeasuredCost | None = node.cost
-        deliver = self.expect(take)
-        try:
-            refuse_to_queue(self._run.context)
-            cast("CpuDevice", self._device).lanes.submit(
-                work,
-                args,
-                deliver,
-                self._run.loop,
-                expected_ns=cost.predict_ns(size) if cost is not None and cost.is_measured else None,
-                planned=node.stream,
-                owner=node.source.op.alone,
-                node=node.source,
-            )
-        except BaseException as error:
-            deliver(None, error, Times.never())
-
-    def _launch_coroutine(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
-        run, device, spans = self._run, self._asynchronous, self.new_spans()
-        started = run.now()
-        assert node.kernel is not None
-        with ExitStack() as undone:
-            with self.recording(spans):
-                coroutine = node.kernel(*inputs)
-                undone.callback(coroutine.close)
-            undone.pop_all()
-        # A real task, in the context of the caller: libraries look at current_task and at context variables.
-        task = run.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
-
-        def take(result: object, error: BaseException | None) -> None:
-            del self._tasks[task]
-            cancelled = task.cancelled()
-            status = "ok" if error is None else "cancelled" if cancelled and self.stopped else "error"
-            self._record(node, iteration, "async", started, run.now(), result, status)
-            if device is not None:
-                self.record_spans(spans, device, node, iteration, result)
-            if error is not None:
-                # A run that is being stopped cancels its coroutines itself; that is no failure.
-                if not (cancelled and self.stopped):
-                    self.kernel_failed(error, node, iteration, inputs)
-            elif not self.stopped:
-                self.complete(node, iteration, inputs, result)
-
-        self._tasks[task] = deliver = self.expect(take)
-        task.add_done_callback(lambda task: deliver(*_outcome(task)))
 
     def recording(self, spans: Spans | None) -> AbstractContextManager[None]:
         """Inside, an asynchronous device records into `spans`."""
@@ -497,27 +433,12 @@ class Executor:
             return
         self.stopped = True
         self.scheduler.abort()
-        self._ports.incoming.clear()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            self._grace = self._run.loop.call_later(GRACE_S, leave_behind, self._tasks)
-        for error in self._regions.stop():
+        if self._ports is not None:
+            self._ports.incoming.clear()
+        if self._coroutines is not None:
+            self._coroutines.cancel()
+        for error in () if self._regions is None else self._regions.stop():
             self.failures.append((self._run.turn.count(), -1, self._named(error)))
-
-    def _record(
-        self,
-        node: PlanNode,
-        iteration: Iteration,
-        stream: str,
-        started: int,
-        ended: int,
-        result: Value,
-        status: str,
-        queued_ns: int | None = None,
-    ) -> None:
-        if self.recorder is not None:
-            self.recorder.firing(node, iteration, stream, started, ended, result, status, queued_ns)
 
     def new_spans(self) -> Spans | None:
         """What an asynchronous device is to record into; None if the run is not traced."""
@@ -534,10 +455,3 @@ class Executor:
         """Records what a device did for one firing (None: before any)."""
         if spans and self.recorder is not None:
             self.recorder.spans(spans, device, node, iteration, result)
-
-
-def _outcome(task: asyncio.Task[object]) -> tuple[Value, BaseException | None]:
-    if task.cancelled():
-        return None, asyncio.CancelledError("the coroutine was cancelled")
-    error = task.exception()
-    return (None, error) if error is not None else (task.result(), None)

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from contextvars import Context
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device, Spans
+    from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device
+    from asyncflow.runtime.scheduler.executor import Executor
     from asyncflow.runtime.scheduler.frame import Iteration
-    from asyncflow.runtime.scheduler.recorder import Recorder
     from asyncflow.runtime.scheduler.rendezvous import Rendezvous
-    from asyncflow.runtime.scheduler.scheduler import Scheduler
     from asyncflow.runtime.scheduler.turn import Turn
     from asyncflow.runtime.trace import Trace
     from asyncflow.values import Value
@@ -95,57 +94,6 @@ class Scope(Protocol):
         ...
 
 
-class Partitioned(Protocol):
-    """An executor, as its ports see it."""
-
-    in_flight: int
-    is_queued: bool
-    stopped: bool
-    scheduler: Scheduler
-    recorder: Recorder | None
-
-    def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], result: Value) -> None:
-        """Takes the result of a firing."""
-        ...
-
-    def kernel_failed(
-        self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]
-    ) -> None:
-        """Ends the run because a firing failed."""
-        ...
-
-    def fail(self, error: BaseException, order: int = -1) -> None:
-        """Ends the run because something failed that is no firing."""
-        ...
-
-    def new_spans(self) -> Spans | None:
-        """What an asynchronous device is to record into; None if the run is not traced."""
-        ...
-
-    def record_spans(
-        self,
-        spans: Spans | None,
-        device: AsynchronousDevice,
-        node: PlanNode,
-        iteration: Iteration | None,
-        result: Value,
-    ) -> None:
-        """Records what a device did for one firing (None: before any)."""
-        ...
-
-    def expect(self, take: Callable[..., None], then: Callable[[], None] | None = None) -> Callable[..., None]:
-        """What is to be called, once, when something in flight has ended."""
-        ...
-
-    def check_quiet(self) -> None:
-        """Tells the owner if nothing is left to do or in flight."""
-        ...
-
-    def drive(self, deadline_ns: int) -> bool:
-        """Executes ready firings."""
-        ...
-
-
 class Ports:
     """The ports of one executor.
 
@@ -157,10 +105,10 @@ class Ports:
 
     __slots__ = ("_asynchronous", "_executor", "_run", "incoming", "untaken")
 
-    def __init__(self, executor: Partitioned, device: Device, run: Scope) -> None:
+    def __init__(self, executor: Executor, device: Device, run: Scope) -> None:
         self.untaken = 0
         self.incoming: deque[tuple[PlanNode, Iteration, Value, int]] = deque()
-        self._executor: Partitioned = executor
+        self._executor: Executor = executor
         self._run = run
         self._asynchronous = device.asynchronous
 
@@ -174,10 +122,6 @@ class Ports:
             self._to_host(node, iteration, inputs[0])
         else:
             self._emit(node, iteration, tuple(inputs))
-
-    def close(self) -> None:
-        """Lets go of the run, which has ended: no cycle may hold its values."""
-        del self._executor, self._run
 
     def copy_in(self, device: AsynchronousDevice, feeds: list[Value], begin: Callable[[list[Value]], None]) -> None:
         """Calls ``begin(feeds)`` once the fed values are on their way to the device."""

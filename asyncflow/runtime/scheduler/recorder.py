@@ -55,7 +55,7 @@ class Recorder:
         ended: int,
         result: Value,
         status: str,
-        queued_ns: int | None,
+        queued_ns: int | None = None,
     ) -> None:
         """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
         ready = self._since(node, iteration, started)

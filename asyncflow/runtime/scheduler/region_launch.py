@@ -9,6 +9,7 @@ from collections import deque
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
+from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
 
 if TYPE_CHECKING:
@@ -36,10 +37,6 @@ class Regions:
         self._executor = executor
         self._asynchronous = asynchronous
 
-    def close(self) -> None:
-        """Lets go of the run, which has ended: no cycle may hold its values."""
-        del self._executor
-
     def stop(self) -> Iterator[BaseException]:
         """Ends those that are suspended; what they raised."""
         while self.suspended:
@@ -58,7 +55,8 @@ class Regions:
             is_traced = executor.recorder is not None and self._asynchronous is None
             firing = SlicedRegion(node, iteration, inputs, node.kernel(*inputs), spans, clock, is_traced=is_traced)
         # A thread would gain nothing where steps only launch.
-        if self._asynchronous is None and executor.goes_to_a_thread(firing.expected_hold_ns()):
+        hold_ns = firing.expected_hold_ns() if self._asynchronous is None else 0.0
+        if hold_ns > INLINE_LIMIT_NS and executor.threads.take(node, hold_ns):
             self._on_stream(firing)
         else:
             self.suspended.append(firing)
@@ -106,7 +104,7 @@ class Regions:
             elif error is not None and not isinstance(error, Stopped):
                 executor.kernel_failed(error, node, iteration, firing.inputs)
 
-        executor.submit(node, firing.size, firing.run_to_end, (lambda: executor.stopped,), take)
+        executor.threads.submit(node, firing.size, firing.run_to_end, (lambda: executor.stopped,), take)
 
     def _record_part(
         self,

@@ -122,11 +122,12 @@ class Scheduler:
         for node in self.partition.root.initial:
             self._make_ready(node, root)
         for node, value in zip(self.partition.feeds, feeds, strict=True):
-            root.outstanding += 1
             self._deliver(node, 0, value, root)
-            self._deliver_controls(node, root)
-            self._finish(root)
-        self._finish(root)
+            if node.controls:
+                self._deliver_controls(node, root)
+        root.outstanding -= 1
+        if not root.outstanding:
+            self._settle(root)
 
     def next_firing(self) -> Firing | None:
         """The next firing to execute; None if there is none yet.
@@ -144,7 +145,9 @@ class Scheduler:
             kind = node.kind
             if iteration.dead is not None and node.position in iteration.dead and kind != _MERGE:
                 self._kill(node, iteration, iteration.dead[node.position])
-                self._finish(iteration)
+                iteration.outstanding -= 1
+                if not iteration.outstanding:
+                    self._settle(iteration)
                 continue
             values = iteration.values
             slot = node.slot
@@ -172,7 +175,8 @@ class Scheduler:
                 values[slot] = None
                 self._deliver(node, side, value, iteration)
                 self._deliver_dead(node, 1 - side, node.dead, iteration)
-                self._deliver_controls(node, iteration)
+                if node.controls:
+                    self._deliver_controls(node, iteration)
             elif kind == _NEXT_ITERATION:
                 value = values[slot]
                 values[slot] = None
@@ -189,13 +193,16 @@ class Scheduler:
                 value = values[slot]
                 values[slot] = None
                 self._deliver(node, 0, value, iteration)
-                self._deliver_controls(node, iteration)
+                if node.controls:
+                    self._deliver_controls(node, iteration)
             elif kind == _FETCH:
                 self.results[node.fetch_index] = values[slot]
                 values[slot] = None
             else:
                 self._deliver_controls(node, iteration)
-            self._finish(iteration)
+            iteration.outstanding -= 1
+            if not iteration.outstanding:
+                self._settle(iteration)
         else:
             self.routed += len(_ROUTES)
         return None
@@ -210,7 +217,9 @@ class Scheduler:
                 self._deliver(node, port, value, iteration)
         if node.controls:
             self._deliver_controls(node, iteration)
-        self._finish(iteration)
+        iteration.outstanding -= 1
+        if not iteration.outstanding:
+            self._settle(iteration)
 
     def abort(self) -> None:
         """Drops everything; firings handed out must not be completed any more."""
@@ -406,7 +415,8 @@ class Scheduler:
         """What an Enter brings, in one iteration of its frame."""
         if dead is None:
             self._deliver(node, 0, value, iteration)
-            self._deliver_controls(node, iteration)
+            if node.controls:
+                self._deliver_controls(node, iteration)
         else:
             self._deliver_death(node, dead, iteration)
 
@@ -418,7 +428,8 @@ class Scheduler:
         outer = frame.parent
         assert outer is not None
         self._deliver(node, 0, value, outer)
-        self._deliver_controls(node, outer)
+        if node.controls:
+            self._deliver_controls(node, outer)
 
     def _advance(self, node: PlanNode, value: Value, iteration: Iteration) -> None:
         """Rule 8 for a live token."""
@@ -453,10 +464,12 @@ class Scheduler:
             self._make_ready(ready, iteration)
         return iteration
 
-    def _finish(self, iteration: Iteration) -> None:
-        """One node of the iteration is done."""
-        iteration.outstanding -= 1
-        if not iteration.outstanding and iteration.previous is None and not iteration.children:
+    def _settle(self, iteration: Iteration) -> None:
+        """Nothing in the iteration is ready or running: it ends now, or with what it waits for.
+
+        Callers count down themselves: of a small firing, one call more is a good part.
+        """
+        if iteration.previous is None and not iteration.children:
             self._end_oldest(iteration.frame, iteration)
 
     def _end_oldest(self, frame: Frame, oldest: Iteration | None = None) -> None:
@@ -506,4 +519,6 @@ class Scheduler:
         for node in frame.info.exits:
             if node not in frame.live_exits:
                 self._deliver_death(node, frame.killer or node.dead, outer)
-        self._finish(outer)
+        outer.outstanding -= 1
+        if not outer.outstanding:
+            self._settle(outer)

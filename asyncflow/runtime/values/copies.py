@@ -37,7 +37,7 @@ class Copies:
         """Fetched values, with copies of the large ones that somebody else has, too: the run, if they are `shared`."""
         results = list(values)
         for index, value in enumerate(values):
-            if is_large(value) and (shared or not is_fresh(value)):
+            if type(value) is np.ndarray and value.nbytes > LARGE_BYTES and (shared or not is_fresh(value)):
                 results[index] = await self._made(value.copy)
         return results
 
@@ -67,9 +67,4 @@ class Copies:
         return await self._thread.aclose(grace_s)
 
 
-def is_large(value: object) -> bool:
-    """Whether a copy of `value` takes too long for the event loop."""
-    return type(value) is np.ndarray and value.nbytes > LARGE_BYTES
-
-
-__all__ = ["Copies", "is_large"]
+__all__ = ["Copies"]

@@ -43,6 +43,25 @@ Feeds: TypeAlias = Mapping[Any, Any]
 LARGE_BYTES = 1 << 20
 """An array of more bytes (1 MiB) is not copied on the event loop."""
 
+_SCALAR = ((), None)
+"""Shapes that a number fits."""
+
+
+class _Numbers(NamedTuple):
+    kind: type
+    least: float
+    most: float
+
+
+_NUMBERS = {
+    np.dtype(bool): _Numbers(bool, False, True),
+    np.dtype("int32"): _Numbers(int, -(2**31), 2**31 - 1),
+    np.dtype("int64"): _Numbers(int, -(2**63), 2**63 - 1),
+    np.dtype("float32"): _Numbers(float, -3e38, 3e38),
+    np.dtype("float64"): _Numbers(float, -1.7e308, 1.7e308),
+}
+"""Python's numbers that a dtype surely holds: for these, nobody need ask what else they might be."""
+
 
 class LargeFeed(NamedTuple):
     """An array that fits its tensor and is still to be copied, off the event loop."""
@@ -144,8 +163,13 @@ def feed_value(tensor: Tensor, value: Value) -> Value:
         copy = value.copy()
         copy.setflags(write=False)
         return copy
-    if isinstance(value, np.generic) and value.dtype == spec.dtype and spec.shape in ((), None):
-        return value
+    if spec.shape in _SCALAR:
+        if isinstance(value, np.generic) and value.dtype == spec.dtype:
+            return value
+        fits = _NUMBERS.get(spec.dtype)
+        # A NaN is in no range, and left to those who ask more.
+        if fits and isinstance(value, int | float) and type(value) is fits.kind and fits.least <= value <= fits.most:
+            return spec.dtype.type(value)
     if isinstance(value, Tensor):
         raise refusal(tensor, value, "that is a tensor, which has no value yet; fetch it first")
     if is_masked(value):

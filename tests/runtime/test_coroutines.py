@@ -13,7 +13,7 @@ import asyncflow as af
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.faults.kernels import until
 
-HERE = r"stubborn ignores cancellation: 5 s .* still waits at .*test_grace\.py:\d+ \(in stubborn\)"
+HERE = r"stubborn ignores cancellation: 5 s .* still waits at .*test_coroutines\.py:\d+ \(in stubborn\)"
 
 
 class Stubborn:

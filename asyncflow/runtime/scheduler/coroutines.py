@@ -1,0 +1,121 @@
+"""The firings of one executor that are coroutines: each is a task, cancelled with the run, and given a grace then."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.errors import UNKNOWN_LOCATION, SourceLocation, is_users
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.devices.protocol import AsynchronousDevice
+    from asyncflow.runtime.scheduler.executor import Executor
+    from asyncflow.runtime.scheduler.frame import Iteration
+    from asyncflow.runtime.scheduler.ports import Scope
+    from asyncflow.values import Value
+
+_log = logging.getLogger("asyncflow.runtime")
+
+GRACE_S = 5.0
+"""Seconds for what a coroutine function does at its end, in ``finally`` and ``except asyncio.CancelledError``."""
+
+
+class CancellationIgnoredError(Exception):
+    """A coroutine that goes on though it was cancelled."""
+
+
+class Coroutines:
+    """The tasks of one executor, in the order in which they started: in that order they are cancelled."""
+
+    __slots__ = ("_asynchronous", "_executor", "_grace", "_run", "_tasks")
+
+    def __init__(self, executor: Executor, asynchronous: AsynchronousDevice | None, run: Scope) -> None:
+        self._executor = executor
+        self._asynchronous = asynchronous
+        self._run = run
+        # With who is told of their ends.
+        self._tasks: dict[asyncio.Task[object], Callable[..., None]] = {}
+        self._grace: asyncio.TimerHandle | None = None
+
+    def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
+        """Starts a firing."""
+        executor, run, device = self._executor, self._run, self._asynchronous
+        spans = executor.new_spans()
+        started = run.now()
+        assert node.kernel is not None
+        with ExitStack() as undone:
+            with executor.recording(spans):
+                coroutine = node.kernel(*inputs)
+                undone.callback(coroutine.close)
+            undone.pop_all()
+        # A real task, in the context of the caller: libraries look at current_task and at context variables.
+        task = run.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
+
+        def take(result: Value, error: BaseException | None) -> None:
+            del self._tasks[task]
+            # A run that is being stopped cancels its coroutines itself; that is no failure.
+            was_cancelled = task.cancelled() and executor.stopped
+            if executor.recorder is not None:
+                status = "ok" if error is None else "cancelled" if was_cancelled else "error"
+                executor.recorder.firing(node, iteration, "async", started, run.now(), result, status)
+            if device is not None:
+                executor.record_spans(spans, device, node, iteration, result)
+            if error is None and not executor.stopped:
+                executor.complete(node, iteration, inputs, result)
+            elif error is not None and not was_cancelled:
+                executor.kernel_failed(error, node, iteration, inputs)
+
+        self._tasks[task] = deliver = executor.expect(take)
+        task.add_done_callback(lambda task: deliver(*_outcome(task)))
+
+    def cancel(self) -> None:
+        """Cancels all, and waits for none longer than the grace."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            self._grace = self._run.loop.call_later(GRACE_S, leave_behind, self._tasks)
+
+    def close(self) -> None:
+        """The run has ended, and all of them with it."""
+        if self._grace is not None:
+            self._grace.cancel()
+
+
+def _outcome(task: asyncio.Task[object]) -> tuple[Value, BaseException | None]:
+    if task.cancelled():
+        return None, asyncio.CancelledError("the coroutine was cancelled")
+    error = task.exception()
+    return (None, error) if error is not None else (task.result(), None)
+
+
+def leave_behind(tasks: Mapping[asyncio.Task[object], Callable[..., None]]) -> None:
+    """Ends the waiting for cancelled tasks that have not ended; each callback hears of it as of a failure."""
+    for task, deliver in list(tasks.items()):
+        place = _waits_at(task)
+        message = (
+            f"{task.get_name()} ignores cancellation: {GRACE_S:g} s after it was cancelled, its coroutine function "
+            f"still waits at {place} (in {place.function}); the run ends without it. Let asyncio.CancelledError out of "
+            f"the function, and keep short what has to be done before"
+        )
+        _log.warning("%s", message)
+        deliver(None, CancellationIgnoredError(message))
+
+
+def _waits_at(task: asyncio.Task[object]) -> SourceLocation:
+    """The outermost line of the user's where a suspended coroutine is."""
+    awaited: Any = task.get_coro()
+    while inspect.iscoroutine(awaited):
+        frame = awaited.cr_frame
+        if frame is not None and is_users(frame.f_code.co_filename):
+            return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        awaited = awaited.cr_await
+    return UNKNOWN_LOCATION
+
+
+__all__ = ["GRACE_S", "CancellationIgnoredError", "Coroutines", "leave_behind"]
