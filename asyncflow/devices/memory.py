@@ -20,15 +20,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from sys import getsizeof
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncflow.devices.options import positive_count
-
-if TYPE_CHECKING:
-    from asyncflow.values import Value
 
 TRACKED_BYTES = 4096
 """Arrays smaller than this are not counted by themselves: watching one costs more than it holds."""

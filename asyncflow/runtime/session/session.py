@@ -312,7 +312,7 @@ class Session(NotPickled):
         """Runs a traced `@af.function`: its outputs and all its effects."""
         self._bind()
         call = self._calls.of_function(graph, outputs, feeds)
-        return await self.run_call(call, tuple(feeds.values()), atomic=atomic)
+        return await self._runs.call(call, tuple(feeds.values()), None, None, False, atomic)
 
     def stream(
         self,
