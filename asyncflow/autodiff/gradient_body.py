@@ -18,25 +18,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node
     from asyncflow.state.variable import Variable
 
-_CHEAP = frozenset(
-    {
-        "astype",
-        "broadcast_to",
-        "ensure_shape",
-        "expand_dims",
-        "getitem",
-        "identity",
-        "matrix_transpose",
-        "permute_dims",
-        "rank",
-        "reshape",
-        "shape",
-        "size",
-        "squeeze",
-    }
-)
-"""Ops that cost next to nothing, most of them as they only look at their input in another way."""
-
 _FEW = 32
 """Steps that are taken again at most: in a longer chain, some values are kept."""
 
@@ -92,7 +73,7 @@ class GradientBody(Subgraph):
             is_known = each is not tensor and (is_constant(each) or each in self._restored or is_there(each))
             if is_known or node in steps:
                 continue
-            if node.op.name not in _CHEAP or node.control_inputs or len(steps) == _FEW:
+            if not node.op.traits.is_cheap or node.control_inputs or len(steps) == _FEW:
                 return False
             steps.add(node)
             open_ += node.inputs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from asyncflow.autodiff.store_gradients import gradient_of_read, gradient_of_write
 from asyncflow.autodiff.stores import STORE, SavedValues, StoreLog, store_op
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import derivative, not_differentiable
+from asyncflow.graph.op import READS_STORE, derivative, not_differentiable
 from asyncflow.graph.structured import StructuredNode, WhileNode
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 NEW_STORE = store_op("saved_values", lambda: STORE, lambda: SavedValues(StoreLog(), 0, 0), is_random=True)
 SAVE = store_op("save_value", lambda store, index, value: STORE, SavedValues.saved, host_inputs=(1,))
-READ_SAVED = store_op("saved_value", lambda store, index, *, value: value, SavedValues.read, host_inputs=(1,))
+READ_SAVED = store_op(
+    "saved_value", lambda store, index, *, value: value, SavedValues.read, host_inputs=(1,), traits=READS_STORE
+)
 
 
 def new_store() -> Tensor:

@@ -14,7 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import OPAQUE, Op, Traits, register
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -179,7 +179,13 @@ def _nbytes(entries: Sequence[Reached]) -> int:
 
 
 def store_op(
-    name: str, infer: Callable[..., Spec], kernel: Kernel, *, host_inputs: HostInputs = (), is_random: bool = False
+    name: str,
+    infer: Callable[..., Spec],
+    kernel: Kernel,
+    *,
+    host_inputs: HostInputs = (),
+    is_random: bool = False,
+    traits: Traits = OPAQUE,
 ) -> Op:
     """Registers an op that moves values into a store or out of it, by the same kernel on all devices.
 
@@ -189,15 +195,17 @@ def store_op(
         kernel: what a firing calls.
         host_inputs: inputs whose values the kernel reads.
         is_random: what it makes, an empty store, is never shared with what an equal one makes.
+        traits: what passes ask.
     """
     return register(
         Op(
-            name=name,
-            infer=infer,
-            kernel=lambda xp, **attrs: kernel,
+            name,
+            infer,
+            lambda xp, **attrs: kernel,
             flops=free,
             host_inputs=host_inputs,
             is_random=is_random,
+            traits=traits,
         )
     )
 

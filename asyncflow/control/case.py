@@ -16,7 +16,7 @@ from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, group
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.graph import has_side_effect
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import Op, inputs_from, register
+from asyncflow.graph.op import OPAQUE, Op, inputs_from, register
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype
@@ -55,7 +55,7 @@ def _index_kernel(xp: Namespace, *, exclusive: bool, has_default: bool) -> Kerne
     return kernel
 
 
-CASE_INDEX = register(Op(name="case_index", infer=_index_spec, kernel=_index_kernel, host_inputs=inputs_from(0)))
+CASE_INDEX = register(Op("case_index", _index_spec, _index_kernel, host_inputs=inputs_from(0), traits=OPAQUE))
 """Which branch of a `case` is taken; as many as there are predicates for the default."""
 
 

@@ -32,7 +32,7 @@ def _infer(pred: Spec, *captures: Spec, true_branch: Subgraph, false_branch: Sub
     return tuple(Spec(a.dtype, relax(a.shape, b.shape)) for a, b in pairs)
 
 
-COND = register(Op(name="cond", infer=_infer, node_type=CondNode))
+COND = register(Op("cond", _infer, node_type=CondNode))
 
 
 @overload

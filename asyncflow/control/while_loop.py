@@ -42,7 +42,7 @@ def _infer(
     return tuple(inner.spec for inner in body.inputs[:n_vars])
 
 
-WHILE = register(Op(name="while", infer=_infer, node_type=WhileNode))
+WHILE = register(Op("while", _infer, node_type=WhileNode))
 
 
 @overload

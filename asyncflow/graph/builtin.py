@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import OPAQUE, WHOLE_VIEW, Op, register
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ def _constant_kernel(xp: Namespace, *, value: Array) -> Kernel:
     return lambda: stored
 
 
-PLACEHOLDER = register(Op(name="placeholder", infer=_spec_attr))
-PARAMETER = register(Op(name="parameter", infer=_spec_attr))
-CONSTANT = register(Op(name="constant", infer=_constant_spec, kernel=_constant_kernel, is_total=True))
-IDENTITY = register(Op(name="identity", infer=lambda x: x, kernel=lambda xp: _same, is_total=True))
-NO_OP = register(Op(name="no_op", infer=lambda *_: (), kernel=lambda xp: _nothing))
+PLACEHOLDER = register(Op("placeholder", _spec_attr))
+PARAMETER = register(Op("parameter", _spec_attr))
+CONSTANT = register(Op("constant", _constant_spec, _constant_kernel, is_total=True, traits=OPAQUE))
+IDENTITY = register(Op("identity", lambda x: x, lambda xp: _same, is_total=True, traits=WHOLE_VIEW))
+NO_OP = register(Op("no_op", lambda *_: (), lambda xp: _nothing, traits=OPAQUE))
 
 
 def is_constant(tensor: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,45 @@ class Access(enum.Enum):
     READ = "read"
     WRITE = "write"
 
+
+class Memory(enum.Enum):
+    """What a kernel does with the memory of its inputs."""
+
+    NEW = "results are in memory of their own, and no input is kept, so that its buffer may be written again"
+    VIEW = "the result may look into the memory of the first input, and nothing else of the inputs is kept"
+    WHOLE_VIEW = "the result is another name for all of the first input's memory"
+    METADATA = "it looks at what is known of the inputs without their data"
+    STORE = "it reads a store of values, and leaves it as it is"
+    ANY = "inputs may be kept, and results may be in their memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What passes ask an op; each is answered for every op, as a fact that is forgotten would only make it slow.
+
+    Attributes:
+        memory: what kernels do with it.
+        is_capturable: kernels are launched and nothing else is done, so that a CUDA graph can hold it. cuBLAS does not
+            let CuPy capture it; what sorts or waits for the device cannot be captured either.
+        is_cheap: it costs next to nothing, most often as it only looks at its input in another way: gradients compute
+            it again rather than keep the value.
+    """
+
+    memory: Memory
+    is_capturable: bool
+    is_cheap: bool
+
+
+NEW: Final = Traits(Memory.NEW, is_capturable=True, is_cheap=False)
+VIEW: Final = Traits(Memory.VIEW, is_capturable=True, is_cheap=True)
+WHOLE_VIEW: Final = Traits(Memory.WHOLE_VIEW, is_capturable=True, is_cheap=True)
+METADATA: Final = Traits(Memory.METADATA, is_capturable=True, is_cheap=True)
+READS_STORE: Final = Traits(Memory.STORE, is_capturable=False, is_cheap=False)
+KERNELS: Final = Traits(Memory.ANY, is_capturable=True, is_cheap=False)
+"""Of an op that is made of kernels, and of whose memory nothing is said."""
+OPAQUE: Final = Traits(Memory.ANY, is_capturable=False, is_cheap=False)
+"""Of an op of which nothing is taken for granted."""
+_UNSAID: Final = Traits(Memory.ANY, is_capturable=False, is_cheap=False)
 
 Effects: TypeAlias = tuple[tuple[Hashable, Access], ...]
 
@@ -62,15 +101,16 @@ class Op:
         runs_on_host: the kernel computes with NumPy on any device: its outputs' shapes depend on the data, it draws
             NumPy's random numbers, it raises on what it finds, or it talks to the outside. A device with its own memory
             binds it to NumPy, copies all inputs to host memory, and the outputs in.
+        traits: what passes ask. One that is not pure, or runs on the host, need not say: nothing is taken for granted.
         node_type: what its nodes are.
         alone: whose state a user's kernel changes, where that is not safe on several threads: two firings of ops that
             name the same object are never under way on two threads at once. None: nobody's.
         is_pure: its outputs depend on its inputs and attributes alone, and making them shows in nothing else.
     """
 
-    name: str
-    infer: Callable[..., Spec | tuple[Spec, ...]]
-    kernel: Callable[..., Kernel] | None = None
+    name: str = field(kw_only=False)
+    infer: Callable[..., Spec | tuple[Spec, ...]] = field(kw_only=False)
+    kernel: Callable[..., Kernel] | None = field(kw_only=False, default=None)
     scalar_kernel: Kernel | None = None
     effects: Callable[[Node], Effects] | None = None
     needs_context: bool = False
@@ -83,6 +123,7 @@ class Op:
     derivative: Derivative | None = None
     host_inputs: HostInputs = ()
     runs_on_host: bool = False
+    traits: Traits = _UNSAID
     node_type: type[Node] = Node
     alone: object = None
     is_pure: bool = field(init=False)
@@ -90,6 +131,11 @@ class Op:
     def __post_init__(self) -> None:
         depends = self.needs_context or self.is_async or self.is_random or self.is_user
         object.__setattr__(self, "is_pure", self.kernel is not None and self.effects is None and not depends)
+        if self.traits is _UNSAID and self.is_pure and not self.runs_on_host:
+            raise GraphError(f"op {self.name!r} does not say traits=, such as NEW or OPAQUE of asyncflow.graph.op")
+
+    def __deepcopy__(self, memo: object) -> Op:
+        return self  # passes tell ops apart by identity, in copies of a graph too
 
     def __repr__(self) -> str:
         return f"Op({self.name!r})"

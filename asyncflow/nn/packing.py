@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, identity
-from asyncflow.graph.op import Op, derivative, inputs_from, register
+from asyncflow.graph.op import OPAQUE, Op, derivative, inputs_from, register
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
@@ -78,9 +78,9 @@ def _first_kernel(xp: Namespace) -> Kernel:
     return lambda x, like: x[: len(like)]
 
 
-TAKE_ROWS = register(Op(name="take_rows", infer=_take_spec, kernel=_take_kernel, flops=moving))
+TAKE_ROWS = register(Op("take_rows", _take_spec, _take_kernel, flops=moving, traits=OPAQUE))
 PLACE_ROWS = register(
-    Op(name="place_rows", infer=_place_spec, kernel=_place_kernel, flops=moving, host_inputs=inputs_from(2))
+    Op("place_rows", _place_spec, _place_kernel, flops=moving, host_inputs=inputs_from(2), traits=OPAQUE)
 )
 
 
@@ -98,9 +98,9 @@ def _pad_kernel(xp: Namespace, *, extent: Shape) -> Kernel:
     return pad
 
 
-FIRST_ROWS = register(Op(name="first_rows", infer=_first_spec, kernel=_first_kernel, flops=free))
+FIRST_ROWS = register(Op("first_rows", _first_spec, _first_kernel, flops=free, traits=OPAQUE))
 
-PAD_ROWS = register(Op(name="pad_rows", infer=_pad_spec, kernel=_pad_kernel, flops=moving, host_inputs=inputs_from(1)))
+PAD_ROWS = register(Op("pad_rows", _pad_spec, _pad_kernel, flops=moving, host_inputs=inputs_from(1), traits=OPAQUE))
 
 
 def first_rows(x: Tensor, like: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def _print_kernel(xp: Namespace, *, message: str, summarize: int | None) -> Kern
     return write
 
 
-PRINT = register(Op(name="print", infer=same, kernel=_print_kernel, effects=_print_effects, runs_on_host=True))
+PRINT = register(Op("print", same, _print_kernel, effects=_print_effects, runs_on_host=True))
 
 
 def print_(*values: TensorLike, message: str = "", summarize: int | None = 3) -> Tensor:
@@ -89,9 +89,7 @@ def _check_numerics_spec(x: Spec, *, message: str) -> Spec:
     return x
 
 
-CHECK_NUMERICS = register(
-    Op(name="check_numerics", infer=_check_numerics_spec, kernel=_check_numerics_kernel, runs_on_host=True)
-)
+CHECK_NUMERICS = register(Op("check_numerics", _check_numerics_spec, _check_numerics_kernel, runs_on_host=True))
 
 
 def check_numerics(x: TensorLike, message: str = "") -> Tensor:
@@ -123,9 +121,7 @@ def _assert_kernel(xp: Namespace, *, message: str, summarize: int | None) -> Ker
     return check
 
 
-ASSERT = register(
-    Op(name="assert", infer=_assert_spec, kernel=_assert_kernel, effects=_assert_effects, runs_on_host=True)
-)
+ASSERT = register(Op("assert", _assert_spec, _assert_kernel, effects=_assert_effects, runs_on_host=True))
 
 
 def assert_that(

@@ -69,9 +69,9 @@ class CustomOp(Generic[P]):
         self.outputs = _declared(self.name, function, outputs)
         self._is_stateful = self._has_effects(stateful)
         self.op = Op(
-            name=self.name,
-            infer=_infer,
-            kernel=self._kernel,
+            self.name,
+            _infer,
+            self._kernel,
             effects=self._effects if self._is_stateful else None,
             alone=self if self._is_stateful else None,
             is_async=_is_coroutine_function(self.name, function),

@@ -10,7 +10,7 @@ from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, identity, symbolic
 from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, bfloat16, dtype_name, float32, string
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, inputs_from, register
+from asyncflow.graph.op import KERNELS, VIEW, Memory, Op, Traits, inputs_from, register
 from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
@@ -66,7 +66,15 @@ def _convert_string(x: Array, dtype: DType) -> Array:
     return array.astype(dtype, copy=False)
 
 
-ASTYPE = register(Op(name="astype", infer=_astype_spec, kernel=_astype_kernel, is_total=True))
+ASTYPE = register(
+    Op(
+        "astype",
+        _astype_spec,
+        _astype_kernel,
+        is_total=True,
+        traits=Traits(Memory.ANY, is_capturable=True, is_cheap=True),
+    )
+)
 
 
 def astype(x: TensorLike, dtype: DTypeLike, /, *, copy: bool = True, device: str | None = None) -> Tensor:
@@ -98,7 +106,7 @@ def _broadcast_arrays_kernel(xp: Namespace) -> Kernel:
 
 
 BROADCAST_ARRAYS = register(
-    Op(name="broadcast_arrays", infer=_broadcast_arrays_spec, kernel=_broadcast_arrays_kernel, flops=lambda *_: 0.0)
+    Op("broadcast_arrays", _broadcast_arrays_spec, _broadcast_arrays_kernel, flops=lambda *_: 0.0, traits=KERNELS)
 )
 
 
@@ -125,11 +133,12 @@ def _broadcast_to_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
 
 BROADCAST_TO = register(
     Op(
-        name="broadcast_to",
-        infer=_broadcast_to_spec,
-        kernel=_broadcast_to_kernel,
+        "broadcast_to",
+        _broadcast_to_spec,
+        _broadcast_to_kernel,
         flops=lambda *_, **__: 0.0,
         host_inputs=inputs_from(1),
+        traits=VIEW,
     )
 )
 

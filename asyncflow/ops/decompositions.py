@@ -14,7 +14,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import OPAQUE, Op, register
 from asyncflow.graph.shapes import broadcast, format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
@@ -125,7 +125,7 @@ def _of_linalg(name: str, infer: Callable[..., Spec | tuple[Spec, ...]], factor:
 
         return run
 
-    return register(Op(name=name, infer=infer, kernel=kernel, flops=_cubic(factor)))
+    return register(Op(name, infer, kernel, flops=_cubic(factor), traits=OPAQUE))
 
 
 # -- square matrices -------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def _solve_kernel(xp: Namespace) -> Kernel:
     return kernel
 
 
-SOLVE = register(Op(name="solve", infer=_solve_spec, kernel=_solve_kernel, flops=_cubic(2 / 3)))
+SOLVE = register(Op("solve", _solve_spec, _solve_kernel, flops=_cubic(2 / 3), traits=OPAQUE))
 
 
 def solve(x1: TensorLike, x2: TensorLike, /) -> Tensor:
@@ -326,31 +326,28 @@ def _matrix_rank_kernel(xp: Namespace, *, rtol: float | None) -> Kernel:
 
 
 QR = register(
-    Op(
-        name="qr",
-        infer=_qr_spec,
-        kernel=lambda xp, mode: lambda x: tuple(xp.linalg.qr(x, mode=mode)),
-        flops=_cubic(4.0),
-    )
+    Op("qr", _qr_spec, lambda xp, mode: lambda x: tuple(xp.linalg.qr(x, mode=mode)), flops=_cubic(4.0), traits=OPAQUE)
 )
 SVD = register(
     Op(
-        name="svd",
-        infer=_svd_spec,
-        kernel=lambda xp, full_matrices: lambda x: tuple(xp.linalg.svd(x, full_matrices=full_matrices)),
+        "svd",
+        _svd_spec,
+        lambda xp, full_matrices: lambda x: tuple(xp.linalg.svd(x, full_matrices=full_matrices)),
         flops=_cubic(20.0),
+        traits=OPAQUE,
     )
 )
 SVDVALS = register(
     Op(
-        name="svdvals",
-        infer=_svdvals_spec,
-        kernel=lambda xp: lambda x: xp.linalg.svd(x, compute_uv=False),
+        "svdvals",
+        _svdvals_spec,
+        lambda xp: lambda x: xp.linalg.svd(x, compute_uv=False),
         flops=_cubic(4.0),
+        traits=OPAQUE,
     )
 )
-PINV = register(Op(name="pinv", infer=_pinv_spec, kernel=_pinv_kernel, flops=_cubic(24.0)))
-MATRIX_RANK = register(Op(name="matrix_rank", infer=_matrix_rank_spec, kernel=_matrix_rank_kernel, flops=_cubic(4.0)))
+PINV = register(Op("pinv", _pinv_spec, _pinv_kernel, flops=_cubic(24.0), traits=OPAQUE))
+MATRIX_RANK = register(Op("matrix_rank", _matrix_rank_spec, _matrix_rank_kernel, flops=_cubic(4.0), traits=OPAQUE))
 
 
 def qr(x: TensorLike, /, *, mode: Literal["reduced", "complete"] = "reduced") -> QRResult:

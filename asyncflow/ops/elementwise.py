@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncflow.errors import DTypeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, identity
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import KERNELS, Op, register
 from asyncflow.graph.operators import install
 from asyncflow.graph.shapes import broadcast
 from asyncflow.graph.spec import Spec
@@ -93,8 +93,8 @@ def _part_spec(x: Spec) -> Spec:
     return Spec(real_dtype(x.dtype), x.shape)
 
 
-REAL = register(Op(name="real", infer=_part_spec, kernel=lambda xp: xp.real, is_total=True))
-IMAG = register(Op(name="imag", infer=_part_spec, kernel=lambda xp: xp.imag, is_total=True))
+REAL = register(Op("real", _part_spec, lambda xp: xp.real, is_total=True, traits=KERNELS))
+IMAG = register(Op("imag", _part_spec, lambda xp: xp.imag, is_total=True, traits=KERNELS))
 
 
 def _clip_spec(x: Spec, *bounds: Spec, low: bool, high: bool, dtype: DType) -> Spec:
@@ -111,7 +111,7 @@ def _clip_kernel(xp: Namespace, *, low: bool, high: bool, dtype: DType) -> Kerne
     return lambda x, least, most: xp.minimum(xp.maximum(x, least), most).astype(dtype, copy=False)
 
 
-CLIP = register(Op(name="clip", infer=_clip_spec, kernel=_clip_kernel, is_total=True))
+CLIP = register(Op("clip", _clip_spec, _clip_kernel, is_total=True, traits=KERNELS))
 
 
 def _rounded(op: Op, x: TensorLike) -> Tensor:

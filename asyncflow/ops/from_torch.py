@@ -69,9 +69,9 @@ class TorchOp:
         takes_cards: bool = self._torch.cuda.is_available()
         self._takes_cards = takes_cards
         self._op = Op(
-            name=self.name,
-            infer=_infer,
-            kernel=self._forward,
+            self.name,
+            _infer,
+            self._forward,
             is_user=True,
             takes_any_arrays=takes_cards,
             alone=self._torch,  # whose random numbers are one row for the process; and parameters are put in and out
@@ -79,9 +79,9 @@ class TorchOp:
             derivative=self._derivative,
         )
         self._gradient_op = Op(
-            name=f"{self.name}_gradient",
-            infer=_infer,
-            kernel=self._backward,
+            f"{self.name}_gradient",
+            _infer,
+            self._backward,
             is_user=True,
             takes_any_arrays=takes_cards,
             alone=self._torch,  # whose random numbers are one row for the process; and parameters are put in and out

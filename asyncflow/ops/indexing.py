@@ -16,7 +16,7 @@ from asyncflow.errors import ShapeError
 from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import uint64
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import KERNELS, OPAQUE, VIEW, Op, register
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
@@ -70,13 +70,7 @@ def _getitem_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, key: Ke
 
 
 GETITEM = register(
-    Op(
-        name="getitem",
-        infer=_getitem_spec,
-        kernel=_getitem_kernel,
-        flops=_getitem_flops,
-        host_inputs=_key_inputs(1),
-    )
+    Op("getitem", _getitem_spec, _getitem_kernel, flops=_getitem_flops, host_inputs=_key_inputs(1), traits=VIEW)
 )
 
 
@@ -114,7 +108,7 @@ def _take_spec(x: Spec, indices: Spec, *, axis: int) -> Spec:
     return Spec(x.dtype, (*x.shape[:at], *indices.shape, *x.shape[at + 1 :]))
 
 
-TAKE = register(Op(name="take", infer=_take_spec, kernel=lambda xp, axis: partial(xp.take, axis=axis)))
+TAKE = register(Op("take", _take_spec, lambda xp, axis: partial(xp.take, axis=axis), traits=KERNELS))
 
 
 def take(x: TensorLike, indices: TensorLike, /, *, axis: int | None = None) -> Tensor:
@@ -168,7 +162,7 @@ def _along_spec(x: Spec, indices: Spec, *, axis: int) -> Spec:
 
 
 TAKE_ALONG_AXIS = register(
-    Op(name="take_along_axis", infer=_along_spec, kernel=lambda xp, axis: partial(xp.take_along_axis, axis=axis))
+    Op("take_along_axis", _along_spec, lambda xp, axis: partial(xp.take_along_axis, axis=axis), traits=KERNELS)
 )
 
 
@@ -257,16 +251,10 @@ def _changed_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: o
 
 
 INDEX_UPDATE = register(
-    Op(
-        name="index_update",
-        infer=_changed_spec,
-        kernel=_update_kernel,
-        flops=_changed_flops,
-        host_inputs=_key_inputs(2),
-    )
+    Op("index_update", _changed_spec, _update_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=OPAQUE)
 )
 INDEX_ADD = register(
-    Op(name="index_add", infer=_added_spec, kernel=_add_kernel, flops=_changed_flops, host_inputs=_key_inputs(2))
+    Op("index_add", _added_spec, _add_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=OPAQUE)
 )
 
 

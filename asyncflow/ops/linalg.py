@@ -11,7 +11,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, graph_for
 from asyncflow.graph.dtypes import DType, float32
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import OPAQUE, WHOLE_VIEW, Memory, Op, Traits, register
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import normalize_axes, static_int
@@ -80,11 +80,12 @@ def _matmul_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: ob
 
 MATMUL = register(
     Op(
-        name="matmul",
-        infer=_matmul_spec,
-        kernel=lambda xp, dtype: _narrowed(xp.matmul, dtype),
+        "matmul",
+        _matmul_spec,
+        lambda xp, dtype: _narrowed(xp.matmul, dtype),
         is_total=True,
         flops=_matmul_flops,
+        traits=Traits(Memory.NEW, is_capturable=False, is_cheap=False),
     )
 )
 
@@ -113,11 +114,12 @@ def _matrix_transpose_spec(x: Spec) -> Spec:
 
 MATRIX_TRANSPOSE = register(
     Op(
-        name="matrix_transpose",
-        infer=_matrix_transpose_spec,
-        kernel=lambda xp: operator.methodcaller("swapaxes", -1, -2),
+        "matrix_transpose",
+        _matrix_transpose_spec,
+        lambda xp: operator.methodcaller("swapaxes", -1, -2),
         is_total=True,
         flops=free,
+        traits=WHOLE_VIEW,
     )
 )
 
@@ -169,7 +171,7 @@ def _tensordot_kernel(xp: Namespace, *, axes: Contraction, dtype: DType) -> Kern
     return _narrowed(partial(xp.tensordot, axes=axes), dtype)
 
 
-TENSORDOT = register(Op(name="tensordot", infer=_tensordot_spec, kernel=_tensordot_kernel, flops=_tensordot_flops))
+TENSORDOT = register(Op("tensordot", _tensordot_spec, _tensordot_kernel, flops=_tensordot_flops, traits=OPAQUE))
 
 
 def tensordot(x1: TensorLike, x2: TensorLike, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Tensor:
@@ -220,7 +222,7 @@ def _vecdot_kernel(xp: Namespace, *, axis: int, dtype: DType) -> Kernel:
     return _narrowed(kernel, dtype)
 
 
-VECDOT = register(Op(name="vecdot", infer=_vecdot_spec, kernel=_vecdot_kernel, flops=per_input_element))
+VECDOT = register(Op("vecdot", _vecdot_spec, _vecdot_kernel, flops=per_input_element, traits=OPAQUE))
 
 
 def vecdot(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:
@@ -343,7 +345,7 @@ def _einsum_kernel(xp: Namespace, *, subscripts: str, dtype: DType) -> Kernel:
     return lambda *xs: product(*(x.astype(float32) for x in xs)).astype(dtype)
 
 
-EINSUM = register(Op(name="einsum", infer=_einsum_spec, kernel=_einsum_kernel, flops=_einsum_flops))
+EINSUM = register(Op("einsum", _einsum_spec, _einsum_kernel, flops=_einsum_flops, traits=OPAQUE))
 
 
 def einsum(subscripts: str, /, *operands: TensorLike) -> Tensor:

@@ -14,7 +14,7 @@ from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, inputs_from, register
+from asyncflow.graph.op import KERNELS, NEW, OPAQUE, WHOLE_VIEW, Memory, Op, Traits, inputs_from, register
 from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, flat_extent, normalize_axes, replaced, static_int
@@ -87,8 +87,8 @@ def _concat_kernel(xp: Namespace, *, axis: int | None) -> Kernel:
     return concat
 
 
-CONCAT = register(Op(name="concat", infer=_concat_spec, kernel=_concat_kernel))
-STACK = register(Op(name="stack", infer=_stack_spec, kernel=lambda xp, axis: lambda *xs: xp.stack(xs, axis=axis)))
+CONCAT = register(Op("concat", _concat_spec, _concat_kernel, traits=NEW))
+STACK = register(Op("stack", _stack_spec, lambda xp, axis: lambda *xs: xp.stack(xs, axis=axis), traits=NEW))
 
 
 def concat(arrays: Sequence[TensorLike], /, *, axis: int | None = 0) -> Tensor:
@@ -140,7 +140,7 @@ def _unstack_kernel(xp: Namespace, *, axis: int) -> Kernel:
     return kernel
 
 
-UNSTACK = register(Op(name="unstack", infer=_unstack_spec, kernel=_unstack_kernel, flops=free))
+UNSTACK = register(Op("unstack", _unstack_spec, _unstack_kernel, flops=free, traits=KERNELS))
 
 
 def unstack(x: TensorLike, /, *, axis: int = 0) -> tuple[Tensor, ...]:
@@ -174,13 +174,7 @@ def _expand_dims_kernel(xp: Namespace, *, axis: tuple[int, ...]) -> Kernel:
 
 
 EXPAND_DIMS = register(
-    Op(
-        name="expand_dims",
-        infer=_expand_dims_spec,
-        kernel=_expand_dims_kernel,
-        is_total=True,
-        flops=free,
-    )
+    Op("expand_dims", _expand_dims_spec, _expand_dims_kernel, is_total=True, flops=free, traits=WHOLE_VIEW)
 )
 
 
@@ -201,11 +195,12 @@ def _squeeze_spec(x: Spec, *, axis: tuple[int, ...]) -> Spec:
 
 SQUEEZE = register(
     Op(
-        name="squeeze",
-        infer=_squeeze_spec,
-        kernel=lambda xp, axis: operator.methodcaller("squeeze", axis),
+        "squeeze",
+        _squeeze_spec,
+        lambda xp, axis: operator.methodcaller("squeeze", axis),
         is_total=True,
         flops=free,
+        traits=WHOLE_VIEW,
     )
 )
 
@@ -231,11 +226,12 @@ def _permute_spec(x: Spec, *, axes: tuple[int, ...]) -> Spec:
 
 PERMUTE_DIMS = register(
     Op(
-        name="permute_dims",
-        infer=_permute_spec,
-        kernel=lambda xp, axes: operator.methodcaller("transpose", axes),
+        "permute_dims",
+        _permute_spec,
+        lambda xp, axes: operator.methodcaller("transpose", axes),
         is_total=True,
         flops=free,
+        traits=WHOLE_VIEW,
     )
 )
 
@@ -272,7 +268,15 @@ def _flip_spec(x: Spec, *, axis: Axes) -> Spec:
     return x
 
 
-FLIP = register(Op(name="flip", infer=_flip_spec, kernel=lambda xp, axis: partial(xp.flip, axis=axis), flops=free))
+FLIP = register(
+    Op(
+        "flip",
+        _flip_spec,
+        lambda xp, axis: partial(xp.flip, axis=axis),
+        flops=free,
+        traits=Traits(Memory.WHOLE_VIEW, is_capturable=True, is_cheap=False),
+    )
+)
 
 
 def flip(x: TensorLike, /, *, axis: Axes = None) -> Tensor:
@@ -301,7 +305,7 @@ def _roll_kernel(xp: Namespace, *, shift: int | tuple[int, ...] | None, axis: Ax
     return partial(xp.roll, shift=shift, axis=axis)
 
 
-ROLL = register(Op(name="roll", infer=_roll_spec, kernel=_roll_kernel, host_inputs=inputs_from(1)))
+ROLL = register(Op("roll", _roll_spec, _roll_kernel, host_inputs=inputs_from(1), traits=KERNELS))
 
 
 def roll(x: TensorLike, /, shift: TensorLike, *, axis: Axes = None) -> Tensor:
@@ -362,7 +366,7 @@ def _repeat_kernel(xp: Namespace, *, repeats: int | None, axis: int | None) -> K
     return take
 
 
-REPEAT = register(Op(name="repeat", infer=_repeat_spec, kernel=_repeat_kernel, host_inputs=inputs_from(1)))
+REPEAT = register(Op("repeat", _repeat_spec, _repeat_kernel, host_inputs=inputs_from(1), traits=OPAQUE))
 
 
 def repeat(x: TensorLike, repeats: TensorLike, /, *, axis: int | None = None) -> Tensor:
@@ -391,7 +395,7 @@ def _tile_spec(x: Spec, *, repetitions: tuple[int, ...]) -> Spec:
     return Spec(x.dtype, tuple(None if d is None else d * n for d, n in zip(dims, counts, strict=True)))
 
 
-TILE = register(Op(name="tile", infer=_tile_spec, kernel=lambda xp, repetitions: partial(xp.tile, reps=repetitions)))
+TILE = register(Op("tile", _tile_spec, lambda xp, repetitions: partial(xp.tile, reps=repetitions), traits=KERNELS))
 
 
 def tile(x: TensorLike, repetitions: int | tuple[int, ...], /) -> Tensor:
@@ -424,11 +428,12 @@ def _reshaped(x: Spec, dims: Dims) -> Shape:
 
 RESHAPE = register(
     Op(
-        name="reshape",
-        infer=_reshape_spec,
-        kernel=lambda xp, shape: operator.methodcaller("reshape", shape),
+        "reshape",
+        _reshape_spec,
+        lambda xp, shape: operator.methodcaller("reshape", shape),
         is_total=True,
         flops=free,
+        traits=WHOLE_VIEW,
     )
 )
 
@@ -445,11 +450,12 @@ def _reshape_to_spec(x: Spec, shape: Spec, *, dims: Dims | None) -> Spec:
 
 RESHAPE_TO = register(
     Op(
-        name="reshape_to",
-        infer=_reshape_to_spec,
-        kernel=lambda xp, dims: lambda x, shape: x.reshape(tuple(shape.tolist())),
+        "reshape_to",
+        _reshape_to_spec,
+        lambda xp, dims: lambda x, shape: x.reshape(tuple(shape.tolist())),
         flops=free,
         host_inputs=(1,),
+        traits=KERNELS,
     )
 )
 

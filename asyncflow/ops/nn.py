@@ -14,7 +14,7 @@ import numpy as np
 from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float32
-from asyncflow.graph.op import Op, inputs_from, register
+from asyncflow.graph.op import KERNELS, NEW, OPAQUE, Op, inputs_from, register
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, normalize_axes, reduced, static_int
@@ -52,7 +52,7 @@ def _activation(name: str, function: Callable[[Namespace, Array], Value], flops:
         return flops * PASS * elements(outputs[0])
 
     return register(
-        Op(name=name, infer=_float_spec, kernel=lambda xp: _wide(partial(function, xp)), is_total=True, flops=cost)
+        Op(name, _float_spec, lambda xp: _wide(partial(function, xp)), is_total=True, flops=cost, traits=NEW)
     )
 
 
@@ -93,7 +93,7 @@ def _relu_kernel(xp: Namespace) -> Kernel:
     return lambda x: xp.maximum(x, x.dtype.type(0))
 
 
-RELU = register(Op(name="relu", infer=_relu_spec, kernel=_relu_kernel, is_total=True))
+RELU = register(Op("relu", _relu_spec, _relu_kernel, is_total=True, traits=KERNELS))
 SIGMOID = _activation("sigmoid", _sigmoid, 4)
 SILU = _activation("silu", _silu, 6)
 SOFTPLUS = _activation("softplus", _softplus, 8)
@@ -150,19 +150,15 @@ def _log_softmax(xp: Namespace, axis: int, x: Array) -> Value:
 
 
 SOFTMAX = register(
-    Op(
-        name="softmax",
-        infer=_softmax_spec,
-        kernel=lambda xp, axis: _wide(partial(_softmax, xp, axis)),
-        flops=several_passes,
-    )
+    Op("softmax", _softmax_spec, lambda xp, axis: _wide(partial(_softmax, xp, axis)), flops=several_passes, traits=NEW)
 )
 LOG_SOFTMAX = register(
     Op(
-        name="log_softmax",
-        infer=_softmax_spec,
-        kernel=lambda xp, axis: _wide(partial(_log_softmax, xp, axis)),
+        "log_softmax",
+        _softmax_spec,
+        lambda xp, axis: _wide(partial(_log_softmax, xp, axis)),
         flops=several_passes,
+        traits=NEW,
     )
 )
 
@@ -201,7 +197,7 @@ def _logsumexp_kernel(xp: Namespace, *, axis: Axes, keepdims: bool) -> Kernel:
     return _wide(partial(_logsumexp, xp, axis, keepdims))
 
 
-LOGSUMEXP = register(Op(name="logsumexp", infer=_logsumexp_spec, kernel=_logsumexp_kernel, flops=several_passes))
+LOGSUMEXP = register(Op("logsumexp", _logsumexp_spec, _logsumexp_kernel, flops=several_passes, traits=KERNELS))
 
 
 def logsumexp(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
@@ -261,7 +257,7 @@ def _layer_norm_kernel(xp: Namespace, *, axis: Axes, epsilon: float, scaled: boo
     return _wide(partial(_layer_norm, xp, axis, epsilon, scaled, shifted))
 
 
-LAYER_NORM = register(Op(name="layer_norm", infer=_layer_norm_spec, kernel=_layer_norm_kernel))
+LAYER_NORM = register(Op("layer_norm", _layer_norm_spec, _layer_norm_kernel, traits=KERNELS))
 
 
 def layer_norm(
@@ -317,7 +313,7 @@ def _one_hot_kernel(xp: Namespace, *, depth: Shape, dtype: DType, axis: int) -> 
     return run
 
 
-ONE_HOT = register(Op(name="one_hot", infer=_one_hot_spec, kernel=_one_hot_kernel, host_inputs=inputs_from(1)))
+ONE_HOT = register(Op("one_hot", _one_hot_spec, _one_hot_kernel, host_inputs=inputs_from(1), traits=KERNELS))
 
 
 def one_hot(indices: TensorLike, /, depth: Extent, *, axis: int = -1, dtype: DTypeLike = float32) -> Tensor:
@@ -356,7 +352,7 @@ def _embedding_kernel(xp: Namespace) -> Kernel:
     return look_up
 
 
-EMBEDDING = register(Op(name="embedding", infer=_embedding_spec, kernel=_embedding_kernel))
+EMBEDDING = register(Op("embedding", _embedding_spec, _embedding_kernel, traits=OPAQUE))
 
 
 def embedding(table: TensorLike, ids: TensorLike, /) -> Tensor:

@@ -17,7 +17,7 @@ from asyncflow.errors import DTypeError, brief
 from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for
 from asyncflow.graph.dtypes import VARIANT, DType, bool_, dtype_name, promote, string
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import NEW, Op, register
 from asyncflow.graph.shapes import broadcast
 from asyncflow.graph.spec import Spec
 
@@ -160,11 +160,12 @@ def unary(op: Op, x: TensorLike) -> Tensor:
 def ufunc_op(name: str, ufunc: str, scalar_kernel: Kernel | None = None, *, is_total: bool = True) -> Op:
     """Registers the op that is NumPy's (and CuPy's) `ufunc` of that name, with its dtypes and broadcasting."""
     op = Op(
-        name=name,
-        infer=by_ufunc(getattr(np, ufunc)),
-        kernel=lambda xp: getattr(xp, ufunc),
+        name,
+        by_ufunc(getattr(np, ufunc)),
+        lambda xp: getattr(xp, ufunc),
         scalar_kernel=scalar_kernel,
         is_total=is_total,
+        traits=NEW,
     )
     _UFUNCS[op] = getattr(np, ufunc)
     return register(op)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, graph_for
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import KERNELS, NEW, OPAQUE, Op, register
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, flat_extent, reduced, require_elements, static_int
@@ -37,8 +37,8 @@ def _function(name: str) -> Callable[..., Kernel]:
     return lambda xp, **attrs: partial(getattr(xp, name), **attrs)
 
 
-ARGMAX = register(Op(name="argmax", infer=_argument_spec, kernel=_function("argmax"), flops=per_input_element))
-ARGMIN = register(Op(name="argmin", infer=_argument_spec, kernel=_function("argmin"), flops=per_input_element))
+ARGMAX = register(Op("argmax", _argument_spec, _function("argmax"), flops=per_input_element, traits=KERNELS))
+ARGMIN = register(Op("argmin", _argument_spec, _function("argmin"), flops=per_input_element, traits=KERNELS))
 
 
 def argmax(x: TensorLike, /, *, axis: int | None = None, keepdims: bool = False) -> Tensor:
@@ -83,16 +83,8 @@ def _nonzero_spec(x: Spec) -> tuple[Spec, ...]:
     return (Spec(int64, (extent,)),) * x.rank
 
 
-COUNT_NONZERO = register(Op(name="count_nonzero", infer=_count_spec, kernel=_count_kernel, flops=per_input_element))
-NONZERO = register(
-    Op(
-        name="nonzero",
-        infer=_nonzero_spec,
-        kernel=lambda xp: xp.nonzero,
-        flops=per_input_element,
-        runs_on_host=True,
-    )
-)
+COUNT_NONZERO = register(Op("count_nonzero", _count_spec, _count_kernel, flops=per_input_element, traits=KERNELS))
+NONZERO = register(Op("nonzero", _nonzero_spec, lambda xp: xp.nonzero, flops=per_input_element, runs_on_host=True))
 
 
 def count_nonzero(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
@@ -128,7 +120,7 @@ def _searchsorted_kernel(xp: Namespace, *, side: str) -> Kernel:
     return lambda x1, x2, sorter=None: xp.searchsorted(x1, x2, side=side, sorter=sorter)
 
 
-SEARCHSORTED = register(Op(name="searchsorted", infer=_searchsorted_spec, kernel=_searchsorted_kernel))
+SEARCHSORTED = register(Op("searchsorted", _searchsorted_spec, _searchsorted_kernel, traits=OPAQUE))
 
 
 def searchsorted(
@@ -168,7 +160,7 @@ def _choose(condition: Array, x1: Array, x2: Array) -> Array:
     return x1 if condition else x2
 
 
-WHERE = register(Op(name="where", infer=_where_spec, kernel=lambda xp: xp.where, scalar_kernel=_choose, is_total=True))
+WHERE = register(Op("where", _where_spec, lambda xp: xp.where, scalar_kernel=_choose, is_total=True, traits=NEW))
 
 
 def where(condition: TensorLike, x1: TensorLike, x2: TensorLike, /) -> Tensor:

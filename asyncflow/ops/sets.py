@@ -84,33 +84,21 @@ def _inverse_kernel(xp: Namespace) -> Kernel:
     return kernel
 
 
-UNIQUE_ALL = register(Op(name="unique_all", infer=_all_spec, kernel=_all_kernel, flops=sorting, runs_on_host=True))
+UNIQUE_ALL = register(Op("unique_all", _all_spec, _all_kernel, flops=sorting, runs_on_host=True))
 UNIQUE_COUNTS = register(
     Op(
-        name="unique_counts",
-        infer=lambda x: _all_spec(x)[:2],
-        kernel=lambda xp: partial(xp.unique, return_counts=True, equal_nan=False),
+        "unique_counts",
+        lambda x: _all_spec(x)[:2],
+        lambda xp: partial(xp.unique, return_counts=True, equal_nan=False),
         flops=sorting,
         runs_on_host=True,
     )
 )
 UNIQUE_INVERSE = register(
-    Op(
-        name="unique_inverse",
-        infer=lambda x: _all_spec(x)[::2],
-        kernel=_inverse_kernel,
-        flops=sorting,
-        runs_on_host=True,
-    )
+    Op("unique_inverse", lambda x: _all_spec(x)[::2], _inverse_kernel, flops=sorting, runs_on_host=True)
 )
 UNIQUE_VALUES = register(
-    Op(
-        name="unique_values",
-        infer=_values_spec,
-        kernel=lambda xp: partial(xp.unique, equal_nan=False),
-        flops=sorting,
-        runs_on_host=True,
-    )
+    Op("unique_values", _values_spec, lambda xp: partial(xp.unique, equal_nan=False), flops=sorting, runs_on_host=True)
 )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import METADATA, Op, register
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 
@@ -34,10 +34,10 @@ def _rank_kernel(xp: Namespace) -> Kernel:
 
 
 SHAPE = register(
-    Op(name="shape", infer=lambda x: Spec(int64, (x.rank,)), kernel=_shape_kernel, is_total=True, flops=free)
+    Op("shape", lambda x: Spec(int64, (x.rank,)), _shape_kernel, is_total=True, flops=free, traits=METADATA)
 )
-SIZE = register(Op(name="size", infer=lambda x: Spec(int64, ()), kernel=_size_kernel, is_total=True, flops=free))
-RANK = register(Op(name="rank", infer=lambda x: Spec(int64, ()), kernel=_rank_kernel, is_total=True, flops=free))
+SIZE = register(Op("size", lambda x: Spec(int64, ()), _size_kernel, is_total=True, flops=free, traits=METADATA))
+RANK = register(Op("rank", lambda x: Spec(int64, ()), _rank_kernel, is_total=True, flops=free, traits=METADATA))
 
 
 def shape(x: TensorLike, /) -> Tensor:

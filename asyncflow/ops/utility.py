@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import bool_
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import KERNELS, Op, register
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, static_int
@@ -55,7 +55,7 @@ def _diff_kernel(xp: Namespace, *, axis: int, n: int) -> Kernel:
     return partial(xp.diff, n=n, axis=axis)
 
 
-DIFF = register(Op(name="diff", infer=_diff_spec, kernel=_diff_kernel))
+DIFF = register(Op("diff", _diff_spec, _diff_kernel, traits=KERNELS))
 
 
 def diff(

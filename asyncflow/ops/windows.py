@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.op import Op, inputs_from, register
+from asyncflow.graph.op import OPAQUE, Op, inputs_from, register
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
@@ -48,9 +48,7 @@ def _window_kernel(xp: Namespace, *, sizes: tuple[int, ...]) -> Kernel:
     return cut
 
 
-DYNAMIC_SLICE = register(
-    Op(name="dynamic_slice", infer=_window_spec, kernel=_window_kernel, host_inputs=inputs_from(1))
-)
+DYNAMIC_SLICE = register(Op("dynamic_slice", _window_spec, _window_kernel, host_inputs=inputs_from(1), traits=OPAQUE))
 
 
 def dynamic_slice(x: TensorLike, starts: TensorLike | Iterable[TensorLike], sizes: Iterable[int], /) -> Tensor:

@@ -261,7 +261,7 @@ def _arithmetic(name: str, ufunc: np.ufunc) -> Op:
     def kernel(xp: Namespace, *, variable: VariableState) -> Kernel:
         return partial(variable.apply, sealed(getattr(xp, ufunc.__name__)), xp=xp)
 
-    return register(Op(name=name, infer=_arithmetic_spec(ufunc), kernel=kernel, effects=_effects(Access.WRITE)))
+    return register(Op(name, _arithmetic_spec(ufunc), kernel, effects=_effects(Access.WRITE)))
 
 
 def _update_spec(*inputs: Spec, variable: Variable, function: Subgraph) -> Spec:
@@ -282,31 +282,20 @@ def _read_kernel(xp: Namespace, *, variable: VariableState) -> Kernel:
 
 
 VARIABLE_READ = register(
-    Op(
-        name="variable_read",
-        infer=lambda *, variable: variable.spec,
-        kernel=_read_kernel,
-        effects=_effects(Access.READ),
-    )
+    Op("variable_read", lambda *, variable: variable.spec, _read_kernel, effects=_effects(Access.READ))
 )
 ASSIGN = register(
     Op(
-        name="variable_assign",
-        infer=_assign_spec,
-        kernel=lambda xp, *, variable: variable.assign if xp is np else partial(variable.assign, xp=xp),
+        "variable_assign",
+        _assign_spec,
+        lambda xp, *, variable: variable.assign if xp is np else partial(variable.assign, xp=xp),
         effects=_effects(Access.WRITE),
     )
 )
 ASSIGN_ADD = _arithmetic("variable_assign_add", np.add)
 ASSIGN_SUB = _arithmetic("variable_assign_sub", np.subtract)
 UPDATE = register(
-    Op(
-        name="variable_update",
-        infer=_update_spec,
-        kernel=_update_kernel,
-        effects=_effects(Access.WRITE),
-        host_inputs=_update_host_inputs,
-    )
+    Op("variable_update", _update_spec, _update_kernel, effects=_effects(Access.WRITE), host_inputs=_update_host_inputs)
 )
 USER_UPDATE = register(replace(UPDATE, name="variable_user_update", is_user=True, host_inputs=()))
 """An update whose function calls code of the user's, so it may take long however small its values are.

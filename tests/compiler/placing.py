@@ -12,7 +12,7 @@ from asyncflow.compiler.program.extract import extract
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.devices.protocol import Capabilities
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import Op
+from asyncflow.graph.op import OPAQUE, Op
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,7 +78,7 @@ def _kernel(xp: Any, *, flops: float, spec: Spec) -> Kernel:
     return lambda *_: xp.zeros(spec.shape, spec.dtype)
 
 
-WORK = Op(name="work", infer=lambda *_, flops, spec: spec, kernel=_kernel, flops=_flops)
+WORK = Op(name="work", infer=lambda *_, flops, spec: spec, kernel=_kernel, flops=_flops, traits=OPAQUE)
 """Takes as long, and makes a value as large, as its attributes say."""
 
 

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.compiler.program.kernels import bind_kernel
-from asyncflow.compiler.regions.buffers import READERS
 from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.graph.graph import is_name
-from asyncflow.graph.op import KernelContext, find_op
+from asyncflow.graph.op import KernelContext
 from asyncflow.graph.parse import parse_graph
 from asyncflow.graph.text import print_graph
 from asyncflow.state.containers import StateStore
@@ -767,19 +766,6 @@ async def test_max_iterations_counts_each_activation(graph: af.Graph, regions: b
     _, total = af.while_loop(lambda i, _: i < 5, outer, (0, 0))
     async with af.Session(graph, regions=regions, max_iterations=5) as session:
         assert await session.run(total) == 25
-
-
-@pytest.mark.parametrize("name", sorted(READERS))
-def test_kernels_that_are_said_to_keep_nothing_give_memory_of_their_own(name: str) -> None:
-    x = np.ones((2, 3))
-    attrs: dict[str, Any] = {"axis": 0} if name in ("concat", "stack", "softmax", "log_softmax") else {}
-    if name in ("sum", "mean"):
-        attrs = {"axis": (), "keepdims": False, "dtype": af.float64}
-    bind = find_op(name).kernel
-    assert bind is not None
-    kernel = bind(np, **attrs)
-    inputs = (np.True_, x, x) if name == "where" else (x,)
-    assert not np.shares_memory(kernel(*inputs), x)
 
 
 async def test_a_concatenation_writes_to_a_buffer(graph: af.Graph) -> None:

@@ -12,7 +12,7 @@ import pytest
 import asyncflow as af
 from asyncflow.errors import TooManyIterations
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import Op
+from asyncflow.graph.op import OPAQUE, Op
 from tests.conftest import assert_baseline
 from tests.faults.kernels import INT, CoroutineGate, ThreadGate, in_flight, raising, ticks, until
 from tests.runtime.hand_written import counting_loop
@@ -187,7 +187,7 @@ async def test_f05_the_path_of_frames(run: Run, graph: af.Graph) -> None:
 def _liar(declared: af.Spec, value: Any, *, single: bool = True) -> af.Tensor:
     """A built-in op, so to speak, whose kernel does not do as its shape rule says."""
     spec = declared if single else (declared, declared)
-    op = Op(name="liar", infer=lambda x: spec, kernel=lambda xp: lambda x: value)
+    op = Op("liar", lambda x: spec, lambda xp: lambda x: value, traits=OPAQUE)
     return apply(op, af.constant(np.float32(1)))[0]
 
 

@@ -1,8 +1,10 @@
-"""Nodes of branches and loops have classes of their own."""
+"""Nodes of branches and loops have classes of their own, and nobody above the room looks behind them."""
 
 from __future__ import annotations
 
+import ast
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +17,11 @@ from asyncflow.graph.verify import verify
 from tests.graph.programs import OPS, branching, counting_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+PACKAGE = Path(__file__).resolve().parents[2] / "asyncflow"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name != "graph")
+BEHIND_VIEWS = {"body", "cond", "n_vars", "true_branch", "false_branch", "swap_memory"}
 
 
 def loop_of(graph: Graph) -> WhileNode:
@@ -82,3 +88,64 @@ def test_what_a_loop_is_given_later_is_seen_in_both_bodies() -> None:
     loop.keep_variables([0])
     verify(graph)
     assert (loop.n_vars, len(loop.inputs), len(loop.outputs)) == (1, 4, 1)
+
+
+def hidden_questions(source: str) -> Iterator[str]:
+    """Where a module compares the name of an op, or reads what stands behind `CondNode` and `WhileNode`."""
+    for node in ast.walk(ast.parse(source)):
+        asked: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.Subscript):
+            asked = [node.slice]
+            if isinstance(node.value, ast.Attribute) and node.value.attr == "attrs":
+                yield from _behind(node.slice, node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
+            asked = node.args
+            if isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "attrs":
+                yield from _behind(node.args[0], node)
+        yield from (ast.unparse(node) for each in asked if _is_name_of_op(each))
+
+
+def _behind(key: ast.expr, where: ast.AST) -> Iterator[str]:
+    if isinstance(key, ast.Constant) and key.value in BEHIND_VIEWS:
+        yield ast.unparse(where)
+
+
+def _is_name_of_op(asked: ast.expr) -> bool:
+    if not isinstance(asked, ast.Attribute) or asked.attr != "name":
+        return False
+    owner = asked.value
+    return (isinstance(owner, ast.Attribute) and owner.attr == "op") or (
+        isinstance(owner, ast.Name) and owner.id == "op"
+    )
+
+
+def test_ops_are_told_apart_by_themselves_and_structured_nodes_by_their_classes() -> None:
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in MODULES}
+    suspect = {name: source for name, source in sources.items() if "op.name" in source or ".attrs" in source}
+    found = {name: list(hidden_questions(source)) for name, source in suspect.items()}
+    assert len(found) > 20
+    assert {name: questions for name, questions in found.items() if questions} == {}
+
+
+def test_hidden_questions_are_found() -> None:
+    source = """
+node.op.name == "while"
+"cond" != op.name
+node.op.name in STRUCTURED
+KNOWN.get(node.op.name)
+KNOWN[op.name]
+node.attrs["body"].results
+loop.attrs.get("n_vars")
+node.op is MERGE and node.attrs["frame"] and f"{node.op.name}"
+"""
+    assert set(hidden_questions(source)) == {
+        "node.op.name == 'while'",
+        "'cond' != op.name",
+        "node.op.name in STRUCTURED",
+        "KNOWN.get(node.op.name)",
+        "KNOWN[op.name]",
+        "node.attrs['body']",
+        "loop.attrs.get('n_vars')",
+    }

@@ -50,7 +50,7 @@ def _evaluated(node: Node, values: dict[Tensor, Any], kernel: Callable[..., Any]
     values.update(zip(node.outputs, (result,) if node.single else result, strict=True))
 
 
-def _run_here(nodes: Iterable[Node], values: dict[Tensor, Any]) -> dict[Tensor, Any]:
+def run_here(nodes: Iterable[Node], values: dict[Tensor, Any]) -> dict[Tensor, Any]:
     for node in nodes:
         if node.op.kernel is not None:
             _evaluated(node, values, node.op.kernel(np, **node.attrs), [values[x] for x in node.inputs])
@@ -75,8 +75,8 @@ def _run_there(nodes: Iterable[Node], values: dict[Tensor, Any], counters: bool)
     return values
 
 
-def check(build: Callable[..., Any], *arrays: Any, known: bool = False) -> set[Op]:
-    """Runs a program and its gradients here and there; what the tensors are must agree. Gives the ops that were run."""
+def traced(build: Callable[..., Any], arrays: Sequence[Any], known: bool) -> tuple[list[Node], dict[Tensor, Any]]:
+    """The nodes of a program and its gradients, and what it is fed."""
     with Graph() as graph:
         inputs = [placeholder(x.dtype, x.shape if known else (None,) * x.ndim) for x in map(np.asarray, arrays)]
         built = build(*inputs)
@@ -84,9 +84,13 @@ def check(build: Callable[..., Any], *arrays: Any, known: bool = False) -> set[O
         xs = [x for x in inputs if x.dtype.kind in "fc"]
         if ys and xs:
             gradients(ys, xs, [af.ones_like(y) for y in ys], unconnected="zero")  # complex ones ask for weights
-    nodes = list(graph.nodes)
-    fed = dict(zip(inputs, [np.asarray(x)[()] for x in arrays], strict=True))
-    here = _run_here(nodes, dict(fed))
+    return list(graph.nodes), dict(zip(inputs, [np.asarray(x)[()] for x in arrays], strict=True))
+
+
+def check(build: Callable[..., Any], *arrays: Any, known: bool = False) -> set[Op]:
+    """Runs a program and its gradients here and there; what the tensors are must agree. Gives the ops that were run."""
+    nodes, fed = traced(build, arrays, known)
+    here = run_here(nodes, dict(fed))
     for counters in (False, True):
         there = _run_there(nodes, dict(fed), counters)
         for tensor, value in here.items():

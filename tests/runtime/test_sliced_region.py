@@ -14,7 +14,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import Op
+from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.runtime.scheduler import sliced_region
 from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
 from tests.conftest import assert_baseline
@@ -46,7 +46,7 @@ class Probe:
         self.gate = threading.Event()
         self.gate.set()
         cost = None if flops is None else lambda *shapes: flops
-        self.op = Op(name="probe", infer=lambda spec: spec, kernel=lambda xp: self._call, flops=cost)
+        self.op = Op(name="probe", infer=lambda spec: spec, kernel=lambda xp: self._call, flops=cost, traits=OPAQUE)
 
     def _call(self, x: Any) -> Any:
         self.calls += 1

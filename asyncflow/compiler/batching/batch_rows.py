@@ -17,6 +17,7 @@ from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, has_va
 from asyncflow.control.tensor_array import READ, UNSTACK
 from asyncflow.graph.builtin import CONSTANT, is_constant
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -37,9 +38,6 @@ FAST = frozenset({"float32", "float64", "complex64", "complex128"})
 
 _WORTH_FLOPS = 200_000
 """Smaller products take no longer than looking for the row that was made ahead."""
-
-_STORES = frozenset({"element_gradient", "part_of_sum", "saved_value"})
-"""Ops that read from a store of values and leave it as it is."""
 
 
 def batch_rows(loop: WhileNode, block_bytes: int) -> list[Node]:
@@ -112,7 +110,7 @@ class Classes:
             return False
         if node.op is READ:  # uses up the array: the value it was made of is read instead
             return self.captured[node.inputs[0]].node.op is UNSTACK
-        return node.op.name in _STORES or not has_variants((*node.inputs, *node.outputs))
+        return node.op.traits.memory is Memory.STORE or not has_variants((*node.inputs, *node.outputs))
 
     def _is_row_product(self, node: Node) -> bool:
         if node.op is not MATMUL:

@@ -213,6 +213,6 @@ def _sums_kernel(xp: Namespace, *, values: tuple[Spec, ...]) -> Kernel:
     return lambda pending: tuple(pending.settle())
 
 
-NEW_SUMS = Op(name="pending_sums", infer=_new_spec, kernel=_new_kernel, is_random=True, flops=free)
-ADD_PRODUCTS = Op(name="add_products", infer=_add_spec, kernel=_add_kernel, is_random=True, flops=_add_flops)
-SUMS = Op(name="sums", infer=_sums_spec, kernel=_sums_kernel, is_random=True)
+NEW_SUMS = Op("pending_sums", _new_spec, _new_kernel, is_random=True, flops=free)
+ADD_PRODUCTS = Op("add_products", _add_spec, _add_kernel, is_random=True, flops=_add_flops)
+SUMS = Op("sums", _sums_spec, _sums_kernel, is_random=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.op import Op, find_op
+from asyncflow.graph.op import OPAQUE, Op, find_op
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements, free
 from asyncflow.ops.indexing import GETITEM
@@ -309,6 +309,6 @@ def _row_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, which: int,
 
 
 # Each belongs to one activation of one loop, so it is never shared with an equal one.
-PRODUCTS_AHEAD = Op(name="rows_ahead", infer=_ahead_spec, kernel=_ahead_kernel, is_random=True, flops=free)
-PRODUCT_AHEAD = Op(name="row_ahead", infer=_row_spec, kernel=_row_kernel, flops=_row_flops)
+PRODUCTS_AHEAD = Op("rows_ahead", _ahead_spec, _ahead_kernel, is_random=True, flops=free)
+PRODUCT_AHEAD = Op("row_ahead", _row_spec, _row_kernel, flops=_row_flops, traits=OPAQUE)
 """One row of a `ProductsAhead`; further inputs are what fails in this iteration if its rows cannot be made."""

@@ -16,7 +16,7 @@ from asyncflow.compiler.batching.batch_rows import classified, counters, pays_ah
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.graph.builtin import is_constant
-from asyncflow.graph.op import Op
+from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.graph.shapes import format_shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.derivatives.scatter import sliced_axis
@@ -205,5 +205,5 @@ def _add_alike_kernel(xp: Namespace) -> Kernel:
     return add
 
 
-ADD_ALIKE = Op(name="add_alike", infer=ADD.infer, kernel=_add_alike_kernel)
+ADD_ALIKE = Op("add_alike", ADD.infer, _add_alike_kernel, traits=OPAQUE)
 """The sum of the products of pieces whose rows only a run knows: joining them would not have broadcast."""

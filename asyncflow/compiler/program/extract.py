@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.ir import Attrs
 
-FEED = Op(name="feed", infer=lambda *, spec, index: spec)
-FETCH = Op(name="fetch", infer=lambda value: ())
-EMIT = Op(name="emit", infer=lambda *values: (), effects=lambda node: (("stream", Access.WRITE),))
+FEED = Op("feed", lambda *, spec, index: spec)
+FETCH = Op("fetch", lambda value: ())
+EMIT = Op("emit", lambda *values: (), effects=lambda node: (("stream", Access.WRITE),))
 """Hands the values of one iteration to `Session.stream`."""
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.errors import InternalError
-from asyncflow.graph.op import Op, bound_kernel
+from asyncflow.graph.op import KERNELS, Op, bound_kernel
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
@@ -244,7 +244,7 @@ def _with_checked_shapes(run: Kernel, one_by_one: Kernel, chain: Chain) -> Kerne
     return launch
 
 
-FUSED = Op(name="fused", infer=_infer, kernel=_kernel, flops=_flops)
+FUSED = Op("fused", _infer, _kernel, flops=_flops, traits=KERNELS)
 
 
 def alone(node: Node, xp: Namespace) -> Kernel:

@@ -18,6 +18,7 @@ from asyncflow.compiler.program.extract import FEED
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.op import Memory
 from asyncflow.graph.structured import CondNode, WhileNode
 
 if TYPE_CHECKING:
@@ -31,13 +32,10 @@ if TYPE_CHECKING:
 NUMBERS = "biufc"
 """Kinds of dtype whose values of rank 0 are NumPy scalars on the host."""
 
-_METADATA = frozenset({"shape", "size", "rank", "shape_by_rule", "tensor_array_element_shape"})
-"""Ops that look at what is known of an array without its data."""
-
 
 def is_metadata(node: Node) -> bool:
     """Whether the node looks at what is known of its input without its data."""
-    return node.op.name in _METADATA
+    return node.op.traits.memory is Memory.METADATA
 
 
 def is_scalar_spec(spec: Spec) -> bool:

@@ -14,21 +14,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
 
-VIEWS = frozenset(
-    {
-        "broadcast_to",
-        "expand_dims",
-        "flip",
-        "getitem",
-        "identity",
-        "matrix_transpose",
-        "permute_dims",
-        "reshape",
-        "squeeze",
-    }
-)
-"""Ops whose result may look into their input's memory, and that keep nothing else of it."""
-
 
 def nbytes(spec: Spec) -> int | None:
     """Bytes of a value, or None if that is not known; strings and variants count as not known."""

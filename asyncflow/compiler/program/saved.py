@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
-from asyncflow.compiler.program.purity import VIEWS
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import node_effects
-from asyncflow.graph.op import Access
+from asyncflow.graph.op import Access, Memory
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.state.variable import VARIABLE_READ
@@ -22,10 +21,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.spec import Spec
-
-
-_WHOLE_VIEWS = VIEWS - {"broadcast_to", "getitem"}
-"""Ops that give all of their input's buffer another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +132,7 @@ def _source(value: Tensor, loop: WhileNode) -> Tensor:
         seen.add(value)
         if value in variables:
             value = variables[value]
-        elif value.node.op.name in _WHOLE_VIEWS:
+        elif value.node.op.traits.memory is Memory.WHOLE_VIEW:
             value = value.node.inputs[0]
     return value
 

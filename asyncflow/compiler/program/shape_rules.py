@@ -14,7 +14,7 @@ import numpy as np
 from asyncflow.control.tensor_array import ELEMENT_SHAPE, READ
 from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import VARIANT, int64
-from asyncflow.graph.op import Op, host_inputs, inputs_from, runs_on_host
+from asyncflow.graph.op import Memory, Op, Traits, host_inputs, inputs_from, runs_on_host
 from asyncflow.graph.shapes import Shape, is_static
 from asyncflow.graph.spec import Spec
 
@@ -107,7 +107,13 @@ def _kernel(xp: Namespace, *, rule: ShapeRule) -> Kernel:
     return run
 
 
-SHAPE_BY_RULE = Op(name="shape_by_rule", infer=_infer, kernel=_kernel, host_inputs=inputs_from(0))
+SHAPE_BY_RULE = Op(
+    "shape_by_rule",
+    _infer,
+    _kernel,
+    host_inputs=inputs_from(0),
+    traits=Traits(Memory.METADATA, is_capturable=False, is_cheap=False),
+)
 """The shape of a value, given those of its node's inputs that are not known beforehand."""
 
 __all__ = ["ELEMENT_SHAPE", "READ", "SHAPE_BY_RULE", "ShapeRule", "rule_of", "shape_sources"]

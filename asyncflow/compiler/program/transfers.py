@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.graph.dtypes import float32, uint16
-from asyncflow.graph.op import Kernel, Op
+from asyncflow.graph.op import OPAQUE, Kernel, Op
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
     from asyncflow.values import Namespace, Value
 
-SEND = Op(name="send", infer=lambda *values, transfer, target, is_acknowledged: ())
+SEND = Op("send", lambda *values, transfer, target, is_acknowledged: ())
 """Hands its input to the Recv of the same `transfer` on the device `target`; without an input, the news that it ran.
 
 With `is_acknowledged` it is done only when the Recv's iteration has ended: that holds the loop's window open."""
 
-RECV = Op(name="recv", infer=lambda *, transfer, source, spec, is_acknowledged: spec)
+RECV = Op("recv", lambda *, transfer, source, spec, is_acknowledged: spec)
 """Gives the value that the Send of the same `transfer` on the device `source` hands over under the same tag."""
 
-TO_HOST = Op(name="to_host", infer=lambda value, *, is_predicate: value)
+TO_HOST = Op("to_host", lambda value, *, is_predicate: value)
 """Copies a value from an asynchronous device to the host, for a predicate, a fetch or a streamed item."""
 
 
@@ -46,8 +46,8 @@ def _expand(xp: Namespace) -> Kernel:
     return expand
 
 
-TRUNCATE = Op(name="truncate", infer=lambda value: Spec(uint16, value.shape), kernel=_truncate)
+TRUNCATE = Op("truncate", lambda value: Spec(uint16, value.shape), _truncate, traits=OPAQUE)
 """The upper 16 bits of a float32, which are a bfloat16 (white paper 2015 §5.5): half the bytes, 8 bits of precision."""
 
-EXPAND = Op(name="expand", infer=lambda value: Spec(float32, value.shape), kernel=_expand)
+EXPAND = Op("expand", lambda value: Spec(float32, value.shape), _expand, traits=OPAQUE)
 """The float32 of its upper 16 bits, the lower ones zero."""

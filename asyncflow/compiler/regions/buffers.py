@@ -1,8 +1,8 @@
 """Which buffers of a straight line of nodes may be written again, so that loop bodies allocate nothing once warm.
 
-A value's buffer is dead after its last use, if every use is by a ufunc or another kernel that keeps nothing of its
-inputs, or by an op that gives a view, whose uses then count as uses of the buffer. Anything else may keep the value: a
-TensorArray, a variable, a body it is passed into.
+A value's buffer is dead after its last use, if every use is by an op that keeps nothing of its inputs, or that gives a
+view, whose uses then count as uses of the buffer (`Memory`). Anything else may keep the value: a TensorArray, a
+variable, a body it is passed into.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.compiler.program.kernels import is_small_spec
-from asyncflow.compiler.program.purity import VIEWS
-from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.builtin import CONSTANT, IDENTITY
+from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import is_static
 
 if TYPE_CHECKING:
@@ -24,23 +24,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.op import Kernel
     from asyncflow.graph.spec import Spec
 
-READERS = frozenset(
-    {
-        "concat",
-        "gelu",
-        "log_softmax",
-        "mean",
-        "sigmoid",
-        "silu",
-        "softmax",
-        "softplus",
-        "stack",
-        "sum",
-        "where",
-    }
-)
-"""Ops that are no ufuncs, and whose results are in memory of their own."""
-
 
 def dead_values(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> dict[int, list[Tensor]]:
     """By index: the large values that nobody asks for after that node, so that their variables need not hold them."""
@@ -48,7 +31,7 @@ def dead_values(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> dict[int, 
     last: dict[Tensor, int] = {}
     for index, node in enumerate(nodes):
         last.update((owner.get(tensor, tensor), index) for tensor in node.inputs)
-        if node.op.name == "identity":  # shares its input's variable
+        if node.op is IDENTITY:  # shares its input's variable
             owner[node.outputs[0]] = owner.get(node.inputs[0], node.inputs[0])
     kept = {owner.get(tensor, tensor) for tensor in escaping}
     # Only kernels make variables of their own: loops share theirs with their results, bodies with what is passed in.
@@ -77,25 +60,24 @@ class Uses:
         return None if tensor in self.kept else self.last.get(tensor)
 
 
-def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor], kernel_of: Callable[[Node], Kernel | None]) -> Uses:
+def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
     """The uses of buffers in `nodes`.
 
     Args:
         nodes: a straight line, in order.
         escaping: values somebody uses afterwards.
-        kernel_of: the bound kernel of a node; None for a structured one.
     """
     owner: dict[Tensor, Tensor] = {}
     last: dict[Tensor, int] = {}
     kept: set[Tensor] = set()
     for index, node in enumerate(nodes):
-        is_view = node.op.name in VIEWS
+        memory = node.op.traits.memory
         for tensor in node.inputs:
             buffer = owner.get(tensor, tensor)
             last[buffer] = index
-            if is_view:
+            if memory in (Memory.VIEW, Memory.WHOLE_VIEW):
                 owner[node.outputs[0]] = buffer
-            elif node.op.name not in READERS and not isinstance(kernel_of(node), np.ufunc):
+            elif memory is not Memory.NEW:
                 kept.add(buffer)
     kept.update(owner.get(tensor, tensor) for tensor in escaping)
     return Uses(last, frozenset(kept))

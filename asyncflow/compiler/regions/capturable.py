@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.program.fused import FUSED
 from asyncflow.compiler.program.host_values import captured_on_host, computes_on_host, is_on_host
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
-from asyncflow.ops.cuda_source import has_source
 from asyncflow.ops.indexing import GETITEM
 
 if TYPE_CHECKING:
@@ -28,21 +26,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.op import Kernel
     from asyncflow.values import Namespace
-
-_REDUCTIONS = (
-    *("all", "any", "argmax", "argmin", "count_nonzero", "max", "mean", "min", "prod", "std", "sum", "var"),
-    *("log_softmax", "logsumexp", "softmax", "layer_norm", "cumulative_prod", "cumulative_sum", "diff", "sum_to"),
-)
-_SHAPES = (
-    *("broadcast_arrays", "broadcast_to", "concat", "expand_dims", "flip", "matrix_transpose", "permute_dims"),
-    *("reshape", "reshape_to", "roll", "squeeze", "stack", "tile", "unstack", "rank", "shape", "size", "getitem"),
-)
-_OTHERS = (
-    *("arange", "complex_multiply", "eye", "full", "full_like", "imag", "one_hot", "real", "stop_gradient"),
-    *("take", "take_along_axis", "tril", "triu"),
-)
-CAPTURABLE = frozenset((*_REDUCTIONS, *_SHAPES, *_OTHERS))
-"""Names of the ops that may be captured, beside those that have C++ source."""
 
 _COPIES_A_LAUNCH = 2
 """Launching a kernel from Python takes about as long as copying so many arrays in or out of a graph's buffers."""
@@ -75,8 +58,7 @@ def may_be_captured(node: Node, on_host: Collection[Tensor]) -> bool:
         )
     if computes_on_host(node, on_host):
         return True
-    is_known = node.op is FUSED or has_source(node.op) or node.op.name in CAPTURABLE
-    return is_known and not runs_on_host(node) and _finds_its_inputs(node, on_host)
+    return node.op.traits.is_capturable and not runs_on_host(node) and _finds_its_inputs(node, on_host)
 
 
 def _launches(node: Node, on_host: Collection[Tensor]) -> bool:
@@ -104,9 +86,9 @@ def _not_bound(_xp: Namespace, *, loop: WhileNode, captured_on_host: Collection[
 
 
 DEVICE_WHILE = Op(
-    name="device_while",
-    infer=lambda *_, loop, captured_on_host: tuple(output.spec for output in loop.outputs),
-    kernel=_not_bound,
+    "device_while",
+    lambda *_, loop, captured_on_host: tuple(output.spec for output in loop.outputs),
+    _not_bound,
     is_async=True,
 )
 """A loop that a device runs by itself: `loop` is its old node, `captured_on_host` is as in `captures_on_host`."""
@@ -208,7 +190,6 @@ def _enter(part: Subgraph, given: Iterable[Tensor], found: set[Tensor]) -> None:
 
 
 __all__ = [
-    "CAPTURABLE",
     "DEVICE_WHILE",
     "can_capture",
     "captures_on_host",

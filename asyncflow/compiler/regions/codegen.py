@@ -235,7 +235,7 @@ class _Generator:
         """A straight line of nodes; `escaping` are the values somebody uses afterwards."""
         escaping = tuple(escaping)
         if self.track is None and not self.enqueues:  # accounting watches buffers by their first value
-            block.buffers = Buffers(find_uses(nodes, (t for t in escaping if t not in carried), self.kernel), carried)
+            block.buffers = Buffers(find_uses(nodes, (t for t in escaping if t not in carried)), carried)
         dead = dead_values(nodes, escaping)
         for index, node in enumerate(nodes):
             self.put(node, index, block)
@@ -418,8 +418,8 @@ class _Generator:
             return result.node in members and writes_to_buffer(result.node, self.kernel(result.node))
 
         variables = list(zip(condition.inputs[:n_vars], body.inputs[:n_vars], body.results, strict=True))
-        in_cond = find_uses(condition.nodes, condition.results, self.kernel)
-        in_body = find_uses(body.nodes, (result for result in body.results if not can_write(result)), self.kernel)
+        in_cond = find_uses(condition.nodes, condition.results)
+        in_body = find_uses(body.nodes, (result for result in body.results if not can_write(result)))
         return carried_results(variables, in_cond, in_body, can_write)
 
     def put_predicate(self, condition: Subgraph, block: _Block, inner: _Block) -> None:

@@ -78,7 +78,7 @@ class Region:
                 yield from body.walk()
 
 
-REGION = Op(name="region", infer=lambda *_, region: tuple(tensor.spec for tensor in region.outputs))
+REGION = Op("region", lambda *_, region: tuple(tensor.spec for tensor in region.outputs))
 
 
 def make_regions(

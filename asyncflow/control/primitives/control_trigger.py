@@ -6,7 +6,7 @@ from asyncflow.graph.build import graph_for
 from asyncflow.graph.ir import Node
 from asyncflow.graph.op import Op, register
 
-CONTROL_TRIGGER = register(Op(name="control_trigger", infer=lambda: ()))
+CONTROL_TRIGGER = register(Op("control_trigger", lambda: ()))
 
 
 def control_trigger(*, name: str | None = None) -> Node:

@@ -50,7 +50,7 @@ def check_parallel_iterations(value: object) -> None:
         raise GraphError(f"parallel_iterations is an int of at least 1; got {value!r}")
 
 
-ENTER = register(Op(name="enter", infer=_infer))
+ENTER = register(Op("enter", _infer))
 
 
 def enter(

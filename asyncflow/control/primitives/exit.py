@@ -10,7 +10,7 @@ from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, register
 
-EXIT = register(Op(name="exit", infer=lambda data: data))
+EXIT = register(Op("exit", lambda data: data))
 
 
 def exit(data: TensorLike, *, name: str | None = None) -> Tensor:

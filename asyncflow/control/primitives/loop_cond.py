@@ -17,7 +17,7 @@ def _infer(pred: Spec) -> Spec:
     return pred
 
 
-LOOP_COND = register(Op(name="loop_cond", infer=_infer, host_inputs=(0,)))
+LOOP_COND = register(Op("loop_cond", _infer, host_inputs=(0,)))
 
 
 def loop_cond(pred: TensorLike, *, name: str | None = None) -> Tensor:

@@ -28,7 +28,7 @@ def _infer(*inputs: Spec) -> tuple[Spec, Spec]:
     return Spec(inputs[0].dtype, shape), Spec(int32, ())
 
 
-MERGE = register(Op(name="merge", infer=_infer))
+MERGE = register(Op("merge", _infer))
 
 
 def merge(*inputs: TensorLike, name: str | None = None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Op, register
 
-NEXT_ITERATION = register(Op(name="next_iteration", infer=lambda data: data))
+NEXT_ITERATION = register(Op("next_iteration", lambda data: data))
 
 
 def next_iteration(data: TensorLike, *, name: str | None = None) -> Tensor:

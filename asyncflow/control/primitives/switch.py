@@ -31,7 +31,7 @@ def _infer(data: Spec, pred: Spec, *, stands_for: str = "") -> tuple[Spec, Spec]
     return data, data
 
 
-SWITCH = register(Op(name="switch", infer=_infer, host_inputs=(1,)))
+SWITCH = register(Op("switch", _infer, host_inputs=(1,)))
 
 
 def switch(data: TensorLike, pred: TensorLike, *, name: str | None = None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import Op, derivative, inputs_from, register
+from asyncflow.graph.op import OPAQUE, Op, derivative, inputs_from, register
 from asyncflow.graph.shapes import is_static, merge, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops import linalg
@@ -61,7 +61,7 @@ def _transpose_op(name: str, find: Callable[..., Array]) -> Op:
         return run
 
     return register(
-        Op(name=name, infer=_transpose_spec, kernel=kernel, flops=_transpose_flops, host_inputs=inputs_from(2))
+        Op(name, _transpose_spec, kernel, flops=_transpose_flops, host_inputs=inputs_from(2), traits=OPAQUE)
     )
 
 
@@ -281,7 +281,7 @@ def _fit_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     return fit
 
 
-FIT_TO = register(Op(name="fit_to", infer=_fit_spec, kernel=_fit_kernel, host_inputs=inputs_from(1)))
+FIT_TO = register(Op("fit_to", _fit_spec, _fit_kernel, host_inputs=inputs_from(1), traits=OPAQUE))
 """The sum over axes that are to have extent 1, repeated along axes that have: both ways of broadcasting undone."""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from asyncflow.graph.build import apply
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import float32, int64
-from asyncflow.graph.op import Op, derivative, inputs_from, not_differentiable, register
+from asyncflow.graph.op import OPAQUE, Op, derivative, inputs_from, not_differentiable, register
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
@@ -197,11 +197,12 @@ def _sum_tiles_kernel(xp: Namespace, *, repetitions: tuple[int, ...], shape: Sha
 
 SUM_TILES = register(
     Op(
-        name="sum_tiles",
-        infer=_sum_tiles_spec,
-        kernel=_sum_tiles_kernel,
+        "sum_tiles",
+        _sum_tiles_spec,
+        _sum_tiles_kernel,
         flops=per_input_element,
         host_inputs=inputs_from(1),
+        traits=OPAQUE,
     )
 )
 
@@ -249,11 +250,12 @@ def _sum_repeats_kernel(xp: Namespace, *, repeats: int | None, axis: int | None,
 
 SUM_REPEATS = register(
     Op(
-        name="sum_repeats",
-        infer=_sum_repeats_spec,
-        kernel=_sum_repeats_kernel,
+        "sum_repeats",
+        _sum_repeats_spec,
+        _sum_repeats_kernel,
         flops=per_input_element,
         host_inputs=inputs_from(1),
+        traits=OPAQUE,
     )
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import Op, derivative, register
+from asyncflow.graph.op import OPAQUE, Op, derivative, register
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import PASS, elements
 from asyncflow.ops.creation import zeros_like
@@ -50,12 +50,7 @@ def _recurrence_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, axis
 
 
 LINEAR_RECURRENCE = register(
-    Op(
-        name="linear_recurrence",
-        infer=_recurrence_spec,
-        kernel=_recurrence_kernel,
-        flops=_recurrence_flops,
-    )
+    Op("linear_recurrence", _recurrence_spec, _recurrence_kernel, flops=_recurrence_flops, traits=OPAQUE)
 )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import Op, derivative, inputs_from, register
+from asyncflow.graph.op import OPAQUE, Op, derivative, inputs_from, register
 from asyncflow.graph.shapes import format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
@@ -180,13 +180,7 @@ def _checked(rows: Array, extent: int, axis: int) -> Array:
 
 
 SCATTER_TO = register(
-    Op(
-        name="scatter_to",
-        infer=_scatter_spec,
-        kernel=_scatter_kernel,
-        flops=moving_all,
-        host_inputs=host_places,
-    )
+    Op("scatter_to", _scatter_spec, _scatter_kernel, flops=moving_all, host_inputs=host_places, traits=OPAQUE)
 )
 
 
@@ -313,13 +307,7 @@ def _along_kernel(xp: Namespace, *, axis: int, distinct: bool, shape: Shape) -> 
 
 
 SCATTER_ALONG_AXIS = register(
-    Op(
-        name="scatter_along_axis",
-        infer=_along_spec,
-        kernel=_along_kernel,
-        flops=moving_all,
-        host_inputs=inputs_from(2),
-    )
+    Op("scatter_along_axis", _along_spec, _along_kernel, flops=moving_all, host_inputs=inputs_from(2), traits=OPAQUE)
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import Op, derivative, inputs_from, register
+from asyncflow.graph.op import OPAQUE, Op, derivative, inputs_from, register
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
@@ -43,12 +43,7 @@ def _diff_transpose_kernel(xp: Namespace, *, axis: int, n: int, shape: Shape) ->
 
 
 DIFF_TRANSPOSE = register(
-    Op(
-        name="diff_transpose",
-        infer=_diff_transpose_spec,
-        kernel=_diff_transpose_kernel,
-        host_inputs=inputs_from(1),
-    )
+    Op("diff_transpose", _diff_transpose_spec, _diff_transpose_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
 )
 """What reaches values from their differences: the transpose of `diff`."""
 
