@@ -75,3 +75,20 @@ async def test_a_gradient_by_way_of_a_branch_on_shapes(run: Run) -> None:
     weights = af.astype(af.cond(n > 2, lambda: af.shape(matrix), lambda: af.argmax(matrix, axis=0)), "float32")
     (gradient,) = af.gradients(af.sum(matrix[0] * weights), [matrix])
     np.testing.assert_array_equal(await run(gradient, {matrix: MATRIX, n: 3}), [[3, 2], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda scalar: af.expand_dims(scalar, axis=(0, 1)),
+        lambda scalar: af.expand_dims(scalar, axis=-1),
+        lambda scalar: scalar[None, None],
+        lambda scalar: af.reshape(scalar, (1, 1)),
+        lambda scalar: af.broadcast_to(scalar, (1, 2)),
+    ],
+    ids=["expand_dims", "expand_dims behind", "getitem", "reshape", "broadcast_to"],
+)
+async def test_a_view_of_a_scalar_is_an_array_as_others_are(run: Run, view: Callable[[af.Tensor], af.Tensor]) -> None:
+    scalar, matrix = af.placeholder("float32", ()), af.placeholder("float32", (3, 2))
+    feeds = {scalar: 3, matrix: MATRIX}
+    np.testing.assert_array_equal(await run(chain(view(scalar) * matrix), feeds), 7 * MATRIX)
