@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.testing import virtual_clock
 from tests.conformance.gates import settle
 from tests.distributed.clusters import COUNTS, Cluster, ring
 
@@ -358,3 +359,31 @@ def test_27_a_sum_where_the_predicate_is_does_not_hold_up_the_loop() -> None:
         assert ahead == 3
 
     Cluster(2).run(main)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_10_an_iteration_is_live_until_every_card_is_done_with_it(window: int) -> None:
+    """CONFORMANCE 10: however far one card is behind, no more values than that wait for it where they are made."""
+    rows, trips = 1024, 16
+
+    def goes_on(i: Any, total: Any) -> Any:
+        with af.device("sim:0"):
+            return i < trips
+
+    def body(i: Any, total: Any) -> Any:
+        with af.device("sim:0"):
+            made = x + af.astype(i, "float32")
+        with af.device("sim:1"):
+            return i + 1, total + (made @ made @ made @ made)[0, 0]
+
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (rows, rows))
+        _, total = af.while_loop(goes_on, body, (0, 0.0), parallel_iterations=window)
+
+    async def main() -> int:
+        async with af.Session(graph, devices=["sim:0", "sim:1"], regions=False) as session:
+            await session.run(total, {x: np.ones((rows, rows), np.float32)})
+            return session.devices[0].memory.peak
+
+    with virtual_clock("2 x v100, nvlink2", shapes_only=True) as clock:
+        assert clock.run(main()) == (1 + window) * 4 * rows**2, "with the one that is fed"
