@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # More than eight workers spend longer starting than testing.
 PYTEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadgroup
 PYTEST_ARGS ?=
-# A commit, or any word: it chooses what `make test TURN=...` adds.
+# Any word: it chooses what `make test TURN=...` adds.
 TURN ?=
 SOURCES := asyncflow tests examples benchmarks docs
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs)
@@ -31,7 +31,7 @@ setup: $(STAMP) ## Make the virtual environment .venv with the package and all t
 demo: $(STAMP) ## Run the main job: an LSTM learns to write from the documentation of Python, with its timeline
 	$(BIN)/python examples/character_lstm.py --output demo-out
 
-test: $(STAMP) ## Run the tests, but for slow ones, in the five cells that find what any finds; TURN=commit adds a part
+test: $(STAMP) ## Run the tests, but for slow ones, in the five cells that find what any finds; TURN=word adds a part
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) $(if $(TURN),--turn="$(TURN)",-m 'not slow') $(PYTEST_ARGS)
 
 test-full: $(STAMP) ## Run every test, the slow ones too, in every cell

@@ -3,8 +3,9 @@
 The matrix is {asyncio, uvloop, virtual time} x {one device with regions, one device interpreted, three devices with
 every node placed at random}, and four cells on a stand-in for CuPy. Of its 13 cells five caught every fault that any
 cell caught, when faults were put into the code on purpose. These five run always; the others run with ``--full``, or by
-turns with ``--turn=COMMIT``: then each test runs in one more cell, and of the slow tests a third runs. One of the
-others leaves out a pass of the compiler, another for each test; ``--without=PASS`` leaves it out of all tests.
+turns with ``--turn=WORD``: then each test runs in one more cell, with nodes placed as the word draws, and of the slow
+tests a third runs. One of the others leaves out a pass of the compiler, another for each test; ``--without=PASS``
+leaves it out of all tests.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ SEEDS = int(environ.get("ASYNCFLOW_SEEDS", "1"))
 DISTRIBUTED_ROOMS = ("conformance", "control", "state")
 """Folders whose tests also run on three devices, and on virtual time."""
 
+DRAWS = 10_000
+"""So many random placements have their turn."""
+
 SLOW_PARTS = 3
-"""Of so many parts of the slow tests one runs at each commit."""
+"""Of so many parts of the slow tests one has its turn."""
 
 REAL_CPUS_ONLY: Mapping[str, str] = {
     "test_43_device_scopes": "asks for CPUs by name; tests/distributed asks for cards",
@@ -126,8 +130,8 @@ class Selection:
 
     def __init__(self, config: pytest.Config) -> None:
         self.full: bool = config.getoption("full")
-        commit: str = config.getoption("turn")
-        self.turn = int(commit[:8], 16) if commit else None
+        word: str = config.getoption("turn")
+        self.turn = crc32(word.encode()) if word else None
         self.without = next((cell for cell in WITHOUT if cell.without == config.getoption("without")), None)
 
     def arrangements(self, test: pytest.Item) -> Sequence[Arrangement]:
@@ -140,7 +144,7 @@ class Selection:
             loops = self.loops(test)
             return [replace(cell, loop=loop) for loop in loops for cell in (REGIONS, INTERPRETED)]
         drawn = crc32(test.nodeid.encode()) + (self.turn or 0)
-        always, others = ALWAYS, (*OTHERS, WITHOUT[drawn % len(WITHOUT)])
+        always, others = ALWAYS, (*OTHERS, WITHOUT[drawn // (len(OTHERS) + 1) % len(WITHOUT)])
         if _name(test) in REAL_CPUS_ONLY:
             always = (REGIONS, replace(INTERPRETED, loop="asyncio"), *(replace(cell, loop="uvloop") for cell in THREE))
             others = tuple(cell for cell in others if not cell.cuda and cell.loop != "virtual" and cell not in always)
@@ -148,7 +152,11 @@ class Selection:
             return always + others
         if self.turn is None:
             return always
-        return (*always, others[drawn % len(others)])
+        cell = others[drawn % len(others)]
+        if cell.draw is not None:  # nodes have never been put like this before
+            draw = self.turn % DRAWS
+            cell = replace(cell, draw=draw, name=f"{cell.name}-{draw}")
+        return (*always, cell)
 
     def loops(self, test: pytest.Item) -> Sequence[str]:
         """The event loops on which a test without sessions, or outside the distributed rooms, runs."""

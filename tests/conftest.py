@@ -69,9 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="run every test in every cell of the conformance matrix")
     passes = [cell.without for cell in WITHOUT]
     group.addoption("--without", choices=passes, help="leave a pass of the compiler out of all tests")
-    group.addoption(
-        "--turn", metavar="COMMIT", default="", help="run a part of what --full adds, chosen by a commit's hash"
-    )
+    group.addoption("--turn", metavar="WORD", default="", help="run a part of what --full adds, chosen by a word")
 
 
 def pytest_configure(config: pytest.Config) -> None:
