@@ -6,14 +6,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill, indent
 from typing import TYPE_CHECKING, TypeAlias
 
 import asyncflow as af
 from asyncflow.cli.calibrate import calibrate
 from asyncflow.cli.devices import list_devices
+from asyncflow.cli.explain import explain
 from asyncflow.cli.profile import profile
 from asyncflow.cli.simulate import SimulationOptions, simulate
 from asyncflow.cli.target import TargetError
+from asyncflow.compiler.pipeline import PASSES
 from asyncflow.devices.host import LAUNCHES
 from asyncflow.devices.presets import CARDS, DEFAULT_HOST, HOSTS, LINKS, MachineSpec, parse_machine
 from asyncflow.profiler.save import TraceFormatError
@@ -25,10 +28,27 @@ USAGE_ERROR = 2
 
 # `argparse` would go on looking for our options among the program's.
 _WITH_VALUE = {
+    "explain": ("--after",),
     "profile": ("-o", "--output", "--top", "--color-by", "--detail"),
     "simulate": ("-o", "--output", "--devices", "--seed", "--jitter", "--host", "--launches"),
 }
-_FLAGS = {"profile": ("-h", "--help"), "simulate": ("-h", "--help", "--shapes-only", "--calibrate")}
+_FLAGS = {
+    "explain": ("-h", "--help"),
+    "profile": ("-h", "--help"),
+    "simulate": ("-h", "--help", "--shapes-only", "--calibrate"),
+}
+
+_EXPLAIN_EXAMPLES = f"""\
+examples:
+  asyncflow explain train.py:main --after fold
+  asyncflow explain package.module:step --after hoist --after batch_loops --epochs 3
+
+Printed is a diff of the graph's text, for each plan that the program's runs are compiled to. In a program,
+Session(dump="fold") does the same for the plans of one session, and Session(without=["fold"]) leaves the pass out.
+
+passes, in order:
+{indent(fill(", ".join(each.name for each in PASSES), 100), "  ")}
+"""
 
 _PROFILE_EXAMPLES = """\
 examples:
@@ -80,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "simulate":
             return simulate(options.target, _simulation(options), program_arguments)
+        if options.command == "explain":
+            return explain(options.target, options.after, program_arguments)
         return profile(
             options.target,
             options.output,
@@ -137,9 +159,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"asyncflow {af.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     commands.add_parser("devices", help="list what graphs can run on here", allow_abbrev=False)
+    _add_explain(commands)
     _add_profile(commands)
     _add_simulate(commands)
     return parser
+
+
+def _add_explain(commands: _Commands) -> None:
+    explained = commands.add_parser(
+        "explain",
+        help="run a program and show what passes of the compiler change in its graphs",
+        description="Runs a program, and prints what passes of the compiler change in the plans of its runs.",
+        usage="asyncflow explain [-h] target [--after PASS]... [arguments of the program ...]",
+        epilog=_EXPLAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_target(explained)
+    explained.add_argument(
+        "--after",
+        metavar="PASS",
+        choices=[each.name for each in PASSES],
+        action="append",
+        default=[],
+        help="print the changes of this pass; may be given several times (default: those of all)",
+    )
 
 
 def _add_profile(commands: _Commands) -> None:
@@ -216,12 +260,16 @@ def _add_simulate(commands: _Commands) -> None:
     )
 
 
-def _add_target_and_output(parser: argparse.ArgumentParser) -> None:
+def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         help="what to run: file.py, or what to call, without arguments: file.py:name or package.module:name; "
         "a function, a coroutine function or an @af.function",
     )
+
+
+def _add_target_and_output(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
     parser.add_argument(
         "-o",
         "--output",

@@ -8,12 +8,11 @@ import inspect
 import sys
 import traceback
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from asyncflow.cli.target import Target, TargetError
 from asyncflow.runtime.loop import run
-from asyncflow.runtime.trace import Trace
 
 FAILED = 1
 INTERRUPTED = 130
@@ -22,13 +21,13 @@ _HERE = str(Path(__file__).resolve().parent)
 _IMPORT_SYSTEM = ("<frozen importlib", importlib.__file__)
 
 
-def run_program(target: Target, arguments: Sequence[str], trace: Trace) -> int:
-    """Loads and calls the target, records its runs, and gives its exit code.
+def run_program(target: Target, arguments: Sequence[str], observed: AbstractContextManager[object]) -> int:
+    """Loads and calls the target, and gives its exit code.
 
     Args:
         target: what to call; what it returns is awaited if it can be.
         arguments: the program's ``sys.argv[1:]``.
-        trace: what every graph run of the program is added to.
+        observed: what the call stands in, such as a `Trace` that every graph run of the program is added to.
 
     Returns:
         0; 1 if the program raised, after printing its traceback; its own code if it raised `SystemExit`; 130 if it was
@@ -40,7 +39,7 @@ def run_program(target: Target, arguments: Sequence[str], trace: Trace) -> int:
     with _as_program(target, arguments):
         try:
             call = target.load()
-            with trace:
+            with observed:
                 result = call()
                 if inspect.isawaitable(result):
                     run(_awaited(result))

@@ -11,6 +11,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.batching.batch_loops import batch_loops
+from asyncflow.compiler.dump import start_dump
 from asyncflow.compiler.lowering.bind import Binding
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
 from asyncflow.compiler.lowering.lower import lower
@@ -63,12 +64,15 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         PlacementError: no device fits the constraints of a node.
     """
     program, options = Program(request, request.graph), context.options
+    dump = start_dump(program, options.dump)
     for each in PASSES:
         if each.name in options.without or not (each.when is None or each.when(program, context)):
             continue
         each.run(program, context)
         if options.debug and not each.is_analysis:
             verify(program.graph)
+        if dump is not None:
+            dump.tell(each.name)
     assert program.placement is not None
     assert program.survey is not None
     return Plan(
@@ -298,3 +302,19 @@ def check_without(names: object) -> None:
         if needed:
             others = ", ".join(each.name for each in PASSES if not each.needed)
             raise ValueError(f"the pass {name!r} cannot be left out: {needed}. Those that can are {others}")
+
+
+def check_dump(asked: object) -> None:
+    """Looks at what a user has asked to be told of passes.
+
+    Raises:
+        TypeError: it is neither True or False, nor a name, nor a function.
+        ValueError: no pass has the name.
+    """
+    if isinstance(asked, str):
+        pass_named(asked)
+    elif not (isinstance(asked, bool) or callable(asked)):
+        raise TypeError(
+            "dump is True, the name of a pass, or a function that is given the name of each and what it changed; "
+            f"got {type(asked).__name__} {asked!r}"
+        )

@@ -101,19 +101,23 @@ class Printer:
     def graph_lines(self, graph: Graph, indent: str = "") -> Iterator[str]:
         """The lines of the graph's nodes, with the blocks they hold."""
         for node in graph.nodes:
-            head = indent + self.head(node)
-            blocks = [(name, value) for name, value in node.attrs.items() if is_subgraph(value)]
-            if not blocks:
-                yield head
-                continue
-            yield head + " {"
-            for name, body in blocks:
-                takes = f"({references(body.inputs)}){_after(body.outer_controls)}"
-                yield f"{indent}  {name} {quote(body.label)} {takes} {{"
-                yield from self.graph_lines(body, indent + "    ")
-                yield f"{indent}    return {references(body.results)}".rstrip()
-                yield f"{indent}  }}"
-            yield indent + "}"
+            yield from self.node_lines(node, indent)
+
+    def node_lines(self, node: Node, indent: str) -> Iterator[str]:
+        """The node's line, and the blocks it holds."""
+        head = indent + self.head(node)
+        blocks = [(name, value) for name, value in node.attrs.items() if is_subgraph(value)]
+        if not blocks:
+            yield head
+            return
+        yield head + " {"
+        for name, body in blocks:
+            takes = f"({references(body.inputs)}){_after(body.outer_controls)}"
+            yield f"{indent}  {name} {quote(body.label)} {takes} {{"
+            yield from self.graph_lines(body, indent + "    ")
+            yield f"{indent}    return {references(body.results)}".rstrip()
+            yield f"{indent}  }}"
+        yield indent + "}"
 
     def head(self, node: Node) -> str:
         """The node's line, without the blocks it holds."""

@@ -47,6 +47,8 @@ NAMES = [field.name for field in fields(SessionOptions)]
             ValueError,
             "the pass 'place' cannot be left out: every node runs on a device. Those that can are loop_variables, fold",
         ),
+        ({"dump": "flod"}, ValueError, "no pass is called 'flod'; did you mean 'fold'"),
+        ({"dump": 1}, TypeError, "dump is True, the name of a pass, or a function .* got int 1"),
         ({"check_numerics": "1"}, TypeError, "check_numerics is True or False; got str '1'"),
     ],
 )

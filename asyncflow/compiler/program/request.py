@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -46,6 +46,8 @@ class PlanOptions:
     """Run loops on the card that decide by its arrays and compute nothing else than a graph can hold."""
     without: Collection[str]
     """Names of passes that are left out."""
+    dump: bool | str | Callable[[str, str], object]
+    """Who is told what passes change; see `asyncflow.compiler.dump`."""
     debug: bool
     """Verify the graph after every pass, and every kernel's outputs while running."""
     check_numerics: bool

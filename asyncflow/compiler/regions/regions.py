@@ -70,6 +70,9 @@ class Region:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 
+    def __repr__(self) -> str:
+        return f"{len(self.nodes)} nodes"
+
     def walk(self) -> Iterator[Node]:
         """Every node, those in branches and loops included."""
         for node in self.nodes:

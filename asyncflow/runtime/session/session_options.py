@@ -10,7 +10,7 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 
-from asyncflow.compiler.pipeline import check_without
+from asyncflow.compiler.pipeline import check_dump, check_without
 from asyncflow.compiler.program.request import PlanOptions
 from asyncflow.graph.graph import Graph
 
@@ -53,6 +53,9 @@ class SessionOptions:
             whether the card runs it. New; right on the one card it ran on.
         without: names of compiler passes that are left out, such as ``["fold"]``, to find which one a result depends
             on; ``docs/design/README.md`` lists them. Results are the same within rounding.
+        dump: print to the standard error what compiler passes change when a plan is compiled, as a diff of the graph's
+            text: True for all passes, a name such as ``"fold"`` for one. Or a function, which is called with the name
+            of each pass and its diff, which is empty if nothing has changed.
         debug: verify the graph after every compiler pass and every kernel's outputs against the op's shape rule.
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
         memory_limit: bytes per device; None for no limit. Runs that only compute, and pass it together, are done one
@@ -91,6 +94,7 @@ class SessionOptions:
     cuda_graphs: bool = False
     device_while: bool = False
     without: Collection[str] = ()
+    dump: bool | str | Callable[[str, str], object] = False
     debug: bool = False
     seed: int | None = None
     memory_limit: int | None = None
@@ -117,6 +121,7 @@ class SessionOptions:
         if self.max_queued is not None and self.max_runs is None:
             raise ValueError("max_queued limits the runs that wait, and without max_runs none ever does: give both")
         check_without(self.without)
+        check_dump(self.dump)
         if self.transfer_dtype not in (None, "bfloat16"):
             raise ValueError(f"transfer_dtype is None or 'bfloat16'; got {self.transfer_dtype!r}")
 

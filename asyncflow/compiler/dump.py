@@ -1,0 +1,103 @@
+"""What passes change, as text, for those who want to know: ``Session(dump=...)`` and ``asyncflow explain``.
+
+A change is a unified diff of the program before and after the pass, as `print_graph` writes it, but for what has no
+text form: a region stands with its nodes under it, and a node on another stream than the first with its stream.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from difflib import unified_diff
+from typing import TYPE_CHECKING, TypeAlias
+
+from asyncflow.compiler.regions.regions import REGION
+from asyncflow.graph.text import Printer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from asyncflow.compiler.passes import Program
+    from asyncflow.compiler.program.request import Fetch
+    from asyncflow.graph.ir import Node
+
+Tell: TypeAlias = "Callable[[str, str], object]"
+"""Is told the name of each pass that has run, and what it has changed; an empty text for nothing."""
+
+_listeners: list[Tell] = []
+"""Those who want to know of all sessions."""
+
+_MOST_NAMED = 3
+"""Of what a plan gives, at the head of a change."""
+
+
+@contextmanager
+def listening(tell: Tell) -> Iterator[None]:
+    """Tells of the plans that any session compiles inside."""
+    _listeners.append(tell)
+    try:
+        yield
+    finally:
+        _listeners.remove(tell)
+
+
+def start_dump(program: Program, asked: bool | str | Tell) -> Dump | None:
+    """What tells of the changes of a program, if somebody wants to know: a listener, or the session has `asked`."""
+    tells = list(_listeners)
+    if callable(asked):
+        tells.append(asked)
+    elif asked:
+        only = asked if isinstance(asked, str) else None
+        tells.append(lambda name, change: print_change(name, change) if only in (None, name) else None)
+    return Dump(program, tells) if tells else None
+
+
+def print_change(name: str, change: str) -> None:
+    """Prints to the standard error, as results of the program may be on the standard output."""
+    sys.stderr.write(f"{change or name + ' changes nothing'}\n")
+
+
+class Dump:
+    """Tells what passes change in a program."""
+
+    def __init__(self, program: Program, tells: Sequence[Tell]) -> None:
+        self.program = program
+        self.tells = tells
+        self.before = _lines(program)
+
+    def tell(self, name: str) -> None:
+        """Tells of the pass that has just run."""
+        after, plan = _lines(self.program), _described(self.program.request.fetches)
+        diff = unified_diff(self.before, after, f"{plan} before {name}", f"{plan} after {name}", lineterm="", n=2)
+        self.before, change = after, "\n".join(diff)
+        for tell in self.tells:
+            tell(name, change)
+
+
+def _described(fetches: Sequence[Fetch]) -> str:
+    names = [getattr(fetch, "name", type(fetch).__name__) for fetch in fetches]
+    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    return ", ".join([*names[:_MOST_NAMED], *more]) or "nothing"
+
+
+def _lines(program: Program) -> list[str]:
+    return list(_ProgramPrinter(program).graph_lines(program.graph))
+
+
+class _ProgramPrinter(Printer):
+    __slots__ = ("program",)
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(lenient=True)
+        self.program = program
+
+    def node_lines(self, node: Node, indent: str) -> Iterator[str]:
+        """See `Printer.node_lines`."""
+        yield from super().node_lines(node, indent)
+        for inner in node.attrs["region"].nodes if node.op is REGION else ():
+            yield from self.node_lines(inner, f"{indent}  | ")
+
+    def head(self, node: Node) -> str:
+        """See `Printer.head`."""
+        stream = self.program.streams.get(node)
+        return f"{super().head(node)}  # stream {stream}" if stream else super().head(node)

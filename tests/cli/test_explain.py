@@ -1,0 +1,71 @@
+"""``asyncflow explain``: what passes change in the plans of a program."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from asyncflow.cli.main import main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PROGRAM = """
+import sys
+import asyncflow as af
+
+with af.Graph() as graph:
+    x = af.placeholder("float32", (), name="x")
+    y = x * (af.constant(2, "float32") * 3)
+    z = -x
+
+
+async def main():
+    async with af.Session(graph) as session:
+        print("result", await session.run(y, {x: 7}), await session.run(z, {x: 7}), sys.argv[1:])
+
+
+async def fails():
+    await main()
+    raise LookupError("the program's own fault")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder with ``explained.py``, which is also the working directory."""
+    (tmp_path / "explained.py").write_text(PROGRAM, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("explained", None)
+
+
+def test_what_a_pass_changes_in_each_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "explained.py:main", "--after", "fold", "--epochs", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "--- multiply_1:0 before fold\n+++ multiply_1:0 after fold\n" in out
+    assert "\n-%multiply = multiply(%constant, %constant_1) : float32[]\n" in out
+    assert out.endswith("fold changes nothing\nresult 42.0 -7.0 ['--epochs', '3']\n")
+
+
+def test_all_passes_of_a_program_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "explained.py:fails"]) == 1
+    out, err = capsys.readouterr()
+    assert out.index("after extract") < out.index("after fold") < out.index("after place") < out.index("bind")
+    assert err.rstrip().endswith("LookupError: the program's own fault")
+
+
+def test_a_pass_that_has_nothing_to_do_on_these_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "explained.py:main", "--after=fuse", "--after", "bind"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("bind changes nothing") == 2
+    assert out.endswith("in no plan of the program was there anything for fuse to do\n")
+
+
+def test_names_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "explained.py:main", "--after", "flod"])
+    assert "invalid choice: 'flod' (choose from 'extract', " in capsys.readouterr().err
