@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from asyncflow.compiler.batching.batch_loops import block_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from asyncflow.compiler.placement.place import Placement
     from asyncflow.compiler.plan import Partition
@@ -51,7 +52,7 @@ class Program:
     notes: tuple[str, ...] = ()
     placement: Placement | None = None
     survey: Survey | None = None
-    on_host: Collection[Tensor] = ()
+    on_host: AbstractSet[Tensor] = frozenset()
     loops: tuple[LoopDriver, ...] = ()
     streams: Mapping[Node, int] = field(default_factory=dict)
     places: Mapping[Node, object] = field(default_factory=dict)

@@ -49,6 +49,17 @@ async def test_a_loop_that_decides_by_arrays_runs_on_the_card(limit: float) -> N
             assert "device" in session.plan(y, [x]).explain()
 
 
+async def test_a_loop_on_the_card_uses_numbers_of_the_host() -> None:
+    with small_cards(0):
+        with af.Graph() as graph:
+            x, factor, limit = af.placeholder("float64", (8,)), *(af.placeholder("float64", ()) for _ in range(2))
+            (y,) = af.while_loop(lambda y: af.sum(y) < limit, lambda y: (y * factor,), (x,))
+        async with af.Session(graph, ["cuda:0"], device_while=True) as session:
+            found = await session.run(y, {x: np.ones(8), factor: 2.0, limit: 50.0})
+            np.testing.assert_array_equal(found, np.full(8, 8.0))
+            assert "device" in session.plan(y, [x, factor, limit]).explain()
+
+
 # -- branches and loops inside -----------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,8 @@ from asyncflow.compiler.regions.device_loops import DEVICE_WHILE, bind_device_lo
 from asyncflow.graph.dtypes import VARIANT
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from asyncflow.compiler.plan import Partition
     from asyncflow.compiler.program.kernels import Resolve
@@ -41,7 +42,7 @@ class Binding:
     options: PlanOptions
     resolve: Resolve
     streams: Mapping[Node, int]
-    on_host: Collection[Tensor]
+    on_host: AbstractSet[Tensor]
 
     def partitions(self, graph: Graph, fetches: Iterable[Node], devices: Sequence[Device]) -> list[Partition]:
         """One per device that has something to do.

@@ -22,7 +22,8 @@ from asyncflow.graph.op import Memory
 from asyncflow.graph.structured import CondNode, WhileNode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node, Tensor
@@ -53,7 +54,7 @@ def may_stay_on_host(node: Node) -> bool:
     return bool(node.outputs) and all(is_scalar_spec(tensor.spec) for tensor in node.outputs)
 
 
-def computes_on_host(node: Node, found: Collection[Tensor]) -> bool:
+def computes_on_host(node: Node, found: AbstractSet[Tensor]) -> bool:
     """Whether the host does what the node computes, as it has all inputs."""
     return may_stay_on_host(node) and all(tensor in found for tensor in node.inputs)
 
@@ -66,7 +67,7 @@ def may_be_host_vector(spec: Spec) -> bool:
     return spec.dtype.kind in "biu" and (spec.shape is None or len(spec.shape) == 1)
 
 
-def mixes_vectors(node: Node, found: Collection[Tensor]) -> bool:
+def mixes_vectors(node: Node, found: AbstractSet[Tensor]) -> bool:
     """Whether what a branch or loop gives is a vector that is now on the host, now in the memory of the device.
 
     Args:
@@ -102,7 +103,7 @@ def _visit(nodes: Iterable[Node], found: set[Tensor]) -> None:
             found.update(node.outputs)
 
 
-def is_on_host(node: Node, found: Collection[Tensor]) -> bool:
+def is_on_host(node: Node, found: AbstractSet[Tensor]) -> bool:
     """Whether the outputs of a node that is no branch or loop are on the host, as the tensors `found` are."""
     if node.op is CONSTANT or node.op is FEED:
         return is_scalar_spec(node.outputs[0].spec)
@@ -142,7 +143,7 @@ def _visit_while(node: WhileNode, found: set[Tensor]) -> None:
     found.update(output for output, stays in zip(node.outputs, stay, strict=False) if stays)
 
 
-def captured_on_host(node: StructuredNode, body: Subgraph, found: Collection[Tensor]) -> list[Tensor]:
+def captured_on_host(node: StructuredNode, body: Subgraph, found: AbstractSet[Tensor]) -> list[Tensor]:
     """The inputs of a body that stand for captures on the host."""
     return [inner for inner, outer in node.captured(body).items() if outer in found]
 

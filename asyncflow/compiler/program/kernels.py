@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,7 +27,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cuda_source import is_otherwise_in_cupy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from asyncflow.compiler.regions.region_code import RegionCode
     from asyncflow.compiler.regions.regions import Region
@@ -125,7 +126,7 @@ def bind_member(
     bare: Callable[[Namespace], Kernel],
     device: AsynchronousDevice,
     stream: int,
-    on_host: Collection[Tensor],
+    on_host: AbstractSet[Tensor],
 ) -> Kernel:
     """What the code of a region calls for one of its nodes: a kernel on the device's arrays and host values.
 
@@ -192,7 +193,7 @@ def _of_numbers(kernel: Kernel, operands: Sequence[int], xp: Namespace) -> Kerne
     return call
 
 
-def find_unknown_vectors(inputs: Sequence[Tensor], on_host: Collection[Tensor]) -> tuple[int, ...]:
+def find_unknown_vectors(inputs: Sequence[Tensor], on_host: AbstractSet[Tensor]) -> tuple[int, ...]:
     """Positions of the inputs that code takes for the device's, and that may come as vectors of the host."""
     return tuple(
         index for index, tensor in enumerate(inputs) if tensor not in on_host and may_be_host_vector(tensor.spec)
@@ -204,7 +205,7 @@ def bind_region(
     code: RegionCode,
     device: AsynchronousDevice,
     stream: int,
-    on_host: Collection[Tensor] = (),
+    on_host: AbstractSet[Tensor] = frozenset(),
     *,
     could_capture: bool = False,
     asked: bool = False,

@@ -20,6 +20,7 @@ from asyncflow.ops.indexing import GETITEM
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.graph.graph import Subgraph
@@ -34,7 +35,7 @@ _LEAST_GAIN = 2
 """Launches that looking up and launching the graph take."""
 
 
-def can_capture(region: Region, on_host: Collection[Tensor]) -> bool:
+def can_capture(region: Region, on_host: AbstractSet[Tensor]) -> bool:
     """Whether the region can be captured, and is launched faster as a CUDA graph.
 
     Args:
@@ -48,7 +49,7 @@ def can_capture(region: Region, on_host: Collection[Tensor]) -> bool:
     return launches > _LEAST_GAIN + copies / _COPIES_A_LAUNCH
 
 
-def may_be_captured(node: Node, on_host: Collection[Tensor]) -> bool:
+def may_be_captured(node: Node, on_host: AbstractSet[Tensor]) -> bool:
     """Whether the node does nothing, in a region, that a CUDA graph cannot hold."""
     if node.op in (CONSTANT, IDENTITY, NO_OP, PARAMETER):
         return True
@@ -61,11 +62,11 @@ def may_be_captured(node: Node, on_host: Collection[Tensor]) -> bool:
     return node.op.traits.is_capturable and not runs_on_host(node) and _finds_its_inputs(node, on_host)
 
 
-def _launches(node: Node, on_host: Collection[Tensor]) -> bool:
+def _launches(node: Node, on_host: AbstractSet[Tensor]) -> bool:
     return node.op.kernel is not None and node.op is not CONSTANT and not computes_on_host(node, on_host)
 
 
-def _finds_its_inputs(node: Node, on_host: Collection[Tensor]) -> bool:
+def _finds_its_inputs(node: Node, on_host: AbstractSet[Tensor]) -> bool:
     """Whether no input has to be copied to the host or from there."""
     read = host_inputs(node)
     for index, tensor in enumerate(node.inputs):
@@ -94,7 +95,7 @@ DEVICE_WHILE = Op(
 """A loop that a device runs by itself: `loop` is its old node, `captured_on_host` is as in `captures_on_host`."""
 
 
-def is_device_loop(node: Node, on_host: Collection[Tensor]) -> bool:
+def is_device_loop(node: Node, on_host: AbstractSet[Tensor]) -> bool:
     """Whether the node is a loop that decides by what a device computes, and that the device can run by itself.
 
     Its variables have numbers and shapes that never change; variables that the host has outside, such as counters, are
@@ -103,7 +104,7 @@ def is_device_loop(node: Node, on_host: Collection[Tensor]) -> bool:
     return isinstance(node, WhileNode) and node.decision not in on_host and why_host_drives(node, on_host) is None
 
 
-def why_host_drives(loop: WhileNode, on_host: Collection[Tensor]) -> str | None:
+def why_host_drives(loop: WhileNode, on_host: AbstractSet[Tensor]) -> str | None:
     """Why a device cannot run a loop by itself, in a few words; None if it can."""
     inside = host_values_inside(loop, captures_on_host(loop, on_host))
     obstacle = _no_buffers(loop)
@@ -116,7 +117,7 @@ def why_host_drives(loop: WhileNode, on_host: Collection[Tensor]) -> str | None:
     return _first_obstacle((inner for part in loop.subgraphs for inner in part.nodes), inside)
 
 
-def _why_no_branch(node: StructuredNode, inside: Collection[Tensor]) -> str | None:
+def _why_no_branch(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | None:
     obstacle = _no_buffers(node)
     if obstacle is not None:
         return obstacle
@@ -125,7 +126,7 @@ def _why_no_branch(node: StructuredNode, inside: Collection[Tensor]) -> str | No
     return _first_obstacle((inner for branch in node.subgraphs for inner in branch.nodes), inside)
 
 
-def _first_obstacle(nodes: Iterable[Node], inside: Collection[Tensor]) -> str | None:
+def _first_obstacle(nodes: Iterable[Node], inside: AbstractSet[Tensor]) -> str | None:
     """Why the first of the nodes of a body that cannot be in a device's loop cannot; None if all can."""
     # The device's own loops inside come last: another obstacle has made them so, and is the one to name.
     for node in sorted(nodes, key=lambda node: node.op is DEVICE_WHILE):
@@ -152,12 +153,12 @@ def _no_buffers(node: Node) -> str | None:
 _HOST_VECTOR = "an array of the host's, such as a shape"
 
 
-def _holds_vector(tensors: Sequence[Tensor], on_host: Collection[Tensor]) -> bool:
+def _holds_vector(tensors: Sequence[Tensor], on_host: AbstractSet[Tensor]) -> bool:
     """Whether one of them is an array of the host's, such as a shape, which is not copied to a device in a graph."""
     return any(tensor in on_host and tensor.shape != () for tensor in tensors)
 
 
-def captures_on_host(loop: WhileNode, on_host: Collection[Tensor]) -> frozenset[int]:
+def captures_on_host(loop: WhileNode, on_host: AbstractSet[Tensor]) -> frozenset[int]:
     """Positions of the inputs of a loop that are captures whose values are on the host."""
     return frozenset(place for place, outer in enumerate(loop.captures, start=loop.n_vars) if outer in on_host)
 

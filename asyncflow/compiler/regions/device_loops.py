@@ -7,6 +7,7 @@ the loop, and looks once at how far it came (`loop_launch.py` of CUDA devices). 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.detached import detached_node
@@ -49,7 +50,7 @@ def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = 
     return on_host
 
 
-def _replace_one(graph: Graph, devices: Collection[str], on_host: Collection[Tensor], fusion: bool) -> bool:
+def _replace_one(graph: Graph, devices: Collection[str], on_host: AbstractSet[Tensor], fusion: bool) -> bool:
     """Whether there was a loop to be replaced, in the graph or below."""
     for position, node in enumerate(graph.nodes):
         places = devices_of_loop(node) if isinstance(node, WhileNode) else ()
@@ -75,7 +76,7 @@ def devices_of_loop(node: WhileNode) -> tuple[str, ...]:
     return tuple(dict.fromkeys(device for device in found if device is not None))
 
 
-def _device_while(node: WhileNode, device: str | None, on_host: Collection[Tensor]) -> Node:
+def _device_while(node: WhileNode, device: str | None, on_host: AbstractSet[Tensor]) -> Node:
     attrs = {"loop": node, "captured_on_host": captures_on_host(node, on_host)}
     specs = tuple(tensor.spec for tensor in node.outputs)
     name = f"{node.name.removeprefix(node.graph.scope.name_scope)}/device"  # the graph puts its scope in front
@@ -114,7 +115,7 @@ def bind_device_loop(
         name=node.name,
         stream=stream,
         single=False,
-        vectors=find_unknown_vectors(node.inputs, [node.inputs[place] for place in there]),
+        vectors=find_unknown_vectors(node.inputs, {node.inputs[place] for place in there}),
         launches=launches,
         flops=lambda inputs, outputs: 0.0,
         infer=lambda inputs: None,

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, SMALL_NBYTES, NodeCosts, tensor_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
@@ -87,8 +88,8 @@ class Body:
     graph: Graph
     carried: Sequence[tuple[Tensor, Tensor]]
     is_loop: bool
-    wanted: Collection[Tensor]
-    on_host: Collection[Tensor]
+    wanted: Sequence[Tensor]
+    on_host: AbstractSet[Tensor]
     is_early: Callable[[Node], bool]
 
 

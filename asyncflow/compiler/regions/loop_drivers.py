@@ -10,6 +10,7 @@ from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from collections.abc import Set as AbstractSet
 
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Tensor
@@ -38,7 +39,7 @@ class LoopDriver(NamedTuple):
 
 
 def find_loop_drivers(
-    graph: Graph, cards: Collection[str], on_host: Collection[Tensor], *, device_while: bool
+    graph: Graph, cards: Collection[str], on_host: AbstractSet[Tensor], *, device_while: bool
 ) -> tuple[LoopDriver, ...]:
     """Those of all loops on `cards`, but for loops that a card runs inside one of its own.
 
@@ -60,7 +61,7 @@ def find_loop_drivers(
     return tuple(found)
 
 
-def _reason(node: WhileNode, devices: tuple[str, ...], on_host: Collection[Tensor], *, device_while: bool) -> str:
+def _reason(node: WhileNode, devices: tuple[str, ...], on_host: AbstractSet[Tensor], *, device_while: bool) -> str:
     if node.decision in on_host:
         return "ahead of its kernels: it decides by numbers on the host"
     reads = "and reads the predicate of each iteration"

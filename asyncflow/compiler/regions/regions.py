@@ -37,6 +37,7 @@ from asyncflow.graph.structured import StructuredNode, WhileNode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from asyncflow.compiler.regions.join_regions import RegionCosts
     from asyncflow.graph.ir import Node, Tensor
@@ -89,7 +90,7 @@ def make_regions(
     streams: Mapping[Node, int] = _ONE_STREAM,
     asynchronous: Collection[str] = (),
     enqueuing: Collection[str] = (),
-    on_host: Collection[Tensor] = (),
+    on_host: AbstractSet[Tensor] = frozenset(),
     costs: RegionCosts | None = None,
 ) -> dict[Node, int]:
     """Replaces clusters by `region` nodes, in place.
@@ -152,7 +153,7 @@ class _Clustering:
     streams: Mapping[Node, int]
     asynchronous: Collection[str]
     enqueuing: Collection[str]
-    on_host: Collection[Tensor]
+    on_host: AbstractSet[Tensor]
     costs: RegionCosts | None
     regions: dict[Node, int] = field(default_factory=dict)
 
