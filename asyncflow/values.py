@@ -37,6 +37,9 @@ A value of rank 0 may be a NumPy scalar or a 0-d array: kernels accept both and 
 not NumPy, inputs of higher rank are its arrays, but for the `Op.host_inputs`; a NumPy array that is returned is the
 host's, too. Kernels never write to their inputs. One that can write its result to a given buffer takes it by ``out=``,
 as ufuncs do, and has an attribute `takes_out` that is true.
+
+No output is None: runs keep values in slots, where None says that nothing has arrived yet. What a user's function gives
+is checked for it, and an op without outputs gives ``()``.
 """
 
 

@@ -46,7 +46,7 @@ CUSTOM_GRADIENT = register(Op("custom_gradient", _infer, _kernel, is_total=True,
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What a node needs to be differentiated.
+    """The user's rule by which a node is differentiated.
 
     Attributes:
         name: of the user's function.
@@ -65,7 +65,7 @@ class _Rule:
     variables: tuple[Variable, ...]
 
     def gradients(self, grads: Sequence[Tensor | None]) -> Nest:
-        """What the user's function makes of what reaches the results."""
+        """The gradients that the user's function gives for those of the results."""
         given = self.results.unflatten(grads)
         return self.grad_fn(*given) if self.results.kind in (tuple, list) else self.grad_fn(given)
 
@@ -113,7 +113,7 @@ def custom_gradient(fn: Callable[..., object]) -> Callable[..., Nest]:
 
 
 class _Differentiable:
-    """What `custom_gradient` makes of a function; in a class, of a method: ``self`` is no argument to differentiate."""
+    """A function under `custom_gradient`; in a class, a method: ``self`` is no argument to differentiate."""
 
     def __init__(self, fn: Callable[..., object]) -> None:
         update_wrapper(self, fn)
@@ -177,7 +177,7 @@ def _refuse_arrays(name: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor
 def _used(
     outputs: Iterable[Tensor], inputs: Iterable[Tensor], first: int
 ) -> tuple[tuple[Tensor, ...], tuple[Variable, ...]]:
-    """What `outputs` depend on besides `inputs`, by the nodes built since number `first`."""
+    """The tensors and variables that `outputs` depend on besides `inputs`, by the nodes built since number `first`."""
     seen = set(inputs)
     captured: list[Tensor] = []
     variables: dict[int, Variable] = {}

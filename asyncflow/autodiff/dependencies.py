@@ -1,4 +1,4 @@
-"""Which values of a graph depend on which of its sources, through branches and loops.
+"""Dependencies of the values of a graph on its sources, through branches and loops.
 
 A dependency is a path of data edges. `stop_gradient` cuts it; an op that has no derivative, such as `argmax`, does not:
 what is connected only through such ops has a gradient of zeros, and what is not connected has none.
@@ -34,7 +34,7 @@ def nodes_behind(graph: Graph, tensors: Iterable[Tensor]) -> list[Node]:
 
 
 class Dependencies:
-    """What the values of graphs depend on, and for that what the outputs of their branches and loops do.
+    """Sources that the values of graphs depend on, and for that those of the outputs of branches and loops.
 
     Args:
         variables: the bit of each variable that is a source wherever it is read, by its serial number.

@@ -48,7 +48,7 @@ def gradients(
     keep values for its gradient, but those it has do not change. With several `ys`, what reaches an x is added up.
 
     In the body of a branch or loop, `ys` and `xs` may also stand outside it. There, the loop variables of an iteration
-    are values of their own: what they have become of in earlier iterations is no part of the gradient.
+    are values of their own: what became of them in earlier iterations is no part of the gradient.
 
     Args:
         ys: a tensor, or a nest of tensors, of floats or complex numbers; others have no gradient.
@@ -235,7 +235,7 @@ def _graphs_around(graph: Graph) -> dict[Graph, None]:
 
 
 def _taken(graph: Graph) -> Sequence[tuple[Tensor, Tensor]]:
-    """What a body takes from others, as it is there and here."""
+    """The values that a body takes from others: pairs of the tensor there and here."""
     if not isinstance(graph, Subgraph):
         return ()
     restored = graph.restored() if isinstance(graph, GradientBody) else ()
@@ -244,7 +244,7 @@ def _taken(graph: Graph) -> Sequence[tuple[Tensor, Tensor]]:
 
 
 def _seed(y: Tensor, given: TensorLike | None) -> Tensor:
-    """What reaches `y` from outside, in the current graph."""
+    """The gradient of `y` that is given from outside, in the current graph."""
     if given is None:
         if y.dtype.kind == "c":
             raise GraphError(

@@ -1,4 +1,4 @@
-"""What a gradient loop adds up: what reaches the captures and variables of the forward loop, iteration by iteration.
+"""Sums that a gradient loop makes, iteration by iteration: gradients of the forward loop's captures and variables.
 
 What reaches a part of a value, such as one row, is not made as large as the whole in each iteration. A part that is the
 same in all of them is added up as it is, and put in its place behind the loop; all others go to a sum of parts
@@ -37,7 +37,7 @@ class _Sum(Protocol):
 
     @property
     def spec(self) -> Spec:
-        """Of the loop variable."""
+        """The spec of the loop variable."""
         ...
 
     def start(self) -> Tensor:
@@ -54,7 +54,7 @@ class _Sum(Protocol):
 
 
 class LoopSums:
-    """What has reached captures and variables so far, as loop variables of a gradient loop.
+    """Gradients of captures and variables so far, as loop variables of a gradient loop.
 
     Args:
         body: of the gradient loop.
@@ -86,11 +86,11 @@ class LoopSums:
         return [kind.start() for _, kind in self._sums]
 
     def totals(self, outputs: Sequence[Tensor]) -> list[tuple[Tensor | Variable, Tensor]]:
-        """What has reached the targets: for each any number of gradients, which add up."""
+        """The gradients of the targets: for each any number of them, which add up."""
         return [(target, kind.finished(output)) for (target, kind), output in zip(self._sums, outputs, strict=True)]
 
     def _kind(self, target: Tensor | Variable, grad: Tensor) -> tuple[Hashable, _Sum]:
-        """How to sum up `grad` and those of equal key."""
+        """The way to sum up `grad` and those of equal key."""
         node = grad.node
         if node.op is SCATTER_TO and len(node.attrs["keys"]) == 1:
             (key,) = node.attrs["keys"]
@@ -154,7 +154,7 @@ class _Part:
 
 
 class _Parts:
-    """What reaches parts of a value, which differ between iterations."""
+    """Gradients of parts of a value, which differ between iterations."""
 
     def __init__(self, target: Tensor | Variable) -> None:
         self.target = target

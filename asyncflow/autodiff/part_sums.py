@@ -56,7 +56,7 @@ _FEW = 4
 
 
 class _Place:
-    """Where parts of one key go, for one node."""
+    """The place that parts of one key go to, for one node."""
 
     __slots__ = ("_add", "_is_rows", "_xp")
 
@@ -80,12 +80,12 @@ class _Place:
 
 
 def _rank(rows: Array) -> int | None:
-    """Of numbers of rows; None for a mask."""
+    """The rank of numbers of rows; None for a mask."""
     return None if rows.dtype.kind == "b" else rows.ndim
 
 
 _Part: TypeAlias = "tuple[_Place | None, Array, Sequence[Array]]"
-"""Where it goes, None for the whole; values; and the tensors in the key."""
+"""The place it goes to, None for the whole; values; and the tensors in the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class _PartLog(StoreLog[_Part]):
         return [None if place is None else values for place, values, _ in self[count:]]
 
     def buffers(self) -> Sequence[Array]:
-        """What has been added up here; a view, or what it looks into, counts by itself."""
+        """The sum, if it was made here; a view, or what it looks into, counts by itself."""
         return [values for place, values, _ in self[:1] if place is None and values.base is None]
 
 
@@ -157,7 +157,7 @@ class PartSum(StoreVersion[_Part]):
         return self.entries() if self._total is None else [(None, self._total, ())]
 
     def with_parts(self, parts: Sequence[_Part]) -> PartSum:
-        """With more parts."""
+        """The sum with more parts."""
         size, nbytes = self.size, self.nbytes
         for _, values, _ in parts:
             size += values.size + _ENTRY
@@ -167,7 +167,7 @@ class PartSum(StoreVersion[_Part]):
         return PartSum(self.whole, self.grown(parts), self.length + len(parts), nbytes, size)
 
     def merged(self, other: PartSum) -> PartSum:
-        """With those of `other`; the cost is that of the shorter one."""
+        """The sum with the parts of `other`; the cost is that of the shorter one."""
         return self.with_parts(other.parts()) if other.length <= self.length else other.merged(self)
 
     def total(self) -> Array:

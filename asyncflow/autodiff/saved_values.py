@@ -1,4 +1,4 @@
-"""What a loop saves for its gradient (EuroSys '18 §5; docs/design/gradients.md).
+"""Values that a loop saves for its gradient (EuroSys '18 §5; docs/design/gradients.md).
 
 One ordered store (`stores`) per value and loop: the forward loop saves its value in each iteration, and the gradient
 loop reads them from the last to the first. An inner loop has a store of its own in each iteration of the outer one,

@@ -155,7 +155,7 @@ def merge_gradients(grads: Tensor, others: Tensor) -> Tensor:
 
 
 def element_gradient(grads: Tensor, index: Tensor, element: Tensor) -> Tensor:
-    """What has reached one element, of the shape of the forward value `element`; zeros if nothing has."""
+    """The gradient of one element, of the shape of the forward value `element`; zeros if none has reached it."""
     if element.dtype == VARIANT:
         return apply(ELEMENT_GRADIENT, grads, index, dtype=VARIANT, shape=())[0]
     template, sizes = split_extents(shape_of(element))
@@ -169,7 +169,7 @@ def stacked_gradients(grad: Tensor, indices: Tensor | None = None) -> Tensor:
 
 
 def rows_gradient(grads: Tensor, values: Tensor, indices: Tensor | None = None) -> Tensor:
-    """What has reached the rows of the forward value `values`: elements at `indices` of an array, or all of them."""
+    """The gradients of the rows of the forward value `values`: elements at `indices` of an array, or all of them."""
     template, sizes = split_extents(shape_of(values))
     inputs = (grads, *_given(indices), *sizes)
     found = apply(ROWS_GRADIENT, *inputs, is_scattered=indices is not None, dtype=values.dtype, shape=template)[0]
@@ -182,7 +182,7 @@ def joined_gradients(grad: Tensor, lengths: Tensor) -> Tensor:
 
 
 def pieces_gradient(grads: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """What has reached the pieces, of these lengths, of the forward value `values`: all elements of an array."""
+    """The gradients of the pieces, of these lengths, of the forward value `values`: all elements of an array."""
     template, sizes = split_extents(shape_of(values))
     found = apply(PIECES_GRADIENT, grads, lengths, *sizes, dtype=values.dtype, shape=template)[0]
     return ensure_shape(found, values.shape)

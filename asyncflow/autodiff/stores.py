@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Array, Namespace, Value
 
 STORE = Spec(VARIANT, ())
-"""What is known of every store."""
+"""The spec of every store."""
 
 Entry = TypeVar("Entry")
 
@@ -52,7 +52,7 @@ class StoreLog(list[Entry]):
 
 
 class StoreVersion(Generic[Entry]):
-    """What is seen of a store: the first `length` entries of a log. Any thread may use any version.
+    """A version of a store: the first `length` entries of a log. Any thread may use any version.
 
     Attributes:
         log: shared with other versions.
@@ -134,7 +134,7 @@ class _GradientLog(StoreLog[Reached]):
 
 
 class StoreGradient(StoreVersion[Reached]):
-    """What has reached the elements of a store or array; several gradients of one element add up when they are read."""
+    """Gradients of the elements of a store or array; several of one element add up when they are read."""
 
     __slots__ = ()
     log: _GradientLog
@@ -145,11 +145,11 @@ class StoreGradient(StoreVersion[Reached]):
         return cls(_GradientLog(entries), len(entries), _nbytes(entries))
 
     def with_entries(self, entries: Sequence[Reached]) -> StoreGradient:
-        """With more entries."""
+        """The store with more entries."""
         return StoreGradient(self.grown(entries), self.length + len(entries), self.nbytes + _nbytes(entries))
 
     def merged(self, other: StoreGradient) -> StoreGradient:
-        """With those of `other`; the cost is that of the shorter one."""
+        """The store with the entries of `other`; the cost is that of the shorter one."""
         if other.length > self.length:
             return other.merged(self)
         return self.with_entries(other.entries()) if other.length else self
@@ -162,7 +162,7 @@ class StoreGradient(StoreVersion[Reached]):
         """The sum of the gradients of one element of this shape; None if there are none.
 
         Raises:
-            ValueError: one has another shape. It is not broadcast: the sum would be wrong without a word.
+            ValueError: one has another shape. It is not broadcast: the sum would be silently wrong.
         """
         found = self.read(index)
         for grad in found:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def differentiate_structured(
     node: StructuredNode, grads: Sequence[Tensor | None], sweep: Sweep
 ) -> Sequence[Tensor | None]:
-    """What reaches each input of a branch or loop; what reaches variables read inside is given to `sweep`."""
+    """The gradient of each input of a branch or loop; those of variables read inside are given to `sweep`."""
     if isinstance(node, WhileNode):
         return differentiate_while(node, grads, sweep, differentiate_structured)
     assert isinstance(node, CondNode)

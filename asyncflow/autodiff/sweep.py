@@ -37,7 +37,7 @@ class StructuredRule(Protocol):
     """The derivative of branches and loops; see `asyncflow.autodiff.structured`."""
 
     def __call__(self, node: StructuredNode, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
-        """As the derivative of an op; what reaches variables read inside is given to the sweep itself."""
+        """Differentiate as an op's derivative does; gradients of variables read inside go to the sweep."""
         ...
 
 
@@ -97,7 +97,7 @@ class Sweep:
         self._of_variables.setdefault(serial, []).append(grad)
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
-        """What has reached a value; None if nothing has."""
+        """The gradient of a value; None if none has reached it."""
         grads = self._grads.get(tensor)
         if not grads:
             return None
@@ -109,7 +109,7 @@ class Sweep:
         return grads[0]
 
     def contributions(self, x: Tensor | Variable) -> Sequence[Tensor]:
-        """What has reached a value or a variable along each path, not yet added up."""
+        """The gradients that have reached a value or a variable along each path, not yet added up."""
         return self._grads.get(x, ()) if isinstance(x, Tensor) else self._of_variables.get(x.serial, ())
 
     def is_left(self, tensor: Tensor) -> bool:
@@ -117,7 +117,7 @@ class Sweep:
         return tensor in self.views and all(are_parts(grad, tensor.shape) for grad in self.contributions(tensor))
 
     def gradient_of_variable(self, variable: Variable) -> Tensor | None:
-        """What has reached a variable; None if nothing has."""
+        """The gradient of a variable; None if none has reached it."""
         grads = self._of_variables.get(variable.serial)
         return sum_gradients(grads) if grads else None
 

@@ -84,7 +84,7 @@ class _WhileGradient:
         self.active, self.fixed, self.variables = self.find_places()
 
     def find_places(self) -> tuple[list[int], list[int], list[Variable]]:
-        """What the gradient is about; see the attributes."""
+        """The places that the gradient is about; see the attributes."""
         node, sweep, n_vars = self.node, self.sweep, self.node.n_vars
         wanted = [
             place
@@ -119,7 +119,8 @@ class _WhileGradient:
                 reached[place] = ensure_shape(grad, node.inputs[place].shape)
         if not self.active:
             return reached
-        # All of the forward loop as it is now: what is saved for this gradient joins it below.
+        # Tensors, not places: each value that is saved below gives the forward loop one more variable, in front of its
+        # captures, whose places move with it.
         in_body = [self.forward.inputs[place] for place in self.active]
         results = [self.forward.results[place] for place in self.active]
         fixed = [self.forward.inputs[place] for place in self.fixed]
@@ -129,6 +130,7 @@ class _WhileGradient:
         body = GradientBody(self.graph, f"{label}/body", self.forward, kept.restore)
         parameters = [body.add_input(spec, "var") for spec in (_COUNT, *(x.spec for x in in_body))]
         with body:
+            # The variable counts the iterations that are left to go back through; the one at hand has one number less.
             kept.indexes[body] = subtract(parameters[0], 1)
             views = dict.fromkeys(self.views(fixed))
             reverse = Sweep(self.forward.nodes, [*in_body, *fixed], self.variables, (), self.structured, views)
@@ -136,6 +138,8 @@ class _WhileGradient:
                 if result in reverse.connected:
                     reverse.give(result, ensure_shape(grad, result.shape))
             reverse.run()
+            # In the order of `parameters`. What does not depend on a variable's value before has zeros for it, and not
+            # what reached the variable later: an assignment ends the gradient of the old value.
             body.results.append(kept.indexes[body])
             body.results += [ensure_shape(zeros_if_none(reverse.gradient(x), x), x.shape) for x in in_body]
             sums = LoopSums(body)
@@ -157,13 +161,13 @@ class _WhileGradient:
                 self.give(target, total)
             else:
                 self.sweep.give_variable(target.serial, total)
-        # The forward loop may have got loop variables meanwhile, in front of its captures.
+        # Entries are those of loop variables, whose places stay; captures were given theirs, wherever they stand now.
         return reached + [None] * (len(node.inputs) - len(reached))
 
     # -- views that the body makes of what is the same in every iteration --------------------------------------------
 
     def views(self, fixed: Collection[Tensor]) -> list[Tensor]:
-        """Those that the forward body makes of `fixed`, which it is given, and of one another.
+        """The views that the forward body makes of `fixed`, which it is given, and of one another.
 
         What reaches parts of one is added up as such, and goes through the view once, behind the loop. In each
         iteration it would be as large as the whole.
@@ -204,7 +208,7 @@ class _WhileGradient:
                 self.give(x, grad)
 
     def start(self, place: int) -> Tensor:
-        """What reaches a loop variable after the last iteration."""
+        """The gradient of a loop variable after the last iteration."""
         grad, final = self.grads[place], self.node.outputs[place]
         return ensure_shape(self.graph.import_tensor(zeros_if_none(grad, final)), final.shape)
 
@@ -229,7 +233,7 @@ def _kept(node: WhileNode) -> _Kept:
 
 
 class _Kept:
-    """What a forward loop keeps for its gradients, and how their bodies find it.
+    """Values that a forward loop keeps for its gradients, and the way their bodies find them.
 
     Attributes:
         forward: the body of the loop.
@@ -245,7 +249,7 @@ class _Kept:
         self._counters: dict[Tensor, Tensor] | None = None
 
     def count(self) -> Tensor:
-        """How many iterations the loop has run."""
+        """Number of iterations that the loop has run."""
         return self._counted()[1]
 
     def number(self) -> Tensor:
@@ -289,6 +293,7 @@ class _Kept:
 
     def restore(self, body: GradientBody, tensor: Tensor) -> Tensor:
         """A value of the forward body, in a gradient body."""
+        # The order is that of costs: a store, which holds a value of every iteration, is the last resort.
         if is_constant(tensor):
             with body:
                 return constant(tensor.node.attrs["value"])
@@ -331,6 +336,7 @@ class _Kept:
             inner, store = self._add_variable(new_store)
             self.stores[tensor] = store
             home = _home(store)
+            # A store of an inner loop is saved as one value; all that touches either has to be in one memory.
             if (inside := store_node(tensor)) is not None:
                 home.colocated_with = inside.name
             number = self.number()
@@ -346,7 +352,7 @@ class _Kept:
         return None if isinstance(tensor.node, StructuredNode) else tensor.node.device
 
     def _place(self, parameter: Tensor) -> int:
-        """Where an input of the body stands among all of them."""
+        """The place of an input of the body among all of them."""
         return next(place for place, inner in enumerate(self.forward.inputs) if inner is parameter)
 
     def _captured_inside(self, outer: Tensor) -> Tensor:
@@ -366,11 +372,12 @@ class _Kept:
                 part.closed = True
 
     def _add_variable(self, make: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """A loop variable more, with its initial value in front of the loop."""
+        """Adds a loop variable, with its initial value in front of the loop."""
         graph = self.node.graph
         before = len(graph.nodes)
         with reopened(graph):
             initial = make()
+        # Nodes stand behind their inputs: what was built just now, at the end, goes in front of the loop that takes it.
         made = graph.nodes[before:]
         del graph.nodes[before:]
         place = graph.nodes.index(self.node)

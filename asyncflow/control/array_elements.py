@@ -1,4 +1,4 @@
-"""What the elements of a TensorArray have in common, read off the graph that wrote them.
+"""Shapes common to the elements of a TensorArray, read off the graph that wrote them.
 
 A handle that comes out of a loop or branch is a new tensor, of which Python knows nothing yet. Its elements were
 written before the loop, or in its body: what the shapes of those writes have in common holds for every element.
@@ -27,7 +27,7 @@ ElementRule: TypeAlias = "Callable[[Node], Shape]"
 
 
 def elements_of(handle: Tensor, declared: Shape, writers: Mapping[Op, ElementRule]) -> Common:
-    """What is known of the elements of an array.
+    """The elements of an array, as far as they are known.
 
     Args:
         handle: carries the array.
@@ -84,12 +84,12 @@ def _captured(inner: Tensor) -> Tensor | None:
 
 
 def value_written(node: Node) -> Shape:
-    """Of a node that writes its third input."""
+    """The shape written by a node that writes its third input."""
     return node.inputs[2].shape
 
 
 def rows_written(place: int) -> ElementRule:
-    """Of a node that writes the rows of its input number `place`."""
+    """The shape written by a node that writes the rows of its input number `place`."""
 
     def row(node: Node) -> Shape:
         shape = node.inputs[place].shape
@@ -99,6 +99,6 @@ def rows_written(place: int) -> ElementRule:
 
 
 def pieces_written(node: Node) -> Shape:
-    """Of a node that cuts its second input into pieces."""
+    """The shape written by a node that cuts its second input into pieces."""
     shape = node.inputs[1].shape
     return (None, *shape[1:]) if shape else None

@@ -1,4 +1,4 @@
-"""What keeps the elements of a TensorArray while a graph runs, written in place when the array is used linearly.
+"""Memory for the elements of a TensorArray while a graph runs, written in place when the array is used linearly.
 
 A state of an array (`asyncflow.control.array_value`) never changes. All states reached from one creation by one write
 after another share a *store*; a state is the store and a version, and sees the elements written up to that version. A
@@ -44,14 +44,14 @@ _BLOCK_LIMIT = 64 << 20
 
 
 def widen(common: Common, shape: Shape) -> Common:
-    """What all elements have in common after one more of shape `shape`."""
+    """The shape common to all elements after one more of shape `shape`."""
     if common is None:
         return (shape,)
     return common if common[0] == shape else (relax(common[0], shape),)
 
 
 def element_shape(declared: Shape, common: Common) -> Shape:
-    """What is known of an element, from what was declared and what was written."""
+    """The shape of an element, as declared and as written."""
     return declared if common is None else merge(declared, common[0])
 
 
@@ -123,7 +123,7 @@ class Block:
         return None if readable is None or self.left != len(readable) else readable
 
     def take_whole(self) -> Array | None:
-        """What `whole` gives, for the last time: nobody else has any of it, so the reader may have it to itself."""
+        """All rows, as from `whole`, for the last time: nobody else has any, so the reader may have them to itself."""
         array = None if self.whole() is None else self.array
         if array is not None:
             self.free()
@@ -174,7 +174,7 @@ class Rows:
 
 @dataclass(slots=True)
 class Family:
-    """What a store shares with its copies; `in_block`: elements are copied into one block where they can."""
+    """The part of a store that its copies share; `in_block`: elements are copied into one block where they can."""
 
     in_block: bool
     lock: Lock = field(default_factory=Lock)

@@ -56,7 +56,7 @@ def _index_kernel(xp: Namespace, *, exclusive: bool, has_default: bool) -> Kerne
 
 
 CASE_INDEX = register(Op("case_index", _index_spec, _index_kernel, host_inputs=inputs_from(0), traits=OPAQUE))
-"""Which branch of a `case` is taken; as many as there are predicates for the default."""
+"""The number of the branch of a `case` that is taken; for the default, that of predicates."""
 
 
 def case(
@@ -201,7 +201,7 @@ class _Branches:
         return None if is_inner and isinstance(returned, Node) else returned
 
     def call(self, position: int) -> Nest:
-        """What the branch returns.
+        """The results of the branch.
 
         Raises:
             GraphError, DTypeError: it is unlike the first branch.

@@ -105,7 +105,7 @@ def add_cond(predicate: Tensor, branches: Sequence[Subgraph], label: str) -> Nod
 
 
 def effects_advice(returned: Sequence[Nest]) -> str:
-    """What to say of branches that differ, if one of them returns None."""
+    """Advice on branches that differ, if one of them returns None."""
     return "; for branches that only have effects return None from both" if any(x is None for x in returned) else ""
 
 

@@ -155,7 +155,7 @@ def foldr(
     parallel_iterations: int = 32,
     name: str | None = None,
 ) -> Nest:
-    """As `foldl`, from the last row to the first.
+    """The state after the first row, of `foldl` that goes from the last row to the first.
 
     >>> import asyncflow as af
     >>> with af.Graph():
@@ -243,7 +243,7 @@ class _Rows:
 
 
 class _State:
-    """What a scan or fold hands from row to row."""
+    """The state that a scan or fold hands from row to row."""
 
     def __init__(self, what: str, initial: Nest) -> None:
         self.what = what
@@ -258,7 +258,7 @@ class _State:
         return user_function(fn, f"fn of {self.what}", 2, arguments)
 
     def after(self, fn: Callable[[Nest, Nest], Nest], values: list[Tensor], row: Nest) -> list[Tensor]:
-        """What `fn` makes of the state and a row, held against the state it began with."""
+        """The state that `fn` makes of the state and a row, checked against the one it began with."""
         returned = fn(self.structure.unflatten(values), row)
         try:
             leaves = nest.flatten_like(self.structure, returned)

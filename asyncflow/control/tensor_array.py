@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Array, Namespace
 
 ARRAY = Spec(VARIANT, ())
-"""What is known of every handle."""
+"""The spec of every handle."""
 
 
 # -- shape rules and kernels -----------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ class TensorArray:
         return Spec(self.dtype, self.element_shape)
 
     def _value(self, value: TensorLike) -> Tensor:
-        """What is to be written, as a tensor; Python numbers, and lists of them, take the dtype of the array."""
+        """The value to be written, as a tensor; Python numbers, and lists of them, take the dtype of the array."""
         with graph_for(self.handle):
             tensor = as_tensor(value, self.dtype if type(value) in _WEAK else None)
         if tensor.dtype == VARIANT:

@@ -198,7 +198,7 @@ class _Variables:
 
     @property
     def passed(self) -> tuple[int, str]:
-        """How many arguments the functions get, and what they are."""
+        """The number of arguments that the functions get, and what they are."""
         if not self.are_spread:
             return 1, f"the loop variables, {nest.describe(self.structure)}"
         count = len(self.structure.children)
@@ -211,7 +211,7 @@ class _Variables:
         return tuple(nested) if self.are_spread else (nested,)
 
     def listed(self, returned: Nest) -> Nest:
-        """What the body returned, as a nest of the kind of the loop variables; one alone may come bare."""
+        """The results of the body, as a nest of the kind of the loop variables; one alone may come bare."""
         kind = self.structure.kind
         if kind not in (tuple, list):
             return returned
@@ -219,7 +219,7 @@ class _Variables:
         return kind(returned if is_list else (returned,))
 
     def next_values(self, label: str, body: Subgraph, returned: Nest) -> list[Tensor]:
-        """What the body returned, checked against the loop variables."""
+        """The results of the body, checked against the loop variables."""
         try:
             leaves = nest.flatten_like(self.structure, self.listed(returned))
         except nest.StructureMismatch as error:

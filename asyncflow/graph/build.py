@@ -1,4 +1,4 @@
-"""How user code adds nodes: `apply` an op, turn values `as_tensor`, `placeholder`, `constant`, `identity`, `group`."""
+"""Functions that add nodes: `apply` an op, turn values `as_tensor`, `placeholder`, `constant`, `identity`, `group`."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _as_array(value: TensorLike, dtype: DType | None) -> Array:
 
 
 def is_masked(value: object) -> bool:
-    """Whether it is a masked array, of which NumPy makes others without a word of its mask."""
+    """Whether it is a masked array, of which NumPy makes arrays that silently lose the mask."""
     # There is none before somebody has imported the module, which takes 10 ms.
     masked = sys.modules.get("numpy.ma")
     return masked is not None and isinstance(value, masked.MaskedArray)
@@ -290,7 +290,7 @@ def _is_text(value: object) -> bool:
 
 
 def _first(value: object) -> object:
-    """What comes first in nested lists."""
+    """The first item of nested lists."""
     return _first(value[0]) if isinstance(value, list | tuple) and value else value
 
 
@@ -337,7 +337,7 @@ def group(*items: Tensor | Node, name: str | None = None) -> Node:
 
 
 def awaited_node(item: object, graph: Graph) -> Node | None:
-    """What nodes of `graph` wait for so that `item` is there; None if an enclosing branch or loop waits for it instead.
+    """The node that others of `graph` wait for to have `item`; None if an enclosing branch or loop waits instead.
 
     For a result of a branch or loop it is an identity of that result: of a structured node, only what is used is run.
     """

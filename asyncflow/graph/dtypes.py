@@ -1,4 +1,4 @@
-"""Which element types tensors may have: NumPy dtypes, strings, and the opaque `VARIANT`.
+"""Element types of tensors: NumPy dtypes, strings, and the opaque `VARIANT`.
 
 A dtype is a plain `numpy.dtype`, so results compare with NumPy's own. Promotion follows NEP 50: Python scalars are
 weak, everything else is strong.

@@ -28,7 +28,7 @@ PICKLE_GRAPHS = (
     "graphs hold Python functions; build the graph in the other process, or send its text, af.print_graph(graph), for "
     "af.parse_graph to read. Values are sent as NumPy arrays, which session.run gives"
 )
-"""What to do in place of pickling a graph or something in it."""
+"""Advice in place of pickling a graph or something in it."""
 
 
 _node_of = attrgetter("node")

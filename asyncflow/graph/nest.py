@@ -85,7 +85,7 @@ class Structure:
         return make(self.aux, items) if issubclass(self.kind or dict, defaultdict) else make(items)
 
     def paths(self, root: str = "") -> Iterator[str]:
-        """Where each leaf stands, such as ``['state'].h[0]``."""
+        """The path of each leaf, such as ``['state'].h[0]``."""
         if self.kind is None:
             yield root
             return

@@ -1,4 +1,4 @@
-"""What a symbolic value answers to code that wants the value now: an error that names the way to go.
+"""Answers of a symbolic value to code that wants the value now: errors that name the way to go.
 
 NumPy would otherwise take a tensor for a sequence, or an opaque object, and fail far away or compute nonsense.
 """
@@ -79,7 +79,7 @@ class NoValue:
 
 
 def refusal(shown: str, name: str, value: object) -> str:
-    """Why a function of NumPy's cannot have `value`, and which one of asyncflow's can."""
+    """The message that a function of NumPy's cannot take `value`, and which one of asyncflow's can."""
     known = in_place_of(name)
     advice = f"use {known}" if known else "compute with functions of asyncflow, or call it in an op made with @af.op"
     return f"{shown} computes at once, and {value!r} has no value before a run; {advice}"

@@ -1,4 +1,4 @@
-"""What an operation is: name, shape rule, kernels, effects; and the table of all operations."""
+"""Operations: name, shape rule, kernels, effects; and the table of all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Access(enum.Enum):
-    """How a node touches a resource."""
+    """A node's way of touching a resource."""
 
     READ = "read"
     WRITE = "write"
@@ -184,7 +184,7 @@ def runs_on_host(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelContext:
-    """Which firing a kernel runs for: what seeded random ops count by."""
+    """The firing that a kernel runs for, by which seeded random ops count."""
 
     seed: int
     """The session's or graph's seed."""

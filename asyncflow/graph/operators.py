@@ -90,7 +90,7 @@ class Operators(NoValue):
         return sys.modules["asyncflow"]
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **options: object) -> Tensor:
-        """What ``array + x`` comes to, which asks the ufunc of the operator."""
+        """Builds the node of ``array + x``, for which NumPy asks the ufunc of the operator."""
         name = ufunc.__name__
         function = _functions.get(_RENAMED.get(name, name))
         if method != "__call__":

@@ -1,4 +1,4 @@
-"""What is known of a value before the graph runs: its dtype and partial shape."""
+"""The spec of a value, known before the graph runs: its dtype and partial shape."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class StructuredNode(Node):
         return self.inputs[self.first_capture :]
 
     def captured(self, body: Subgraph) -> dict[Tensor, Tensor]:
-        """What stands for the captures in one of the bodies, and the tensors outside."""
+        """Pairs of captures: the tensor that stands for each in one of the bodies, and the tensor outside."""
         return dict(zip(body.inputs[self.first_capture - self.body_offset :], self.captures, strict=True))
 
     def add_capture(self, outer: Tensor, seen_in: Subgraph) -> Tensor:
@@ -134,7 +134,7 @@ class WhileNode(StructuredNode):
 
     @property
     def n_vars(self) -> int:
-        """How many loop variables there are."""
+        """Number of loop variables."""
         count: int = self.attrs["n_vars"]
         return count
 

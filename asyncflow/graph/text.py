@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 READABLE_SIZE = 32
 """Arrays up to this many elements print as nested lists, larger ones as base64 of their bytes."""
 KEY_TYPES = (str, int, float, bool, type(None))
-"""What the keys of a dict in an attr may be."""
+"""Types that the keys of a dict in an attr may have."""
 _LINE_WIDTH = 160
 _PLAIN_NAME = re.compile(NAME)
 _PLAIN_WORD = re.compile(WORD)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 X = TypeVar("X")
 MAX_DEPTH = 128
-"""How deep branches and loops may stand in one another in a text, and lists in lists: bounds the parser's stack."""
+"""The most levels of branches and loops in one another in a text, and of lists in lists: bounds the parser's stack."""
 NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_./-]*[A-Za-z0-9_])?"
 WORD = r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*"
 # Unrolled, so that a string of megabytes (base64 data) costs no stack in the matcher.
@@ -72,14 +72,14 @@ class Tokens:
                 raise self.expected(repr(word))
 
     def located(self, offset: int, make: Callable[[X], T], argument: X) -> T:
-        """What `make` makes of the argument; where it refuses, the error points at the offset."""
+        """The result of `make` for the argument; where it refuses, the error points at the offset."""
         try:
             return make(argument)
         except GraphError as error:
             raise self.fault(error.reason, offset) from error
 
     def until(self, end: str, read: Callable[[], T]) -> tuple[list[T], bool]:
-        """What `read` reads, with commas between, up to the mark `end`; and whether a comma followed the last."""
+        """The items that `read` reads, with commas between, up to the mark `end`; whether a comma followed the last."""
         found: list[T] = []
         comma = True
         while comma and self.word != end:
@@ -95,7 +95,7 @@ class Tokens:
             raise self.fault(f"{what} are nested deeper than {MAX_DEPTH} levels", self.offset)
 
     def unquote(self, word: str, offset: int) -> str:
-        """What a quoted string that stands at the offset means, or a plain name itself."""
+        """The meaning of a quoted string that stands at the offset, or a plain name itself."""
 
         def meant(escape: re.Match[str]) -> str:
             code, letter, start = int(escape[1] or "0", 16), escape[2], escape.start()

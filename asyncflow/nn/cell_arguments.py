@@ -1,4 +1,4 @@
-"""What a cell is called with: its input and the parts of its state, checked against one another and the weights.
+"""Arguments of a cell: its input and the parts of its state, checked against one another and the weights.
 
 Without these checks a wrong state would broadcast or be promoted, and a loss would be what it should not be.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.build import TensorLike
 
 Weight: TypeAlias = Any
-"""What a cell computes with: an array, a tensor or a `Variable`. Whoever reads it again finds what was put in."""
+"""An array, a tensor or a `Variable` that a cell computes with. Whoever reads it again finds what was put in."""
 
 
 def cell_arguments(
@@ -89,7 +89,7 @@ def _check_dtypes(what: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_shapes(what: str, tensors: Mapping[str, Tensor]) -> None:
-    """That each is a matrix, and that they agree on `batch` and the parts of the state on `hidden`."""
+    """Checks that each is a matrix, and that they agree on `batch` and the parts of the state on `hidden`."""
     seen: dict[str, int] = {}
     for name, tensor in tensors.items():
         axes = ("batch", "n_in" if name == "x" else "hidden")

@@ -198,7 +198,7 @@ class _Loop:
         ]
 
     def _returned(self, returned: Nest) -> tuple[nest.Structure, list[Tensor], list[Tensor]]:
-        """What the cell returned: the nest and the values of its outputs, and the state."""
+        """The results of the cell: the nest and the values of its outputs, and the state."""
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise GraphError(f"the cell of dynamic_rnn returns its output and the next state; got {returned!r}")
         leaves, structure = nest.flatten(returned[0])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def plus(gates: Tensor, bias: Tensor | None) -> Tensor:
-    """With a bias, if there is one."""
+    """The gates with a bias, if there is one."""
     return gates if bias is None else gates + bias
 
 

@@ -1,4 +1,4 @@
-"""Which steps of padded sequences count."""
+"""Masks of the steps of padded sequences that count."""
 
 from __future__ import annotations
 

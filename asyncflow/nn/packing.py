@@ -148,7 +148,7 @@ def _place_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How a time-major batch of some lengths is packed; all are int64.
+    """The packing of a time-major batch of some lengths; all are int64.
 
     Attributes:
         steps: extent of the time axis.
@@ -179,7 +179,7 @@ class Packing:
 
 
 def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Packing:
-    """How to pack a batch of these lengths.
+    """The packing of a batch of these lengths.
 
     Raises:
         DTypeError, ShapeError: `lengths` are no integers of shape ``(batch,)``.
@@ -220,7 +220,7 @@ def packing(lengths: TensorLike, steps: int | Tensor, batch: int | Tensor) -> Pa
 
 
 def extent_of(x: Tensor, axis: int) -> int | Tensor:
-    """How long an axis is: an int if that is known."""
+    """Length of an axis: an int if that is known."""
     known = x.shape[axis] if x.shape is not None else None
     return getitem(shape(x), axis) if known is None else known
 

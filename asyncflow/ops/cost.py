@@ -1,4 +1,4 @@
-"""How much arithmetic an op does, where that is not one operation per output element.
+"""Arithmetic operations of an op, where they are not one per output element.
 
 Estimates for the cost model: ``flops(input_shapes, output_shapes, **attrs)``. An extent that is not known counts as 1.
 What counts is the time, in operations of a matrix product: whoever expects too little holds up the event loop, where

@@ -1,4 +1,4 @@
-"""What elementwise ops compute, as CUDA C++ expressions, so that one kernel can do the work of many.
+"""CUDA C++ expressions for elementwise ops, so that one kernel can do the work of many.
 
 An expression has the values, dtypes and special cases of NumPy's ufunc: it converts its operands to the dtypes of the
 ufunc's loop, integers wrap around, and division by an integer zero gives 0. Half-precision values are held as `float`
@@ -102,7 +102,7 @@ class _Loop:
 
     @property
     def suffix(self) -> str:
-        """Of the names of C math functions."""
+        """The letter behind the names of C math functions."""
         return "" if self.type == "double" else "f"
 
     def number(self, value: float) -> str:

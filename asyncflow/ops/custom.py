@@ -147,7 +147,7 @@ class CustomOp(Generic[P]):
         return declared
 
     def _has_effects(self, stateful: bool | None) -> bool:
-        """What was asked for; without outputs there is nothing but effects to call the function for."""
+        """Whether calls have effects: as asked for; without outputs there is nothing else to call the function for."""
         if callable(self.outputs) or nest.flatten(self.outputs)[0]:
             return bool(stateful)
         if stateful is False:
@@ -368,11 +368,11 @@ def _references(value: object) -> int:
 
 
 _FRESH = _references(np.empty(0))
-"""How often an array is referred to that a call has just given, and nobody has kept."""
+"""The reference count of an array that a call has just returned, and nobody has kept."""
 
 
 def _given_up(result: Nest) -> Nest:
-    """What a function returned, with copies of the arrays that it, or anybody, has kept and may write to later."""
+    """The results of a function, with copies of the arrays that it, or anybody, has kept and may write to later."""
     if type(result) is np.ndarray:
         return result.copy() if getrefcount(result) > _FRESH or _is_window(result) else result
     if isinstance(result, np.generic | int | float | complex | str):
@@ -448,7 +448,7 @@ def _describe(value: object) -> str:
 
 
 def _advice(value: object) -> str:
-    """How to mend a result that is no array."""
+    """The end of the message on a result that is no array: how to mend it."""
     if inspect.iscoroutine(value):
         value.close()  # it will never be awaited, which Python would warn of
         return "; declare the function with `async def`"

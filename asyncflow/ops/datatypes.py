@@ -168,7 +168,7 @@ def _dtype_of(x: TensorLike | DTypeLike) -> DType:
 
 
 def can_cast(from_: TensorLike | DTypeLike, to: DTypeLike, /) -> bool:
-    """Whether every value of the one dtype (or tensor's dtype) is a value of the other."""
+    """True if every value of the one dtype (or tensor's dtype) is a value of the other."""
     return bool(np.can_cast(_dtype_of(from_), as_dtype(to)))
 
 
@@ -204,7 +204,7 @@ def iinfo(type: TensorLike | DTypeLike, /) -> IntegerLimits:
 
 
 def isdtype(dtype: DTypeLike, kind: DTypeLike | tuple[DTypeLike, ...]) -> bool:
-    """Whether `dtype` is of a kind, one of several, or is the dtype given.
+    """True if `dtype` is of a kind, one of several, or is the dtype given.
 
     Args:
         dtype: a dtype.

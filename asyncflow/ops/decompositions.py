@@ -302,7 +302,7 @@ def _pinv_spec(x: Spec, *, rtol: float | None) -> Spec:
 
 
 def _relative(x: Array, rtol: float | None) -> float:
-    """Up to which share of the largest singular value others count as 0."""
+    """The share of the largest singular value up to which others count as 0."""
     return max(x.shape[-2:]) * float(np.finfo(x.dtype).eps) if rtol is None else rtol
 
 
@@ -393,7 +393,7 @@ def pinv(x: TensorLike, /, *, rtol: float | None = None) -> Tensor:
 
 
 def matrix_rank(x: TensorLike, /, *, rtol: float | None = None) -> Tensor:
-    """How many singular values of each matrix count as more than 0, as int64; for `rtol` see `pinv`."""
+    """Number of singular values of each matrix that count as more than 0, as int64; for `rtol` see `pinv`."""
     return apply(MATRIX_RANK, x, rtol=None if rtol is None else float(rtol))[0]
 
 

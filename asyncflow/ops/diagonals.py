@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def diagonal_length(rows: int, columns: int, offset: int) -> int:
-    """How many elements a diagonal has; 0 where it passes the matrix by."""
+    """Length of a diagonal; 0 where it passes the matrix by."""
     return max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
 
 

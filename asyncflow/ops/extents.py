@@ -63,7 +63,7 @@ def split_extents(shape: ExtentsLike | None) -> tuple[Shape, tuple[Tensor, ...]]
 
 
 def static_value(x: Tensor) -> Array | None:
-    """What is known of a value while the graph is built: a constant, one that a body captures, or what small ones give.
+    """The value of `x`, if known while the graph is built: a constant, also captured, or computed from small ones.
 
     That is: by operations that depend on nothing else, such as those that make a shape of others. None for all others.
     """
@@ -74,7 +74,7 @@ _LARGEST_FOUND = 64
 """Elements of a value that is computed while the graph is built: shapes and the like."""
 
 _DEEPEST = 32
-"""How long a chain of operations may be."""
+"""The longest chain of operations that is computed."""
 
 
 def _static_value(x: Tensor, found: dict[Tensor, Array | None]) -> Array | None:
@@ -111,7 +111,7 @@ def _computed(x: Tensor, found: dict[Tensor, Array | None]) -> Array | None:
 
 
 def template_shape(template: Shape, sizes: Sequence[Spec]) -> Shape:
-    """What is known of the shape a template and its inputs stand for."""
+    """The shape that a template and its inputs stand for, as far as it is known."""
     if template is not None:
         return template
     (vector,) = sizes

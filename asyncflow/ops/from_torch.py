@@ -43,7 +43,7 @@ _KINDS = frozenset({"cpu", "cuda"})
 """PyTorch's names of kinds of devices that sessions may have."""
 
 _PROBES = 64, 96
-"""What stands for unknown extents when outputs are inferred; multiples of what modules divide by."""
+"""Stand-ins for unknown extents when outputs are inferred; multiples of what modules divide by."""
 
 
 class TorchOp:
@@ -234,7 +234,7 @@ class TorchOp:
         return results
 
     def _flops(self, inputs: Sequence[Shape], results: Sequence[Shape], /, **attrs: object) -> float:
-        """As if every parameter were multiplied once a row."""
+        """An estimate: every parameter is multiplied once a row."""
         rows = max((size_of(shape) or 1) // max(shape[-1] or 1, 1) for shape in (*inputs, (1,)) if shape)
         return float(2 * rows * sum(x.numel() for _, x in self._own_tensors()))
 
@@ -247,7 +247,7 @@ class TorchOp:
         arguments: Attrs,
         own: Mapping[str, TorchTensor] | None = None,
     ) -> Nest:
-        """What the module returns; the last tensors are its parameters of these names, `own` others of its tensors."""
+        """The result of the module; the last tensors are its parameters of these names, `own` others of its tensors."""
         count = len(tensors) - len(names)
         replaced = {**(own or {}), **dict(zip(names, tensors[count:], strict=True))}
         if not replaced:

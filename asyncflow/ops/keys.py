@@ -216,7 +216,7 @@ def indexed_shape(x: Shape, key: Key, indices: Sequence[Spec]) -> Shape:
 
 
 def _span(entry: Entry, indices: Sequence[Spec]) -> int | None:
-    """How many axes an entry uses up; None if unknown."""
+    """Number of axes that an entry uses up; None if unknown."""
     if entry in (NEWAXIS, ELLIPSIS):
         return 0
     if entry[0] != "input":
@@ -248,9 +248,9 @@ class _Walk:
         self.dims: list[int | None] = []
         self.joined: list[Shape] = []
         self.at: int | None = None
-        """Where in `dims` the axes of the advanced indices go."""
+        """Place in `dims` of the axes of the advanced indices."""
         self.broken = False
-        """Whether something else stood behind an advanced index."""
+        """Something else stood behind an advanced index."""
 
     def take(self, entry: Entry, span: int) -> None:
         """Adds what `entry`, which uses up `span` axes, gives to the result."""

@@ -81,72 +81,72 @@ def bitwise_xor(x1: TensorLike, x2: TensorLike, /) -> Tensor:
 
 
 def equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Whether `x1` equals `x2`; NaN equals nothing."""
+    """True where `x1` equals `x2`; NaN equals nothing."""
     return comparison(EQUAL, x1, x2)
 
 
 def greater(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Whether `x1` is greater than `x2`."""
+    """True where `x1` is greater than `x2`."""
     return comparison(GREATER, x1, x2)
 
 
 def greater_equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Whether `x1` is greater than or equal to `x2`."""
+    """True where `x1` is greater than or equal to `x2`."""
     return comparison(GREATER_EQUAL, x1, x2)
 
 
 def isfinite(x: TensorLike, /) -> Tensor:
-    """Whether the value is neither infinite nor NaN."""
+    """True where the value is neither infinite nor NaN."""
     return unary(ISFINITE, x)
 
 
 def isinf(x: TensorLike, /) -> Tensor:
-    """Whether the value is plus or minus infinity."""
+    """True where the value is plus or minus infinity."""
     return unary(ISINF, x)
 
 
 def isnan(x: TensorLike, /) -> Tensor:
-    """Whether the value is NaN."""
+    """True where the value is NaN."""
     return unary(ISNAN, x)
 
 
 def less(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Whether `x1` is less than `x2`."""
+    """True where `x1` is less than `x2`."""
     return comparison(LESS, x1, x2)
 
 
 def less_equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Whether `x1` is less than or equal to `x2`."""
+    """True where `x1` is less than or equal to `x2`."""
     return comparison(LESS_EQUAL, x1, x2)
 
 
 def logical_and(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Whether both are true; numbers are true unless 0."""
+    """True where both are true; numbers are true unless 0."""
     return binary(LOGICAL_AND, x1, x2)
 
 
 def logical_not(x: TensorLike, /) -> Tensor:
-    """Whether the value is false; numbers are true unless 0."""
+    """True where the value is false; numbers are true unless 0."""
     return unary(LOGICAL_NOT, x)
 
 
 def logical_or(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Whether either is true; numbers are true unless 0."""
+    """True where either is true; numbers are true unless 0."""
     return binary(LOGICAL_OR, x1, x2)
 
 
 def logical_xor(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Whether exactly one is true; numbers are true unless 0."""
+    """True where exactly one is true; numbers are true unless 0."""
     return binary(LOGICAL_XOR, x1, x2)
 
 
 def not_equal(x1: TensorLike, x2: TensorLike, /) -> Tensor:
-    """Whether `x1` differs from `x2`."""
+    """True where `x1` differs from `x2`."""
     return comparison(NOT_EQUAL, x1, x2)
 
 
 def signbit(x: TensorLike, /) -> Tensor:
-    """Whether the sign bit is set: true for -0.0 too."""
+    """True where the sign bit is set, -0.0 included."""
     return unary(SIGNBIT, x)
 
 

@@ -73,7 +73,7 @@ def _softplus(xp: Namespace, x: Array) -> Array:
 
 
 FARTHEST = -3e38
-"""What counts as -inf where that is multiplied by a 0: what a float32 can hold, and far beyond where that is 0."""
+"""Stands for -inf where that would be multiplied by a 0: a float32 can hold it, and the factor is 0 long before."""
 
 
 def _silu(xp: Namespace, x: Array) -> Array:
@@ -247,7 +247,7 @@ def _normal(xp: Namespace, axis: Axes, epsilon: float, x: Array) -> Array:
 
 
 def scale_of_squares(dtype: DType) -> tuple[float, float, float]:
-    """From which sum of magnitudes on values are multiplied before squaring, by what, and what epsilon is then."""
+    """The sum of magnitudes from which values are scaled before they are squared, the factor, and epsilon then."""
     info = np.finfo(dtype)
     half = info.maxexp // 2
     return 2.0 ** (half - 12), 2.0 ** -(half + 16), float(info.tiny)

@@ -51,7 +51,7 @@ PAD = register(Op("pad", _pad_spec, _pad_kernel, traits=OPAQUE))
 
 
 def inner_key(widths: Widths) -> tuple[slice, ...]:
-    """Where in the padded value the value itself is."""
+    """The key of the value itself within the padded one."""
     return tuple(slice(before, -after if after else None) for before, after in widths)
 
 

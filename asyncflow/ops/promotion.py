@@ -1,4 +1,4 @@
-"""How operands of different dtypes come together, and the dtype and shape rules that follow from it.
+"""Promotion of operands of different dtypes, and the dtype and shape rules that follow from it.
 
 NEP 50: Python scalars are weak, they take the dtype of what they meet; everything else is strong. A weak operand
 becomes a constant of the promoted dtype when the graph is built, so kernels only ever see typed values.

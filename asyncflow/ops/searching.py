@@ -131,7 +131,7 @@ def searchsorted(
     side: Literal["left", "right"] = "left",
     sorter: TensorLike | None = None,
 ) -> Tensor:
-    """Where in the sorted vector `x1` each element of `x2` would have to go, as int64 in the shape of `x2`.
+    """Position in the sorted vector `x1` at which to insert each element of `x2`: int64, in the shape of `x2`.
 
     Args:
         x1: vector, ascending (or so ordered by `sorter`).

@@ -100,7 +100,7 @@ BINCOUNT = register(Op("bincount", _bincount_spec, _bincount_kernel, runs_on_hos
 
 
 def bincount(x: TensorLike, /, *, weights: TensorLike | None = None, minlength: int = 0) -> Tensor:
-    """How often each integer from 0 on is in `x`: a vector whose length only the run knows.
+    """Counts of each integer from 0 on in `x`: a vector whose length only the run knows.
 
     Args:
         x: a vector of integers that are 0 or more; one below fails the run.

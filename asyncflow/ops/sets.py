@@ -26,11 +26,11 @@ class UniqueAll(NamedTuple):
     values: Tensor
     """Distinct elements, sorted."""
     indices: Tensor
-    """Where each first occurs in the flattened input, int64."""
+    """Position of the first of each in the flattened input, int64."""
     inverse_indices: Tensor
-    """Which of `values` each input element is, int64, in the input's shape."""
+    """Position in `values` of each input element, int64, in the input's shape."""
     counts: Tensor
-    """How often each occurs, int64."""
+    """Number of times that each occurs, int64."""
 
 
 class UniqueCounts(NamedTuple):
@@ -39,7 +39,7 @@ class UniqueCounts(NamedTuple):
     values: Tensor
     """Distinct elements, sorted."""
     counts: Tensor
-    """How often each occurs, int64."""
+    """Number of times that each occurs, int64."""
 
 
 class UniqueInverse(NamedTuple):
@@ -48,7 +48,7 @@ class UniqueInverse(NamedTuple):
     values: Tensor
     """Distinct elements, sorted."""
     inverse_indices: Tensor
-    """Which of `values` each input element is, int64, in the input's shape."""
+    """Position in `values` of each input element, int64, in the input's shape."""
 
 
 def _values_spec(x: Spec) -> Spec:

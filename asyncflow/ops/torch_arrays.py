@@ -37,7 +37,7 @@ class HostTensors:
         return nullcontext()
 
     def random_state(self) -> TorchTensor:
-        """Which random numbers come next."""
+        """The state of the random numbers."""
         return self._torch.get_rng_state()
 
     def tensor(self, value: Array) -> TorchTensor:
@@ -62,7 +62,7 @@ class HostTensors:
         return array
 
     def places(self, tensors: Iterable[TorchTensor]) -> set[int]:
-        """Where the memory of tensors is."""
+        """Addresses of the memory of tensors."""
         return {x.untyped_storage().data_ptr() for x in tensors}
 
     def output(self, tensor: TorchTensor, shared: Collection[int]) -> Array:
@@ -103,7 +103,7 @@ class CudaTensors:
         return stack
 
     def random_state(self) -> TorchTensor:
-        """Which random numbers come next."""
+        """The state of the random numbers."""
         return self._torch.cuda.get_rng_state()
 
     def tensor(self, value: Array | np.generic) -> TorchTensor:
@@ -121,7 +121,7 @@ class CudaTensors:
         return torch.from_dlpack(value)
 
     def places(self, tensors: Iterable[TorchTensor]) -> set[int]:
-        """Where the memory of tensors is."""
+        """Addresses of the memory of tensors."""
         return {x.untyped_storage().data_ptr() for x in tensors}
 
     def output(self, tensor: TorchTensor, shared: Collection[int]) -> Array:

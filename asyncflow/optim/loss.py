@@ -1,4 +1,4 @@
-"""What a loss is: one float scalar."""
+"""Losses: one float scalar."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def is_number(x: object) -> TypeGuard[int | float]:
 
 
 def share(what: str, x: object) -> float:
-    """How much of something is kept from step to step.
+    """The share of something that is kept from step to step.
 
     Raises:
         GraphError: it is no number, or not at least 0 and below 1.

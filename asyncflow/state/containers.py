@@ -1,4 +1,4 @@
-"""Where the states of resources live: in a session, or in a named container that all sessions of the process share."""
+"""Homes of the states of resources: a session, or a named container that all sessions of the process share."""
 
 from __future__ import annotations
 

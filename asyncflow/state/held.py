@@ -85,7 +85,7 @@ class HeldValue:
 
 
 def holder_of(xp: Namespace) -> Holder | None:
-    """Where the arrays of a namespace are; None for the host, and for simulated devices, which use NumPy's."""
+    """The holder of the arrays of a namespace; None for the host, and for simulated devices, which use NumPy's."""
     holder: Holder | None = None if xp is np else getattr(xp, "holder", None)
     return holder
 

@@ -57,7 +57,7 @@ def stays_on_host(x: Tensor) -> bool:
 
 
 def _host_values(body: Subgraph) -> set[Tensor]:
-    """What `body` computes on the host, from its inputs there: such as ``i + 1`` for a slice."""
+    """Values that `body` computes on the host, from its inputs there: such as ``i + 1`` for a slice."""
     found = {x for x in body.inputs[1:] if stays_on_host(x)}
     for node in body.nodes:
         is_known = node.op in (SHAPE, SIZE, RANK) or all(x in found for x in node.inputs)

@@ -67,7 +67,7 @@ class Variable(Resource, Operators):
     Args:
         value: the initial value: an array, a number or nested lists of numbers; copied. Or a `Spec`, for a variable
             that has no value before it is assigned one.
-        name: for messages, and the key inside a container; one is made up if it is None.
+        name: for messages, and the key inside a container; None generates one.
         container: a name shared by sessions; None for a value of the session's own.
         dtype: of the value; None takes NumPy's choice.
         shape: partial shape that all values have to fit; None for the initial value's.
@@ -234,7 +234,7 @@ def _effects(access: Access) -> Callable[[Node], Effects]:
 
 
 def _fitting(variable: Variable, x: Spec) -> Spec:
-    """What is known of a value of `variable` that also has spec `x`."""
+    """The spec of a value of `variable` that also has spec `x`."""
     if x.dtype != variable.dtype:
         raise DTypeError(
             f"variable {variable.name!r} is {variable.spec} and cannot hold {x}; convert the value with af.astype"

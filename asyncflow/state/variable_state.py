@@ -178,7 +178,7 @@ class VariableState:
     # -- between sessions ----------------------------------------------------------------------------------------
 
     def read_on_host(self) -> Callable[[], object] | None:
-        """What to call, on a thread that may block, so that `read` does not unless a device writes again before.
+        """The function to call, on a thread that may block, so that `read` does not, unless a device writes again.
 
         None: `read` does not block as it is.
         """
@@ -233,7 +233,7 @@ class VariableState:
 
 
 def _held(value: Any, xp: Namespace) -> Any:
-    """What a state keeps of a value that a kernel of the namespace `xp` has made."""
+    """The value as a state keeps it, which a kernel of the namespace `xp` has made."""
     if xp is np:
         return value
     holder = holder_of(xp)

@@ -373,6 +373,7 @@ class _Generator:
         self.names[inner] = self.value(outer)
 
     def put_while(self, node: WhileNode, block: _Block) -> None:
+        # A loop may take any time: its function is a generator, which stops at back edges for others to run.
         follows_loop, self.is_generator = self.is_generator, True
         condition, body, n_vars = node.predicate, node.body, node.n_vars
         loop = LoopIdentity(node.name, node.location)
@@ -380,6 +381,8 @@ class _Generator:
         variables = [self.fresh(tensor.node.name, "var") for tensor in body.inputs[:n_vars]]
         for variable, initial in zip(variables, node.inputs, strict=False):
             self.line(block, f"{variable} = {self.value(initial)}")
+        # Predicate and body see the same names: a variable has one value at a time. Captures, behind the variables, are
+        # names of the code around, as nothing in the loop rebinds them.
         for part in (condition, body):
             self.names.update(zip(part.inputs, variables, strict=False))
             for captured, outer in node.captured(part).items():
@@ -404,6 +407,7 @@ class _Generator:
             self.line(inner, f"if {counter} >= {self.max_iterations}:")
             identity = self.bind_name(f"{loop.label}_loop", "loop", loop)
             self.line(inner.deeper(), f"raise TooManyIterations({identity}, {self.max_iterations})", node)
+        # Counted and checked with the new values bound: whoever stops the function here finds whole iterations done.
         self.line(inner, f"{counter} += 1")
         self.checkpoint(inner)
         self.names.update(zip(node.outputs, variables, strict=True))

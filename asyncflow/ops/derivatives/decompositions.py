@@ -128,7 +128,7 @@ def solve_matrices(x1: Tensor, x2: Tensor) -> Tensor:
 
 @derivative(d.QR)
 def _qr(node: Node, by_q: Tensor | None, by_r: Tensor | None) -> Sequence[Tensor | None]:
-    """Of what has independent columns, and no more of them in `Q`.
+    """Needs independent columns, and no more of them in `Q` than in `x`.
 
     Raises:
         GraphError: it is known that there are more.

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 def reaching(x: Tensor, grad: Callable[[], Tensor]) -> Tensor | None:
-    """What ``grad()``, of the shape of `x`, brings to it in its own dtype; None for integers, unbuilt."""
+    """The gradient ``grad()``, of the shape of `x`, in the dtype of `x`; None for integers, without calling it."""
     return in_dtype_of(grad(), x) if carries_gradient(x.spec) else None
 
 
 def _shared(x: Tensor, others: Sequence[Tensor], grad: Callable[[], Tensor]) -> Tensor | None:
-    """What ``grad()`` brings to `x`, which was promoted and broadcast with `others`."""
+    """The gradient ``grad()`` for `x`, which was promoted and broadcast with `others`."""
     if not carries_gradient(x.spec):
         return None
     found = grad()

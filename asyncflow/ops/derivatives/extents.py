@@ -1,4 +1,4 @@
-"""Which extents that only a run knows are the same, of values in the body of a loop or branch.
+"""Finds extents that only a run knows and that are the same, of values in the body of a loop or branch.
 
 With an open batch every value has an extent that nobody knows while the graph is built, and for all that a gradient
 could tell, ``x * y`` has stretched `x`: it would keep shapes, and sum, in every iteration. Most such extents are those

@@ -83,7 +83,7 @@ def _index_add(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(INDEX_UPDATE)
 def _index_update(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """Where the key names an element twice, only the value that stayed has a gradient."""
+    """Gives a gradient only to the value that stayed, where the key names an element twice."""
     _, values, *indices = node.inputs
     key, zero = node.attrs["key"], constant(0, grad.dtype)
     kept = apply(INDEX_UPDATE, grad, zero, *indices, key=key)[0]
@@ -94,7 +94,7 @@ def _index_update(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 
 def _stayed(named: Tensor, grad: Tensor, indices: Sequence[Tensor], key: Key) -> Tensor:
-    """Which of the values that a key names stayed: the same update, of numbers that tell them apart, shows it."""
+    """A mask of the values that stayed, of those that a key names: the same update, of distinct numbers, shows it."""
     numbers = reshape(arange(size(named)), shape(named))
     placed = apply(INDEX_UPDATE, zeros(shape(grad), dtype="int64"), numbers, *indices, key=key)[0]
     return equal(apply(GETITEM, placed, *indices, key=key)[0], numbers)

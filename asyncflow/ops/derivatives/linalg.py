@@ -75,7 +75,7 @@ def _summed_to(xp: Namespace, x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _apply_transpose(op: Op, x: Tensor, y: Tensor, like: Tensor, **attrs: Any) -> Tensor:
-    """What a transpose gives for the operand `like`, of which it takes the shape alone."""
+    """The result of a transpose for the operand `like`, of which it takes the shape alone."""
     template, sizes = split_extents(shape_of(like))
     return apply(op, x, y, *sizes, shape=template, known=like.shape, **attrs)[0]
 
@@ -126,9 +126,9 @@ def _find_matmul_right(xp: Namespace, x: Array, grad: Array, shape: tuple[int, .
 
 
 MATMUL_LEFT = _transpose_op("matmul_left", _find_matmul_left)
-"""What reaches `x` from ``x @ y``, given what reaches that, and `y`; for ranks that only a run knows."""
+"""The gradient of `x`, given that of ``x @ y``, and `y`; for ranks that only a run knows."""
 MATMUL_RIGHT = _transpose_op("matmul_right", _find_matmul_right)
-"""What reaches `y` from ``x @ y``, given `x` and what reaches that; for ranks that only a run knows."""
+"""The gradient of `y`, given `x` and the gradient of ``x @ y``; for ranks that only a run knows."""
 _product_rules(MATMUL_LEFT, MATMUL_RIGHT, matmul)
 
 
@@ -210,9 +210,9 @@ def _find_tensordot_right(
 
 
 TENSORDOT_LEFT = _transpose_op("tensordot_left", _find_tensordot_left)
-"""What reaches `x` from ``tensordot(x, y)``, given what reaches that, and `y`."""
+"""The gradient of `x`, given that of ``tensordot(x, y)``, and `y`."""
 TENSORDOT_RIGHT = _transpose_op("tensordot_right", _find_tensordot_right)
-"""What reaches `y` from ``tensordot(x, y)``, given `x` and what reaches that."""
+"""The gradient of `y`, given `x` and the gradient of ``tensordot(x, y)``."""
 _product_rules(TENSORDOT_LEFT, TENSORDOT_RIGHT, tensordot, "axes")
 
 
@@ -241,9 +241,9 @@ def _find_vecdot_right(xp: Namespace, x: Array, grad: Array, shape: tuple[int, .
 
 
 VECDOT_LEFT = _transpose_op("vecdot_left", _find_vecdot_left)
-"""What reaches `x` from the sum of ``x * y`` along an axis, given what reaches that, and `y`."""
+"""The gradient of `x`, given that of the sum of ``x * y`` along an axis, and `y`."""
 VECDOT_RIGHT = _transpose_op("vecdot_right", _find_vecdot_right)
-"""What reaches `y` from the sum of ``x * y`` along an axis, given `x` and what reaches that."""
+"""The gradient of `y`, given `x` and the gradient of the sum of ``x * y`` along an axis."""
 _product_rules(VECDOT_LEFT, VECDOT_RIGHT, lambda x, y, axis: vecdot(conjugated(x), y, axis=axis), "axis")
 
 
@@ -312,7 +312,7 @@ def _einsum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 
 def _einsum_operand(x: Tensor, term: str, factors: Sequence[tuple[str, Tensor]]) -> Tensor:
-    """What reaches the operand `x` with the letters `term`, as the product of `factors`."""
+    """The gradient of the operand `x` with the letters `term`, as the product of `factors`."""
     letters = "".join(dict.fromkeys(term))
     found_in = set("".join(letters_of for letters_of, _ in factors))
     kept = "".join(letter for letter in letters if letter in found_in)

@@ -27,7 +27,7 @@ not_differentiable(
 
 @derivative(random.GAMMA)
 def _gamma(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """The sample does depend on the shape parameter, by no formula that is here: zeros would be wrong without a word.
+    """The sample does depend on the shape parameter, by no formula that is here: zeros would be silently wrong.
 
     Raises:
         GraphError: unless it is a constant.
@@ -42,7 +42,7 @@ def _gamma(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(random.CHOICE, random.PERMUTATION)
 def _unknown_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """Which rows were drawn is not to be had afterwards, and zeros would be wrong without a word.
+    """Refuses: nobody knows afterwards which rows were drawn, and zeros would be silently wrong.
 
     Raises:
         GraphError: always.

@@ -49,12 +49,12 @@ def names_rows(key: Key) -> bool:
 
 
 def _size_count(shape: Shape) -> int:
-    """How many inputs a template leaves open."""
+    """Number of extents that a template leaves open."""
     return 1 if shape is None else shape.count(None)
 
 
 def index_count(key: Key) -> int:
-    """How many tensors stand in a key."""
+    """Number of tensors in a key."""
     return sum((entry[0] == "input") + sum(isinstance(bound, tuple) for bound in entry[1:]) for entry in key)
 
 

@@ -20,7 +20,7 @@ not_differentiable(COUNT_NONZERO, because="a count is an integer")
 
 @derivative(WHERE)
 def _where(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """What was not chosen gets a zero, chosen as well: infinities and NaNs on one side never reach the other."""
+    """Chooses a zero for what was not chosen: infinities and NaNs on one side never reach the other."""
     condition, x1, x2 = node.inputs
     zero = constant(0, grad.dtype)
     return [None, sum_to_like(where(condition, grad, zero), x1), sum_to_like(where(condition, zero, grad), x2)]

@@ -1,4 +1,4 @@
-"""What derivatives share: shapes of forward values, without keeping the values, and broadcasting undone."""
+"""Tools of derivatives: shapes of forward values, without keeping the values, and broadcasting undone."""
 
 from __future__ import annotations
 

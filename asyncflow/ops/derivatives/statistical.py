@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def _with_axes(reduced: Tensor, node: Node) -> Tensor:
-    """What a reduction gave, or its gradient, with the reduced axes back as extents of 1."""
+    """The result of a reduction, or its gradient, with the reduced axes back as extents of 1."""
     axis: Axes = node.attrs["axis"]
     if node.attrs["keepdims"] or axis is None:
         return reduced
@@ -113,7 +113,7 @@ def _var(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 @derivative(STD)
 def _std(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """Where all elements of a slice are equal its gradient is 0."""
+    """Gives a slice whose elements are all equal a gradient of 0."""
     (x,) = node.inputs
     if not carries_gradient(x.spec):
         return [None]

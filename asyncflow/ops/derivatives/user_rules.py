@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def accepted_arguments(function: Callable[..., object], arguments: Attrs) -> Attrs:
-    """Those of `arguments` that `function` takes by name."""
+    """The `arguments` that `function` takes by name."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in arguments.items() if takes_all or name in parameters}
 
 
 def output_gradients(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """What a user's function gets for `outputs`: zeros where nothing has arrived, None for what has no gradient."""
+    """The gradients of `outputs` for a user's function: zeros where none has arrived, None for what can have none."""
     return [
         zeros_of(y) if grad is None and carries_gradient(y.spec) and y.dtype != VARIANT else grad
         for y, grad in zip(outputs, grads, strict=True)
@@ -41,7 +41,7 @@ def output_gradients(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) 
 def input_gradients(
     what: str, node: Node, inputs: Sequence[Tensor], structures: Sequence[nest.Structure], returned: Nest
 ) -> list[Tensor | None]:
-    """What a user's function returned, as the gradient of each tensor of `inputs`.
+    """The gradient of each tensor of `inputs`, from what a user's function returned.
 
     Args:
         what: the function, for messages.

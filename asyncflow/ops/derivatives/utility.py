@@ -45,7 +45,7 @@ def _diff_transpose_kernel(xp: Namespace, *, axis: int, n: int, shape: Shape) ->
 DIFF_TRANSPOSE = register(
     Op("diff_transpose", _diff_transpose_spec, _diff_transpose_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
 )
-"""What reaches values from their differences: the transpose of `diff`."""
+"""The gradient of values, given that of their differences: the transpose of `diff`."""
 
 
 def diff_transpose(grad: Tensor, shape: ExtentsLike, *, axis: int, n: int) -> Tensor:
