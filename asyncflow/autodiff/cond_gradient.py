@@ -36,7 +36,14 @@ if TYPE_CHECKING:
 def differentiate_cond(
     node: CondNode, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
 ) -> Sequence[Tensor | None]:
-    """Gives what reaches each input of a `cond`, in the current graph."""
+    """Builds the gradient of each input of a `cond`, in the current graph.
+
+    Args:
+        node: to be differentiated.
+        grads: of its outputs.
+        sweep: that has come to the node; it takes the gradients of variables read inside.
+        structured: the rule for branches and loops inside.
+    """
     graph = current_graph()
     assert graph is not None
     wanted = [

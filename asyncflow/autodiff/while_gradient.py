@@ -53,7 +53,14 @@ _MOST_VIEWS = 16
 def differentiate_while(
     node: WhileNode, grads: Sequence[Tensor | None], sweep: Sweep, structured: StructuredRule
 ) -> Sequence[Tensor | None]:
-    """Gives what reaches each input of a `while`, in the current graph."""
+    """Builds the gradient of each input of a `while`, in the current graph.
+
+    Args:
+        node: to be differentiated.
+        grads: of its outputs.
+        sweep: that has come to the node; it takes the gradients of variables read inside.
+        structured: the rule for branches and loops inside.
+    """
     return _WhileGradient(node, grads, sweep, structured).run()
 
 

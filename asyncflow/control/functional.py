@@ -155,7 +155,7 @@ def foldr(
     parallel_iterations: int = 32,
     name: str | None = None,
 ) -> Nest:
-    """The state after the first row, of `foldl` that goes from the last row to the first.
+    """The state ``state = fn(state, row)`` after going from the last row to the first; arguments as for `scan`.
 
     >>> import asyncflow as af
     >>> with af.Graph():

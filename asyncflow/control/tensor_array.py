@@ -354,6 +354,11 @@ class TensorArray:
     def write(self, index: TensorLike, value: TensorLike, *, name: str | None = None) -> TensorArray:
         """The array with element `index` written.
 
+        Args:
+            index: an int or an integer scalar.
+            value: the element.
+            name: of the node.
+
         Raises:
             DTypeError, ShapeError: `value` does not fit `dtype` or `element_shape`.
         """
@@ -364,7 +369,13 @@ class TensorArray:
         return self._written(UNSTACK, self._value(values), name=name)
 
     def scatter(self, indices: TensorLike, values: TensorLike, *, name: str | None = None) -> TensorArray:
-        """The array with element ``indices[i]`` set to ``values[i]``; `indices` is a vector without repetitions."""
+        """The array with element ``indices[i]`` set to ``values[i]``; `indices` is a vector without repetitions.
+
+        Args:
+            indices: a vector of integers.
+            values: one row for each.
+            name: of the node.
+        """
         values = self._value(values)
         return self._written(SCATTER, self._vector(indices), values, name=name)
 

@@ -147,7 +147,17 @@ def add_loop(
     parallel_iterations: int,
     swap_memory: bool = False,
 ) -> Node:
-    """Adds the node of a loop whose predicate and body are built; `label` is a name reserved for it."""
+    """Adds the node of a loop whose predicate and body are built.
+
+    Args:
+        condition: the predicate, which is built.
+        body: likewise.
+        initial: values of the loop variables.
+        specs: of the loop variables in every iteration.
+        label: a name reserved for the node.
+        parallel_iterations: how many iterations may be live at once.
+        swap_memory: as for `while_loop`.
+    """
     captured = join_captures((condition, body), len(specs))
     attrs = {
         "cond": condition,

@@ -63,6 +63,12 @@ def graph_for(*values: object) -> Graph:
 def apply(op: Op, *inputs: TensorLike, name: str | None = None, **attrs: Any) -> tuple[Tensor, ...]:
     """Adds a node to the current graph and returns its outputs.
 
+    Args:
+        op: what the node does.
+        inputs: tensors, and values that become constants.
+        name: of the node; None takes the op's.
+        attrs: static arguments, as the op's shape rule takes them.
+
     Raises:
         ShapeError, DTypeError: the op does not accept the inputs; the message names the op and its inputs.
         GraphError: an input belongs to another graph or leaked out of a branch or loop.

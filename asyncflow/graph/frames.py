@@ -22,7 +22,14 @@ FramePath: TypeAlias = tuple[str, ...]
 def frame_of(
     op_name: str, name: str, sources: Iterable[Node], frames: Mapping[Node, FramePath], location: SourceLocation
 ) -> FramePath:
-    """The frame a node runs in; `frames` holds those of its `sources` (a back edge's may be missing).
+    """The frame that a node runs in.
+
+    Args:
+        op_name: of the node.
+        name: of the node, for messages.
+        sources: its inputs and control inputs.
+        frames: those of `sources`; a back edge's may be missing.
+        location: of the node, for messages.
 
     Raises:
         GraphError: the sources are in two frames, or it is an exit outside every frame.

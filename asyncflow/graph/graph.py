@@ -164,9 +164,16 @@ class Graph(NotPickled):
         reserved_name: str | None = None,
         location: SourceLocation | None = None,
     ) -> Node:
-        """Appends a node whose inputs already belong to this graph. `specs` describe its outputs.
+        """Appends a node whose inputs already belong to this graph.
 
-        `reserved_name` comes from an earlier `unique_name` and is taken as it is.
+        Args:
+            op: what the node does.
+            inputs: tensors of this graph.
+            attrs: static arguments of the op.
+            specs: of the outputs: one, or a tuple of them where the kernel gives a tuple.
+            name: to be made unique; None takes the op's.
+            reserved_name: from an earlier `unique_name`, taken as it is.
+            location: the user's line; None finds it.
 
         Raises:
             GraphError: this is the body of a branch or loop, and it is finished: only its function may add to it.

@@ -104,7 +104,14 @@ def full(
 def full_like(
     x: TensorLike, /, fill_value: TensorLike, *, dtype: DTypeLike | None = None, device: str | None = None
 ) -> Tensor:
-    """A tensor shaped like `x`, with `fill_value` everywhere; `dtype` None takes that of `x`."""
+    """A tensor shaped like `x`, with `fill_value` everywhere.
+
+    Args:
+        x: any tensor; only its shape and dtype matter.
+        fill_value: a scalar.
+        dtype: of the result; None for that of `x`.
+        device: where to make it; None for no request.
+    """
     with graph_for(x):
         x = as_tensor(x)
         value = _fill_value(fill_value, x.dtype if dtype is None else dtype)
@@ -125,36 +132,72 @@ def _number(value: Literal[0, 1], dtype: DTypeLike) -> Tensor:
 
 
 def zeros(shape: ExtentsLike, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """A tensor of zeros; for `shape` see `full`."""
+    """A tensor of zeros.
+
+    Args:
+        shape: as for `full`.
+        dtype: of the result; None for float64.
+        device: where to make it; None for no request.
+    """
     return full(shape, _number(0, float64 if dtype is None else dtype), device=device)
 
 
 def ones(shape: ExtentsLike, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """A tensor of ones; for `shape` see `full`."""
+    """A tensor of ones.
+
+    Args:
+        shape: as for `full`.
+        dtype: of the result; None for float64.
+        device: where to make it; None for no request.
+    """
     return full(shape, _number(1, float64 if dtype is None else dtype), device=device)
 
 
 def empty(shape: ExtentsLike, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """A tensor whose values do not matter: zeros, because runs are reproducible. For `shape` see `full`."""
+    """A tensor whose values do not matter: zeros, because runs are reproducible.
+
+    Args:
+        shape: as for `full`.
+        dtype: of the result; None for float64.
+        device: where to make it; None for no request.
+    """
     return zeros(shape, dtype=dtype, device=device)
 
 
 def zeros_like(x: TensorLike, /, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """Zeros shaped like `x`; `dtype` None takes that of `x`."""
+    """Zeros shaped like `x`.
+
+    Args:
+        x: any tensor; only its shape and dtype matter.
+        dtype: of the result; None for that of `x`.
+        device: where to make it; None for no request.
+    """
     with graph_for(x):
         x = as_tensor(x)
         return full_like(x, _number(0, dtype or x.dtype), dtype=dtype, device=device)
 
 
 def ones_like(x: TensorLike, /, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """Ones shaped like `x`; `dtype` None takes that of `x`."""
+    """Ones shaped like `x`.
+
+    Args:
+        x: any tensor; only its shape and dtype matter.
+        dtype: of the result; None for that of `x`.
+        device: where to make it; None for no request.
+    """
     with graph_for(x):
         x = as_tensor(x)
         return full_like(x, _number(1, dtype or x.dtype), dtype=dtype, device=device)
 
 
 def empty_like(x: TensorLike, /, *, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """A tensor shaped like `x` whose values do not matter; `dtype` None takes that of `x`."""
+    """A tensor shaped like `x` whose values do not matter.
+
+    Args:
+        x: any tensor; only its shape and dtype matter.
+        dtype: of the result; None for that of `x`.
+        device: where to make it; None for no request.
+    """
     return zeros_like(x, dtype=dtype, device=device)
 
 
@@ -366,8 +409,13 @@ def asarray(
 ) -> Tensor:
     """`obj` as a tensor, converted to `dtype` if given.
 
-    Arrays are copied when the graph is built, so later changes to them are not seen; `copy` is accepted for the
-    standard's sake.
+    Arrays are copied when the graph is built, so later changes to them are not seen.
+
+    Args:
+        obj: a tensor, an array, a number, or nested lists of numbers.
+        dtype: of the result; None keeps that of `obj`.
+        device: where to make it; None for no request.
+        copy: accepted for the standard's sake.
 
     Raises:
         DTypeError: a value that no tensor can hold, or that does not fit `dtype`.
@@ -386,7 +434,12 @@ def to_device(x: Tensor, device: str) -> Tensor:
 
 
 def from_dlpack(x: SupportsDLPack, /, *, device: str | None = None, copy: bool | None = None) -> Tensor:
-    """A constant with the values of another library's array in host memory. Copied, so `copy` makes no difference.
+    """A constant with the values of another library's array in host memory, copied.
+
+    Args:
+        x: an array in host memory, of a library that speaks DLPack.
+        device: where to make it; None for no request.
+        copy: accepted for the standard's sake.
 
     Raises:
         GraphError: an array that NumPy cannot read, such as one in GPU memory.

@@ -80,8 +80,13 @@ ASTYPE = register(
 def astype(x: TensorLike, dtype: DTypeLike, /, *, copy: bool = True, device: str | None = None) -> Tensor:
     """`x` converted to `dtype`.
 
-    Floats are truncated to integers; strings are parsed and printed. `copy` is accepted for the standard's sake:
-    values are never written to, so sharing one is never seen. `device` asks for the result to be made there.
+    Floats are truncated to integers; strings are parsed and printed.
+
+    Args:
+        x: any tensor.
+        dtype: of the result.
+        copy: accepted for the standard's sake: values are never written to, so sharing one is never seen.
+        device: where to make the result; None for no request.
 
     Raises:
         DTypeError: from complex to real, which would drop the imaginary part.

@@ -174,6 +174,11 @@ def clip(x: TensorLike, /, min: TensorLike | None = None, max: TensorLike | None
 
     Bounds broadcast with `x`. The result has the dtype of `x` if the bounds are of its kind, else the promoted one. A
     bound that the dtype of `x` cannot hold limits nothing, or to the value of that dtype next to it.
+
+    Args:
+        x: real numbers.
+        min: the least value, which broadcasts with `x`; None for no bound.
+        max: the largest value, likewise.
     """
     if not is_weak(x):
         x = as_tensor(x)

@@ -163,19 +163,40 @@ def rfft(x: TensorLike, /, *, n: int | None = None, axis: int = -1, norm: Norm =
 
 
 def irfft(x: TensorLike, /, *, n: int | None = None, axis: int = -1, norm: Norm = "backward") -> Tensor:
-    """The inverse of `rfft`, real: `n` elements along `axis`; None for an even number."""
+    """The inverse of `rfft`, real: `n` elements along `axis`; None for an even number.
+
+    Args:
+        x: complex or real floats.
+        n: length of the result; None for the even number that fits.
+        axis: the one to transform.
+        norm: as for `fft`.
+    """
     return _along(IRFFT, x, n, axis, norm, is_complex=True)
 
 
 def hfft(x: TensorLike, /, *, n: int | None = None, axis: int = -1, norm: Norm = "backward") -> Tensor:
-    """`fft` of what has Hermitian symmetry, of which `x` is the first half; real, `n` elements as in `irfft`."""
+    """`fft` of what has Hermitian symmetry, of which `x` is the first half; real, `n` elements as in `irfft`.
+
+    Args:
+        x: complex or real floats.
+        n: length of the result; None for the even number that fits.
+        axis: the one to transform.
+        norm: as for `fft`.
+    """
     with graph_for(x):
         tensor = _operand("hfft", x, is_complex=True)
         return _along(IRFFT, conj(tensor), n, axis, _opposite("hfft", norm), is_complex=True)
 
 
 def ihfft(x: TensorLike, /, *, n: int | None = None, axis: int = -1, norm: Norm = "backward") -> Tensor:
-    """The inverse of `hfft`: of real floats the first ``n // 2 + 1`` elements of `ifft`."""
+    """The inverse of `hfft`: of real floats the first ``n // 2 + 1`` elements of `ifft`.
+
+    Args:
+        x: real floats.
+        n: how many elements of `x` to take; None for all, more are zeros.
+        axis: the one to transform.
+        norm: as for `fft`.
+    """
     with graph_for(x):
         tensor = _operand("ihfft", x, is_complex=False)
         return conj(_along(RFFT, tensor, n, axis, _opposite("ihfft", norm), is_complex=False))
@@ -250,7 +271,14 @@ def rfftn(
     axes: Sequence[int] | None = None,
     norm: Norm = "backward",
 ) -> Tensor:
-    """`fftn` of real floats: `rfft` along the last of the axes, `fft` along the others."""
+    """`fftn` of real floats: `rfft` along the last of the axes, `fft` along the others.
+
+    Args:
+        x: real floats.
+        s: how many elements to take along `axes`; None for all.
+        axes: those to transform; None for the last ones, as many as `s` has, or all.
+        norm: as for `fft`.
+    """
     with graph_for(x):
         tensor = as_tensor(x)
         *others, (last, n) = _axes_of("rfftn", tensor, s, axes)
@@ -268,7 +296,14 @@ def irfftn(
     axes: Sequence[int] | None = None,
     norm: Norm = "backward",
 ) -> Tensor:
-    """The inverse of `rfftn`: `ifft` along all axes but the last, and `irfft` along that."""
+    """The inverse of `rfftn`: `ifft` along all axes but the last, and `irfft` along that.
+
+    Args:
+        x: complex or real floats.
+        s: extents of the result along `axes`; None for those of `x`, the last of them the even number that fits.
+        axes: those to transform; None for the last ones, as many as `s` has, or all.
+        norm: as for `fft`.
+    """
     with graph_for(x):
         result = as_tensor(x)
         *others, (last, n) = _axes_of("irfftn", result, s, axes)
@@ -281,12 +316,26 @@ def irfftn(
 
 
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """The frequencies of the `n` elements of `fft`, in cycles per unit of the sample distance `d`."""
+    """The frequencies of the `n` elements of `fft`, in cycles per unit of the sample distance `d`.
+
+    Args:
+        n: length of what is transformed, 1 or more.
+        d: distance between samples; not 0.
+        dtype: of the result; None for float64.
+        device: where to make it; None for no request.
+    """
     return _frequencies(np.fft.fftfreq, n, d, dtype, device)
 
 
 def rfftfreq(n: int, /, *, d: float = 1.0, dtype: DTypeLike | None = None, device: str | None = None) -> Tensor:
-    """The frequencies of the elements of `rfft` of `n` real ones, see `fftfreq`."""
+    """The frequencies of the elements of `rfft` of `n` real ones, see `fftfreq`.
+
+    Args:
+        n: length of what is transformed, 1 or more.
+        d: distance between samples; not 0.
+        dtype: of the result; None for float64.
+        device: where to make it; None for no request.
+    """
     return _frequencies(np.fft.rfftfreq, n, d, dtype, device)
 
 

@@ -130,7 +130,13 @@ def take(x: TensorLike, indices: TensorLike, /, *, axis: int | None = None) -> T
 
 
 def gather(x: TensorLike, indices: TensorLike, /, *, axis: int = 0) -> Tensor:
-    """Slices of `x` at the positions `indices` along `axis`: `take` with rows as the default."""
+    """Slices of `x` at the positions `indices` along `axis`: `take` with rows as the default.
+
+    Args:
+        x: a tensor of rank 1 or higher.
+        indices: integers of any shape, which takes the place of `axis` in the result.
+        axis: along which the positions count.
+    """
     with graph_for(x, indices):
         tensor, positions, at = as_tensor(x), as_tensor(indices), static_int(axis, "axis")
         if tensor.dtype.kind in "TO" or positions.dtype == uint64:

@@ -228,6 +228,11 @@ VECDOT = register(Op("vecdot", _vecdot_spec, _vecdot_kernel, flops=per_input_ele
 def vecdot(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:
     """Dot product of vectors along `axis`, the first conjugated; the other axes broadcast.
 
+    Args:
+        x1: numbers, of rank 1 or higher.
+        x2: likewise.
+        axis: the one along which the vectors lie.
+
     Raises:
         ShapeError: the extents along `axis` differ.
     """

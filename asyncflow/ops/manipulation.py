@@ -244,6 +244,11 @@ def permute_dims(x: TensorLike, /, axes: Sequence[int]) -> Tensor:
 def moveaxis(x: TensorLike, source: int | tuple[int, ...], destination: int | tuple[int, ...], /) -> Tensor:
     """`x` with axes moved from `source` to `destination`; the others keep their order.
 
+    Args:
+        x: a tensor of known rank.
+        source: one axis or several.
+        destination: where they go, as many.
+
     Raises:
         ShapeError: the rank of `x` is not known, or the axes do not pair up.
     """

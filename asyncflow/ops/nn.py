@@ -201,7 +201,13 @@ LOGSUMEXP = register(Op("logsumexp", _logsumexp_spec, _logsumexp_kernel, flops=s
 
 
 def logsumexp(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """``log(sum(exp(x)))`` over `axis` (None: all), without overflow. Floats; -inf where there is nothing to sum."""
+    """``log(sum(exp(x)))`` over `axis` (None: all), without overflow. Floats; -inf where there is nothing to sum.
+
+    Args:
+        x: floats.
+        axis: one axis, several, or None for all.
+        keepdims: leave reduced axes in the shape, with extent 1.
+    """
     return apply(LOGSUMEXP, x, axis=as_axes(axis), keepdims=keepdims)[0]
 
 

@@ -158,7 +158,14 @@ def unary(op: Op, x: TensorLike) -> Tensor:
 
 
 def ufunc_op(name: str, ufunc: str, scalar_kernel: Kernel | None = None, *, is_total: bool = True) -> Op:
-    """Registers the op that is NumPy's (and CuPy's) `ufunc` of that name, with its dtypes and broadcasting."""
+    """Registers the op that is NumPy's (and CuPy's) `ufunc` of that name, with its dtypes and broadcasting.
+
+    Args:
+        name: of the op.
+        ufunc: its name in NumPy.
+        scalar_kernel: as in `Op`.
+        is_total: as in `Op`.
+    """
     op = Op(
         name,
         by_ufunc(getattr(np, ufunc)),

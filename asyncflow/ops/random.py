@@ -185,7 +185,16 @@ def truncated_normal(
     seed: int | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """Like `normal`, with values further than two standard deviations from the mean drawn again."""
+    """Like `normal`, with values further than two standard deviations from the mean drawn again.
+
+    Args:
+        shape: as for `normal`.
+        mean: of what is drawn, before any is drawn again; broadcasts with the result.
+        std: standard deviation, likewise; 0 or more.
+        dtype: a float dtype.
+        seed: of this op; None derives one from its name.
+        name: of the node.
+    """
     _check_std("truncated_normal", std)
     return _scaled(_floats(TRUNCATED_NORMAL, shape, dtype, seed, name), std, mean)
 
@@ -379,6 +388,11 @@ BERNOULLI = _random_op("bernoulli", _bernoulli_spec, _bernoulli_draw)
 def bernoulli(p: TensorLike, /, *, seed: int | None = None, name: str | None = None) -> Tensor:
     """True with probability `p`, float and elementwise; booleans of the shape of `p`.
 
+    Args:
+        p: probabilities, floats from 0 to 1.
+        seed: of this op; None derives one from its name.
+        name: of the node.
+
     Raises:
         ValueError: (in the run, as the cause of a KernelError) a probability is below 0, above 1 or NaN.
     """
@@ -407,6 +421,12 @@ CATEGORICAL = _random_op("categorical", _categorical_spec, _categorical_draw)
 
 def categorical(logits: TensorLike, /, *, axis: int = -1, seed: int | None = None, name: str | None = None) -> Tensor:
     """Category numbers drawn with probabilities ``softmax(logits)``: int64, the shape of `logits` without `axis`.
+
+    Args:
+        logits: floats.
+        axis: the one along which the categories lie.
+        seed: of this op; None derives one from its name.
+        name: of the node.
 
     Raises:
         ValueError: (in the run, as the cause of a KernelError) NaN or infinity among the logits, but for -inf, which is
@@ -485,7 +505,14 @@ PERMUTATION = _random_op("permutation", _permutation_spec, lambda *, axis: lambd
 
 
 def permutation(x: TensorLike, /, *, axis: int = 0, seed: int | None = None, name: str | None = None) -> Tensor:
-    """`x` with its items along `axis` in random order; an int `n` stands for ``arange(n)``."""
+    """`x` with its items along `axis` in random order; an int `n` stands for ``arange(n)``.
+
+    Args:
+        x: a tensor of rank 1 or higher, or an int.
+        axis: the one along which items are permuted.
+        seed: of this op; None derives one from its name.
+        name: of the node.
+    """
     return _apply(PERMUTATION, _rows(x), seed=seed, name=name, axis=static_int(axis, "axis"))
 
 

@@ -44,6 +44,11 @@ ARGMIN = register(Op("argmin", _argument_spec, _function("argmin"), flops=per_in
 def argmax(x: TensorLike, /, *, axis: int | None = None, keepdims: bool = False) -> Tensor:
     """Position (int64) of the first largest element along `axis`, or in the flattened `x`; of the first NaN if any.
 
+    Args:
+        x: numbers or booleans.
+        axis: the one to search along; None for the flattened `x`.
+        keepdims: leave reduced axes in the shape, with extent 1.
+
     Raises:
         ShapeError: there are no elements to choose from.
     """
@@ -53,6 +58,11 @@ def argmax(x: TensorLike, /, *, axis: int | None = None, keepdims: bool = False)
 
 def argmin(x: TensorLike, /, *, axis: int | None = None, keepdims: bool = False) -> Tensor:
     """Position (int64) of the first smallest element along `axis`, or in the flattened `x`; of the first NaN if any.
+
+    Args:
+        x: numbers or booleans.
+        axis: the one to search along; None for the flattened `x`.
+        keepdims: leave reduced axes in the shape, with extent 1.
 
     Raises:
         ShapeError: there are no elements to choose from.
@@ -88,7 +98,13 @@ NONZERO = register(Op("nonzero", _nonzero_spec, lambda xp: xp.nonzero, flops=per
 
 
 def count_nonzero(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """Number of nonzero (true, nonempty) elements, over `axis` or all axes, as int64."""
+    """Number of nonzero (true, nonempty) elements, over `axis` or all axes, as int64.
+
+    Args:
+        x: any tensor.
+        axis: one axis, several, or None for all.
+        keepdims: leave reduced axes in the shape, with extent 1.
+    """
     return apply(COUNT_NONZERO, x, axis=as_axes(axis), keepdims=bool(keepdims))[0]
 
 
@@ -167,6 +183,11 @@ def where(condition: TensorLike, x1: TensorLike, x2: TensorLike, /) -> Tensor:
     """Elements of `x1` where `condition` is true, of `x2` elsewhere; all three broadcast, `x1` and `x2` promote.
 
     Both are computed; to run only one of two computations use `cond`.
+
+    Args:
+        condition: booleans.
+        x1: chosen where `condition` is true.
+        x2: chosen elsewhere.
     """
     with graph_for(condition, x1, x2):
         operands = promote_operands(x1, x2)

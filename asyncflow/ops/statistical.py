@@ -170,6 +170,11 @@ MIN = method_reduction("min", _extreme_spec)
 def max(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
     """Largest element, over `axis` or all axes; NaN if there is one. Complex numbers compare by real part first.
 
+    Args:
+        x: numbers or booleans.
+        axis: one axis, several, or None for all.
+        keepdims: leave reduced axes in the shape, with extent 1.
+
     Raises:
         ShapeError: there are no elements to choose from.
     """
@@ -178,6 +183,11 @@ def max(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tenso
 
 def min(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
     """Smallest element, over `axis` or all axes; NaN if there is one. Complex numbers compare by real part first.
+
+    Args:
+        x: numbers or booleans.
+        axis: one axis, several, or None for all.
+        keepdims: leave reduced axes in the shape, with extent 1.
 
     Raises:
         ShapeError: there are no elements to choose from.
@@ -234,13 +244,26 @@ VAR = register(Op("var", _spread_spec, _spread("var"), is_total=True, flops=seve
 
 
 def mean(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """Arithmetic mean, over `axis` or all axes; float64 for integers and booleans, NaN where there are no elements."""
+    """Arithmetic mean, over `axis` or all axes; float64 for integers and booleans, NaN where there are no elements.
+
+    Args:
+        x: numbers or booleans.
+        axis: one axis, several, or None for all.
+        keepdims: leave reduced axes in the shape, with extent 1.
+    """
     tensor = as_tensor(x)
     return apply(MEAN, tensor, axis=as_axes(axis), keepdims=bool(keepdims), dtype=_mean_dtype(tensor.dtype))[0]
 
 
 def std(x: TensorLike, /, *, axis: Axes = None, correction: float = 0.0, keepdims: bool = False) -> Tensor:
-    """Standard deviation, over `axis` or all axes: the square root of `var`."""
+    """Standard deviation, over `axis` or all axes: the square root of `var`.
+
+    Args:
+        x: numbers or booleans.
+        axis: one axis, several, or None for all.
+        correction: as for `var`.
+        keepdims: leave reduced axes in the shape, with extent 1.
+    """
     return _moment(STD, x, axis, correction, keepdims)
 
 

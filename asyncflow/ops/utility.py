@@ -32,12 +32,24 @@ ANY = method_reduction("any", _test_spec)
 
 
 def all(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """True if all elements are true (nonzero), over `axis` or all axes; true where there are none."""
+    """True if all elements are true (nonzero), over `axis` or all axes; true where there are none.
+
+    Args:
+        x: numbers, booleans or strings.
+        axis: one axis, several, or None for all.
+        keepdims: leave reduced axes in the shape, with extent 1.
+    """
     return apply(ALL, x, axis=as_axes(axis), keepdims=bool(keepdims))[0]
 
 
 def any(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """True if some element is true (nonzero), over `axis` or all axes; false where there are none."""
+    """True if some element is true (nonzero), over `axis` or all axes; false where there are none.
+
+    Args:
+        x: numbers, booleans or strings.
+        axis: one axis, several, or None for all.
+        keepdims: leave reduced axes in the shape, with extent 1.
+    """
     return apply(ANY, x, axis=as_axes(axis), keepdims=bool(keepdims))[0]
 
 

@@ -35,6 +35,12 @@ SWITCH = register(Op("switch", _infer, host_inputs=(1,)))
 
 
 def switch(data: TensorLike, pred: TensorLike, *, name: str | None = None) -> tuple[Tensor, Tensor]:
-    """``(output_false, output_true)``: `data` leaves through the side that `pred` names, the other is dead."""
+    """``(output_false, output_true)``: `data` leaves through the side that `pred` names, the other is dead.
+
+    Args:
+        data: any value.
+        pred: a boolean scalar.
+        name: of the node.
+    """
     output_false, output_true = apply(SWITCH, data, pred, name=name)
     return output_false, output_true

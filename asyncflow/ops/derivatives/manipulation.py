@@ -261,7 +261,14 @@ SUM_REPEATS = register(
 
 
 def sum_repeats(x: Tensor, repeats: int | Tensor, shape: Extents, *, axis: int | None) -> Tensor:
-    """The sums of the repeats in `x` of each element of a value of `shape`: the transpose of `repeat`."""
+    """The sums of the repeats in `x` of each element of a value of `shape`: the transpose of `repeat`.
+
+    Args:
+        x: what `repeat` gave, or a gradient of it.
+        repeats: how often each element is there.
+        shape: of the value that was repeated.
+        axis: along which; None if it was flattened.
+    """
     template, sizes = split_extents(shape)
     if isinstance(repeats, int):
         return apply(SUM_REPEATS, x, *sizes, repeats=repeats, axis=axis, shape=template)[0]

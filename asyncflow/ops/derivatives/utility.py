@@ -49,7 +49,14 @@ DIFF_TRANSPOSE = register(
 
 
 def diff_transpose(grad: Tensor, shape: ExtentsLike, *, axis: int, n: int) -> Tensor:
-    """The gradient of values of `shape`, of whose `n`-th differences along `axis` `grad` is the gradient."""
+    """The gradient of values of `shape`, of whose `n`-th differences along `axis` `grad` is the gradient.
+
+    Args:
+        grad: of the differences.
+        shape: of the values.
+        axis: along which.
+        n: how many times.
+    """
     template, sizes = split_extents(shape)
     return apply(DIFF_TRANSPOSE, grad, *sizes, axis=axis, n=n, shape=template)[0]
 
