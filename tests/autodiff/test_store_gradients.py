@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncflow as af
@@ -195,6 +195,7 @@ def programs(draw: st.DrawFn) -> Program:
     return Program(writer, pieces, tuple(reads))
 
 
+@settings(max_examples=50)
 @given(programs())
 def test_random_programs(program: Program) -> None:
     """Arrays only move values: the gradient of each row is the sum of what reaches the places it has come to."""

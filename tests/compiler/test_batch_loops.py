@@ -46,7 +46,7 @@ async def test_streams_and_shuffled_schedules(graph: af.Graph) -> None:
     """Iterations that overlap on threads, and firings in any order."""
     cell = Recurrent(25)
     fetches = gradients_of(cell)
-    for options in ({"compute_streams": 2}, *({"seed": seed, "regions": False} for seed in range(3))):
+    for options in ({"compute_streams": 2}, *({"seed": seed, "regions": False} for seed in range(2))):
         assert await run_both(fetches, cell.feeds, **options)
 
 

@@ -56,7 +56,7 @@ def test_a_loop_that_is_always_ready_does_not_keep_out_what_arrives() -> None:
             sent = x @ x
         with af.device("sim:1"):
             received = af.sum(sent)
-            count, y = af.while_loop(lambda i, y: i < 400, lambda i, y: (i + 1, y @ x @ x @ x @ x), (np.int32(0), x))
+            count, y = af.while_loop(lambda i, y: i < 150, lambda i, y: (i + 1, y @ x @ x @ x @ x), (np.int32(0), x))
         fetches = [note(af.astype(received, "int32"), name="received"), note(count, name="loop"), y]
 
     async def main() -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.conftest import OpenSession
 
 PLACEMENTS = 2 * int(os.environ.get("ASYNCFLOW_SEEDS", "1"))
-RUNS = 4
+RUNS = 3
 """Of each placement; each picks ready nodes in an order of its own."""
 
 EACH = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
