@@ -144,8 +144,7 @@ def _extract(program: Program, _: Context) -> None:
 
 @wraps(send_home)
 def _send_home(program: Program, context: Context) -> None:
-    assert context.homes is not None
-    send_home(program.graph, context.homes)
+    send_home(program.graph, context.homes or {})
 
 
 @wraps(resolve_requests)
@@ -159,8 +158,7 @@ def _resolve_requests(program: Program, context: Context) -> None:
 
 @wraps(batch_loops)
 def _batch_loops(program: Program, context: Context) -> None:
-    assert context.block_bytes is not None
-    batch_loops(program.graph, context.block_bytes)
+    batch_loops(program.graph, context.block_bytes or 0)
 
 
 @wraps(prune)
