@@ -64,7 +64,7 @@ MODULES: Final = {
     "random": "Random numbers: `af.random`",
     "raw": "Primitives: `af.raw`",
     "profiler": "Timelines: `af.profiler`",
-    "testing": "Simulated devices: `asyncflow.testing`",
+    "testing": "Simulated devices, and checks of kinds of devices: `asyncflow.testing`",
 }
 
 

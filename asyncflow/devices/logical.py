@@ -17,7 +17,7 @@ from asyncflow.devices.memory import MemoryAccount, format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
 from asyncflow.devices.protocol import AsynchronousDevice, Capabilities, Deliver, Device, KernelInfo, Span
-from asyncflow.devices.values import DeviceValue
+from asyncflow.devices.values import DeviceValue, is_shape
 from asyncflow.errors import LoopIdentity
 from asyncflow.streams.protocol import Stream
 
@@ -183,7 +183,9 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     def receive(self, value: Value, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
         """Take over a value of `source` by way of the host: ``deliver(value_here, error)`` is called once."""
         if not isinstance(value, DeviceValue):
-            self.feed(value, deliver)
+            # The host keeps what it has made for itself, such as the shape of an array.
+            stays = source.capabilities.own_memory or is_shape(value)
+            deliver(value, None) if stays else self.feed(value, deliver)
             return
 
         def take(host_value: Any, error: BaseException | None) -> None:

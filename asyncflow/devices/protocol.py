@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -22,6 +22,19 @@ if TYPE_CHECKING:
 Shape: TypeAlias = tuple[int, ...]
 ArraySpec: TypeAlias = tuple["np.dtype[Any]", Shape]
 """dtype and shape of an array."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRecipe:
+    """What a kernel is made of, for a device that makes it elsewhere: in another process, or by another compiler.
+
+    Attributes:
+        op: the name of the op, for `asyncflow.graph.op.find_op`.
+        attrs: the node's.
+    """
+
+    op: str
+    attrs: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +62,8 @@ class KernelInfo:
         launches: how many kernels a region launches at a time.
         captures: a region may become a CUDA graph.
         could_capture: it might, if the session asked for it; known on simulated devices only.
+        recipe: what the kernel is made of, if it is a plain function of arrays; None where it has to do with state,
+            with the user's code, or checks what it gives.
         flops: ``flops(input_shapes, output_shapes)``, for the cost model.
         infer: ``infer(input_specs)`` gives the specs of the outputs for those of the inputs; None where they depend on
             data.
@@ -71,6 +86,7 @@ class KernelInfo:
     launches: int = 1
     captures: bool = False
     could_capture: bool = False
+    recipe: KernelRecipe | None = None
     flops: Callable[[Sequence[Shape], Sequence[Shape]], float]
     infer: Callable[[Sequence[ArraySpec]], Sequence[ArraySpec] | None]
 

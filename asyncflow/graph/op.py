@@ -220,6 +220,11 @@ def find_op(name: str) -> Op:
     return _ops[name]
 
 
+def is_registered(op: Op) -> bool:
+    """Whether `find_op` finds it, in this process or another."""
+    return _ops.get(op.name) is op
+
+
 # -- derivatives -----------------------------------------------------------------------------------------------------
 
 Derivative: TypeAlias = "Callable[..., Sequence[Tensor | None]]"

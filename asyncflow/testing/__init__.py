@@ -1,4 +1,4 @@
-"""Run and test graphs on simulated devices: `virtual_clock`.
+"""Run and test graphs on simulated devices: `virtual_clock`; and test kinds of devices: `check_device`.
 
 >>> import asyncflow as af
 >>> from asyncflow.testing import virtual_clock
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from asyncflow.foreign_names import public_names
 from asyncflow.testing.clock import VirtualClock, virtual_clock
+from asyncflow.testing.device_checks import check_device
 
-__all__ = ["VirtualClock", "virtual_clock"]
+__all__ = ["VirtualClock", "check_device", "virtual_clock"]
 
 if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
     __getattr__, __dir__ = public_names("asyncflow.testing", __all__)

@@ -13,7 +13,10 @@ from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 WAITING = {"run", "call", "check_call", "check_output"}
-STARTED_BY_HAND = {"tests/faults/programs.py": "kills what it started"}
+STARTED_BY_HAND = {
+    "tests/faults/programs.py": "kills what it started",
+    "examples/remote_device/device.py": "a process for as long as a session, which waits for its end with a limit",
+}
 """Files that may start a process and go on, and why."""
 
 

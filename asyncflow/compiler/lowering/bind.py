@@ -82,7 +82,9 @@ class Binding:
             return kernel if device.memory.limit is None else _counted(kernel, node, device.memory)
         if node.op is DEVICE_WHILE:
             return bind_device_loop(node, self.bare, launching, self.streams.get(node, 0), self.options.max_iterations)
-        return bind_launch(node, partial(self.bare, node=node), launching, self.streams.get(node, 0))
+        is_checked = self.options.debug or self.options.check_numerics
+        stream = self.streams.get(node, 0)
+        return bind_launch(node, partial(self.bare, node=node), launching, stream, is_checked=is_checked)
 
     def bare(self, xp: Namespace, node: Node) -> Kernel:
         """The kernel itself."""

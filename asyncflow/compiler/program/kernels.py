@@ -15,12 +15,12 @@ from asyncflow.compiler.program.host_values import computes_on_host, is_metadata
 from asyncflow.compiler.program.work import flops_of
 from asyncflow.control.tensor_array import TENSOR_ARRAY
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
-from asyncflow.devices.protocol import KernelInfo
+from asyncflow.devices.protocol import KernelInfo, KernelRecipe
 from asyncflow.devices.values import as_scalar
 from asyncflow.errors import OutOfMemoryError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import VARIANT, dtype_name
-from asyncflow.graph.op import bound_kernel, host_inputs, runs_on_host
+from asyncflow.graph.op import bound_kernel, host_inputs, is_registered, runs_on_host
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
@@ -84,6 +84,7 @@ def bind_launch(
     stream: int,
     *,
     in_region: bool = False,
+    is_checked: bool = False,
 ) -> Kernel:
     """What launches `node` on one of the device's compute streams.
 
@@ -93,6 +94,7 @@ def bind_launch(
         device: where it runs.
         stream: number of the compute stream.
         in_region: the code of a region calls it.
+        is_checked: what `bare` gives is more than the op's own kernel.
     """
     if node.op is CONSTANT and not node.control_inputs:
         value = bare(np)()
@@ -114,6 +116,7 @@ def bind_launch(
         on_host=giving_scalars(bare(np), node) if device.capabilities.own_memory and may_stay_on_host(node) else None,
         is_metadata=is_metadata(node),
         in_region=in_region,
+        recipe=None if is_checked else _recipe(node),
         flops=partial(_flops, node),
         infer=partial(_infer, node),
     )
@@ -233,6 +236,11 @@ def _one_by_one(new_array: Kernel, size: Array) -> ArrayValue:
     """A TensorArray for a device that knows when each value is written, and when its memory is free."""
     array: ArrayValue = new_array(size)
     return array.one_by_one()
+
+
+def _recipe(node: Node) -> KernelRecipe | None:
+    is_plain = node.op.is_pure and is_registered(node.op) and not _keeps_arrays(node)
+    return KernelRecipe(node.op.name, node.attrs) if is_plain else None
 
 
 def _keeps_arrays(node: Node) -> bool:

@@ -39,7 +39,7 @@ from asyncflow.devices.decisions import Body, Condition
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded
 from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
-from asyncflow.devices.values import DeviceValue, as_scalar, is_shape, stays_on_host
+from asyncflow.devices.values import DeviceValue, as_scalar, stays_on_host
 from asyncflow.errors import LoopIdentity, PlacementError
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cpu.stream import ThreadStream
@@ -324,12 +324,8 @@ class CudaDevice(Progress):
         elif type(value) is CudaArray:
             assert isinstance(source, CudaDevice)
             self.answer(deliver, self.copies.receive, value, source)  # whichever side is at fault
-        elif isinstance(value, DeviceValue):
-            super().receive(value, source, deliver, sent_ns)
         else:
-            # The host keeps what it has made for itself, such as the shape of an array.
-            stays = source.capabilities.own_memory or is_shape(value)
-            deliver(value, None) if stays else self.feed(value, deliver)
+            super().receive(value, source, deliver, sent_ns)
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
