@@ -60,6 +60,10 @@ class MeasuredCost:
             return self._mean_ns if size <= self._mean_size else self._mean_ns * size / max(self._mean_size, 1.0)
         return self.base_ns + self.slope_ns * size
 
+    def measured_ns(self, size: int) -> float | None:
+        """`predict_ns`, if a measurement has replaced the estimate."""
+        return self.predict_ns(size) if self._measured else None
+
     def observe(self, size: int, ns: int) -> None:
         """Learn that a call on work of ``size`` took ``ns`` nanoseconds."""
         self._measured += 1

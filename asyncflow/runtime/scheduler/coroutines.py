@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from asyncflow.compiler.plan import PlanNode
-    from asyncflow.devices.protocol import AsynchronousDevice
     from asyncflow.runtime.scheduler.executor import Executor
     from asyncflow.runtime.scheduler.frame import Iteration
-    from asyncflow.runtime.scheduler.ports import Scope
     from asyncflow.values import Value
 
 _log = logging.getLogger("asyncflow.runtime")
@@ -33,19 +31,17 @@ class CancellationIgnoredError(Exception):
 class Coroutines:
     """The tasks of one executor, in the order in which they started: in that order they are cancelled."""
 
-    __slots__ = ("_asynchronous", "_executor", "_grace", "_run", "_tasks")
+    __slots__ = ("_executor", "_grace", "_tasks")
 
-    def __init__(self, executor: Executor, asynchronous: AsynchronousDevice | None, run: Scope) -> None:
+    def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._asynchronous = asynchronous
-        self._run = run
         # With who is told of their ends.
         self._tasks: dict[asyncio.Task[object], Callable[..., None]] = {}
         self._grace: asyncio.TimerHandle | None = None
 
     def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Starts a firing."""
-        executor, run, device = self._executor, self._run, self._asynchronous
+        executor, run, device = self._executor, self._executor.run, self._executor.asynchronous
         spans = executor.new_spans()
         started = run.now()
         assert node.kernel is not None
@@ -79,7 +75,7 @@ class Coroutines:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            self._grace = self._run.loop.call_later(GRACE_S, leave_behind, self._tasks)
+            self._grace = self._executor.run.loop.call_later(GRACE_S, leave_behind, self._tasks)
 
     def close(self) -> None:
         """The run has ended, and all of them with it."""

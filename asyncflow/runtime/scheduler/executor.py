@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.memory import MemoryLimitExceeded
@@ -29,14 +29,13 @@ from asyncflow.runtime.scheduler.recorder import Recorder
 from asyncflow.runtime.scheduler.region_launch import Regions
 from asyncflow.runtime.scheduler.scheduler import Scheduler, SchedulingError
 from asyncflow.runtime.scheduler.sliced_region import size_of
-from asyncflow.runtime.scheduler.threads import Threads
+from asyncflow.runtime.scheduler.threads import goes_to_a_thread, launch_on_a_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.cost import MeasuredCost
-    from asyncflow.devices.cpu.device import CpuDevice
     from asyncflow.devices.protocol import AsynchronousDevice, Mark, Spans
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.runtime.scheduler.ports import Scope
@@ -58,25 +57,29 @@ class Executor:
     failure or a stop no firing starts, and the owner hears of the end once ``in_flight`` is 0 and nobody is inside
     `drive`. What its ports wait for without anything being in flight (Recvs without a value, items nobody has taken) a
     stop does not wait for.
+
+    Attributes:
+        run: that it is part of; its ports, regions, coroutines and threads look here too.
+        device: of the partition.
+        asynchronous: the device, if it is one.
     """
 
     __slots__ = (
-        "_asynchronous",
         "_charge",
         "_coroutines",
-        "_device",
         "_is_driven",
         "_ports",
         "_regions",
-        "_run",
-        "_threads",
         "_throttled",
+        "asynchronous",
+        "device",
         "failures",
         "in_flight",
         "is_closed",
         "is_queued",
         "launched",
         "recorder",
+        "run",
         "scheduler",
         "stopped",
     )
@@ -92,32 +95,31 @@ class Executor:
         self.recorder: Recorder | None = None
         self.launched: Mark = None
         """How far an asynchronous device has got when all that this executor launched has ended."""
-        self._run = run
-        self._device = device = run.devices[partition.device]
-        self._asynchronous = device.asynchronous
-        self._charge = None if self._asynchronous is None else self._asynchronous.charge
+        self.run = run
+        self.device = device = run.devices[partition.device]
+        self.asynchronous = device.asynchronous
+        self._charge = None if self.asynchronous is None else self.asynchronous.charge
         self._throttled = False
         if run.trace is not None:
             self.recorder = Recorder(run.trace, run.id, device, run.now)
             self.scheduler.ready = self.recorder.ready
-        # Made when something is to cross, is a generator, a coroutine, or too long for the event loop.
+        # Made when something is to cross, or is a generator or a coroutine.
         self._ports: Ports | None = None
         self._regions: Regions | None = None
         self._coroutines: Coroutines | None = None
-        self._threads: Threads | None = None
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def start(self, feeds: list[Value]) -> None:
         """Delivers the feeds, in a list of their own, and drives as far as the current turn allows."""
         try:
-            if self._asynchronous is None:
+            if self.asynchronous is None:
                 self._begin(feeds)
             else:
                 if self._charge is not None:
                     self._charge("run", 1)
-                self._ports = Ports(self, self._device, self._run)
-                self._ports.copy_in(self._asynchronous, feeds, self._begin)
+                self._ports = Ports(self)
+                self._ports.copy_in(self.asynchronous, feeds, self._begin)
         except BaseException as error:
             self.broken(error)
 
@@ -130,7 +132,7 @@ class Executor:
         if self.stopped:
             self.check_quiet()
         else:
-            self._run.turn.drive_now(self)
+            self.run.turn.drive_now(self)
 
     def drive(self, deadline_ns: int) -> bool:
         """Executes ready firings until none is left (False) or the deadline has passed (True)."""
@@ -138,27 +140,27 @@ class Executor:
             return False
         self._is_driven = True
         try:
-            if self._asynchronous is None:
+            if self.asynchronous is None:
                 has_more = self._drive(deadline_ns)
             else:
-                with self._asynchronous.activate():
+                with self.asynchronous.activate():
                     has_more = self._drive(deadline_ns)
         except BaseException as error:
             self.fail(self._named(error))
             has_more = False
         self._is_driven = False
         if not has_more:
-            self._run.on_quiet()
+            self.run.on_quiet()
         return has_more
 
     def _drive(self, deadline_ns: int) -> bool:
         scheduler = self.scheduler
-        now = self._run.turn.now
+        now = self.run.turn.now
         next_firing = scheduler.next_firing
         complete = scheduler.complete
         quick = self.recorder is None
         # Where nothing is waited for, an iteration has ended when it is launched, and others wait to hear of it.
-        is_eager = self._asynchronous is not None
+        is_eager = self.asynchronous is not None
         charge = self._charge
         budget = _CHECK_EVERY
         node = iteration = None
@@ -199,7 +201,7 @@ class Executor:
                     node = None
                     if scheduler.ended:
                         self._acknowledge_ended()
-                    if self._asynchronous is not None and self._asynchronous.throttle(self._resume):
+                    if self.asynchronous is not None and self.asynchronous.throttle(self._resume):
                         self._throttled = True
                         self.in_flight += 1
                         return False
@@ -214,8 +216,8 @@ class Executor:
             self.kernel_failed(error, node, iteration, inputs)
         if scheduler.ended:
             self._acknowledge_ended()
-        if self._asynchronous is not None:
-            self.launched = self._asynchronous.mark()
+        if self.asynchronous is not None:
+            self.launched = self.asynchronous.mark()
         return False
 
     def _acknowledge_ended(self) -> None:
@@ -266,13 +268,6 @@ class Executor:
         return deliver
 
     @property
-    def threads(self) -> Threads:
-        """Those of the device, which is a CPU."""
-        if self._threads is None:
-            self._threads = Threads(self, cast("CpuDevice", self._device), self._run)
-        return self._threads
-
-    @property
     def is_quiet(self) -> bool:
         """Whether nothing is left to do or in flight, unless another partition sends something."""
         if self.in_flight or self._is_driven:
@@ -288,14 +283,14 @@ class Executor:
     def check_quiet(self) -> None:
         """Has the owner look whether anything is left to do or in flight."""
         if not self.is_closed:
-            self._run.on_quiet()
+            self.run.on_quiet()
 
     def close(self) -> None:
         """Lets go of the run, which has ended: no cycle may hold its values."""
         self.is_closed = True
         if self._coroutines is not None:
             self._coroutines.close()
-        del self._run, self._ports, self._regions, self._coroutines, self._threads
+        del self.run, self._ports, self._regions, self._coroutines
 
     # -- launching -----------------------------------------------------------------------------------------------
 
@@ -303,38 +298,37 @@ class Executor:
         """Starts a firing that is timed, traced, needs its context, or may wait."""
         if node.crossing:
             if self._ports is None:
-                self._ports = Ports(self, self._device, self._run)
+                self._ports = Ports(self)
             self._ports.cross(node, iteration, inputs)
             return
         if node.needs_context:
-            run = self._run
+            run = self.run
             inputs = (KernelContext(seed=run.seed, run=run.number, tag=iteration.counters()), *inputs)
         if node.is_async:
             if self._coroutines is None:
-                self._coroutines = Coroutines(self, self._asynchronous, self._run)
+                self._coroutines = Coroutines(self)
             self._coroutines.launch(node, iteration, inputs)
             return
         if node.region is not None and node.region.is_generator:
             if self._regions is None:
-                self._regions = Regions(self, self._asynchronous)
+                self._regions = Regions(self)
             self._regions.launch(node, iteration, inputs)
             return
-        if self._asynchronous is not None:
-            self._launch_asynchronous(self._asynchronous, node, iteration, inputs)
+        if self.asynchronous is not None:
+            self._launch_asynchronous(self.asynchronous, node, iteration, inputs)
             return
         size = size_of(inputs)
         cost: MeasuredCost | None = node.cost
         if cost is None:
             cost = node.cost = first_guess(node, inputs)
         expected_ns = cost.predict_ns(size)
-        if expected_ns > INLINE_LIMIT_NS or node.source.op.alone is not None:
-            threads = self.threads
-            if threads.take(node, expected_ns):
-                threads.launch(node, iteration, inputs, size)
-                return
+        may_leave = expected_ns > INLINE_LIMIT_NS or node.source.op.alone is not None
+        if may_leave and goes_to_a_thread(self, node, expected_ns):
+            launch_on_a_thread(self, node, iteration, inputs, size)
+            return
         started = perf_counter_ns()
         try:
-            result = self._run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[arg-type,misc]
+            result = self.run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)  # type: ignore[arg-type,misc]
         except BaseException as error:
             if self.recorder is not None:
                 self.recorder.firing(node, iteration, "inline", started, perf_counter_ns(), None, "error")
@@ -342,7 +336,7 @@ class Executor:
             return
         ended = perf_counter_ns()
         cost.observe(size, ended - started)
-        if self._run.guard and ended - started > BLOCKED_NS:
+        if self.run.guard and ended - started > BLOCKED_NS:
             _log.warning(
                 "%s (%s) held the event loop for %.1f ms; declare its cost=, or make it a coroutine\n  built at %s",
                 node.name,
@@ -362,7 +356,7 @@ class Executor:
         spans = self.new_spans()
         try:
             with recording(device, spans):
-                result = self._run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)
+                result = self.run.context.run(node.kernel, *inputs) if node.is_user else node.kernel(*inputs)
         except BaseException as error:
             self.kernel_failed(error, node, iteration, inputs)
             return
@@ -371,11 +365,11 @@ class Executor:
 
     def recording(self, spans: Spans | None) -> AbstractContextManager[None]:
         """Inside, an asynchronous device records into `spans`."""
-        return nullcontext() if self._asynchronous is None else recording(self._asynchronous, spans)
+        return nullcontext() if self.asynchronous is None else recording(self.asynchronous, spans)
 
     def complete(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], result: Any) -> None:
         """Accounts for the result and hands it to the scheduler."""
-        track = self._device.memory.track
+        track = self.device.memory.track
         try:
             if node.single:
                 track(result, node.name)
@@ -393,7 +387,7 @@ class Executor:
         if self.stopped:
             self.check_quiet()
         elif not self._is_driven:  # else it goes on anyway
-            self._run.turn.drive_now(self)
+            self.run.turn.drive_now(self)
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -401,14 +395,14 @@ class Executor:
         self, error: BaseException, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]
     ) -> None:
         """Ends the run because a firing failed."""
-        self.fail(as_kernel_error(error, node, iteration.tag(), inputs, self._device.name), node.id)
+        self.fail(as_kernel_error(error, node, iteration.tag(), inputs, self.device.name), node.id)
 
     def _rule_broken(self, error: SchedulingError) -> None:
         reason, node, tag = error.reason, error.node, error.iteration.tag()
         if isinstance(reason, str):
-            self.fail(with_provenance(KernelError, reason, node, tag, self._device.name, ()), node.id)
+            self.fail(with_provenance(KernelError, reason, node, tag, self.device.name, ()), node.id)
         else:
-            self.fail(as_kernel_error(reason, node, tag, (), self._device.name), node.id)
+            self.fail(as_kernel_error(reason, node, tag, (), self.device.name), node.id)
 
     def broken(self, error: BaseException) -> None:
         """Ends the run because something raised that is no firing: a device's call, say."""
@@ -418,14 +412,14 @@ class Executor:
         self.check_quiet()
 
     def _named(self, error: BaseException) -> BaseException:
-        error.add_note(f"raised by device {self._device.name} or on its behalf, outside of any node")
+        error.add_note(f"raised by device {self.device.name} or on its behalf, outside of any node")
         return error
 
     def fail(self, error: BaseException, order: int = -1) -> None:
         """Ends the run with `error`: nothing starts any more, what runs is waited for."""
-        self.failures.append((self._run.turn.count(), order, error))
+        self.failures.append((self.run.turn.count(), order, error))
         self.stop()
-        self._run.on_failed()
+        self.run.on_failed()
 
     def stop(self) -> None:
         """Starts nothing more, cancels coroutines, and lets kernels that run finish."""
@@ -438,7 +432,7 @@ class Executor:
         if self._coroutines is not None:
             self._coroutines.cancel()
         for error in () if self._regions is None else self._regions.stop():
-            self.failures.append((self._run.turn.count(), -1, self._named(error)))
+            self.failures.append((self.run.turn.count(), -1, self._named(error)))
 
     def new_spans(self) -> Spans | None:
         """What an asynchronous device is to record into; None if the run is not traced."""

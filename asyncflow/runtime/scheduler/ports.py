@@ -103,14 +103,13 @@ class Ports:
             done, so all that is ready without it is launched first.
     """
 
-    __slots__ = ("_asynchronous", "_executor", "_run", "incoming", "untaken")
+    __slots__ = ("_executor", "_run", "incoming", "untaken")
 
-    def __init__(self, executor: Executor, device: Device, run: Scope) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.untaken = 0
         self.incoming: deque[tuple[PlanNode, Iteration, Value, int]] = deque()
-        self._executor: Executor = executor
-        self._run = run
-        self._asynchronous = device.asynchronous
+        self._executor = executor
+        self._run = executor.run
 
     def cross(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value]) -> None:
         """Does a firing of a node that takes a value into or out of the partition."""
@@ -164,8 +163,8 @@ class Ports:
         rendezvous, recorder = self._run.rendezvous, self._executor.recorder
         if node.is_acknowledged:
             rendezvous.await_acknowledgement(self, node, iteration)
-        if self._asynchronous is not None:
-            sent_ns = self._asynchronous.send()
+        if self._executor.asynchronous is not None:
+            sent_ns = self._executor.asynchronous.send()
         else:
             sent_ns = 0 if recorder is None else recorder.now()
         rendezvous.send(node, iteration, value, sent_ns)
@@ -182,7 +181,7 @@ class Ports:
         """Says that iterations have ended here, once what they launched has."""
         executor = self._executor
         ended, executor.scheduler.ended = executor.scheduler.ended, []
-        if self._asynchronous is None:
+        if self._executor.asynchronous is None:
             self._pass_on(ended)
             return
 
@@ -194,7 +193,7 @@ class Ports:
 
         deliver = executor.expect(take)
         try:
-            self._asynchronous.when_done(partial(deliver, None), elsewhere=True)
+            self._executor.asynchronous.when_done(partial(deliver, None), elsewhere=True)
         except BaseException as error:
             deliver(None, error)
 
@@ -207,7 +206,7 @@ class Ports:
         executor, source = self._executor, self._run.devices[node.peer]
         if executor.stopped:
             return
-        if self._asynchronous is None and source.asynchronous is None:
+        if self._executor.asynchronous is None and source.asynchronous is None:
             self._received(node, iteration, value, sent_ns)
             return
 
@@ -215,7 +214,7 @@ class Ports:
             if error is not None:
                 executor.kernel_failed(error, node, iteration, ())
             elif not executor.stopped:
-                if self._asynchronous is None:
+                if self._executor.asynchronous is None:
                     self._received(node, iteration, copied, sent_ns)
                 else:
                     self.incoming.append((node, iteration, copied, sent_ns))
@@ -231,7 +230,7 @@ class Ports:
         self, node: PlanNode, iteration: Iteration, value: Value, source: Device, sent_ns: int, deliver: Deliver
     ) -> None:
         """Asks for a copy of a value of `source`."""
-        executor, device, sender = self._executor, self._asynchronous, source.asynchronous
+        executor, device, sender = self._executor, self._executor.asynchronous, source.asynchronous
         if device is None:
             value.to_host(deliver) if isinstance(value, DeviceValue) else deliver(value, None)
             return
@@ -257,7 +256,7 @@ class Ports:
 
     def _to_host(self, node: PlanNode, iteration: Iteration, value: Value) -> None:
         """A predicate, a fetch or a streamed item, which leaves an asynchronous device."""
-        executor, device = self._executor, self._asynchronous
+        executor, device = self._executor, self._executor.asynchronous
         assert device is not None
         if self._run.staying and isinstance(value, DeviceArray) and value.can_lend and self._leave(node, value):
             executor.complete(node, iteration, (value,), value)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.runtime.scheduler.sliced_region import SlicedRegion, Stopped
+from asyncflow.runtime.scheduler.threads import goes_to_a_thread, submit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.cpu.lanes import Times
-    from asyncflow.devices.protocol import AsynchronousDevice
     from asyncflow.runtime.scheduler.executor import Executor
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
@@ -30,12 +30,11 @@ class Regions:
         suspended: those that go on when nothing else is ready.
     """
 
-    __slots__ = ("_asynchronous", "_executor", "suspended")
+    __slots__ = ("_executor", "suspended")
 
-    def __init__(self, executor: Executor, asynchronous: AsynchronousDevice | None) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.suspended: deque[SlicedRegion] = deque()
         self._executor = executor
-        self._asynchronous = asynchronous
 
     def stop(self) -> Iterator[BaseException]:
         """Ends those that are suspended; what they raised."""
@@ -51,12 +50,12 @@ class Regions:
         executor = self._executor
         spans = executor.new_spans()
         with executor.recording(spans):
-            clock = None if self._asynchronous is None else self._asynchronous.now_ns
-            is_traced = executor.recorder is not None and self._asynchronous is None
+            clock = None if executor.asynchronous is None else executor.asynchronous.now_ns
+            is_traced = executor.recorder is not None and executor.asynchronous is None
             firing = SlicedRegion(node, iteration, inputs, node.kernel(*inputs), spans, clock, is_traced=is_traced)
         # A thread would gain nothing where steps only launch.
-        hold_ns = firing.expected_hold_ns() if self._asynchronous is None else 0.0
-        if hold_ns > INLINE_LIMIT_NS and executor.threads.take(node, hold_ns):
+        hold_ns = firing.expected_hold_ns() if executor.asynchronous is None else 0.0
+        if hold_ns > INLINE_LIMIT_NS and goes_to_a_thread(executor, node, hold_ns):
             self._on_stream(firing)
         else:
             self.suspended.append(firing)
@@ -64,7 +63,7 @@ class Regions:
     def step(self, deadline_ns: int) -> None:
         """Runs slices of the oldest until it ends, the turn does, or it proves too heavy for the event loop."""
         executor, firing = self._executor, self.suspended.popleft()
-        node, iteration, device = firing.node, firing.iteration, self._asynchronous
+        node, iteration, device = firing.node, firing.iteration, executor.asynchronous
         began, now = perf_counter_ns(), 0
         try:
             with executor.recording(firing.spans):
@@ -104,7 +103,7 @@ class Regions:
             elif error is not None and not isinstance(error, Stopped):
                 executor.kernel_failed(error, node, iteration, firing.inputs)
 
-        executor.threads.submit(node, firing.size, firing.run_to_end, (lambda: executor.stopped,), take)
+        submit(executor, node, firing.size, firing.run_to_end, (lambda: executor.stopped,), take)
 
     def _record_part(
         self,

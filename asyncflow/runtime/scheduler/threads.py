@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.cpu.lanes import Times
@@ -18,84 +18,82 @@ if TYPE_CHECKING:
     from asyncflow.devices.cpu.device import CpuDevice
     from asyncflow.runtime.scheduler.executor import Executor
     from asyncflow.runtime.scheduler.frame import Iteration
-    from asyncflow.runtime.scheduler.ports import Scope
     from asyncflow.values import Value
 
 
-class Threads:
-    """Gives work to the threads of a CPU, and its results back to an executor."""
-
-    __slots__ = ("_device", "_executor", "_run")
-
-    def __init__(self, executor: Executor, device: CpuDevice, run: Scope) -> None:
-        self._executor = executor
-        self._device = device
-        self._run = run
-
-    def take(self, node: PlanNode, expected_ns: float) -> bool:
-        """Whether a firing that is expected to take so long is for them."""
-        owner = node.source.op.alone
-        if owner is not None and self._device.lanes.holds(owner):
-            return True  # other work on the state that the kernel changes is under way
-        # What nobody knows is found out on the loop where a thread might wait for itself.
-        return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(self._run.context))
-
-    def launch(self, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], size: int) -> None:
-        """Starts a firing on inputs of so many elements."""
-        assert node.kernel is not None
-        executor = self._executor
-        work: Callable[..., object] = node.kernel
-        args = tuple(inputs)
-        hold = None
-        if node.is_user:
-            hold = Hold()
-            work, args = self._run.context.copy().run, (holding, hold, work, *args)
-
-        def take(result: Value, error: BaseException | None, times: Times) -> None:
-            if executor.recorder is not None:
-                lane, queued_ns, started_ns, ended_ns, _ = times
-                status = "ok" if error is None else "error"
-                executor.recorder.firing(node, iteration, lane, started_ns, ended_ns, result, status, queued_ns)
-            if error is not None:
-                executor.kernel_failed(error, node, iteration, inputs)
-            elif not executor.stopped:
-                if hold is not None and hold.has_asked:
-                    node.cost = ON_A_THREAD
-                elif node.cost is not ON_A_THREAD:
-                    # The user's may wait for something else than the processor.
-                    node.cost.observe(size, times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
-                executor.complete(node, iteration, inputs, result)
-
-        self.submit(node, size, work, args, take)
-
-    def submit(
-        self, node: PlanNode, size: int, work: Callable[..., object], args: tuple[Value, ...], take: Callable[..., None]
-    ) -> None:
-        """Gives them work; ``take(result, error, times)`` is called at its end.
-
-        Args:
-            node: whose firing it is.
-            size: how many elements it is on.
-            work: what to call.
-            args: its arguments.
-            take: takes the outcome.
-        """
-        cost: MeasuredCost | None = node.cost
-        deliver = self._executor.expect(take)
-        try:
-            refuse_to_queue(self._run.context)
-            self._device.lanes.submit(
-                work,
-                args,
-                deliver,
-                self._run.loop,
-                expected_ns=cost.predict_ns(size) if cost is not None and cost.is_measured else None,
-                planned=node.stream,
-                owner=node.source.op.alone,
-                node=node.source,
-            )
-        except BaseException as error:
-            deliver(None, error, Times.never())
+def goes_to_a_thread(executor: Executor, node: PlanNode, expected_ns: float) -> bool:
+    """Whether a firing that is expected to take so long is not for the event loop."""
+    owner = node.source.op.alone
+    if owner is not None and cast("CpuDevice", executor.device).lanes.holds(owner):
+        return True  # other work on the state that the kernel changes is under way
+    # What nobody knows is found out on the loop where a thread might wait for itself.
+    return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(executor.run.context))
 
 
-__all__ = ["Threads"]
+def launch_on_a_thread(
+    executor: Executor, node: PlanNode, iteration: Iteration, inputs: Sequence[Value], size: int
+) -> None:
+    """Starts a firing on inputs of so many elements."""
+    assert node.kernel is not None
+    work: Callable[..., object] = node.kernel
+    args = tuple(inputs)
+    hold = None
+    if node.is_user:
+        hold = Hold()
+        work, args = executor.run.context.copy().run, (holding, hold, work, *args)
+
+    def take(result: Value, error: BaseException | None, times: Times) -> None:
+        if executor.recorder is not None:
+            lane, queued_ns, started_ns, ended_ns, _ = times
+            status = "ok" if error is None else "error"
+            executor.recorder.firing(node, iteration, lane, started_ns, ended_ns, result, status, queued_ns)
+        if error is not None:
+            executor.kernel_failed(error, node, iteration, inputs)
+        elif not executor.stopped:
+            if hold is not None and hold.has_asked:
+                node.cost = ON_A_THREAD
+            elif node.cost is not ON_A_THREAD:
+                # The user's may wait for something else than the processor.
+                node.cost.observe(size, times.ended_ns - times.started_ns if node.is_user else times.computed_ns)
+            executor.complete(node, iteration, inputs, result)
+
+    submit(executor, node, size, work, args, take)
+
+
+def submit(
+    executor: Executor,
+    node: PlanNode,
+    size: int,
+    work: Callable[..., object],
+    args: tuple[Value, ...],
+    take: Callable[..., None],
+) -> None:
+    """Gives work to a thread of a CPU; ``take(result, error, times)`` is called at its end.
+
+    Args:
+        executor: which hears of its end.
+        node: whose firing it is.
+        size: how many elements it is on.
+        work: what to call.
+        args: its arguments.
+        take: takes the outcome.
+    """
+    cost: MeasuredCost | None = node.cost
+    deliver = executor.expect(take)
+    try:
+        refuse_to_queue(executor.run.context)
+        cast("CpuDevice", executor.device).lanes.submit(
+            work,
+            args,
+            deliver,
+            executor.run.loop,
+            expected_ns=None if cost is None else cost.measured_ns(size),
+            planned=node.stream,
+            owner=node.source.op.alone,
+            node=node.source,
+        )
+    except BaseException as error:
+        deliver(None, error, Times.never())
+
+
+__all__ = ["goes_to_a_thread", "launch_on_a_thread", "submit"]
