@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.spec import Spec
     from asyncflow.state.variable import Variable
-    from asyncflow.values import Namespace, Nest
+    from asyncflow.values import Kernel, Namespace, Nest
 
 
 def _infer(*inputs: Spec, n_outputs: int) -> tuple[Spec, ...]:

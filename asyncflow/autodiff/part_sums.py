@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 _WHOLE: Key = (ELLIPSIS,)
 

@@ -9,8 +9,7 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.op import KERNELS, Op, not_differentiable, register
 
 if TYPE_CHECKING:
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Namespace, Nest
+    from asyncflow.values import Kernel, Namespace, Nest
 
 
 def _kernel(xp: Namespace) -> Kernel:

@@ -22,8 +22,8 @@ from asyncflow.ops.cost import free
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asyncflow.graph.op import HostInputs, Kernel
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.graph.op import HostInputs
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 STORE = Spec(VARIANT, ())
 """The spec of every store."""

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
-    from asyncflow.graph.op import Kernel, Op
+    from asyncflow.graph.op import Op
     from asyncflow.state.variable_state import VariableState
-    from asyncflow.values import Value
+    from asyncflow.values import Kernel, Value
 
 
 _SMALL_REGION = 64

@@ -26,8 +26,7 @@ from asyncflow.ops.searching import where
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace, Nest, Value
+    from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
     Branch = Callable[[], Nest]
 

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.dtypes import DType, DTypeLike
     from asyncflow.graph.ir import Node
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape, ShapeLike
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 ARRAY = Spec(VARIANT, ())
 """The spec of every handle."""

@@ -9,8 +9,7 @@ from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 def _spec_attr(*, spec: Spec) -> Spec:

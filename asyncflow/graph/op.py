@@ -12,13 +12,12 @@ import numpy as np
 from asyncflow.errors import GraphError
 from asyncflow.graph.ir import Node
 from asyncflow.graph.spec import Spec
-from asyncflow.values import Kernel as Kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Attrs, Tensor
-    from asyncflow.values import Namespace
+    from asyncflow.values import Kernel, Namespace
 
 
 class Access(enum.Enum):

@@ -21,9 +21,8 @@ from asyncflow.ops.statistical import mean, sum
 if TYPE_CHECKING:
     from asyncflow.graph.build import TensorLike
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.ops.axes import Axes
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 
 def _class_numbers_kernel(xp: Namespace) -> Kernel:

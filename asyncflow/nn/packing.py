@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
     from asyncflow.ops.extents import Extent
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 # -- ops -------------------------------------------------------------------------------------------------------------
 # Each is the derivative of the other. That no row is named twice makes both a plain copy; `gather` has to expect that

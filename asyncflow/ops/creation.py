@@ -35,9 +35,8 @@ from asyncflow.ops.promotion import kind_of, promote_operands, promoted_dtype, r
 if TYPE_CHECKING:
     from typing_extensions import CapsuleType
 
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Namespace
+    from asyncflow.values import Kernel, Namespace
 
 
 class SupportsDLPack(Protocol):

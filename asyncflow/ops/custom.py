@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.graph.ir import Node
-    from asyncflow.graph.op import Effects, Kernel
+    from asyncflow.graph.op import Effects
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace, Nest, Value
+    from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
 nest.register_leaf(Spec)
 

@@ -18,9 +18,8 @@ from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, temp
 from asyncflow.ops.promotion import is_weak, kind_of, promoted_dtype
 
 if TYPE_CHECKING:
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 FloatLimits: TypeAlias = "np.finfo[Any]"
 IntegerLimits: TypeAlias = "np.iinfo[Any]"

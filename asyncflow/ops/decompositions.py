@@ -29,9 +29,8 @@ from asyncflow.ops.shape import shape
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 _DTYPES = ("float32", "float64", "complex64", "complex128")
 

@@ -20,9 +20,8 @@ from asyncflow.ops.statistical import sum
 if TYPE_CHECKING:
     from asyncflow.graph.dtypes import DTypeLike
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 
 def diagonal_length(rows: int, columns: int, offset: int) -> int:

@@ -34,8 +34,7 @@ from asyncflow.ops.promotion import (
 if TYPE_CHECKING:
     from asyncflow.graph.dtypes import DType
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Namespace
+    from asyncflow.values import Kernel, Namespace
 
 # Plain Python operators on NumPy scalars give the same dtype and bits for these; for `pow` and `abs` they do not.
 ADD = ufunc_op("add", "add", operator.add)

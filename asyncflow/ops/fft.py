@@ -31,8 +31,7 @@ from asyncflow.ops.promotion import kind_of
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 Norm: TypeAlias = Literal["backward", "ortho", "forward"]
 

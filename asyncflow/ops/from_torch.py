@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from asyncflow.graph.ir import Node
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
     from asyncflow.ops.custom import Outputs
-    from asyncflow.values import Array, Nest, Value
+    from asyncflow.values import Array, Kernel, Nest, Value
 
 _KINDS = frozenset({"cpu", "cuda"})
 """PyTorch's names of kinds of devices that sessions may have."""

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 Contraction: TypeAlias = int | tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -16,7 +16,7 @@ from asyncflow.ops.promotion import binary, comparison, predicate, ufunc_op, una
 if TYPE_CHECKING:
     from types import NotImplementedType
 
-    from asyncflow.graph.op import Kernel
+    from asyncflow.values import Kernel
 
 
 def _comparison_op(name: str, scalar_kernel: Kernel) -> Op:

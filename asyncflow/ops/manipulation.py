@@ -25,8 +25,7 @@ from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_ki
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 Dims: TypeAlias = tuple[int | None, ...]
 

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 def _wide(function: Callable[..., Any]) -> Kernel:

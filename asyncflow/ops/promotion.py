@@ -24,7 +24,7 @@ from asyncflow.graph.spec import Spec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from asyncflow.graph.op import Kernel
+    from asyncflow.values import Kernel
 
 WeakScalar: TypeAlias = bool | int | float | complex
 

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 _WORD = 2**64 - 1
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 # -- extremes --------------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,8 @@ from asyncflow.ops.promotion import require_kind
 from asyncflow.ops.shape import shape
 
 if TYPE_CHECKING:
-    from asyncflow.graph.op import Kernel
     from asyncflow.ops.extents import ExtentsLike
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 
 def _segment_ids_spec(segment_ids: Spec, x: Spec) -> Spec:

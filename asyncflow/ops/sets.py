@@ -16,8 +16,7 @@ from asyncflow.ops.cost import sorting
 from asyncflow.ops.promotion import require_kind
 
 if TYPE_CHECKING:
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 
 class UniqueAll(NamedTuple):

@@ -17,8 +17,7 @@ from asyncflow.ops.cost import free
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Namespace
+    from asyncflow.values import Kernel, Namespace
 
 
 def _shape_kernel(xp: Namespace) -> Kernel:

@@ -18,8 +18,7 @@ from asyncflow.ops.promotion import require_kind
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 def _sort_spec(x: Spec, *, axis: int, descending: bool, stable: bool) -> Spec:

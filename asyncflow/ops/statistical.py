@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.dtypes import DTypeLike
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 # -- sums and products -----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.graph.op import Kernel
+    from asyncflow.values import Kernel
 
 
 class LineStep(NamedTuple):

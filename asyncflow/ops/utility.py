@@ -18,8 +18,7 @@ from asyncflow.ops.statistical import method_reduction
 
 if TYPE_CHECKING:
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Namespace
+    from asyncflow.values import Kernel, Namespace
 
 
 def _test_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 
 def _window_spec(x: Spec, *starts: Spec, sizes: tuple[int, ...]) -> Spec:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Namespace, Value
+    from asyncflow.values import Kernel, Namespace, Value
 
 
 def check_pure(body: Subgraph, label: str) -> None:

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 
 class Variable(Resource, Operators):

@@ -32,11 +32,10 @@ from asyncflow.state.immutable import immutable
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.resource import Resource
     from asyncflow.graph.spec import Spec
     from asyncflow.state.held import Holder
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 MOST_RACES = 32
 """After so many writes of others in between, a write has these wait: elsewhere they may always be faster."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.spec import Spec
+    from asyncflow.values import Kernel
 
 MS = 1e6
 """ns."""

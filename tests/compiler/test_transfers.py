@@ -14,7 +14,7 @@ from asyncflow.testing import virtual_clock
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asyncflow.graph.op import Kernel
+    from asyncflow.values import Kernel
 
 DEVICES = ["cpu:0", "cpu:1"]
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TypeAlias
 
-    from asyncflow.graph.op import Kernel
+    from asyncflow.values import Kernel
 
     Evaluate: TypeAlias = Callable[..., Any]
 

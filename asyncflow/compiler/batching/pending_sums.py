@@ -25,9 +25,8 @@ from asyncflow.ops.cost import elements, free
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 _ENOUGH_ROWS = 1024

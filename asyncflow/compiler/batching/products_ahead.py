@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.dtypes import DType
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 ENOUGH_ROWS = 4096

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.batching.batch_rows import Classes
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.structured import WhileNode
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 def take_apart(loop: WhileNode) -> list[Node]:

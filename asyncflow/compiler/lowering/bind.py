@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Namespace, Value
+    from asyncflow.values import Kernel, Namespace, Value
 
 
 @dataclass(frozen=True, slots=True)

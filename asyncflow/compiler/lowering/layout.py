@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.regions.region_code import RegionCode
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Value
+    from asyncflow.values import Kernel, Value
 
 
 def build_partition(

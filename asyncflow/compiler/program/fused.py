@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from asyncflow.graph.ir import Attrs, Node
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Namespace, Value
+    from asyncflow.values import Kernel, Namespace, Value
 
 _OPTIONS = ("--fmad=false",)
 

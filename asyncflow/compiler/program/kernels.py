@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from asyncflow.control.array_value import ArrayValue
     from asyncflow.devices.protocol import ArraySpec, AsynchronousDevice, Shape
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 Resolve: TypeAlias = Callable[[Resource], Any]
 """Gives the state a session keeps for a resource."""

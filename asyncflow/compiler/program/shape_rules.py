@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Attrs, Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Array, Namespace, Value
+    from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 @dataclass(frozen=True, slots=True)

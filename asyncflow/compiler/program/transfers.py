@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncflow.graph.dtypes import float32, uint16
-from asyncflow.graph.op import OPAQUE, Kernel, Op
+from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.graph.spec import Spec
+from asyncflow.values import Kernel
 
 if TYPE_CHECKING:
     from asyncflow.values import Namespace, Value

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.spec import Spec
+    from asyncflow.values import Kernel
 
 
 def dead_values(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> dict[int, list[Tensor]]:

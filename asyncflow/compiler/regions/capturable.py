@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Namespace
+    from asyncflow.values import Kernel, Namespace
 
 _COPIES_A_LAUNCH = 2
 """Launching a kernel from Python takes about as long as copying so many arrays in or out of a graph's buffers."""

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Value
+    from asyncflow.values import Kernel, Value
 
 _INFIX: dict[Callable[..., object], str] = {
     operator.add: "{} + {}",

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from asyncflow.devices.decisions import Body, Condition
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.structured import StructuredNode
-    from asyncflow.values import Value
+    from asyncflow.values import Kernel, Value
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import AsynchronousDevice
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Namespace
+    from asyncflow.values import Kernel, Namespace
 
 
 def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = True) -> set[Tensor]:

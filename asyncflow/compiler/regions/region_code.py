@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Node
-    from asyncflow.graph.op import Kernel
-    from asyncflow.values import Value
+    from asyncflow.values import Kernel, Value
 
 _MOST_NAMES = 3
 """A label names so many scopes, those of most nodes first."""

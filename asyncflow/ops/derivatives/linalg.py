@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from asyncflow.graph.ir import Attrs, Node, Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 # -- transposes that find out at run time how their operands are shaped ----------------------------------------------
 

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace
+    from asyncflow.values import Array, Kernel, Namespace
 
 
 def _recurrence_spec(x: Spec, factors: Spec, *, axis: int, reverse: bool) -> Spec:

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Kernel
     from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Index, Namespace
+    from asyncflow.values import Array, Index, Kernel, Namespace
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import numpy as np
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import reopened
-from asyncflow.graph.op import KERNELS, OPAQUE, Kernel, Memory, Op, Traits, derivative, inputs_from, register
+from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Op, Traits, derivative, inputs_from, register
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape, merge
 from asyncflow.graph.spec import Spec
@@ -18,6 +18,7 @@ from asyncflow.ops.creation import zeros
 from asyncflow.ops.datatypes import broadcast_to
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.shape import shape
+from asyncflow.values import Kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
