@@ -1,4 +1,4 @@
-"""What goes to another process by `pickle`, and what says why it does not.
+"""Rules of `pickle`: some objects go to another process, others say why they do not.
 
 Errors do: a process pool must not break because one of its tasks failed. Graphs and what belongs to them do not, as
 they hold functions; they say what to send in their place.

@@ -17,7 +17,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array of NumPy's, or a scalar of its, or an array of CuPy's: kernels use what all of them have."""
 
 Value: TypeAlias = object
-"""What flows along an edge: an `Array`, or what only some ops understand, such as the store behind a TensorArray."""
+"""A value on an edge: an `Array`, or what only some ops understand, such as the store behind a TensorArray."""
 
 Nest: TypeAlias = Any
 """A value, or a nest of values, whose structure the user's code decides: what loops, branches and runs give back.
@@ -27,7 +27,7 @@ Type checkers cannot know that structure; where one can follow it, as in `while_
 
 
 Index: TypeAlias = Any
-"""What stands between the brackets of an array, or one item of it; NumPy's own type for that is private."""
+"""The index between the brackets of an array, or one item of it; NumPy's own type for that is private."""
 
 
 Kernel: TypeAlias = Callable[..., Any]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from asyncflow.state.variable import Variable
 
 
-class _Sum(Protocol):
+class _GradientSum(Protocol):
     """A loop variable of a gradient loop."""
 
     @property
@@ -66,11 +66,11 @@ class LoopSums:
     def __init__(self, body: GradientBody) -> None:
         self.body = body
         self.parameters: list[Tensor] = []
-        self._sums: list[tuple[Tensor | Variable, _Sum]] = []
+        self._sums: list[tuple[Tensor | Variable, _GradientSum]] = []
 
     def add(self, target: Tensor | Variable, grads: Sequence[Tensor]) -> None:
         """Adds what reaches `target`, from outside the loop, in an iteration; the body is the current graph."""
-        kinds: dict[Hashable, tuple[_Sum, list[Tensor]]] = {}
+        kinds: dict[Hashable, tuple[_GradientSum, list[Tensor]]] = {}
         for grad in grads:
             key, kind = self._kind(target, grad)
             kinds.setdefault(key, (kind, []))[1].append(grad)
@@ -89,7 +89,7 @@ class LoopSums:
         """The gradients of the targets: for each any number of them, which add up."""
         return [(target, kind.finished(output)) for (target, kind), output in zip(self._sums, outputs, strict=True)]
 
-    def _kind(self, target: Tensor | Variable, grad: Tensor) -> tuple[Hashable, _Sum]:
+    def _kind(self, target: Tensor | Variable, grad: Tensor) -> tuple[Hashable, _GradientSum]:
         """The way to sum up `grad` and those of equal key."""
         node = grad.node
         if node.op is SCATTER_TO and len(node.attrs["keys"]) == 1:
@@ -97,8 +97,8 @@ class LoopSums:
             ((value, indices),) = parts_of(node.inputs, node.attrs["keys"])
             outer = self._outside(indices)
             if outer is not None and is_static(value.shape):
-                return ("part", key, *map(id, outer)), _Part(target, node, outer)
-        return ("parts", _Parts(target)) if are_parts(grad, target.spec.shape) else ("whole", _Whole(target))
+                return ("part", key, *map(id, outer)), _KeySum(target, node, outer)
+        return ("parts", _Parts(target)) if are_parts(grad, target.spec.shape) else ("whole", _WholeSum(target))
 
     def _outside(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """Values of the body that are the same in all iterations, as they are outside; None if one is not."""
@@ -108,7 +108,7 @@ class LoopSums:
         return [captured.get(tensor, tensor) for tensor in tensors]
 
 
-class _Whole:
+class _WholeSum:
     """A sum of the shape of the whole."""
 
     def __init__(self, target: Tensor | Variable) -> None:
@@ -128,7 +128,7 @@ class _Whole:
         return output
 
 
-class _Part:
+class _KeySum:
     """A sum of what reaches ``target[key]``, the same in all iterations."""
 
     def __init__(self, target: Tensor | Variable, node: Node, indices: Sequence[Tensor]) -> None:

@@ -54,7 +54,7 @@ _FEW = 4
 """Parts that are known to be more than this part of the whole are added up as wholes."""
 
 
-class _Place:
+class _PartPlace:
     """The place that parts of one key go to, for one node."""
 
     __slots__ = ("_add", "_is_rows", "_xp")
@@ -83,12 +83,12 @@ def _rank(rows: Array) -> int | None:
     return None if rows.dtype.kind == "b" else rows.ndim
 
 
-_Part: TypeAlias = "tuple[_Place | None, Array, Sequence[Array]]"
+_Part: TypeAlias = "tuple[_PartPlace | None, Array, Sequence[Array]]"
 """The place it goes to, None for the whole; values; and the tensors in the key."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class _PartedValue:
     """The value that the parts are parts of."""
 
     xp: Namespace
@@ -102,7 +102,7 @@ class _Whole:
         if place is None and not rest:
             return values
         result = self.xp.array(values) if place is None else self.xp.zeros(self.extents, self.dtype)
-        alike: dict[_Place | None, list[_Part]] = {}
+        alike: dict[_PartPlace | None, list[_Part]] = {}
         for part in rest if place is None else parts:
             alike.setdefault(part[0], []).append(part)
         for place, group in alike.items():
@@ -137,14 +137,14 @@ class PartSum(StoreVersion[_Part]):
 
     __slots__ = ("_total", "size", "whole")
 
-    def __init__(self, whole: _Whole, log: StoreLog[_Part], length: int, nbytes: int, size: int) -> None:
+    def __init__(self, whole: _PartedValue, log: StoreLog[_Part], length: int, nbytes: int, size: int) -> None:
         super().__init__(log, length, nbytes)
         self.whole = whole
         self.size = size
         self._total: Array | None = None
 
     @classmethod
-    def of(cls, whole: _Whole, parts: Sequence[_Part]) -> PartSum:
+    def of(cls, whole: _PartedValue, parts: Sequence[_Part]) -> PartSum:
         """One with these parts alone, added up if they are as large as the whole."""
         size = sum(values.size + _ENTRY for _, values, _ in parts)
         if size >= whole.size:
@@ -180,7 +180,7 @@ class PartSum(StoreVersion[_Part]):
 
 
 def _add_kernel(xp: Namespace, *, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Kernel:
-    places, read = [None if key == _WHOLE else _Place(xp, key) for key in keys], shape_reader(shape)
+    places, read = [None if key == _WHOLE else _PartPlace(xp, key) for key in keys], shape_reader(shape)
     place, n_indices = places[0], index_count(keys[0])
 
     def add(total: PartSum, *inputs: Array) -> PartSum:
@@ -192,7 +192,7 @@ def _add_kernel(xp: Namespace, *, keys: tuple[Key, ...], shape: Shape, known: Sh
             grown: PartSum = total.with_parts(parts)
             return grown
         extents = read(sizes_of(inputs, shape))
-        return PartSum.of(_Whole(xp, extents, inputs[0].dtype, prod(extents)), parts)
+        return PartSum.of(_PartedValue(xp, extents, inputs[0].dtype, prod(extents)), parts)
 
     return add
 

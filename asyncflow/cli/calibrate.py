@@ -34,7 +34,7 @@ _MACHINE = "2 x h100, nvlink4"
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class HostProgram:
     """Something that keeps the host busy.
 
     Attributes:
@@ -114,7 +114,7 @@ def format_costs(measured: list[Measured], card: str) -> str:
 # -- measuring ---------------------------------------------------------------------------------------------------
 
 
-def _counts(program: Program) -> Mapping[Call, int]:
+def _counts(program: HostProgram) -> Mapping[Call, int]:
     """Counts of the host's work in one go of a program, once warm."""
     if program.calls is not None:
         return program.calls
@@ -132,11 +132,11 @@ def _counts(program: Program) -> Mapping[Call, int]:
         return clock.run(main())
 
 
-async def _timed(programs: list[Program], batch_s: float, batches: int) -> list[float]:
+async def _timed(programs: list[HostProgram], batch_s: float, batches: int) -> list[float]:
     return [await _seconds(program, batch_s, batches) for program in programs]
 
 
-async def _seconds(program: Program, batch_s: float, batches: int) -> float:
+async def _seconds(program: HostProgram, batch_s: float, batches: int) -> float:
     """The processor's time of one go, undisturbed."""
     best = float("inf")
     async with af.Session(program.graph, **program.options) as session:
@@ -172,25 +172,27 @@ def _chain(x: af.Tensor, w: af.Tensor, length: int) -> af.Tensor:
     return x
 
 
-def _run(kind: str, name: str, fetches: Any, feeds: dict[af.Tensor, Any], devices: int = 1, **options: Any) -> Program:
+def _run(
+    kind: str, name: str, fetches: Any, feeds: dict[af.Tensor, Any], devices: int = 1, **options: Any
+) -> HostProgram:
     names = [f"{kind}:{index}" for index in range(devices)]
     graph = next(iter(feeds)).graph
-    return Program(name, graph, lambda session: session.run(fetches, feeds), {"devices": names, **options})
+    return HostProgram(name, graph, lambda session: session.run(fetches, feeds), {"devices": names, **options})
 
 
-def _launches(kind: str, size: int) -> Program:
+def _launches(kind: str, size: int) -> HostProgram:
     with af.Graph():
         x, feeds = _fed()
         return _run(kind, f"{5 * size} launches", _chain(x, _matrix(), size), feeds)
 
 
-def _nodes(kind: str, size: int) -> Program:
+def _nodes(kind: str, size: int) -> HostProgram:
     with af.Graph():
         x, feeds = _fed()
         return _run(kind, f"{5 * size} launches, interpreted", _chain(x, _matrix(), size), feeds, regions=False)
 
 
-def _views(kind: str, size: int) -> Program:
+def _views(kind: str, size: int) -> HostProgram:
     with af.Graph():
         x, feeds = _fed()
         w = _matrix()
@@ -202,7 +204,7 @@ def _views(kind: str, size: int) -> Program:
         return _run(kind, f"{2 * size} views", x, feeds)
 
 
-def _steps(kind: str, size: int) -> Program:
+def _steps(kind: str, size: int) -> HostProgram:
     with af.Graph():
         x, feeds = _fed()
         _, y = af.while_loop(
@@ -211,7 +213,7 @@ def _steps(kind: str, size: int) -> Program:
         return _run(kind, f"{10 * size} iterations, nothing launched", y @ x, feeds)
 
 
-def _primitives(kind: str, size: int) -> Program:
+def _primitives(kind: str, size: int) -> HostProgram:
     with af.Graph():
         x, feeds = _fed()
         start = (np.int32(0), *[x] * size)
@@ -219,7 +221,7 @@ def _primitives(kind: str, size: int) -> Program:
         return _run(kind, f"20 iterations, {size} variables", out[1], feeds, regions=False)
 
 
-def _events(kind: str, size: int) -> Program:
+def _events(kind: str, size: int) -> HostProgram:
     with af.Graph() as graph:
         _fed()
 
@@ -228,10 +230,10 @@ def _events(kind: str, size: int) -> Program:
             for _ in range(10 * size):
                 device.d2h.wait(device.compute.record())
 
-    return Program(f"{10 * size} events", graph, work, {"devices": [f"{kind}:0"]}, {"event": 10 * size})
+    return HostProgram(f"{10 * size} events", graph, work, {"devices": [f"{kind}:0"]}, {"event": 10 * size})
 
 
-def _feeds(kind: str, size: int) -> Program:
+def _feeds(kind: str, size: int) -> HostProgram:
     with af.Graph():
         fed = [_fed() for _ in range(size)]
         total = fed[0][0]
@@ -240,7 +242,7 @@ def _feeds(kind: str, size: int) -> Program:
         return _run(kind, f"{size} feeds", total, {x: value for _, feeds in fed for x, value in feeds.items()})
 
 
-def _fetches(kind: str, size: int) -> Program:
+def _fetches(kind: str, size: int) -> HostProgram:
     with af.Graph():
         x, feeds = _fed()
         w, found = _matrix(), []
@@ -250,7 +252,7 @@ def _fetches(kind: str, size: int) -> Program:
         return _run(kind, f"{size} fetches", found, feeds)
 
 
-def _hops(kind: str, size: int) -> Program:
+def _hops(kind: str, size: int) -> HostProgram:
     with af.Graph():
         x, feeds = _fed()
         w = _matrix()
@@ -260,7 +262,7 @@ def _hops(kind: str, size: int) -> Program:
         return _run(kind, f"{size} copies between devices", x, feeds, devices=2)
 
 
-def _cut_loop(kind: str, size: int) -> Program:
+def _cut_loop(kind: str, size: int) -> HostProgram:
     with af.Graph():
         x, feeds = _fed()
         w = _matrix()
@@ -277,7 +279,7 @@ def _cut_loop(kind: str, size: int) -> Program:
         return _run(kind, f"{size} iterations over 2 devices", out[-1], feeds, devices=2)
 
 
-def _training(kind: str, size: int) -> Program:
+def _training(kind: str, size: int) -> HostProgram:
     with af.Graph():
         x, feeds = _fed()
         w = af.Variable(np.eye(_SIZE, dtype=np.float32))
@@ -289,7 +291,7 @@ def _training(kind: str, size: int) -> Program:
         return _run(kind, f"{size} iterations, forward and backward", af.group(w.assign_sub(slope)), feeds)
 
 
-def _runs(kind: str, size: int) -> Program:
+def _runs(kind: str, size: int) -> HostProgram:
     with af.Graph() as graph:
         x, feeds = _fed()
         y = x @ x @ x
@@ -298,10 +300,10 @@ def _runs(kind: str, size: int) -> Program:
             for _ in range(size):
                 await session.run(y, feeds)
 
-    return Program(f"{size} runs", graph, work, {"devices": [f"{kind}:0"]})
+    return HostProgram(f"{size} runs", graph, work, {"devices": [f"{kind}:0"]})
 
 
-def _graphs(kind: str, size: int) -> Program:
+def _graphs(kind: str, size: int) -> HostProgram:
     with af.Graph():
         x, feeds = _fed()
         for index in range(size):
@@ -311,7 +313,7 @@ def _graphs(kind: str, size: int) -> Program:
         return _run(kind, f"{size} CUDA graphs", x, feeds, devices=2, cuda_graphs=True)
 
 
-def _buffers(kind: str, size: int) -> Program:
+def _buffers(kind: str, size: int) -> HostProgram:
     with af.Graph():
         x, feeds = _fed()
         y = x

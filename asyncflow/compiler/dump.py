@@ -1,4 +1,4 @@
-"""What passes change, as text, for those who want to know: ``Session(dump=...)`` and ``asyncflow explain``.
+"""The changes of passes, as text, for those who want to know: ``Session(dump=...)`` and ``asyncflow explain``.
 
 A change is a unified diff of the program before and after the pass, as `print_graph` writes it, but for what has no
 text form: a region stands with its nodes under it, and a node on another stream than the first with its stream.
@@ -42,7 +42,7 @@ def listening(tell: Tell) -> Iterator[None]:
 
 
 def start_dump(program: Program, asked: bool | str | Tell) -> Dump | None:
-    """What tells of the changes of a program, if somebody wants to know: a listener, or the session has `asked`."""
+    """A witness of the changes of a program, if somebody wants to know: a listener, or the session has `asked`."""
     tells = list(_listeners)
     if callable(asked):
         tells.append(asked)

@@ -67,7 +67,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What passes are told besides the program; all plans of a session share it, but for the costs.
+    """The setting in which passes run, besides the program; all plans of a session share it, but for the costs.
 
     Attributes:
         devices: those of the session, the preferred one first.

@@ -66,7 +66,7 @@ def map_fn(
     """
     check_parallel_iterations(parallel_iterations)
     with graph_for(*nest.flatten(elems)[0]) as graph:
-        rows = _Rows("map_fn", elems)
+        rows = _RowOrder("map_fn", elems)
         fn = user_function(fn, "fn of map_fn", 1, f"one row, {nest.describe(rows.structure)}")
         loop = _MapLoop(graph, graph.unique_name("map" if name is None else name))
         structure = loop.trace(fn, rows)
@@ -106,7 +106,7 @@ def scan(
     <Tensor tensor_array_stack:0 float64[5,3]>
     """
     with graph_for(*nest.flatten((elems, initializer))[0]):
-        rows = _Rows("scan", elems, reverse=reverse)
+        rows = _RowOrder("scan", elems, reverse=reverse)
         state, first = rows.start(initializer)
         fn = state.function(fn, rows)
         arrays = [TensorArray(x.dtype, rows.count, element_shape=x.shape) for x in state.initial]
@@ -174,7 +174,7 @@ def _fold(
     name: str | None,
 ) -> Nest:
     with graph_for(*nest.flatten((elems, initializer))[0]):
-        rows = _Rows(what, elems, reverse=what == "foldr")
+        rows = _RowOrder(what, elems, reverse=what == "foldr")
         state, first = rows.start(initializer)
         fn = state.function(fn, rows)
         _, values = while_loop(
@@ -187,7 +187,7 @@ def _fold(
         return state.structure.unflatten(values)
 
 
-class _Rows:
+class _RowOrder:
     """The rows to go over, and the order to go in."""
 
     def __init__(self, what: str, elems: Nest, *, reverse: bool = False) -> None:
@@ -252,7 +252,7 @@ class _State:
         if not self.initial:
             raise GraphError(f"the initializer of {what} has no values: {initial!r}")
 
-    def function(self, fn: Callable[[Nest, Nest], Nest], rows: _Rows) -> Callable[..., Nest]:
+    def function(self, fn: Callable[[Nest, Nest], Nest], rows: _RowOrder) -> Callable[..., Nest]:
         """`fn`, which takes the state and a row."""
         arguments = f"the state, {nest.describe(self.structure)}, and one row, {nest.describe(rows.structure)}"
         return user_function(fn, f"fn of {self.what}", 2, arguments)
@@ -296,7 +296,7 @@ class _MapLoop:
         self.body = Subgraph(graph, f"{label}/body")
         self.kinds: list[ArrayKind] = []
 
-    def trace(self, fn: Callable[[Nest], Nest], rows: _Rows) -> nest.Structure:
+    def trace(self, fn: Callable[[Nest], Nest], rows: _RowOrder) -> nest.Structure:
         """Builds the body; gives the nest that `fn` returns."""
         body = self.body
         count = body.add_input(_COUNTER, "var")
@@ -324,7 +324,7 @@ class _MapLoop:
                     f"{path} of map_fn is a TensorArray, and arrays cannot be stacked; return array.stack() instead"
                 )
 
-    def build(self, rows: _Rows, parallel_iterations: int) -> list[Tensor]:
+    def build(self, rows: _RowOrder, parallel_iterations: int) -> list[Tensor]:
         """Adds the loop; gives the stacked results."""
         arrays = [TensorArray(kind.dtype, rows.count, element_shape=kind.element_shape) for kind in self.kinds]
         specs = (_COUNTER, *(ARRAY for _ in arrays))

@@ -38,11 +38,11 @@ Graph = TypeVar("Graph")
 
 
 class NotCapturableError(Exception):
-    """What was to be captured does something that a graph cannot hold."""
+    """Something to be captured does what a graph cannot hold."""
 
 
 def host_key(value: Value) -> Hashable:
-    """What tells a host value from others, to the bit; None if it cannot be told."""
+    """The key that tells a host value from others, to the bit; None if it cannot be told."""
     if isinstance(value, np.generic):
         return value.dtype, value.tobytes()
     if isinstance(value, np.ndarray):

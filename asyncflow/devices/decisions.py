@@ -86,7 +86,7 @@ def decisions(function: Kernel, arguments: Sequence[Value]) -> Generator[Decisio
 
 
 def advance(running: Generator[Decision, Any, Any], results: Sequence[Value] | None) -> Decision | Ended:
-    """What a generator wants decided next, once it has the results of its last decision; None to start it."""
+    """The decision that a generator wants next, once it has the results of its last decision; None to start it."""
     try:
         return running.send(results)
     except StopIteration as stop:

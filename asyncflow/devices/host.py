@@ -22,7 +22,7 @@ LAUNCHES: Final[tuple[Launches, ...]] = get_args(Launches)
 Call: TypeAlias = Literal[
     "run", "node", "primitive", "step", "view", "region", "launch", "graph", "buffer", "copy", "event", "delivery"
 ]
-"""What a host does, by the name of its cost."""
+"""The work of a host, by the name of its cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

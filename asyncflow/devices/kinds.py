@@ -35,12 +35,12 @@ class DeviceDescription:
     """Such as ``cpu:0``; a kind alone where there is none of it."""
     available: bool
     detail: str
-    """What it is; where it is not available, why."""
+    """The device in words; where it is not available, why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """What a session wants of the devices that it opens.
+    """The wishes of a session for the devices that it opens.
 
     Attributes:
         memory_limit: bytes that each may hold; None for what there is.

@@ -1,4 +1,4 @@
-"""What every kind of device repeats: its name, its streams, how it ends, how it describes itself."""
+"""The base of every kind of device: its name, its streams, how it ends, how it describes itself."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class LogicalDevice(Generic[AnyStream]):
 
     @property
     def what(self) -> str:
-        """What it is, in a few words for people."""
+        """A few words for people about the device."""
         return self.kind
 
     def check_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:

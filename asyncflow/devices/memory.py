@@ -48,7 +48,7 @@ class Held(Protocol):
     entry_nbytes: int
 
     def since(self, count: int) -> Sequence[object]:
-        """What was put in behind the first `count` values; None for one that is not there, or in one of `buffers`."""
+        """The values put in behind the first `count` values; None for one that is not there, or in one of `buffers`."""
         ...
 
     def buffers(self) -> Sequence[Buffer]:
@@ -61,7 +61,7 @@ class LiveBuffer(NamedTuple):
 
     nbytes: int
     label: str
-    """What was said when it was tracked: the name of the node that made it."""
+    """The label given when it was tracked: the name of the node that made it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,7 +365,7 @@ class _Watch(weakref.ref[object]):
 
 
 def _small_nbytes(value: object) -> int:
-    """What a value in a store takes, but for buffers that count by themselves."""
+    """The bytes that a value in a store takes, but for buffers that count by themselves."""
     if isinstance(value, np.generic):
         return getsizeof(value)
     if not isinstance(value, np.ndarray):

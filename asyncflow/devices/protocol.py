@@ -1,4 +1,4 @@
-"""What every kind of device offers: streams for its work, an account of its memory, an array namespace."""
+"""The interface of every kind of device: streams for its work, an account of its memory, an array namespace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ArraySpec: TypeAlias = tuple["np.dtype[Any]", Shape]
 
 @dataclass(frozen=True, slots=True)
 class KernelRecipe:
-    """What a kernel is made of, for a device that makes it elsewhere: in another process, or by another compiler.
+    """The parts of a kernel, for a device that makes it elsewhere: in another process, or by another compiler.
 
     Attributes:
         op: the name of the op, for `asyncflow.graph.op.find_op`.
@@ -119,7 +119,7 @@ def is_coroutine_kernel(kernel: object) -> bool:
 
 
 Spans: TypeAlias = list[Any]
-"""What a device notes of the work that it launches; only it knows what a note is, and `settle` reads them."""
+"""The notes of a device about the work that it launches; only it knows what a note is, and `settle` reads them."""
 
 Placed: TypeAlias = Any
 """A value where a device keeps it: a `DeviceValue`, a number of the host, or what only kernels understand."""
@@ -130,7 +130,7 @@ Mark: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a device can do, for whoever plans for it: nobody else looks at its kind.
+    """The abilities of a device, for whoever plans for it: nobody else looks at its kind.
 
     Attributes:
         own_memory: its arrays are in a memory that neither the host nor another device looks into: what it computes
@@ -174,7 +174,7 @@ class Device(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """Its abilities."""
         ...
 
     @property
@@ -331,7 +331,7 @@ class AsynchronousDevice(Device, Protocol):
         ...
 
     def resident(self, constant: Value, stream: int) -> Placed:
-        """What regions on one of the compute streams use for such a value; only for a device that `runs_regions`."""
+        """The form of such a value in regions of one compute stream; only for a device that `runs_regions`."""
         ...
 
     def feed(self, value: Value, deliver: Deliver) -> None:
@@ -398,7 +398,7 @@ class AsynchronousDevice(Device, Protocol):
 
 @contextmanager
 def recording(device: AsynchronousDevice, spans: Spans | None) -> Iterator[None]:
-    """What is launched inside, and nothing else, goes to `spans`; see `AsynchronousDevice.record_into`."""
+    """Record what is launched inside, and nothing else, in `spans`; see `AsynchronousDevice.record_into`."""
     before = device.record_into(spans)
     try:
         yield

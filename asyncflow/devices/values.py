@@ -1,4 +1,4 @@
-"""What the values of asynchronous devices have in common, and which values of the host such a device leaves there."""
+"""The common base of values of asynchronous devices, and which values of the host such a device leaves there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DType: TypeAlias = "np.dtype[Any]"
 
 
 class DeviceValue:
-    """What is on a device, and valid in the order of its streams; anything else is a *host value*.
+    """A value on a device, valid in the order of its streams; anything else is a *host value*.
 
     It is no `abc.ABC`, whose `isinstance` is slower: every launch asks what its arguments are.
     """
@@ -88,7 +88,7 @@ class DeviceArray(DeviceValue):
 
     @abstractmethod
     def _unseen(self, who: str) -> Exception:
-        """What to raise where `who` reads it on the host."""
+        """The error to raise where `who` reads it on the host."""
 
 
 def is_array(value: object) -> bool:

@@ -28,7 +28,7 @@ class Access(enum.Enum):
 
 
 class Memory(enum.Enum):
-    """What a kernel does with the memory of its inputs."""
+    """How a kernel treats the memory of its inputs."""
 
     NEW = "results are in memory of their own, and no input is kept, so that its buffer may be written again"
     VIEW = "the result may look into the memory of the first input, and nothing else of the inputs is kept"
@@ -40,7 +40,7 @@ class Memory(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What passes ask an op; each is answered for every op, as a fact that is forgotten would only make it slow.
+    """Answers of an op to passes; each is answered for every op, as a fact that is forgotten would only make it slow.
 
     Attributes:
         memory: what kernels do with it.

@@ -91,7 +91,7 @@ def dynamic_rnn(
         )
         cell = user_function(cell, "cell of dynamic_rnn", 2, arguments)
         packed = None if lengths is None else packing(lengths, sequences.steps, sequences.batch)
-        loop = _Loop(graph, graph.unique_name("rnn" if name is None else name), sequences, packed)
+        loop = _RnnLoop(graph, graph.unique_name("rnn" if name is None else name), sequences, packed)
         structure = loop.trace(cell)
         outputs, state = loop.build(parallel_iterations, swap_memory)
         return structure.unflatten(outputs), sequences.state_structure.unflatten(state)
@@ -131,7 +131,7 @@ class _Sequences:
         return next((extent for extent in extents if isinstance(extent, int)), extents[0])
 
 
-class _Loop:
+class _RnnLoop:
     """The loop of a `dynamic_rnn`, built body first: only the cell tells how many outputs there are.
 
     Loop variables are a counter, the state, an array for each output and, if sequences end before others, an array for

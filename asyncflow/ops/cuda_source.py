@@ -82,7 +82,7 @@ def rounded(text: str, dtype: DType) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loop:
+class _UfuncLoop:
     """The dtype that a ufunc computes in."""
 
     dtype: DType
@@ -191,7 +191,7 @@ def _write(ufunc: np.ufunc, writer: Writer, inputs: Sequence[DType], operands: S
     if len(wanted) == 2 and wanted[0] != wanted[1]:
         return _COMPARISONS[ufunc.__name__](wanted, operands) if ufunc.__name__ in _COMPARISONS else None
     converted = [convert(text, have, want) for text, have, want in zip(operands, inputs, wanted, strict=True)]
-    text = writer(_Loop(wanted[0]), *converted)
+    text = writer(_UfuncLoop(wanted[0]), *converted)
     return None if text is None else rounded(text, result)
 
 
@@ -208,7 +208,7 @@ def _ufunc(op: Op, writer: Writer) -> None:
 
 
 def _arithmetic(sign: str, of_booleans: str) -> Writer:
-    def write(loop: _Loop, a: str, b: str) -> str:
+    def write(loop: _UfuncLoop, a: str, b: str) -> str:
         if loop.kind == "b":
             return f"{a} {of_booleans} {b}"
         if loop.kind in "iu":
@@ -244,14 +244,14 @@ _SIGNS = {"equal": "==", "not_equal": "!=", "less": "<", "less_equal": "<=", "gr
 _COMPARISONS = {name: _compared_exactly(sign) for name, sign in _SIGNS.items()}
 
 
-def _divide(loop: _Loop, a: str, b: str) -> str:
+def _divide(loop: _UfuncLoop, a: str, b: str) -> str:
     return f"{a} / {b}"
 
 
 def _integer_or_float(name: str, sign: str) -> Writer:
     """Division with remainder."""
 
-    def write(loop: _Loop, a: str, b: str) -> str:
+    def write(loop: _UfuncLoop, a: str, b: str) -> str:
         if loop.kind == "u":
             return loop.wrap(f"{b} == 0 ? 0 : {a} {sign} {b}")
         if loop.kind == "i":
@@ -261,7 +261,7 @@ def _integer_or_float(name: str, sign: str) -> Writer:
     return write
 
 
-def _power(loop: _Loop, a: str, b: str) -> str:
+def _power(loop: _UfuncLoop, a: str, b: str) -> str:
     if loop.kind in "iu":
         return f"asyncflow_integer_power<{loop.type}, {loop.unsigned}>({a}, {b})"
     return f"pow{loop.suffix}({a}, {b})"
@@ -280,35 +280,35 @@ def _rounding(name: str) -> Writer:
     return lambda loop, a: a if loop.kind in "biu" else f"{name}{loop.suffix}({a})"
 
 
-def _next_after(loop: _Loop, a: str, b: str) -> str | None:
+def _next_after(loop: _UfuncLoop, a: str, b: str) -> str | None:
     # The neighbours of a half are not those of the float that holds it.
     return None if loop.dtype.name in HALVES else f"nextafter{loop.suffix}({a}, {b})"
 
 
-def _same(loop: _Loop, a: str) -> str:
+def _same(loop: _UfuncLoop, a: str) -> str:
     return a
 
 
-def _absolute(loop: _Loop, a: str) -> str:
+def _absolute(loop: _UfuncLoop, a: str) -> str:
     if loop.kind in ("b", "u"):
         return a
     return f"({a} < 0 ? {_negative(loop, a)} : {a})" if loop.kind == "i" else f"fabs{loop.suffix}({a})"
 
 
-def _negative(loop: _Loop, a: str) -> str:
+def _negative(loop: _UfuncLoop, a: str) -> str:
     return f"-{a}" if loop.kind == "f" else loop.wrap(f"0u - {loop.bits(a)}")
 
 
-def _reciprocal(loop: _Loop, a: str) -> str:
+def _reciprocal(loop: _UfuncLoop, a: str) -> str:
     return f"{loop.number(1)} / {a}" if loop.kind == "f" else loop.wrap(f"{a} == 0 ? 0 : 1 / {a}")
 
 
-def _sign(loop: _Loop, a: str) -> str:
+def _sign(loop: _UfuncLoop, a: str) -> str:
     sign = loop.wrap(f"({a} > 0) - ({a} < 0)")
     return f"({a} != {a} ? {a} : {sign})" if loop.kind == "f" else sign
 
 
-def _square(loop: _Loop, a: str) -> str:
+def _square(loop: _UfuncLoop, a: str) -> str:
     return f"{a} * {a}" if loop.kind == "f" else loop.wrap(f"{loop.bits(a)} * {loop.bits(a)}")
 
 
@@ -316,33 +316,33 @@ def _logical(sign: str) -> Writer:
     return lambda loop, a, b: f"({a} != 0) {sign} ({b} != 0)"
 
 
-def _invert(loop: _Loop, a: str) -> str:
+def _invert(loop: _UfuncLoop, a: str) -> str:
     return f"!{a}" if loop.kind == "b" else loop.wrap(f"~{a}")
 
 
-def _left_shift(loop: _Loop, a: str, b: str) -> str:
+def _left_shift(loop: _UfuncLoop, a: str, b: str) -> str:
     # All bits are shifted out by counts that are too large, or negative.
     return loop.wrap(f"{loop.bits(b)} < {loop.dtype.itemsize * 8} ? {loop.bits(a)} << {b} : 0")
 
 
-def _right_shift(loop: _Loop, a: str, b: str) -> str:
+def _right_shift(loop: _UfuncLoop, a: str, b: str) -> str:
     rest = f"({a} < 0 ? -1 : 0)" if loop.kind == "i" else "0"
     return loop.wrap(f"{loop.bits(b)} < {loop.dtype.itemsize * 8} ? {a} >> {b} : {rest}")
 
 
-def _is_finite(loop: _Loop, a: str) -> str:
+def _is_finite(loop: _UfuncLoop, a: str) -> str:
     return f"{a} - {a} == 0" if loop.kind == "f" else "true"
 
 
-def _is_infinite(loop: _Loop, a: str) -> str:
+def _is_infinite(loop: _UfuncLoop, a: str) -> str:
     return f"{a} == {a} && {a} - {a} != 0" if loop.kind == "f" else "false"
 
 
-def _is_nan(loop: _Loop, a: str) -> str:
+def _is_nan(loop: _UfuncLoop, a: str) -> str:
     return f"{a} != {a}" if loop.kind == "f" else "false"
 
 
-def _signbit(loop: _Loop, a: str) -> str:
+def _signbit(loop: _UfuncLoop, a: str) -> str:
     return f"copysign{loop.suffix}({loop.number(1)}, {a}) < 0"
 
 
@@ -437,33 +437,33 @@ def _clip(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequen
 
 
 def _relu(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
-    loop = _Loop(output)
+    loop = _UfuncLoop(output)
     return f"asyncflow_maximum<{loop.type}>({operands[0]}, {loop.number(0)})"
 
 
-def _activation(writer: Callable[[_Loop, str], str]) -> Rule:
+def _activation(writer: Callable[[_UfuncLoop, str], str]) -> Rule:
     """Half-precision values are rounded once, at the end."""
 
     def rule(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
-        return rounded(writer(_Loop(output), operands[0]), output)
+        return rounded(writer(_UfuncLoop(output), operands[0]), output)
 
     return rule
 
 
-def _sigmoid(loop: _Loop, x: str) -> str:
+def _sigmoid(loop: _UfuncLoop, x: str) -> str:
     return f"{loop.number(1)} / ({loop.number(1)} + exp{loop.suffix}(-{x}))"
 
 
-def _silu(loop: _Loop, x: str) -> str:
+def _silu(loop: _UfuncLoop, x: str) -> str:
     return f"asyncflow_maximum<{loop.type}>({x}, {loop.number(nn.FARTHEST)}) * ({_sigmoid(loop, x)})"
 
 
-def _softplus(loop: _Loop, x: str) -> str:
+def _softplus(loop: _UfuncLoop, x: str) -> str:
     f, positive = loop.suffix, f"asyncflow_maximum<{loop.type}>({x}, {loop.number(0)})"
     return f"{positive} + log1p{f}(exp{f}(-fabs{f}({x})))"
 
 
-def _gelu(loop: _Loop, x: str) -> str:
+def _gelu(loop: _UfuncLoop, x: str) -> str:
     half, one, slope, cubic, far = map(loop.number, (0.5, 1.0, 0.7978845608028654, 0.044715, nn.FARTHEST))
     factor = f"{half} * asyncflow_maximum<{loop.type}>({x}, {far})"
     return f"{factor} * ({one} + tanh{loop.suffix}({slope} * ({x} + {cubic} * {x} * {x} * {x})))"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from asyncflow.profiler.lanes import Lane
+from asyncflow.profiler.lanes import TimelineLane
 from asyncflow.runtime.trace import Firing, Trace, Transfer
 
 _RECV = re.compile(r"/recv(_\d+)?$")
@@ -45,7 +45,7 @@ class Arrow(NamedTuple):
     end: End
 
 
-def find_arrows(trace: Trace, lanes: Sequence[Lane]) -> list[Arrow]:
+def find_arrows(trace: Trace, lanes: Sequence[TimelineLane]) -> list[Arrow]:
     """An arrow for each transfer, in the order recorded; `lanes` are those of the trace."""
     made = {_produced(transfer) for transfer in trace.transfers}
     brought = {_arrival(transfer) for transfer in trace.transfers}
@@ -79,7 +79,7 @@ def _arrival(transfer: Transfer) -> _Key:
     return transfer.run, transfer.node, transfer.tag, transfer.target
 
 
-def _long_firings(lanes: Iterable[Lane]) -> Iterable[tuple[_Key, _Place, Firing]]:
+def _long_firings(lanes: Iterable[TimelineLane]) -> Iterable[tuple[_Key, _Place, Firing]]:
     """The firings that an arrow can be tied to: an instant has no inside."""
     for number, lane in enumerate(lanes):
         for index, firing in enumerate(lane.firings):
@@ -87,12 +87,12 @@ def _long_firings(lanes: Iterable[Lane]) -> Iterable[tuple[_Key, _Place, Firing]
                 yield (firing.run, firing.node, firing.tag, firing.device), (number, index), firing
 
 
-def _at(lanes: Sequence[Lane], place: _Place) -> Firing:
+def _at(lanes: Sequence[TimelineLane], place: _Place) -> Firing:
     lane, index = place
     return lanes[lane].firings[index]
 
 
-def _arrow(transfer: Transfer, lanes: Sequence[Lane], maker: _Place | None, bringer: _Place | None) -> Arrow:
+def _arrow(transfer: Transfer, lanes: Sequence[TimelineLane], maker: _Place | None, bringer: _Place | None) -> Arrow:
     sent_ns, received_ns = transfer.sent_ns, max(transfer.sent_ns, transfer.received_ns)
     if bringer is not None:
         received_ns = _at(lanes, bringer).started_ns

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from asyncflow.profiler.arrows import Arrow, find_arrows
-from asyncflow.profiler.lanes import Lane, devices, firing_lanes, time_bounds
+from asyncflow.profiler.lanes import TimelineLane, devices, firing_lanes, time_bounds
 from asyncflow.runtime.trace import Firing, Trace
 
 Event: TypeAlias = dict[str, object]
@@ -88,7 +88,7 @@ def _name_thread(pid: int, tid: int, name: str) -> Iterator[Event]:
     yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
 
-def _lane_events(lane: Lane, pid: int, tid: int, origin: int) -> Iterator[Event]:
+def _lane_events(lane: TimelineLane, pid: int, tid: int, origin: int) -> Iterator[Event]:
     for firing in lane.firings:
         yield {
             "ph": "X",

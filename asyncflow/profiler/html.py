@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Generic, TypeAlias, TypeVar
 
 from asyncflow.profiler.arrows import End, find_arrows
-from asyncflow.profiler.lanes import Lane, devices, firing_lanes, lane_label, run_rows, time_bounds
+from asyncflow.profiler.lanes import TimelineLane, devices, firing_lanes, lane_label, run_rows, time_bounds
 from asyncflow.runtime.trace import RunSpan, Trace
 
 Json: TypeAlias = dict[str, object]
@@ -94,7 +94,7 @@ class _Tables:
         self.tensors: _Table[str] = _Table()
 
 
-def _lane_columns(lane: Lane, tables: _Tables, origin: int) -> Json:
+def _lane_columns(lane: TimelineLane, tables: _Tables, origin: int) -> Json:
     firings = lane.firings
     return {
         "label": lane.label,
@@ -111,7 +111,7 @@ def _lane_columns(lane: Lane, tables: _Tables, origin: int) -> Json:
     }
 
 
-def _transfer_columns(trace: Trace, lanes: list[Lane], tables: _Tables, origin: int) -> Json:
+def _transfer_columns(trace: Trace, lanes: list[TimelineLane], tables: _Tables, origin: int) -> Json:
     arrows = sorted(find_arrows(trace, lanes), key=lambda arrow: arrow.start.time_ns)
     groups = {device: number for number, device in enumerate(devices(trace))}
     return {

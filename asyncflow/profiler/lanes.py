@@ -20,7 +20,7 @@ _STREAM_ORDER = ("inline", "host", "compute", "h2d", "d2h", "peer", "async")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class TimelineLane:
     """Firings of one stream of one device, by start, none overlapping another."""
 
     device: str
@@ -40,15 +40,15 @@ def lane_label(name: str, index: int) -> str:
     return name if index == 0 else f"{name} {index + 1}"
 
 
-def firing_lanes(trace: Trace) -> list[Lane]:
+def firing_lanes(trace: Trace) -> list[TimelineLane]:
     """The trace's firings on lanes, by device, then stream, then sub-lane."""
     streams: defaultdict[tuple[str, str], list[Firing]] = defaultdict(list)
     for firing in trace.firings:
         streams[firing.device, firing.stream].append(_in_order(firing))
-    lanes: list[Lane] = []
+    lanes: list[TimelineLane] = []
     for device, stream in sorted(streams, key=lambda pair: (device_order(pair[0]), stream_order(pair[1]))):
         rows = split_rows(streams[device, stream], [(f.started_ns, f.ended_ns) for f in streams[device, stream]])
-        lanes += [Lane(device=device, stream=stream, index=i, firings=tuple(row)) for i, row in enumerate(rows)]
+        lanes += [TimelineLane(device=device, stream=stream, index=i, firings=tuple(row)) for i, row in enumerate(rows)]
     return lanes
 
 

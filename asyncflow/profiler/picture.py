@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, Literal, TypeAlias
 
-from asyncflow.profiler.lanes import Lane, firing_lanes, time_bounds
+from asyncflow.profiler.lanes import TimelineLane, firing_lanes, time_bounds
 from asyncflow.runtime.trace import WHOLE, Firing, Trace
 
 ColorBy: TypeAlias = Literal["auto", "op", "node", "iteration"]
@@ -179,7 +179,7 @@ def _node(firing: Firing) -> str:
     return firing.node
 
 
-def _bars(lane: Lane, keys: _Keys, origin: int, column: int) -> Iterable[Bar]:
+def _bars(lane: TimelineLane, keys: _Keys, origin: int, column: int) -> Iterable[Bar]:
     """A bar for each firing that fills a pixel column; the others of a column share one, coloured as the longest."""
     thin: list[Firing] = []
     for firing in lane.firings:

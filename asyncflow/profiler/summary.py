@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
-from asyncflow.profiler.lanes import Lane, device_order, devices, firing_lanes, time_bounds
+from asyncflow.profiler.lanes import TimelineLane, device_order, devices, firing_lanes, time_bounds
 from asyncflow.runtime.trace import LOOP, Firing, Trace
 
 COPY_STREAMS = ("h2d", "d2h", "peer")
@@ -205,7 +205,7 @@ def align(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, left: int
     return "\n".join(lines)
 
 
-def _summarize_streams(lanes: Iterable[Lane], wall_ns: int) -> Iterable[LaneSummary]:
+def _summarize_streams(lanes: Iterable[TimelineLane], wall_ns: int) -> Iterable[LaneSummary]:
     for (device, stream), group in groupby(lanes, key=lambda lane: (lane.device, lane.stream)):
         rows = list(group)
         busy = _union_ns([(f.started_ns, f.ended_ns) for row in rows for f in row.firings])
@@ -219,7 +219,7 @@ def _summarize_streams(lanes: Iterable[Lane], wall_ns: int) -> Iterable[LaneSumm
         )
 
 
-def _summarize_devices(trace: Trace, lanes: Sequence[Lane]) -> tuple[DeviceSummary, ...]:
+def _summarize_devices(trace: Trace, lanes: Sequence[TimelineLane]) -> tuple[DeviceSummary, ...]:
     peaks: Counter[str] = Counter()
     for sample in trace.memory:
         peaks[sample.device] = max(peaks[sample.device], sample.nbytes)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Never, TypeGuard, TypeVar
 from asyncflow.streams.virtual import VirtualClockLoop
 
 _LOOK_NS = 20_000
-"""What looking at the clock counts as, on a virtual one."""
+"""The time that looking at the clock counts as, on a virtual one."""
 
 new_event_loop: Callable[[], asyncio.AbstractEventLoop]
 try:

@@ -1,4 +1,4 @@
-"""What a traced run records: firings, transfers, run spans and memory samples, in nanoseconds.
+"""Records of a traced run: firings, transfers, run spans and memory samples, in nanoseconds.
 
 The runtime only appends to these lists; `asyncflow.profiler` turns them into timelines and tables, and nothing
 here knows of it. Times are `time.perf_counter_ns`, or those of the virtual clock that a run was on.

@@ -30,7 +30,7 @@ async def call_beside(work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -
         BaseException: what `work` raises.
     """
     loop = asyncio.get_running_loop()
-    call = _Call(partial(work, *args))
+    call = _SideWork(partial(work, *args))
     # It is waited for when the interpreter ends, so that a file is not left half written.
     threading.Thread(target=copy_context().run, args=(call.run,), name=f"asyncflow:{_name(work)}").start()
     with loop.outside_work() if isinstance(loop, VirtualClockLoop) else nullcontext():
@@ -38,7 +38,7 @@ async def call_beside(work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -
     return call.outcome()
 
 
-class _Call(Generic[_Result]):
+class _SideWork(Generic[_Result]):
     """One piece of work, and what came of it."""
 
     __slots__ = ("_error", "_result", "_work", "ended")

@@ -84,7 +84,7 @@ def handover_of(loop: asyncio.AbstractEventLoop) -> Handover:
 
 @contextmanager
 def awaiting_a_thread() -> Iterator[None]:
-    """What is awaited inside comes from a thread."""
+    """A block in which what is awaited comes from a thread."""
     loop = asyncio.get_running_loop()
     handover = handover_of(loop)
     handover.expect(loop)

@@ -16,7 +16,7 @@ _Args = TypeVarTuple("_Args")
 _Result = TypeVar("_Result")
 
 
-class Part:
+class RunPart:
     """A run, for what is asked for inside it.
 
     Attributes:
@@ -27,20 +27,20 @@ class Part:
 
     __slots__ = ("is_over", "outer", "owner")
 
-    def __init__(self, owner: object, outer: Part | None) -> None:
+    def __init__(self, owner: object, outer: RunPart | None) -> None:
         self.owner = owner
         self.outer = outer
         self.is_over = False
 
 
-_part: ContextVar[Part | None] = ContextVar("asyncflow_part", default=None)
+_part: ContextVar[RunPart | None] = ContextVar("asyncflow_part", default=None)
 """The run that began what runs here; it may be over."""
 
-own_context: Callable[[Part], object] = _part.set
+own_context: Callable[[RunPart], object] = _part.set
 """Says which run the current context is of."""
 
 
-class Hold:
+class ThreadHold:
     """A function's hold of a thread.
 
     Attributes:
@@ -56,10 +56,10 @@ class Hold:
         self.has_asked = False
 
 
-_holds: ContextVar[tuple[Hold, ...]] = ContextVar("asyncflow_holds", default=())
+_holds: ContextVar[tuple[ThreadHold, ...]] = ContextVar("asyncflow_holds", default=())
 
 
-def current_part() -> Part | None:
+def current_part() -> RunPart | None:
     """The innermost run that has not ended and that the current context is of."""
     part = _part.get()
     while part is not None and part.is_over:
@@ -67,7 +67,7 @@ def current_part() -> Part | None:
     return part
 
 
-def enclosing_parts() -> frozenset[Part]:
+def enclosing_parts() -> frozenset[RunPart]:
     """All runs that have not ended and that the current context is of, in whatever session."""
     found = []
     part = current_part()
@@ -83,7 +83,7 @@ def is_within(owner: object) -> bool:
     return _part.get() is not None and any(part.owner is owner for part in enclosing_parts())
 
 
-def holding(hold: Hold, work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
+def holding(hold: ThreadHold, work: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
     """``work(*args)`` for a user's function on a session's thread; in a copy of its run's context, which it changes."""
     part = _part.get()
     hold.owner = None if part is None else part.owner
@@ -122,8 +122,8 @@ def refuse_to_queue(context: Context) -> None:
 
 
 __all__ = [
-    "Hold",
-    "Part",
+    "RunPart",
+    "ThreadHold",
     "current_part",
     "enclosing_parts",
     "holding",

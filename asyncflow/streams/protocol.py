@@ -1,4 +1,4 @@
-"""What every kind of stream offers: a first-in-first-out queue of work on one device.
+"""The interface of every kind of stream: a first-in-first-out queue of work on one device.
 
 The words are CUDA's. A stream does its work in the order it was given; two streams are ordered only by events::
 

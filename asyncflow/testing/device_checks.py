@@ -142,7 +142,7 @@ async def _names(subject: _Subject) -> None:
 
 
 async def _feeds(subject: _Subject) -> None:
-    """What is fed comes back, of every dtype, and of any shape and layout."""
+    """Values that are fed come back, of every dtype, and of any shape and layout."""
     for dtype in _DTYPES:
         with subject.graph():
             xs = [af.placeholder(dtype, shape) for shape in (*_SHAPES, (4, 3, 2))]
@@ -336,7 +336,7 @@ async def _several(subject: _Subject) -> None:
 
 
 async def _staying(subject: _Subject) -> None:
-    """What stays on its device can be fed again."""
+    """Values that stay on their device can be fed again."""
     with subject.graph():
         x = af.placeholder("float32", (3,))
         y = x * 2.0

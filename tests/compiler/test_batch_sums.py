@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.batching.pending_sums import PendingSums, _Block, pays
+from asyncflow.compiler.batching.pending_sums import PendingSums, _PendingRows, pays
 from tests.compiler.batching import WIDTH, Array, Recurrent, run_both, values, where
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ async def test_large_products_are_added_several_at_a_time(
     grads = af.gradients(total, [w, bias])
     multiplied = []
     monkeypatch.setattr(
-        _Block, "_multiply", lambda block, multiply=_Block._multiply: multiplied.append(multiply(block))
+        _PendingRows, "_multiply", lambda block, multiply=_PendingRows._multiply: multiplied.append(multiply(block))
     )
     async with af.Session(compute_streams=streams) as session:
         found = await session.run(

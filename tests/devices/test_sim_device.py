@@ -14,7 +14,7 @@ from asyncflow.devices.cpu.device import CpuDevice
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import AsynchronousDevice, Span, recording
 from asyncflow.devices.sim.device import SimArray, SimDevice, SimMachine
-from asyncflow.devices.sim.links import Lane, first_common_gap
+from asyncflow.devices.sim.links import CopyLane, first_common_gap
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.devices.sim_machines import (
@@ -280,14 +280,14 @@ def test_links_are_shared_by_all_who_use_them(machine: SimMachine) -> None:
 
 
 def test_a_copy_takes_the_first_gap_that_is_long_enough() -> None:
-    lane = Lane("lane")
+    lane = CopyLane("lane")
     for busy in ((100, 200), (210, 300), (0, 10)):
         lane.occupy(*busy, now_ns=0)
     assert [lane.first_gap(0, duration) for duration in (10, 90, 91)] == [10, 10, 300]
     assert lane.first_gap(205, 5) == 205 and lane.first_gap(205, 6) == 300
     lane.occupy(400, 500, now_ns=250)
     assert lane.first_gap(0, 200) == 0, "the past is forgotten"
-    other = Lane("other")
+    other = CopyLane("other")
     other.occupy(300, 390, now_ns=0)
     assert first_common_gap([lane, other], 250, 10) == 390
     assert first_common_gap([lane, other], 250, 11) == 500

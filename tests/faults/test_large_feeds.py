@@ -12,7 +12,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.runtime.values import feeds as feeds_module
-from asyncflow.runtime.values.copies import Copies
+from asyncflow.runtime.values.copies import CopyThread
 from tests.faults.kernels import CoroutineGate, in_flight
 from tests.patience import PATIENCE_S
 
@@ -153,13 +153,13 @@ async def test_large_results_that_others_have_too_are_copied_on_a_thread(
 ) -> None:
     """F37: they belong to the caller; of a run's own results nothing is copied."""
     copied: list[Any] = []
-    on_thread = Copies._made
+    on_thread = CopyThread._made
 
-    async def made(copies: Copies, copy: Callable[[], Any]) -> Any:
+    async def made(copies: CopyThread, copy: Callable[[], Any]) -> Any:
         copied.append(copy)
         return await on_thread(copies, copy)
 
-    monkeypatch.setattr(Copies, "_made", made)
+    monkeypatch.setattr(CopyThread, "_made", made)
     constant, small = af.constant(ones()), af.constant([1.0])
     results = await session.run([constant, constant, constant * 2, small, af.on_device(constant)])
     assert len(copied) == 3

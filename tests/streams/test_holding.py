@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.streams.holding import Part, current_part, enclosing_parts, is_within, own_context
+from asyncflow.streams.holding import RunPart, current_part, enclosing_parts, is_within, own_context
 from tests.faults.kernels import INT, CoroutineGate, in_flight
 from tests.patience import PATIENCE_S
 
@@ -17,8 +17,8 @@ from tests.patience import PATIENCE_S
 async def test_parts_of_parts() -> None:
     """Runs that are over are passed over, wherever they stand."""
     first, second = object(), object()
-    outer = Part(first, None)
-    inner = Part(second, outer)
+    outer = RunPart(first, None)
+    inner = RunPart(second, outer)
     own_context(inner)
     assert current_part() is inner
     assert enclosing_parts() == {outer, inner}

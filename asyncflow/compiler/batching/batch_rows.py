@@ -76,7 +76,7 @@ def _step(node: Node, variable: Tensor) -> int:
 
 @dataclass(slots=True)
 class Classes:
-    """What the tensors of a body depend on.
+    """Dependencies of the tensors of a body.
 
     Attributes:
         captured: captures, and the tensors outside that they stand for.
@@ -148,7 +148,7 @@ def _is_cheap(node: Node) -> bool:
 
 @dataclass(slots=True)
 class _Found:
-    """What can be made ahead by one counter.
+    """The products that can be made ahead by one counter.
 
     Attributes:
         classes: what the tensors of the body depend on.
@@ -162,7 +162,7 @@ class _Found:
 
 
 def classified(loop: WhileNode, place: int) -> Classes:
-    """What the tensors of a loop's body depend on, of which the loop variable at `place` is the counter."""
+    """Dependencies of the tensors of a loop's body, of which the loop variable at `place` is the counter."""
     classes = Classes(loop.captured(loop.body))
     classes.fixed.update(classes.captured)
     classes.varying.add(loop.body.inputs[place])
@@ -213,7 +213,7 @@ class _Bound:
 
 
 def _bound(loop: WhileNode, place: int, step: int) -> _Bound | None:
-    """What the counter runs up to, as the predicate has it; `value` is a tensor outside, or a constant inside."""
+    """The counter's bound, as the predicate has it; `value` is a tensor outside, or a constant inside."""
     outer, compared = loop.captured(loop.predicate), loop.predicate.inputs[place]
     terms = list(_terms(loop.decision))
     for term in terms:

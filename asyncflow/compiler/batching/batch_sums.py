@@ -52,7 +52,7 @@ def batch_sums(loop: WhileNode, block_bytes: int, replaced: Replacements) -> tup
 
 
 @dataclass(frozen=True, slots=True)
-class _Sum:
+class _ProductSum:
     """A loop variable that adds up products.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Sum:
 
     @property
     def origin(self) -> Tensor:
-        """What `right` is if its shape is what it is expected to be: only a run knows that."""
+        """The matrix `right` if its shape is what it is expected to be: only a run knows that."""
         found = self.right
         while found.node.op in (ENSURE_SHAPE, SUM_TO):
             before = found.node.inputs[0]
@@ -82,13 +82,13 @@ class _Sum:
         return found
 
 
-def _sums(loop: WhileNode) -> list[_Sum]:
+def _sums(loop: WhileNode) -> list[_ProductSum]:
     condition, body = loop.subgraphs
     uses = Counter(id(tensor) for node in body.nodes for tensor in node.inputs)
     uses.update(id(tensor) for tensor in body.results)
     in_condition = {tensor for node in condition.nodes for tensor in node.inputs} | set(condition.results)
     awaited = awaited_nodes(body) | awaited_nodes(condition)
-    found: list[_Sum] = []
+    found: list[_ProductSum] = []
     for (variable, result), seen, output in zip(loop.carried, condition.inputs, loop.outputs, strict=False):
         if seen in in_condition or seen.node in awaited or uses[id(variable)] != 1 or variable.node in awaited:
             continue
@@ -100,7 +100,7 @@ def _sums(loop: WhileNode) -> list[_Sum]:
             uses[id(node.outputs[0])] == 1 and node not in awaited and not node.control_inputs for node in chain
         )
         if is_free and len({node.device for node in chain}) == 1 and _is_summed_up(product, variable):
-            found.append(_Sum(output, tuple(adding), product))
+            found.append(_ProductSum(output, tuple(adding), product))
     return found
 
 
@@ -141,15 +141,15 @@ def _is_summed_up(product: Node, variable: Tensor) -> bool:
     return variable.shape in (None, (left[0], right.shape[1])) and pays(left[1] or 0, left[0] or 0, right.shape[1] or 0)
 
 
-def _groups(sums: Sequence[_Sum]) -> list[list[_Sum]]:
+def _groups(sums: Sequence[_ProductSum]) -> list[list[_ProductSum]]:
     """Sums that may share their right operand, with a product among them."""
-    groups: dict[tuple[int, str | None], list[_Sum]] = {}
+    groups: dict[tuple[int, str | None], list[_ProductSum]] = {}
     for each in sums:
         groups.setdefault((id(each.origin), each.product.device), []).append(each)
     return [group for group in groups.values() if any(each.product.op is MATMUL for each in group)]
 
 
-def _move(loop: WhileNode, group: Sequence[_Sum], block_bytes: int) -> tuple[Node, Node]:
+def _move(loop: WhileNode, group: Sequence[_ProductSum], block_bytes: int) -> tuple[Node, Node]:
     """Replaces the variables of `group` by one; gives its first value, and what is behind the loop."""
     body = loop.body
     places = [total.output.index for total in group]

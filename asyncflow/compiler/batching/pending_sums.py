@@ -33,7 +33,7 @@ _ENOUGH_ROWS = 1024
 """With so many rows the product takes far longer than adding it to the total."""
 
 
-class _Block:
+class _PendingRows:
     """Rows to be multiplied, and the sum of the products so far.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Block:
         self._filled = end
 
     def sums(self) -> list[Array]:
-        """What the products come to, below one another; their memory is the block's no more."""
+        """The results of the products, below one another; their memory is the block's no more."""
         self._multiply()
         assert self._sum is not None
         found, self._sum = self._sum, None
@@ -106,7 +106,7 @@ class PendingSums:
 
     def __init__(self, totals: Sequence[Array], block_bytes: int) -> None:
         self._totals = list(totals)
-        self._block: _Block | None = None
+        self._block: _PendingRows | None = None
         self._block_bytes = block_bytes
 
     def add(self, rights: Sequence[Array], lefts: Sequence[Array | None]) -> None:
@@ -138,7 +138,7 @@ class PendingSums:
         """Bytes of the totals; those of a block are bounded."""
         return sum(total.nbytes for total in self._totals)
 
-    def _new_block(self, right: Array, lefts: Sequence[Array | None]) -> _Block | None:
+    def _new_block(self, right: Array, lefts: Sequence[Array | None]) -> _PendingRows | None:
         """Room for several iterations; None if the products are better added one by one."""
         if not self._fits(right, lefts):
             return None
@@ -148,7 +148,7 @@ class PendingSums:
             return None
         nbytes = rows * (width + columns) * right.itemsize
         most = most_at_once(rows, _ENOUGH_ROWS, nbytes, 2.0 * rows * width * columns, self._block_bytes)
-        return _Block(right, lefts, most * rows) if most > 1 else None
+        return _PendingRows(right, lefts, most * rows) if most > 1 else None
 
     def _fits(self, right: Array, lefts: Sequence[Array | None]) -> bool:
         if right.ndim != 2:

@@ -38,7 +38,7 @@ ENOUGH_ROWS = 4096
 """With so many rows a matrix product is as fast as it gets; with 512 of them it takes a fifth longer."""
 
 INLINE_FLOPS = 8e6
-"""What is done in one go of work that is done on the event loop: less than 0.2 ms on one core."""
+"""The arithmetic done in one go of work that is done on the event loop: less than 0.2 ms on one core."""
 
 LONG_FLOPS = 2e6
 """A product of so many is not expected to run there (`asyncflow.compiler.placement.node_costs`)."""
@@ -92,7 +92,7 @@ class _BlockProgress:
 
 
 def _bound(xp: Namespace, steps: Steps, results: Sequence[int], n_inputs: int) -> Kernel:
-    """What makes a block, of a `_BlockProgress`, the counters of its iterations and the inputs of the node."""
+    """The maker of a block, of a `_BlockProgress`, the counters of its iterations and the inputs of the node."""
     varying = [False, True, *[False] * n_inputs]
     line: list[LineStep] = []
     for name, attrs, inputs in steps:
@@ -192,8 +192,8 @@ def _neighbours(array: Array, indices: Sequence[Any], count: int) -> Array | Non
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """What was made for the iterations from the one with the counter `first` on."""
+class _MadeAhead:
+    """Products made for the iterations from the one with the counter `first` on."""
 
     first: int
     step: int
@@ -233,7 +233,7 @@ class ProductsAhead:
         self._block_bytes = block_bytes
         self._bound = None if course.margin is None else int(inputs[-1])
         self._inputs = inputs
-        self._blocks: tuple[_Block, ...] = ()
+        self._blocks: tuple[_MadeAhead, ...] = ()
         self._next = 1
         self._lock = Lock()
 
@@ -252,11 +252,11 @@ class ProductsAhead:
         """Bytes of the rows it holds."""
         return sum(row.nbytes for block in self._blocks for rows in block.outputs for row in rows)
 
-    def _make(self, index: int) -> _Block:
+    def _make(self, index: int) -> _MadeAhead:
         counters = self._counters(index)
         progress = _BlockProgress(len(counters))
         outputs = self._program(progress, counters, *self._inputs)
-        block = _Block(index, self._course.step, progress.count, outputs)
+        block = _MadeAhead(index, self._course.step, progress.count, outputs)
         self._blocks = (block, *self._blocks[:1])
         most = most_at_once(progress.rows, ENOUGH_ROWS, progress.nbytes, progress.flops, self._block_bytes)
         self._next = most if self._course.is_exact else min(2 * self._next, most)

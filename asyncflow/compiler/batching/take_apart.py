@@ -48,7 +48,7 @@ def take_apart(loop: WhileNode) -> list[Node]:
 
 
 class _Apart:
-    """What is taken apart in one loop.
+    """The products taken apart in one loop.
 
     Attributes:
         front: new nodes that stand in front of the loop.

@@ -74,7 +74,7 @@ class Binding:
         ]
 
     def kernel(self, device: Device, node: Node) -> Kernel:
-        """What a firing of `node` calls."""
+        """The function that a firing of `node` calls."""
         launching = device.asynchronous
         if launching is None:
             kernel = self.bare(device.xp, node)

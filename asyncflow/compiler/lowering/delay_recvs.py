@@ -161,7 +161,7 @@ class _Schedule:
             self.ends[node] = self.starts[node] + self.times[node]
 
     def sources(self, node: Node) -> list[Node]:
-        """What a node waits for in its own iteration; a Recv for its Send, too."""
+        """The nodes that a node waits for in its own iteration; a Recv for its Send, too."""
         found = dict.fromkeys(node.sources)
         if node.op is RECV:
             found[self.sends[node.attrs["transfer"]]] = None

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.compiler.lowering.lower_by_hand import PlacesByHand
-from asyncflow.compiler.lowering.places import INDEX, NEWS, Device, Emitter, Loop, Place
+from asyncflow.compiler.lowering.places import INDEX, NEWS, Device, EnclosingLoop, FlatBuilder, Place
 from asyncflow.compiler.program.extract import EMIT, FETCH
 from asyncflow.compiler.program.frames import has_primitives, is_everywhere
 from asyncflow.compiler.program.hand_written import HandWritten
@@ -77,7 +77,7 @@ def _nothing(_: Node) -> Collection[int]:
     return ()
 
 
-class _Lowering(Emitter):
+class _Lowering(FlatBuilder):
     def __init__(self, source: Graph, asynchronous: Collection[str], truncate: bool) -> None:
         super().__init__(source, asynchronous, truncate)
         self.reads: Callable[[Node], Collection[int]] = _nothing
@@ -198,7 +198,7 @@ class _Lowering(Emitter):
 
     def put_while(self, node: WhileNode, place: Place) -> None:
         condition, body, n_vars = node.predicate, node.body, node.n_vars
-        loop = Loop(node, place, self.controls(node.control_inputs), node.name, node.parallel_iterations)
+        loop = EnclosingLoop(node, place, self.controls(node.control_inputs), node.name, node.parallel_iterations)
         outer = self.values(node.inputs)
         in_cond, in_body = Place(), Place()
         merges = self.put_merges(loop, outer[:n_vars], body, in_cond)
@@ -247,7 +247,9 @@ class _Lowering(Emitter):
             self.put_back_edge(node, in_cond.gates[device], self.gate(in_body, device), in_body)
         self.put_exits(node, [false_side for false_side, _ in switches], place)
 
-    def put_merges(self, loop: Loop, initial: Sequence[Tensor], body: Subgraph, in_cond: Place) -> list[Tensor]:
+    def put_merges(
+        self, loop: EnclosingLoop, initial: Sequence[Tensor], body: Subgraph, in_cond: Place
+    ) -> list[Tensor]:
         return [
             self.put_merge(loop, "", value, inner.spec, in_cond, inner.node.device)
             for value, inner in zip(initial, body.inputs, strict=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.lowering.places import NEWS, Loop, Place
+from asyncflow.compiler.lowering.places import NEWS, EnclosingLoop, Place
 from asyncflow.compiler.program.frames import is_everywhere
 from asyncflow.compiler.program.hand_written import Live
 from asyncflow.control.primitives.enter import ENTER
@@ -19,7 +19,7 @@ from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.frames import output_frame
 
 if TYPE_CHECKING:
-    from asyncflow.compiler.lowering.places import Device, Emitter
+    from asyncflow.compiler.lowering.places import Device, FlatBuilder
     from asyncflow.compiler.program.hand_written import HandFrame, HandWritten, Side
     from asyncflow.graph.frames import FramePath
     from asyncflow.graph.ir import Node, Tensor
@@ -31,7 +31,7 @@ class PlacesByHand:
     `place_of` a node before it is put, `tell` where its outputs are afterwards, and `close` when all are put.
     """
 
-    def __init__(self, emitter: Emitter, found: HandWritten, around: Place) -> None:
+    def __init__(self, emitter: FlatBuilder, found: HandWritten, around: Place) -> None:
         self.emitter = emitter
         self.found = found
         self.unknown = Place()
@@ -48,7 +48,7 @@ class PlacesByHand:
         return self.place(self.found.runs[node])
 
     def before(self, node: Node) -> list[Node]:
-        """What a node has to wait for besides, so that it is not live where its loop is not."""
+        """The nodes that a node has to wait for besides, so that it is not live where its loop is not."""
         if node.op is not ENTER or not self.found.is_early(node):
             return []
         frame = self.found.frames[output_frame(node, self.found.frame_of[node])]
@@ -149,6 +149,6 @@ class PlacesByHand:
             emitter.drivers.add(self._marked[frame].node)
         return self._marked[frame], False
 
-    def _loop(self, frame: HandFrame, enter: Node) -> Loop:
+    def _loop(self, frame: HandFrame, enter: Node) -> EnclosingLoop:
         window = enter.attrs["parallel_iterations"]
-        return Loop(enter, self.place(frame.around), [], frame.path[-1], window, self.found.is_early(enter))
+        return EnclosingLoop(enter, self.place(frame.around), [], frame.path[-1], window, self.found.is_early(enter))

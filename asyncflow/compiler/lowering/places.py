@@ -52,8 +52,8 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loop:
-    """What is known of a loop around the places in it.
+class EnclosingLoop:
+    """Facts about a loop around the places in it.
 
     Attributes:
         node: on whose behalf its primitives are put.
@@ -77,7 +77,7 @@ class Loop:
         return attrs if self.node.op is ENTER else attrs | {"loop": self.node.name}
 
 
-class Emitter:
+class FlatBuilder:
     """Puts nodes into `flat`, a graph in which no edge leads from one device to another."""
 
     def __init__(self, source: Graph, asynchronous: Collection[str], truncate: bool) -> None:
@@ -94,7 +94,7 @@ class Emitter:
         self.constants: set[Tensor] = set()
         self.ungated: set[Tensor] = set()
         # A loop's captures: the body's input, which stands for the constant Enters, to the value outside.
-        self.captures: dict[Tensor, tuple[Tensor, Loop]] = {}
+        self.captures: dict[Tensor, tuple[Tensor, EnclosingLoop]] = {}
         self.here: dict[tuple[Tensor, Device], Tensor] = {}
         self.news: dict[tuple[Node, Device], Node] = {}
         self.on_host: dict[tuple[Tensor, Place], Tensor] = {}
@@ -120,7 +120,7 @@ class Emitter:
         }
 
     def values(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """What stands for tensors of the structured graph."""
+        """The stand-in for tensors of the structured graph."""
         return [self.tensors.get(tensor, tensor) for tensor in tensors]
 
     def put(
@@ -205,7 +205,7 @@ class Emitter:
         return self.once(tensor, device, self.feed if tensor.node.op is FEED else self.send)
 
     def once(self, tensor: Tensor, device: Device, make: Callable[[Tensor, Device], Tensor]) -> Tensor:
-        """What `make` gives, made once."""
+        """The result of `make`, made once."""
         found = self.here.get((tensor, device))
         if found is None:
             found = self.here[tensor, device] = make(tensor, device)
@@ -273,7 +273,7 @@ class Emitter:
         return self.put(loop.node, "enter", ENTER, [value], loop.around, device=device, **attrs)[0]
 
     def arrived(self, nodes: Iterable[Node], device: Device) -> list[Node]:
-        """What nodes on `device` wait for in place of `nodes`."""
+        """The nodes that nodes on `device` wait for in place of `nodes`."""
         return [node if node.device == device else self.arrived_from(node, device) for node in nodes]
 
     def arrived_from(self, node: Node, device: Device) -> Node:
@@ -327,7 +327,9 @@ class Emitter:
         sides = self.put(node, "switch", SWITCH, [data, pred], place, device=device, specs=specs, **attrs)
         return sides[0], sides[1]
 
-    def put_merge(self, loop: Loop, prefix: str, initial: Tensor, spec: Spec, in_cond: Place, device: Device) -> Tensor:
+    def put_merge(
+        self, loop: EnclosingLoop, prefix: str, initial: Tensor, spec: Spec, in_cond: Place, device: Device
+    ) -> Tensor:
         """The Enter and Merge of a loop variable or, prefixed ``control``, of a control loop."""
         attrs = loop.enter_attrs(constant=False)
         enter, merge = (f"{prefix}_{op}" if prefix else op for op in ("enter", "merge"))

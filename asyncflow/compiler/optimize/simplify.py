@@ -140,4 +140,4 @@ _RULES: dict[Op, Callable[[Node], Tensor | None]] = {
     MATRIX_TRANSPOSE: _twice,
     PERMUTE_DIMS: _transposed_back,
 }
-"""What a node of the op is the same as, if anything; the dtypes must agree too, which `simplify` checks."""
+"""The input that a node of the op is the same as, if any; the dtypes must agree too, which `simplify` checks."""

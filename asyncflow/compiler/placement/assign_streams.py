@@ -70,7 +70,7 @@ def assign_streams(
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
+class _StreamLevel:
     """Nodes that are divided together: those of a graph, or of a loop's predicate and body.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Level:
     gate: Node | None = None
 
     def users(self) -> dict[Node, list[Node]]:
-        """What waits for each node, in one iteration."""
+        """The nodes that wait for each node, in one iteration."""
         users: dict[Node, list[Node]] = {node: [] for node in self.nodes}
         for node in self.nodes:
             for source in self.sources[node]:
@@ -96,14 +96,14 @@ class _Level:
         return users
 
 
-def _line_of(graph: Graph) -> _Level:
+def _line_of(graph: Graph) -> _StreamLevel:
     nodes = [node for node in graph.nodes if not _is_everywhere(node)]
     present = set(nodes)
     sources = {node: [source for source in dict.fromkeys(node.sources) if source in present] for node in nodes}
-    return _Level(nodes, sources)
+    return _StreamLevel(nodes, sources)
 
 
-def _iteration_of(loop: WhileNode) -> _Level:
+def _iteration_of(loop: WhileNode) -> _StreamLevel:
     """One iteration; what begins it waits for the predicate."""
     first, then = map(_line_of, loop.subgraphs)
     gate = loop.decision.node
@@ -114,7 +114,7 @@ def _iteration_of(loop: WhileNode) -> _Level:
         if result.node in then.sources:
             carried[seen.node] = carried[variable.node] = [result.node]
     results = list(dict.fromkeys(node for nodes in carried.values() for node in nodes))
-    return _Level([*first.nodes, *then.nodes], sources, carried, results, gates[0] if gates else None)
+    return _StreamLevel([*first.nodes, *then.nodes], sources, carried, results, gates[0] if gates else None)
 
 
 def _is_everywhere(node: Node) -> bool:
@@ -166,7 +166,7 @@ class _Assignment:
             node.device in self.counts or any(inner.device in self.counts for inner in _inside(node)) for node in nodes
         )
 
-    def divide_once(self, level: _Level) -> None:
+    def divide_once(self, level: _StreamLevel) -> None:
         """Divides nodes that run once, or in iterations that do not overlap."""
         divided = self.divide_main_work(level, self.is_alone)
         lanes, makespan = _ListSchedule(self, level, self.counts, divided).run()
@@ -174,7 +174,7 @@ class _Assignment:
         if makespan < _WORTHWHILE * alone:
             self.put(lanes, divided)
 
-    def divide_overlapping(self, level: _Level) -> None:
+    def divide_overlapping(self, level: _StreamLevel) -> None:
         """Divides the nodes of iterations that overlap."""
         divided = self.divide_main_work(level, self.is_too_large)
         components = _strongly_connected(level)
@@ -210,7 +210,7 @@ class _Assignment:
 
     # -- branches and loops --------------------------------------------------------------------------------------
 
-    def divide_main_work(self, level: _Level, wanted: Callable[[Node, _Level, float], bool]) -> set[Node]:
+    def divide_main_work(self, level: _StreamLevel, wanted: Callable[[Node, _StreamLevel, float], bool]) -> set[Node]:
         """Divides the bodies of nodes that must or should be, and gives those where that led to something."""
         divided: set[Node] = set()
         totals: dict[str | None, float] = {}
@@ -224,7 +224,7 @@ class _Assignment:
                     divided.add(node)
         return divided
 
-    def is_alone(self, node: Node, level: _Level, total: float) -> bool:
+    def is_alone(self, node: Node, level: _StreamLevel, total: float) -> bool:
         """Whether the node is large, and too little can run at the same time to keep the other streams busy."""
         count = self.share(node)
         if count == 1 or self.cost(node) * 2 * count < total:
@@ -233,7 +233,7 @@ class _Assignment:
         others = [other for other in level.nodes if other not in related and self.home(other) == self.home(node)]
         return sum(map(self.cost, others)) < self.cost(node) * (count - 1) / 2
 
-    def is_too_large(self, node: Node, level: _Level, total: float) -> bool:
+    def is_too_large(self, node: Node, level: _StreamLevel, total: float) -> bool:
         """Whether the stream that had to run the whole node would hold back the others."""
         return self.share(node) > 1 and self.cost(node) > _FAIR_SHARE * total / self.share(node)
 
@@ -292,7 +292,9 @@ def _reached(start: Node, edges: Mapping[Node, Sequence[Node]]) -> set[Node]:
 class _ListSchedule:
     """Puts each node where it ends first, those with the longest way to the end first (HEFT)."""
 
-    def __init__(self, costs: _Assignment, level: _Level, counts: Mapping[str, int], divided: Collection[Node]) -> None:
+    def __init__(
+        self, costs: _Assignment, level: _StreamLevel, counts: Mapping[str, int], divided: Collection[Node]
+    ) -> None:
         self.costs = costs
         self.level = level
         self.counts = counts
@@ -358,7 +360,7 @@ class _ListSchedule:
 # -- iterations that overlap -------------------------------------------------------------------------------------
 
 
-def _strongly_connected(level: _Level) -> list[list[Node]]:
+def _strongly_connected(level: _StreamLevel) -> list[list[Node]]:
     """The strongly connected components of the level, iterations joined, in topological order (Tarjan).
 
     It starts from the results and walks towards what they need, so what one result needs stands together.
@@ -424,7 +426,9 @@ def cut_evenly(loads: Sequence[float], parts: int) -> list[int]:
 class _Pipeline:
     """Divides the components of a loop's iterations over the streams of one device."""
 
-    def __init__(self, level: _Level, components: Sequence[Sequence[Node]], loads: Sequence[float], count: int) -> None:
+    def __init__(
+        self, level: _StreamLevel, components: Sequence[Sequence[Node]], loads: Sequence[float], count: int
+    ) -> None:
         self.loads = loads
         self.count = count
         self.heavy = [index for index, load in enumerate(loads) if load]

@@ -59,7 +59,7 @@ class Choices:
         return node.device is not None or node.colocated_with is not None
 
     def asked_reason(self, node: Node) -> str | None:
-        """What was asked for a node, for people; None if nothing was."""
+        """The request for a node, for people; None if nothing was."""
         label = node.colocated_with
         if node in self.refused:
             return f"asked for {node.device!r} at {node.location}, where no kernel of it runs"

@@ -103,7 +103,7 @@ class _Groups:
         self.askers: dict[str, Node] = {}
         self.pruned: dict[str, Node] = {}
         self.hubs: dict[Tensor, object] = {}
-        """What stands for a variant, at each place that holds it."""
+        """The stand-in for a variant, at each place that holds it."""
         self.notes: list[str] = []
         self.loops: list[list[Node]] = []
         """The nodes of each loop written by hand, those of loops in it included."""

@@ -64,7 +64,7 @@ class Split:
 
 
 @dataclass(slots=True)
-class Level:
+class PlacementLevel:
     """Builds the problem, node by node.
 
     Attributes:

@@ -107,7 +107,7 @@ def _evaluated(problem: Problem, devices: list[int], like: Solution | None = Non
 
 
 def _added(problem: Problem, devices: Sequence[int]) -> float:
-    """What the later part of the tasks adds to the time in the long run, when pipelines are full.
+    """The time that the later part of the tasks adds in the long run, when pipelines are full.
 
     That is the most work it gives to a device, or the way its tasks have to go one after the other.
     """
@@ -172,7 +172,7 @@ def _pipelines(problem: Problem, greedy: Solution, usable: Sequence[int]) -> Ite
 
 
 def _improved(problem: Problem, starts: Sequence[Solution]) -> list[Solution]:
-    """What becomes of each start if one group at a time is moved for as long as that helps.
+    """The solution that each start becomes if one group at a time is moved for as long as that helps.
 
     Large problems are left as the first start has them.
     """

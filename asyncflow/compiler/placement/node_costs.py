@@ -1,4 +1,4 @@
-"""What nodes cost: time as measured in earlier runs or else estimated from shapes, bytes, transfers.
+"""The costs of nodes: time as measured in earlier runs or else estimated from shapes, bytes, transfers.
 
 `NodeCosts` gives costs on each device, for placement. The functions below it estimate a firing where it may run, on the
 event loop or on a thread of it: they decide which, before anything has been measured.

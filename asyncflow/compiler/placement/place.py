@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.compiler.placement.choices import Choices
 from asyncflow.compiler.placement.followers import place_followers
-from asyncflow.compiler.placement.level import Level, Split, Whole
+from asyncflow.compiler.placement.level import PlacementLevel, Split, Whole
 from asyncflow.compiler.placement.list_schedule import GAIN, search
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, NodeCosts, tensor_nbytes
 from asyncflow.compiler.placement.simulated_execution import Value
@@ -43,7 +43,7 @@ _OVERLAPPING, _MOST_UNROLLED = 4, 4_000
 """So many iterations that may overlap are simulated, unless that makes too many nodes."""
 
 _MANY = 128.0
-"""What overlapping iterations add to the time is counted for so many: filling a pipeline then matters little."""
+"""The number of overlapping iterations whose time is counted: filling a pipeline then matters little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ def _at_random(nodes: Sequence[Node], choices: Choices, random: Random) -> tuple
 
 
 @dataclass(slots=True)
-class _Summary:
-    """What is known of the nodes in a branch or loop, or in the whole graph.
+class _ContentSummary:
+    """Facts about the nodes in a branch or loop, or in the whole graph.
 
     Attributes:
         times: ns of all they do on each device.
@@ -141,7 +141,7 @@ class _Placer:
         self.choices = choices
         self.costs = costs
         self.is_limited = any(limit is not None for limit in choices.limits)
-        self.summaries: dict[StructuredNode, _Summary] = {}
+        self.summaries: dict[StructuredNode, _ContentSummary] = {}
 
     def run(self) -> tuple[dict[Node, int], dict[Node, str]]:
         """The device and the reason of every node that does work."""
@@ -155,8 +155,8 @@ class _Placer:
         level.add_graph(self.graph)
         return self.outcome(level, search(level.problem))
 
-    def level(self, counters: frozenset[Node] = frozenset(), default: int = 0) -> Level:
-        return Level(self.choices, self.costs, self.inside, counters, default)
+    def level(self, counters: frozenset[Node] = frozenset(), default: int = 0) -> PlacementLevel:
+        return PlacementLevel(self.choices, self.costs, self.inside, counters, default)
 
     # -- branches and loops --------------------------------------------------------------------------------------
 
@@ -258,12 +258,12 @@ class _Placer:
 
     # -- estimates -----------------------------------------------------------------------------------------------
 
-    def summary(self, node: StructuredNode) -> _Summary:
+    def summary(self, node: StructuredNode) -> _ContentSummary:
         if node not in self.summaries:
             parts = [self.summarize(body) for body in node.subgraphs]
             pairs = zip(*(part.times for part in parts), strict=True)
             is_loop = isinstance(node, WhileNode)
-            self.summaries[node] = _Summary(
+            self.summaries[node] = _ContentSummary(
                 times=[ASSUMED_ITERATIONS * sum(times) if is_loop else max(times) for times in pairs],
                 once=sum(part.once for part in parts),
                 is_small=all(part.is_small for part in parts),
@@ -271,9 +271,9 @@ class _Placer:
             )
         return self.summaries[node]
 
-    def summarize(self, graph: Graph) -> _Summary:
+    def summarize(self, graph: Graph) -> _ContentSummary:
         """The summary of a graph's nodes, with all that is in them."""
-        summary = _Summary([0.0] * len(self.choices.devices))
+        summary = _ContentSummary([0.0] * len(self.choices.devices))
         for node in graph.nodes:
             if isinstance(node, StructuredNode):
                 inner = self.summary(node)
@@ -303,7 +303,7 @@ class _Placer:
 
     # -- outcome -------------------------------------------------------------------------------------------------
 
-    def outcome(self, level: Level, solution: Solution) -> tuple[dict[Node, int], dict[Node, str]]:
+    def outcome(self, level: PlacementLevel, solution: Solution) -> tuple[dict[Node, int], dict[Node, str]]:
         """Devices and reasons of a level's nodes, and of all in them."""
         where: dict[Node, int] = {}
         why: dict[Node, str] = {}
@@ -325,7 +325,7 @@ class _Placer:
                 )
         return where, why
 
-    def reason(self, node: Node, level: Level, solution: Solution) -> str:
+    def reason(self, node: Node, level: PlacementLevel, solution: Solution) -> str:
         """Why a node is where it is."""
         if node in level.counters:
             return "kept together with the counters and predicate of its loop"

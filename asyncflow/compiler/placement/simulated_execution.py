@@ -19,7 +19,7 @@ SPREAD = -1
 
 @dataclass(slots=True, kw_only=True)
 class Value:
-    """What one task makes, or what is there from the start.
+    """A result of one task, or something there from the start.
 
     Attributes:
         nbytes: its size.
@@ -138,7 +138,7 @@ class Places:
         return value.share * self.problem.transfer(value.nbytes, source, target)
 
 
-class Memory:
+class LiveBytes:
     """Bytes live on each device. A value is live from when it is made, or sent there, to its last use."""
 
     def __init__(self, problem: Problem) -> None:
@@ -150,7 +150,7 @@ class Memory:
         self.uses = [len(value.users) + value.is_kept for value in problem.values]
 
     def needs(self, task: Task, device: int) -> float:
-        """What the device would have to hold more while the task runs."""
+        """The bytes that the device would have to hold more while the task runs."""
         values = self.problem.values
         more = task.workspace + sum(values[output].nbytes for output in task.outputs)
         more += sum(values[i].nbytes for i in task.inputs if device not in self.holders.get(i, ()))
@@ -193,7 +193,7 @@ class Execution:
     def __init__(self, problem: Problem, devices: Sequence[int | None]) -> None:
         self.problem = problem
         self.places = Places(problem, devices)
-        self.memory = Memory(problem) if any(limit is not None for limit in problem.limits) else None
+        self.memory = LiveBytes(problem) if any(limit is not None for limit in problem.limits) else None
         self.ends = [0.0] * len(problem.tasks)
         self.free = [0.0] * len(problem.limits)
 

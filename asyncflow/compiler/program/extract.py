@@ -50,7 +50,7 @@ class Extract:
 
 @dataclass(slots=True)
 class _Need:
-    """What of one graph or body is needed."""
+    """The needed part of one graph or body."""
 
     nodes: dict[Node, None] = field(default_factory=dict)
     done: set[Node] = field(default_factory=set)
@@ -67,7 +67,7 @@ class _Need:
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """What of a structured node is needed: of each body, and which results (loop variables) are kept."""
+    """The needed part of a structured node: of each body, and which results (loop variables) are kept."""
 
     bodies: tuple[_Need, ...]
     kept: tuple[int, ...]

@@ -68,5 +68,5 @@ def assign_frames(graph: Graph) -> dict[Node, FramePath]:
 
 
 def _sources(node: Node) -> list[Node]:
-    """What `node` waits for."""
+    """The nodes that `node` waits for."""
     return [tensor.node for tensor in node.inputs if not is_everywhere(tensor.node)] + node.control_inputs

@@ -87,7 +87,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """What an `ElementwiseKernel` is made of."""
+    """The parts of an `ElementwiseKernel`."""
 
     in_params: str
     out_params: str

@@ -73,7 +73,7 @@ class HandFrame:
 
 
 class HandWritten:
-    """What is known of one graph, or of one body, whose control flow was written by hand.
+    """Facts about one graph, or of one body, whose control flow was written by hand.
 
     Attributes:
         frame_of: the frame each node runs in.
@@ -178,7 +178,7 @@ class HandWritten:
                 frame.loop_conds.append(node)
 
     def _find_odd_uses(self) -> None:
-        """What brings a value to some iterations only may be used by a loop's Merge alone."""
+        """A node that brings a value to some iterations only may be used by a loop's Merge alone."""
         for frame in self.frames.values():
             entering = [enter for enter in frame.enters if frame.following and not enter.attrs["constant"]]
             for node in (*entering, *frame.following):
@@ -312,7 +312,7 @@ class HandWritten:
 
 
 def _literal(pred: Tensor, side: bool) -> Side:
-    """What it means that `pred` is as `side` says, for the value that it is a copy or the opposite of."""
+    """The meaning of `pred` being as `side` says, for the value that it is a copy or the opposite of."""
     while pred.node.op in (LOOP_COND, IDENTITY, LOGICAL_NOT):
         side ^= pred.node.op is LOGICAL_NOT
         pred = pred.node.inputs[0]

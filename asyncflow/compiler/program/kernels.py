@@ -85,7 +85,7 @@ def bind_launch(
     in_region: bool = False,
     is_checked: bool = False,
 ) -> Kernel:
-    """What launches `node` on one of the device's compute streams.
+    """The launcher of `node` on one of the device's compute streams.
 
     Args:
         node: of an op with a kernel.
@@ -130,7 +130,7 @@ def bind_member(
     stream: int,
     on_host: AbstractSet[Tensor],
 ) -> Kernel:
-    """What the code of a region calls for one of its nodes: a kernel on the device's arrays and host values.
+    """The function called for a node of a region: a kernel on the device's arrays and host values.
 
     Where the arrays of a device are NumPy's, as those of a simulated one, they have to be told from the host's: such a
     region is made of device values, and its kernels launch themselves.
@@ -212,7 +212,7 @@ def bind_region(
     could_capture: bool = False,
     asked: bool = False,
 ) -> Kernel:
-    """What a firing of a region calls on a device that enqueues it as a whole."""
+    """The function that a firing of a region calls on a device that enqueues it as a whole."""
     region: Region = node.attrs["region"]
     first = 1 if code.needs_context else 0
     launches = sum(member.op.kernel is not None and member.op is not CONSTANT for member in region.walk())

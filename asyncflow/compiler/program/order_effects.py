@@ -33,7 +33,7 @@ _FIRST_TURN = "first_turn"
 
 
 @dataclass(slots=True)
-class _Turn:
+class _LastTouch:
     """Who touched a resource last."""
 
     writer: Node | None = None
@@ -48,18 +48,18 @@ def order_effects(graph: Graph) -> None:
     _order(graph, {})
 
 
-def _order(graph: Graph, turns: dict[Hashable, _Turn]) -> None:
+def _order(graph: Graph, turns: dict[Hashable, _LastTouch]) -> None:
     order = _OrderByHand(graph) if has_primitives(graph.nodes) else _wait_for
     for node in list(graph.nodes):
         effects = [(r, access) for r, access in node_effects(node) if graph.effects == "ordered" or r == "stream"]
         for resource, access in effects:
-            turn = turns.setdefault(resource, _Turn())
+            turn = turns.setdefault(resource, _LastTouch())
             if access is Access.READ:
                 order(node, [turn.writer] if turn.writer is not None else [])
                 turn.readers.append(node)
             else:
                 order(node, turn.nodes())
-                turns[resource] = _Turn(node)
+                turns[resource] = _LastTouch(node)
         if isinstance(node, CondNode):
             _order_branches(node, any(access is Access.WRITE for _, access in effects))
         elif isinstance(node, WhileNode):
@@ -102,7 +102,7 @@ class _OrderByHand:
 
 def _order_branches(node: CondNode, has_side_effect: bool) -> None:
     for branch in node.subgraphs:
-        turns: dict[Hashable, _Turn] = {}
+        turns: dict[Hashable, _LastTouch] = {}
         _order(branch, turns)
         if has_side_effect:
             branch.results.append(_after(branch, [n for turn in turns.values() for n in turn.nodes()]))
@@ -113,13 +113,13 @@ def _order_branches(node: CondNode, has_side_effect: bool) -> None:
 def _order_iterations(node: WhileNode, written: list[Hashable]) -> None:
     """Threads one loop variable per resource in `written` through the loop."""
     condition, body = node.subgraphs
-    cond_turns: dict[Hashable, _Turn] = {}
-    body_turns: dict[Hashable, _Turn] = {}
+    cond_turns: dict[Hashable, _LastTouch] = {}
+    body_turns: dict[Hashable, _LastTouch] = {}
     for resource in written:
         place = node.n_vars
         node.add_variable(_first_turn(node.graph), name="turn")
         for part, turns in ((condition, cond_turns), (body, body_turns)):
-            turns[resource] = _Turn(part.inputs[place].node)
+            turns[resource] = _LastTouch(part.inputs[place].node)
     _order(condition, cond_turns)
     _order(body, body_turns)
     in_cond = [n for turn in cond_turns.values() for n in turn.nodes() if n.op is not PARAMETER]

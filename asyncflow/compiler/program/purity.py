@@ -1,4 +1,4 @@
-"""What a pass may do with a node: leave it out, run it elsewhere, run it while compiling."""
+"""The rules of what a pass may do with a node: leave it out, run it elsewhere, run it while compiling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for what while a pass rewrites a graph: tensors for tensors, and nodes for nodes that others wait for."""
+"""Stand-ins while a pass rewrites a graph: tensors for tensors, and nodes for nodes that others wait for."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Replacements:
     nodes: dict[Node, Node] = field(default_factory=dict)
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """What stands for `tensor` now: itself if nothing does."""
+        """The stand-in for `tensor` now: itself if nothing does."""
         while tensor in self.tensors:
             tensor = self.tensors[tensor]
         return tensor
 
     def node(self, node: Node) -> Node:
-        """What others wait for now in place of `node`."""
+        """The node that others wait for now in place of `node`."""
         while node in self.nodes:
             node = self.nodes[node]
         return node

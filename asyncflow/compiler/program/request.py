@@ -1,4 +1,4 @@
-"""What a plan is compiled for."""
+"""The kind of run that a plan is compiled for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PlanRequest(NamedTuple):
     graph: Graph
     """A root graph."""
     fetches: tuple[Fetch, ...]
-    """What the run returns."""
+    """The fetches of the run."""
     feeds: tuple[Tensor, ...]
     """Tensors the run gets values for."""
     streamed: tuple[Tensor, ...] = ()

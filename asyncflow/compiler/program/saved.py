@@ -125,7 +125,7 @@ def _name_before(names: dict[tuple[WhileNode, Tensor], str], loop: WhileNode, va
 
 
 def _source(value: Tensor, loop: WhileNode) -> Tensor:
-    """What made the buffer of a value of the body: a loop variable has what the iteration before gave it."""
+    """The node that made the buffer of a value of the body: a loop variable has what the iteration before gave it."""
     variables = dict(loop.carried)
     seen: set[Tensor] = set()
     while value not in seen:

@@ -79,7 +79,7 @@ def _is_closed(rule: ShapeRule, rank: int) -> bool:
 
 
 def shape_sources(tensor: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
-    """What the shape of `tensor` is found from without it: tensors whose shapes, and tensors whose values are needed.
+    """The sources of the shape of `tensor` without it: tensors whose shapes, and tensors whose values are needed.
 
     None if it is not.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Survey(NamedTuple):
-    """What a run of a program touches.
+    """States and nodes that a run of a program touches.
 
     Attributes:
         states: what tells the variables that it touches from others.

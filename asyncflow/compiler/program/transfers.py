@@ -1,4 +1,4 @@
-"""What carries values between the devices of a plan: Send, Recv, the copy to the host, and the lossy short form.
+"""Ops that carry values between the devices of a plan: Send, Recv, the copy to the host, and the lossy short form.
 
 Made while a graph is lowered. A value is sent to a device once, however many nodes there use it (white paper §3.2.2).
 Send and Recv of one transfer share its number; with the tag it is the key under which they meet in the rendezvous.

@@ -19,7 +19,7 @@ ASSUMED_EXTENT = 256
 
 
 def flops_of(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[Shape]) -> float | None:
-    """What the op of `node` says of its arithmetic on values of these shapes; None if it says nothing.
+    """The arithmetic of `node` on values of these shapes, by what its op says; None if it says nothing.
 
     The cost function of a user is given shapes without unknown extents. If it does not take them it counts as none, for
     a guess must not fail a program; it is told, unless it is the rank that was guessed.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.compiler.placement.node_costs import may_be_long
 from asyncflow.compiler.program.kernels import is_small_spec
 from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
-from asyncflow.compiler.regions.region_code import Phase, Place, RegionCode
+from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
@@ -97,16 +97,16 @@ def generate(
 
 
 @dataclass(slots=True)
-class _Block:
+class _KnownNames:
     """Names of the values that exist at one place of the source."""
 
     loops: tuple[tuple[str, str], ...] = ()
     depth: int = 1
     buffers: Buffers | None = None
 
-    def deeper(self) -> _Block:
+    def deeper(self) -> _KnownNames:
         """The block one level further in."""
-        return _Block(self.loops, self.depth + 1)
+        return _KnownNames(self.loops, self.depth + 1)
 
 
 def in_iteration(context: KernelContext, counters: tuple[int, ...]) -> KernelContext:
@@ -126,7 +126,7 @@ class _Generator:
     bound: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, SourcePlace] = field(default_factory=dict)
     constants: dict[Tensor, str] = field(default_factory=dict)
     kernels: dict[Node, Kernel] = field(default_factory=dict)
     slots: list[str] = field(default_factory=list)
@@ -140,7 +140,7 @@ class _Generator:
         self.taken.update(dict.fromkeys(("budget", "context", "track", "in_iteration", "TooManyIterations"), 0))
         function = self.fresh(name, "region")
         parameters = [self.name(tensor) for tensor in self.region.inputs]
-        block = _Block()
+        block = _KnownNames()
         self.put_line(self.region.nodes, self.region.outputs, block)
         if self.phases and self.phases[-1].is_loop and _takes_time(self.phases[-1].nodes):
             self.phases.append(Phase(len(self.lines) + 1, []))
@@ -205,14 +205,14 @@ class _Generator:
         self.bound[name] = value
         return name
 
-    def line(self, block: _Block, text: str, node: Node | None = None) -> None:
+    def line(self, block: _KnownNames, text: str, node: Node | None = None) -> None:
         self.lines.append("    " * block.depth + text)
         if node is not None:
             self.places[len(self.lines)] = self.place(node, block)
 
-    def place(self, node: Node, block: _Block) -> Place:
+    def place(self, node: Node, block: _KnownNames) -> SourcePlace:
         arguments = (self.names.get(tensor) or self.constants.get(tensor, "") for tensor in node.inputs)
-        return Place(node, block.loops, tuple(arguments))
+        return SourcePlace(node, block.loops, tuple(arguments))
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class _Generator:
         self,
         nodes: Sequence[Node],
         escaping: Iterable[Tensor],
-        block: _Block,
+        block: _KnownNames,
         carried: frozenset[Tensor] = frozenset(),
     ) -> None:
         """A straight line of nodes; `escaping` are the values somebody uses afterwards."""
@@ -245,7 +245,7 @@ class _Generator:
             if names:
                 self.line(block, f"del {', '.join(names)}")
 
-    def put(self, node: Node, index: int, block: _Block) -> None:
+    def put(self, node: Node, index: int, block: _KnownNames) -> None:
         if self.decide is not None and isinstance(node, StructuredNode):
             self.put_decision(node, self.decide(node), block)
             return
@@ -260,7 +260,7 @@ class _Generator:
         elif node.op not in _SILENT:
             self.put_kernel(node, index, block)
 
-    def note_phase(self, node: Node, block: _Block) -> None:
+    def note_phase(self, node: Node, block: _KnownNames) -> None:
         """Begins a phase where a loop outside all others begins or has ended."""
         last = self.phases[-1] if self.phases else None
         if last is not None and not (last.is_loop or isinstance(node, WhileNode)):
@@ -274,12 +274,12 @@ class _Generator:
         if is_misleading or _takes_time(last.nodes) or _takes_time([node]):
             self.part(block)
 
-    def part(self, block: _Block) -> None:
+    def part(self, block: _KnownNames) -> None:
         """A place where the function stops in any case, between two phases."""
         self.is_generator = True
         self.line(block, "budget = yield True")
 
-    def put_kernel(self, node: Node, index: int, block: _Block) -> None:
+    def put_kernel(self, node: Node, index: int, block: _KnownNames) -> None:
         kernel, slot = self.kernel(node), None
         if block.buffers is not None and kernel is not None:
             slot = block.buffers.slot_for(node, index, kernel, self.new_slot)
@@ -306,7 +306,7 @@ class _Generator:
         elif may_be_long(node, INLINE_LIMIT_NS):
             self.checkpoint(block)
 
-    def checkpoint(self, block: _Block) -> None:
+    def checkpoint(self, block: _KnownNames) -> None:
         """A place where whoever drives the function may stop it."""
         self.is_generator = True
         self.line(block, "budget -= 1")
@@ -317,7 +317,7 @@ class _Generator:
         self.slots.append(self.fresh("buffer", "buffer"))
         return self.slots[-1]
 
-    def call(self, node: Node, block: _Block, slot: str | None = None) -> str:
+    def call(self, node: Node, block: _KnownNames, slot: str | None = None) -> str:
         kernel = self.kernel(node)
         assert kernel is not None
         arguments = [self.value(tensor) for tensor in node.inputs]
@@ -331,7 +331,7 @@ class _Generator:
             arguments.append(f"out={slot}")
         return f"{self.bind_name(f'k_{node.op.name}', 'kernel', kernel)}({', '.join(arguments)})"
 
-    def context(self, block: _Block) -> str:
+    def context(self, block: _KnownNames) -> str:
         if not block.loops:
             return "context"
         self.bound.setdefault("in_iteration", in_iteration)
@@ -340,7 +340,7 @@ class _Generator:
 
     # -- branches and loops --------------------------------------------------------------------------------------
 
-    def put_cond(self, node: CondNode, block: _Block) -> None:
+    def put_cond(self, node: CondNode, block: _KnownNames) -> None:
         condition = self.value(node.predicate)
         true_branch, false_branch = node.subgraphs
         outputs = [self.fresh(tensor.node.name, "value") for tensor in node.outputs]
@@ -355,14 +355,14 @@ class _Generator:
                 self.line(inner, "pass")
         self.names.update(zip(node.outputs, outputs, strict=True))
 
-    def put_decision(self, node: StructuredNode, decide: Callable[..., object], block: _Block) -> None:
+    def put_decision(self, node: StructuredNode, decide: Callable[..., object], block: _KnownNames) -> None:
         """A branch or loop that whoever drives the function sees to."""
         arguments = ", ".join(self.value(tensor) for tensor in node.inputs)
         decision = f"yield {self.bind_name(f'decide_{node.op.name}', 'decide', decide)}({arguments})"
         results = "".join(f"{self.name(tensor)}, " for tensor in node.outputs)
         self.line(block, f"{results.rstrip()} = {decision}" if results else decision, node)
 
-    def put_body(self, body: Subgraph, outer: Sequence[Tensor], block: _Block) -> None:
+    def put_body(self, body: Subgraph, outer: Sequence[Tensor], block: _KnownNames) -> None:
         """The nodes of a body whose inputs stand for `outer`."""
         for inner, tensor in zip(body.inputs, outer, strict=True):
             self.alias(inner, tensor)
@@ -371,7 +371,7 @@ class _Generator:
     def alias(self, inner: Tensor, outer: Tensor) -> None:
         self.names[inner] = self.value(outer)
 
-    def put_while(self, node: WhileNode, block: _Block) -> None:
+    def put_while(self, node: WhileNode, block: _KnownNames) -> None:
         # A loop may take any time: its function is a generator, which stops at back edges for others to run.
         follows_loop, self.is_generator = self.is_generator, True
         condition, body, n_vars = node.predicate, node.body, node.n_vars
@@ -391,7 +391,7 @@ class _Generator:
             self.phases[-1].counter = counter
         elif follows_loop and not (block.loops and _is_light(condition) and _is_light(body)):
             self.part(block)  # as between phases
-        inner = _Block((*block.loops, (loop.label, counter)), block.depth + 1)
+        inner = _KnownNames((*block.loops, (loop.label, counter)), block.depth + 1)
         self.put_predicate(condition, block, inner)
         carried = self.carried(condition, body, n_vars)
         self.put_line(body.nodes, body.results, inner, carried)
@@ -425,7 +425,7 @@ class _Generator:
         in_body = find_uses(body.nodes, (result for result in body.results if not can_write(result)))
         return carried_results(variables, in_cond, in_body, can_write)
 
-    def put_predicate(self, condition: Subgraph, block: _Block, inner: _Block) -> None:
+    def put_predicate(self, condition: Subgraph, block: _KnownNames, inner: _KnownNames) -> None:
         working = [n for n in condition.nodes if n.op not in (CONSTANT, PARAMETER, NO_OP)]
         only = working[0] if len(working) == 1 else None
         if only is not None and only is condition.results[0].node and self.kernel(only) and only.op is not IDENTITY:
@@ -433,12 +433,12 @@ class _Generator:
             self.places[len(self.lines)] = self.place(only, inner)
             return
         self.line(block, "while True:")
-        predicate = _Block(inner.loops, inner.depth)
+        predicate = _KnownNames(inner.loops, inner.depth)
         self.put_line(condition.nodes, condition.results, predicate)
         self.line(inner, f"if not {self.value(condition.results[0])}:")
         self.line(inner.deeper(), "break")
 
-    def put_next(self, variables: list[str], values: list[str], block: _Block) -> None:
+    def put_next(self, variables: list[str], values: list[str], block: _KnownNames) -> None:
         """Rebinds the loop variables: one by one if no value is a variable rebound before it."""
         moves = [(variable, value) for variable, value in zip(variables, values, strict=True) if variable != value]
         rebound: set[str] = set()

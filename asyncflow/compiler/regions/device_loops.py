@@ -92,7 +92,7 @@ def bind_device_loop(
     stream: int,
     max_iterations: int | None,
 ) -> Kernel:
-    """What a firing of a `device_while` node calls.
+    """The function that a firing of a `device_while` node calls.
 
     Args:
         node: of a CUDA device.

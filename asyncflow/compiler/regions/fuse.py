@@ -101,7 +101,7 @@ def _may_fuse(node: Node) -> bool:
 
 
 def _common_shape(first: Shape, second: Shape) -> Shape:
-    """What is known of one shape from both; None if they may differ. An unknown extent is not taken for a 1."""
+    """Facts about one shape from both; None if they may differ. An unknown extent is not taken for a 1."""
     if first is None or second is None or len(first) != len(second):
         return None
     pairs = list(zip(first, second, strict=True))
@@ -111,7 +111,7 @@ def _common_shape(first: Shape, second: Shape) -> Shape:
 
 
 @dataclass(slots=True, eq=False)
-class _Unit:
+class _FusedUnit:
     """Nodes that run as one.
 
     Attributes:
@@ -134,7 +134,7 @@ class _Line:
     nodes: Sequence[Node]
     results: set[Tensor]
     replacements: Replacements
-    units: list[_Unit] = field(default_factory=list)
+    units: list[_FusedUnit] = field(default_factory=list)
     users: dict[Tensor, list[int]] = field(default_factory=dict)
 
     def fuse(self) -> list[Node]:
@@ -143,7 +143,7 @@ class _Line:
         if not any(fusable):
             return list(self.nodes)
         for number, node in enumerate(self.nodes):
-            self.units.append(_Unit([number], node.outputs[0].shape if fusable[number] else None, 1 << number))
+            self.units.append(_FusedUnit([number], node.outputs[0].shape if fusable[number] else None, 1 << number))
             for tensor in dict.fromkeys(node.inputs):
                 self.users.setdefault(tensor, []).append(number)
         self._find_order(numbers)
@@ -182,7 +182,7 @@ class _Line:
         members = sorted((*a.members, *b.members))
         if not self._fits(members, shape):
             return
-        joined = _Unit(members, shape, a.own | b.own)
+        joined = _FusedUnit(members, shape, a.own | b.own)
         joined.before = (a.before | b.before) & ~joined.own
         joined.behind = (a.behind | b.behind) & ~joined.own
         for member in members:
@@ -200,7 +200,7 @@ class _Line:
         return len(members) <= _MOST_MEMBERS and count <= _MOST_PARAMETERS and nbytes <= _MOST_PARAMETER_BYTES
 
     def _interface(self, members: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """What the members use from outside, and what of theirs is used outside."""
+        """The values that members use from outside, and those of theirs that are used outside."""
         inside = set(members)
         made = [self.nodes[member].outputs[0] for member in members]
         used = dict.fromkeys(tensor for member in members for tensor in self.nodes[member].inputs)
@@ -220,12 +220,12 @@ class _Line:
                 made.extend(self.nodes[member] for member in unit.members)
         return made
 
-    def _is_worthwhile(self, unit: _Unit) -> bool:
+    def _is_worthwhile(self, unit: _FusedUnit) -> bool:
         if unit.shape is None or not self._interface(unit.members)[1]:
             return False
         return len(unit.members) > 1 or is_composite(self.nodes[unit.members[0]].op)
 
-    def _fused_node(self, unit: _Unit) -> Node:
+    def _fused_node(self, unit: _FusedUnit) -> Node:
         inputs, outputs = self._interface(unit.members)
         values = {tensor: number for number, tensor in enumerate(inputs)}
         members: list[Member] = []
@@ -255,9 +255,9 @@ class _Line:
         self.replacements.nodes.update(dict.fromkeys(inside, node))
         return node
 
-    def _order(self, numbers: dict[Node, int]) -> list[_Unit]:
+    def _order(self, numbers: dict[Node, int]) -> list[_FusedUnit]:
         """The units, each behind what it needs, and else where its last member stood."""
-        placed: dict[_Unit, None] = {}
+        placed: dict[_FusedUnit, None] = {}
         for number in range(len(self.nodes)):
             stack = [self.units[number]] if self.units[number].members[-1] == number else []
             while stack:
@@ -269,7 +269,7 @@ class _Line:
                     placed.setdefault(stack.pop())
         return list(placed)
 
-    def _needed(self, unit: _Unit, numbers: dict[Node, int]) -> list[_Unit]:
+    def _needed(self, unit: _FusedUnit, numbers: dict[Node, int]) -> list[_FusedUnit]:
         sources = (numbers.get(source) for member in unit.members for source in self.nodes[member].sources)
         found = dict.fromkeys(self.units[number] for number in sources if number is not None)
         return [other for other in found if other is not unit]

@@ -38,7 +38,7 @@ _MOST_UNITS = 8192
 """The sets of what is before and behind each take up to 16 MiB."""
 
 
-class Lane(NamedTuple):
+class ComputeStream(NamedTuple):
     """A compute stream of a device: where a region runs."""
 
     device: str | None
@@ -47,7 +47,7 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RegionCosts:
-    """What regions of cards cost.
+    """The costs of regions of cards.
 
     Attributes:
         call_ns: the host's time for calling one, by the names of the devices.
@@ -59,7 +59,7 @@ class RegionCosts:
 
 
 def region_costs(devices: Sequence[Device]) -> RegionCosts:
-    """What regions cost on `devices`, as far as it is known beforehand; nobody knows of branches and loops."""
+    """The costs of regions on `devices`, as far as it is known beforehand; nobody knows of branches and loops."""
     costs = NodeCosts(devices, {})
     launching = [device.asynchronous for device in devices if device.capabilities.runs_regions]
     calls = {device.name: device.region_ns for device in launching if device is not None}
@@ -96,7 +96,7 @@ class Body:
 def join_regions(
     body: Body,
     clusters: Sequence[Sequence[Node]],
-    lane_of: Callable[[Sequence[Node]], Lane | None],
+    lane_of: Callable[[Sequence[Node]], ComputeStream | None],
     costs: RegionCosts,
     largest: int,
 ) -> list[list[Node]]:
@@ -109,7 +109,7 @@ def join_regions(
         costs: those of the devices.
         largest: nodes in a region.
     """
-    numbers: dict[Lane, list[int]] = {}
+    numbers: dict[ComputeStream, list[int]] = {}
     for number, cluster in enumerate(clusters):
         if (lane := lane_of(cluster)) is not None:
             numbers.setdefault(lane, []).append(number)
@@ -127,7 +127,7 @@ def join_regions(
 
 
 @dataclass(slots=True)
-class _Unit:
+class _JoinedUnit:
     """Nodes that run as one, and sets of units, as bits.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Units:
     def __init__(self, body: Body, clusters: Sequence[Sequence[Node]], kernel_ns: Callable[[Node], float]) -> None:
         self.is_loop = body.is_loop
         self.units = [
-            _Unit(list(nodes), sum(map(kernel_ns, nodes)), 1 << index) for index, nodes in enumerate(clusters)
+            _JoinedUnit(list(nodes), sum(map(kernel_ns, nodes)), 1 << index) for index, nodes in enumerate(clusters)
         ]
         self.owner = {node: index for index, nodes in enumerate(clusters) for node in nodes}
         self.find_edges(body)
@@ -240,17 +240,17 @@ class _Units:
                         self.merge(one, other)
                         changes = True
 
-    def may_join(self, one: _Unit, other: _Unit) -> bool:
+    def may_join(self, one: _JoinedUnit, other: _JoinedUnit) -> bool:
         """Whether nothing has to run between them, and nobody loses more than time of kernels."""
         is_between = one.behind & other.before or other.behind & one.before
         receives_more = one.received & ~other.received and other.received & ~one.received
         return not (is_between or receives_more) and _may_wait(one, other) and _may_wait(other, one)
 
-    def lost_ns(self, one: _Unit, other: _Unit) -> float:
+    def lost_ns(self, one: _JoinedUnit, other: _JoinedUnit) -> float:
         """The time lost where they run as one."""
         return self.delay_ns(one, other) + self.delay_ns(other, one)
 
-    def delay_ns(self, unit: _Unit, other: _Unit) -> float:
+    def delay_ns(self, unit: _JoinedUnit, other: _JoinedUnit) -> float:
         """The time lost where `unit` runs as one with `other`."""
         if unit.before & other.own:
             return 0.0  # it runs after it anyway
@@ -270,7 +270,7 @@ class _Units:
         """How many iterations share a delay."""
         return 1 if comes_back or not self.is_loop else ASSUMED_ITERATIONS
 
-    def merge(self, one: _Unit, other: _Unit) -> None:
+    def merge(self, one: _JoinedUnit, other: _JoinedUnit) -> None:
         """Makes `other` part of `one`."""
         one.nodes += other.nodes
         one.kernels_ns += other.kernels_ns
@@ -287,7 +287,7 @@ class _Units:
                 unit.behind |= one.behind | one.own
 
 
-def _may_wait(unit: _Unit, other: _Unit) -> bool:
+def _may_wait(unit: _JoinedUnit, other: _JoinedUnit) -> bool:
     """Whether nobody loses more than time of kernels if `unit` waits for all that `other` waits for."""
     both = unit.own | other.own
     if not unit.wanted & ~both:
@@ -302,4 +302,4 @@ def _bits(numbers: int) -> Iterator[int]:
         numbers ^= lowest
 
 
-__all__ = ["Body", "Lane", "RegionCosts", "join_regions"]
+__all__ = ["Body", "ComputeStream", "RegionCosts", "join_regions"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LoopDriver(NamedTuple):
-    """What drives a loop with kernels on a card.
+    """The driver of a loop with kernels on a card.
 
     Attributes:
         loop: its name.

@@ -1,4 +1,4 @@
-"""What is known of a region's generated function: where its lines come from, and what its parts are called."""
+"""Facts about a region's generated function: where its lines come from, and what its parts are called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourcePlace:
     """Where in the program a line of generated source belongs."""
 
     node: Node
@@ -73,7 +73,7 @@ class RegionCode:
     function: Kernel
     source: str
     filename: str
-    places: dict[int, Place]
+    places: dict[int, SourcePlace]
     is_generator: bool
     needs_context: bool
     phases: tuple[Phase, ...]
@@ -90,7 +90,7 @@ class RegionCode:
         loops = [phase.label for phase in self.phases if phase.is_loop]
         return ", ".join(loops) if loops else label_of([node for phase in self.phases for node in phase.nodes])
 
-    def place_of(self, error: BaseException) -> tuple[Place, tuple[int, ...], tuple[Value, ...]] | None:
+    def place_of(self, error: BaseException) -> tuple[SourcePlace, tuple[int, ...], tuple[Value, ...]] | None:
         """Where `error` was raised: the place, the iteration numbers of the loops around it, and the node's inputs."""
         found = None
         traceback = error.__traceback__

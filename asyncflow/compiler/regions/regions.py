@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.frames import has_primitives, is_everywhere
 from asyncflow.compiler.program.host_values import mixes_vectors
-from asyncflow.compiler.regions.join_regions import Body, Lane, join_regions
+from asyncflow.compiler.regions.join_regions import Body, ComputeStream, join_regions
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.errors import InternalError
@@ -107,7 +107,7 @@ def make_regions(
         `streams`, with the region nodes added.
     """
     clustering = _Clustering(streams, asynchronous, enqueuing, on_host, costs)
-    clustering.cluster(graph, _Level())
+    clustering.cluster(graph, _RegionLevel())
     return {**streams, **clustering.regions}
 
 
@@ -132,8 +132,8 @@ def _has_no_lane(node: Node) -> bool:
     return node.op in (FEED, PARAMETER) or is_everywhere(node)
 
 
-class _Level(NamedTuple):
-    """What is known of a graph or body as a whole.
+class _RegionLevel(NamedTuple):
+    """Facts about a graph or body as a whole.
 
     Attributes:
         results: of a body.
@@ -157,7 +157,7 @@ class _Clustering:
     costs: RegionCosts | None
     regions: dict[Node, int] = field(default_factory=dict)
 
-    def cluster(self, graph: Graph, level: _Level) -> None:
+    def cluster(self, graph: Graph, level: _RegionLevel) -> None:
         """Makes the regions of one level, and of the bodies that are not part of one."""
         if has_primitives(graph.nodes):
             return
@@ -185,13 +185,13 @@ class _Clustering:
                 region.device, self.regions[region] = lane
 
     def joined(
-        self, graph: Graph, level: _Level, clusters: list[list[Node]], lanes: Mapping[Node, Lane | None]
+        self, graph: Graph, level: _RegionLevel, clusters: list[list[Node]], lanes: Mapping[Node, ComputeStream | None]
     ) -> list[list[Node]]:
         """`clusters`; those of cards are fewer where it does not pay to call so many."""
         if self.costs is None:
             return clusters
 
-        def lane_of(cluster: Sequence[Node]) -> Lane | None:
+        def lane_of(cluster: Sequence[Node]) -> ComputeStream | None:
             lane = lanes[cluster[0]]
             if lane is None or lane.device not in self.enqueuing:
                 return None
@@ -204,24 +204,24 @@ class _Clustering:
 
     def cluster_bodies(self, node: Node) -> None:
         for body in node.subgraphs:
-            level = _Level(body.results, wanted=body.results)
+            level = _RegionLevel(body.results, wanted=body.results)
             if isinstance(node, WhileNode) and body is node.body:
                 asked = {tensor for inner in node.predicate.nodes for tensor in inner.inputs}
                 pairs = zip(node.predicate.inputs, body.results, strict=False)
                 decisive = [result for variable, result in pairs if variable in asked]
                 # The result of a loop's body that a variable takes over stands at the variable's own place.
-                level = _Level(body.results, node.carried, decisive, is_loop=True)
+                level = _RegionLevel(body.results, node.carried, decisive, is_loop=True)
             self.cluster(body, level)
 
-    def lane(self, node: Node) -> Lane | None:
+    def lane(self, node: Node) -> ComputeStream | None:
         """Where the node runs; None for a branch or loop that is spread over several lanes."""
         found = list(dict.fromkeys(self.lanes_inside(node))) or [self.own_lane(node)]
         return found[0] if len(found) == 1 else None
 
-    def own_lane(self, node: Node) -> Lane:
-        return Lane(node.device, self.streams.get(node, 0))
+    def own_lane(self, node: Node) -> ComputeStream:
+        return ComputeStream(node.device, self.streams.get(node, 0))
 
-    def lanes_inside(self, node: Node) -> Iterator[Lane]:
+    def lanes_inside(self, node: Node) -> Iterator[ComputeStream]:
         for body in node.subgraphs:
             for inner in body.nodes:
                 if _has_no_lane(inner):
@@ -229,7 +229,7 @@ class _Clustering:
                 within = list(dict.fromkeys(self.lanes_inside(inner)))
                 yield from within or [self.own_lane(inner)]
 
-    def may_join(self, node: Node, lane: Lane | None) -> bool:
+    def may_join(self, node: Node, lane: ComputeStream | None) -> bool:
         return (
             lane is not None
             and lane.device not in self.asynchronous
@@ -248,7 +248,7 @@ class _Clustering:
             return False
         return all(self.never_waits(inner) for body in node.subgraphs for inner in body.nodes)
 
-    def is_barrier(self, node: Node, lane: Lane | None) -> bool:
+    def is_barrier(self, node: Node, lane: ComputeStream | None) -> bool:
         if node.op in (FEED, FETCH, PARAMETER):
             return False
         return lane is None or lane.device not in self.asynchronous
@@ -271,14 +271,14 @@ class _Crossings:
 
 def _crossings(
     graph: Graph,
-    lanes: Mapping[Node, Lane | None],
+    lanes: Mapping[Node, ComputeStream | None],
     joins: Collection[Node],
     barriers: Collection[Node],
     carried: Sequence[tuple[Tensor, Tensor]],
 ) -> _Crossings:
     """Those that a region might hold up: one end may be in a region, and neither is a barrier anyway."""
     found = _Crossings()
-    numbers: dict[tuple[Tensor | Node, Lane | None], int] = {}
+    numbers: dict[tuple[Tensor | Node, ComputeStream | None], int] = {}
     sent_by = {variable: result.node for variable, result in carried}
 
     def cross(value: Tensor | Node, source: Node, target: Node) -> None:
@@ -319,7 +319,7 @@ def _keys(graph: Graph, barriers: Sequence[Node], crossings: _Crossings) -> dict
 def _before_and_behind(
     graph: Graph, into: Mapping[Node, int], out_of: Mapping[Node, int]
 ) -> dict[Node, tuple[int, int]]:
-    """What has been passed before each node and what is passed behind it, as sets of bits."""
+    """The nodes passed before each node and those passed behind it, as sets of bits."""
     before: dict[Node, int] = {}
     behind: dict[Node, int] = {}
     for node in graph.nodes:

@@ -46,7 +46,7 @@ MEDIUM_NS = 50_000_000
 """Or else a medium one (50 ms)."""
 
 _UNMEASURED_NS = 1_000_000_000
-"""What nobody has measured is taken for, so that nothing chooses to wait behind it."""
+"""The time assumed for what nobody has measured, so that nothing chooses to wait behind it."""
 
 _SPARE_NS = 1_000_000
 """To wait for so little is better than to wake one more thread, for the interpreter's lock is one for all."""
@@ -83,7 +83,7 @@ Deliver: TypeAlias = Callable[[object, BaseException | None, Times], None]
 """Takes ``(result, error, times)`` on the event loop."""
 
 
-class _Lane:
+class _ThreadLane:
     """A thread, and what it has to do.
 
     Attributes:
@@ -100,18 +100,18 @@ class _Lane:
         self.load_ns = 0
 
 
-class _Hold:
+class _StatefulLane:
     """A lane that has firings of code that keeps state of its own, which is kept alive so that its id is its own."""
 
     __slots__ = ("count", "lane", "owner")
 
-    def __init__(self, lane: _Lane, owner: object) -> None:
+    def __init__(self, lane: _ThreadLane, owner: object) -> None:
         self.lane = lane
         self.owner = owner
         self.count = 0
 
 
-class _Work:
+class _LaneCall:
     """A call on a thread, and the processor's time that it took."""
 
     __slots__ = ("computed_ns", "work")
@@ -144,8 +144,8 @@ class Lanes:
         """
         self._planned = planned
         self._long = max(planned, min(_MOST, usable_cores() // sharing))
-        self._lanes = tuple(_Lane(device, number) for number in range(self._long + 2))
-        self._holds: dict[int, _Hold] = {}
+        self._lanes = tuple(_ThreadLane(device, number) for number in range(self._long + 2))
+        self._holds: dict[int, _StatefulLane] = {}
         self._unmeasured: Counter[Hashable] = Counter()
 
     @property
@@ -194,7 +194,7 @@ class Lanes:
         lane = self._choose(likely_ns, self._lanes[planned]) if hold is None else hold.lane
         is_unmeasured = expected_ns is None
         load_ns = _UNMEASURED_NS if expected_ns is None else int(expected_ns)
-        timed, queued_ns = _Work(work), perf_counter_ns()
+        timed, queued_ns = _LaneCall(work), perf_counter_ns()
 
         def done(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
             lane.load_ns -= load_ns
@@ -215,10 +215,10 @@ class Lanes:
             self._unmeasured[node] += 1
         if owner is not None:
             if hold is None:
-                hold = self._holds[id(owner)] = _Hold(lane, owner)
+                hold = self._holds[id(owner)] = _StatefulLane(lane, owner)
             hold.count += 1
 
-    def _choose(self, expected_ns: float | None, planned: _Lane) -> _Lane:
+    def _choose(self, expected_ns: float | None, planned: _ThreadLane) -> _ThreadLane:
         more = 1 if expected_ns is None or expected_ns <= MEDIUM_NS else 0
         if expected_ns is not None and expected_ns <= SHORT_NS:
             more = 2
@@ -231,7 +231,7 @@ class Lanes:
                 best, least_ns = lane, load_ns
         return best
 
-    def _let_go(self, hold: _Hold) -> None:
+    def _let_go(self, hold: _StatefulLane) -> None:
         hold.count -= 1
         if not hold.count:
             del self._holds[id(hold.owner)]

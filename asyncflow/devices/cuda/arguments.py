@@ -1,4 +1,4 @@
-"""What a kernel of a CUDA device is given, and what its results become: arrays ordered after whoever wrote them."""
+"""Arguments and results of the kernels of a CUDA device: arrays ordered after whoever wrote them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Values:
         self._is_alone = len(device.compute_streams) == 1
 
     def raw(self, value: Placed, name: str) -> Placed:
-        """What a kernel gets for `value`, which its stream now waits for."""
+        """The argument of a kernel for `value`, which its stream now waits for."""
         kind = type(value)
         if kind is CudaArray:
             if value.stream is not self.stream:
@@ -40,7 +40,7 @@ class Values:
         return value.value if kind is CudaOpaque else value
 
     def uploaded(self, value: Value, name: str) -> Placed:
-        """What `raw` gives; an array of the host is copied to the device first."""
+        """The result of `raw`; an array of the host is copied to the device first."""
         if type(value) is np.ndarray:
             if stays_on_host(value) or not value.ndim:
                 return as_scalar(value)

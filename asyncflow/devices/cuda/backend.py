@@ -42,7 +42,7 @@ _stand_ins: list[CudaBackend] = []
 
 
 def cuda_backend() -> CudaBackend:
-    """What this machine has. The first call imports CuPy where there is a driver, and runs one kernel on each card."""
+    """CUDA on this machine. The first call imports CuPy where there is a driver, and runs one kernel on each card."""
     return _stand_ins[-1] if _stand_ins else _probe()
 
 

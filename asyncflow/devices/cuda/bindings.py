@@ -38,7 +38,7 @@ _stand_ins: list[Bindings] = []
 
 
 def cuda_bindings() -> Bindings | None:
-    """What there is; None without bindings, or with some that are too old. The first call imports them."""
+    """The bindings; None without any, or with some that are too old. The first call imports them."""
     return _stand_ins[-1] if _stand_ins else _imported()
 
 

@@ -53,7 +53,7 @@ _AHEAD = 2
 """Pieces of one value that are on their way to the host at a time: one is copied while the other is emptied."""
 
 
-class Copies:
+class CudaCopies:
     """The copies of one device; its methods belong to the thread of the event loop, and none but `bring` may block."""
 
     __slots__ = ("_d2h", "_device", "_h2d", "_peer", "_runtime", "_slab", "_small", "_tasks")
@@ -416,7 +416,7 @@ def _enable(cupy: Cupy, card: int, other: int) -> None:
 
 
 _LAUNCHES = 3
-"""What a copy adds to the queue of its stream beside the copy itself: waits and marks."""
+"""The operations that a copy adds to the queue of its stream beside the copy itself: waits and marks."""
 
 _ALREADY_ENABLED = 704
 _cards: dict[Cupy, set[int]] = {}
@@ -435,4 +435,4 @@ def _freeing(buffer: PinnedBuffer) -> Callable[[BaseException | None], None]:
     return lambda _error: buffer.free()
 
 
-__all__ = ["COPY_INLINE_BYTES", "PIECE_BYTES", "Copies", "enable_peer_access"]
+__all__ = ["COPY_INLINE_BYTES", "PIECE_BYTES", "CudaCopies", "enable_peer_access"]

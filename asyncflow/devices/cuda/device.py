@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.devices.cuda.bindings import LEAST_VERSION, cuda_bindings
-from asyncflow.devices.cuda.copies import Copies, enable_peer_access
+from asyncflow.devices.cuda.copies import CudaCopies, enable_peer_access
 from asyncflow.devices.cuda.exchange import Exchange, ForeignArray
 from asyncflow.devices.cuda.experimental.loop_launch import WhileLauncher
 from asyncflow.devices.cuda.holder import CudaHolder
-from asyncflow.devices.cuda.launch import HostLauncher, Launcher, RegionLauncher
+from asyncflow.devices.cuda.launch import CudaHostLauncher, CudaLauncher, CudaRegionLauncher
 from asyncflow.devices.cuda.memory import CudaPool, home_of, install_allocator
 from asyncflow.devices.cuda.namespace import cuda_namespace
 from asyncflow.devices.cuda.pinned import PinnedSlab, shared_slab
@@ -45,7 +45,7 @@ from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.cuda.stream import CudaStream, active_stream, capturing
 from asyncflow.streams.futures import resolve
-from asyncflow.streams.holding import Hold, holding, refuse_to_queue
+from asyncflow.streams.holding import ThreadHold, holding, refuse_to_queue
 
 if TYPE_CHECKING:
     from asyncflow.devices.protocol import Placed, Spans
@@ -143,7 +143,7 @@ class CudaDevice(Progress):
         for stream in self.streams:
             stream.on_lost = lambda error: (method := lose()) and method(error)
         with cupy.cuda.Device(self.physical):
-            self.copies = Copies(self, self._given_slab or shared_slab(cupy), copying)
+            self.copies = CudaCopies(self, self._given_slab or shared_slab(cupy), copying)
         enable_peer_access(cupy, self.physical)
         if self._count == 1:
             with self.compute.activate():
@@ -206,12 +206,12 @@ class CudaDevice(Progress):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def bind(self, kernel: Kernel, info: KernelInfo) -> Kernel:
-        """A function that launches `kernel` on device values and host values; see `Launcher`."""
-        return HostLauncher(self, kernel, info) if info.is_async else Launcher(self, kernel, info)
+        """A function that launches `kernel` on device values and host values; see `CudaLauncher`."""
+        return CudaHostLauncher(self, kernel, info) if info.is_async else CudaLauncher(self, kernel, info)
 
     def bind_region(self, function: Kernel, info: KernelInfo, *, is_generator: bool) -> Kernel:
-        """A function that enqueues a region; see `RegionLauncher`."""
-        return RegionLauncher(self, function, info, is_generator=is_generator)
+        """A function that enqueues a region; see `CudaRegionLauncher`."""
+        return CudaRegionLauncher(self, function, info, is_generator=is_generator)
 
     def bind_loop(
         self,
@@ -338,7 +338,7 @@ class CudaDevice(Progress):
             stream.hold(*foreign)
 
     async def in_host_thread(self, work: Callable[..., Placed], *args: Value) -> Placed:
-        """What ``work(*args)`` gives, computed on the device's host thread."""
+        """The result of ``work(*args)``, computed on the device's host thread."""
         loop, context = asyncio.get_running_loop(), copy_context()
         refuse_to_queue(context)
         future: asyncio.Future[Placed] = loop.create_future()
@@ -346,7 +346,7 @@ class CudaDevice(Progress):
         def deliver(result: object, error: BaseException | None, _started: int, _ended: int) -> None:
             resolve(future, result, error)
 
-        self._host.submit(context.run, (holding, Hold(), work, *args), deliver, loop)
+        self._host.submit(context.run, (holding, ThreadHold(), work, *args), deliver, loop)
         return await asyncio.shield(future)
 
     def _future_of(self, ask: Callable[[Deliver], object]) -> asyncio.Future[Placed]:
@@ -370,7 +370,7 @@ class CudaDevice(Progress):
         return self._spans is not None
 
     def recorded(self) -> Spans | None:
-        """What the work launched now is added to."""
+        """The list that the work launched now is added to."""
         return self._spans
 
     def settle(self, spans: Spans) -> Sequence[Span]:

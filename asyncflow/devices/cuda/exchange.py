@@ -162,7 +162,7 @@ def read(cupy: Cupy, array: CupyArray, written: Raw, card: int) -> Array:
 
 
 class Exchange:
-    """What one device takes and lends; its methods belong to the thread of the event loop, and none blocks."""
+    """The exchange of one device; its methods belong to the thread of the event loop, and none blocks."""
 
     __slots__ = ("_device", "_returned")
 

@@ -1,4 +1,4 @@
-"""What a CUDA device does for values that outlive a run, and that kernels of other sessions may read: see `CudaHolder`.
+"""Values on a CUDA device that outlive a run, and that kernels of other sessions may read: see `CudaHolder`.
 
 A session's variable is read by that session alone. One in a container is read by any session, on any device, on any
 event loop and thread, while the session that wrote it goes on or after it was closed. So nothing here is asked of the

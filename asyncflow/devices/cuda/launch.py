@@ -5,7 +5,7 @@ any other kernel            called with CuPy arrays while its stream is the curr
 counters and predicates     kernels of rank-0 integers and booleans whose inputs are on the host stay there
 kernels of the host         (data-dependent shapes, printing, the user's functions) inputs are copied to the
                             host and waited for, outputs are copied in
-a region                    one call enqueues all its kernels; see `RegionLauncher`
+a region                    one call enqueues all its kernels; see `CudaRegionLauncher`
 ==========================  =================================================================================
 """
 
@@ -37,7 +37,7 @@ LONG_ELEMENTS = 1 << 15
 """A kernel of the host on more elements gets the device's host thread, and does not hold up the event loop."""
 
 
-class Launcher:
+class CudaLauncher:
     """A kernel bound to a CUDA device: calling it launches it."""
 
     __slots__ = ("_device", "_info", "_kernel", "_values")
@@ -84,7 +84,7 @@ class Launcher:
             raise device.cause_of(error)  # noqa: B904 - which has its cause
 
 
-class HostLauncher(CoroutineKernel):
+class CudaHostLauncher(CoroutineKernel):
     """A kernel that a CUDA device leaves to the host: calling it gives a coroutine."""
 
     __slots__ = ("_device", "_info", "_kernel")
@@ -134,7 +134,7 @@ class HostLauncher(CoroutineKernel):
         return output if is_plain(output) or isinstance(output, np.ndarray) else CudaOpaque(output, self._device)
 
 
-class RegionLauncher:
+class CudaRegionLauncher:
     """A region's generated function, bound to a CUDA device: a call, or each step of its generator, enqueues kernels.
 
     Inside, values are CuPy's arrays and host values; nothing in a region waits, and all of it is on one stream.
@@ -226,4 +226,4 @@ def is_coroutine_function(kernel: Kernel) -> bool:
     return any(inspect.iscoroutinefunction(x) for x in (kernel, getattr(kernel, "__call__", None)))  # noqa: B004
 
 
-__all__ = ["LONG_ELEMENTS", "HostLauncher", "Launcher", "RegionLauncher"]
+__all__ = ["LONG_ELEMENTS", "CudaHostLauncher", "CudaLauncher", "CudaRegionLauncher"]

@@ -39,15 +39,15 @@ _ARRAY_FUNCTIONS = (
     "tensordot",
     "tile",
 )
-"""What takes arrays alone in CuPy, and scalars too in NumPy."""
+"""Functions that take arrays alone in CuPy, and scalars too in NumPy."""
 
 _MOST_JOINED = 8
 
 _OF_TRUTHS = ("logical_and", "logical_not", "logical_or", "logical_xor")
-"""What CuPy does not define for complex numbers."""
+"""Functions that CuPy does not define for complex numbers."""
 
 _OF_CHOICES = ("tril", "triu", "where")
-"""What gives float32 for bfloat16 in CuPy."""
+"""Functions that give float32 for bfloat16 in CuPy."""
 
 
 class _CudaNamespace(ModuleType):
@@ -136,7 +136,7 @@ class _CudaNamespace(ModuleType):
 def cuda_namespace(
     cupy: Cupy, upload: Callable[[Array], CupyArray] | None = None, holder: CudaHolder | None = None
 ) -> ModuleType:
-    """What kernels of CUDA devices get as `xp`.
+    """The namespace that kernels of CUDA devices get as `xp`.
 
     Args:
         cupy: the module.

@@ -56,9 +56,9 @@ class PinnedBuffer:
 
     __slots__ = ("_offset", "_region", "_slab", "nbytes", "ptr")
 
-    def __init__(self, slab: PinnedSlab, region: _Region, offset: int, nbytes: int) -> None:
+    def __init__(self, slab: PinnedSlab, region: _PinnedAllocation, offset: int, nbytes: int) -> None:
         self._slab = slab
-        self._region: _Region | None = region
+        self._region: _PinnedAllocation | None = region
         self._offset = offset
         self.nbytes = nbytes
         self.ptr = region.address + offset
@@ -135,14 +135,16 @@ class PinnedSlab:
         if not self.largest:
             raise ValueError(f"{nbytes} bytes of pinned memory in {slabs} slabs leave none of {ALIGNMENT} bytes")
         self.nbytes = self.largest * slabs
-        self.returned: deque[tuple[_Region, int, int]] = deque()
+        self.returned: deque[tuple[_PinnedAllocation, int, int]] = deque()
         self._cupy = cupy
         self._lock = threading.RLock()  # reentrant: a finalizer of others may run inside
         self._waiting: deque[tuple[int, Call]] = deque()
-        self._regions: list[_Region] = []
+        self._regions: list[_PinnedAllocation] = []
         try:
             for _ in range(slabs):
-                self._regions.append(_Region(cupy.cuda.runtime.hostAlloc(self.largest, _PORTABLE), self.largest))
+                self._regions.append(
+                    _PinnedAllocation(cupy.cuda.runtime.hostAlloc(self.largest, _PORTABLE), self.largest)
+                )
         except BaseException:
             self.close()
             raise
@@ -242,7 +244,7 @@ class PinnedSlab:
             region.give_back(offset, _rounded(nbytes))
 
 
-class _Region:
+class _PinnedAllocation:
     """One allocation: its holes are (offset, bytes), by offset."""
 
     __slots__ = ("address", "holes", "size")

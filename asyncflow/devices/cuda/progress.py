@@ -134,7 +134,7 @@ class Progress(LaunchingDevice["CudaStream"]):
         return loss
 
     def loss_of(self, error: BaseException) -> DeviceLostError:
-        """What to tell those whose work was not done: `error` is of a stream, and the device is lost by it."""
+        """The error for those whose work was not done: `error` is of a stream, and the device is lost by it."""
         self._lose(error)
         return self._loss()
 

@@ -1,4 +1,4 @@
-"""What flows through a graph on CUDA devices: arrays that know in the order of which stream they are valid.
+"""Values that flow through a graph on CUDA devices: arrays that know in the order of which stream they are valid.
 
 Anything that is neither a `CudaArray` nor a `CudaOpaque` is a *host value*: counters, predicates, shapes, strings.
 """

@@ -35,10 +35,10 @@ import numpy as np
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.presets import kernel_ns
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark
-from asyncflow.devices.sim.launch import HostLauncher, Launcher
-from asyncflow.devices.sim.links import Lane, first_common_gap
+from asyncflow.devices.sim.launch import SimHostLauncher, SimLauncher
+from asyncflow.devices.sim.links import CopyLane, first_common_gap
 from asyncflow.devices.sim.machine import SimMachine, current_machine, use_machine
-from asyncflow.devices.sim.regions import RegionLauncher
+from asyncflow.devices.sim.regions import SimRegionLauncher
 from asyncflow.devices.sim.timeline import Timeline
 from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimMemoryAccount, SimOpaque, Storage
 from asyncflow.devices.values import as_scalar, stays_on_host
@@ -83,7 +83,7 @@ class SimDevice(Timeline):
         limit = self.card.memory_bytes if memory_limit is None and kind == "sim" else memory_limit
         self.memory: SimMemoryAccount = SimMemoryAccount(self.name, limit)
         self.state_events: dict[SimStream, SimEvent] = {}
-        into, out = Lane(f"{self.name} in"), Lane(f"{self.name} out")
+        into, out = CopyLane(f"{self.name} in"), CopyLane(f"{self.name} out")
         self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
 
     def __repr__(self) -> str:
@@ -137,17 +137,17 @@ class SimDevice(Timeline):
     # -- the `AsynchronousDevice` protocol -----------------------------------------------------------------------
 
     def bind_region(self, function: Kernel, info: KernelInfo, *, is_generator: bool) -> Kernel:
-        """A function that runs a region's on device values; see `RegionLauncher`."""
-        return RegionLauncher(self, function, info, is_generator=is_generator)
+        """A function that runs a region's on device values; see `SimRegionLauncher`."""
+        return SimRegionLauncher(self, function, info, is_generator=is_generator)
 
     def bind(self, kernel: Kernel, info: KernelInfo) -> Kernel:
-        """A function that launches `kernel` on device values and host values; see `Launcher`.
+        """A function that launches `kernel` on device values and host values; see `SimLauncher`.
 
         Scalars of launched kernels are device values too. Arrays that the kernel returns are the device's to overwrite
         once they are freed, unless ``info.keeps_arrays``.
         """
-        launcher = Launcher(self, kernel, info)
-        return HostLauncher(launcher) if info.is_async else launcher
+        launcher = SimLauncher(self, kernel, info)
+        return SimHostLauncher(launcher) if info.is_async else launcher
 
     def constant(self, value: Placed) -> Placed:
         """A device value that has been there from the start; numbers and what is no array stay host values.
@@ -356,7 +356,7 @@ class SimDevice(Timeline):
         self.thread.spend("event")
         stream.wait(self.compute.end())
 
-    def _copy(self, stream: SimStream, lanes: Sequence[Lane], seconds: float, nbytes: int, name: str) -> SimEvent:
+    def _copy(self, stream: SimStream, lanes: Sequence[CopyLane], seconds: float, nbytes: int, name: str) -> SimEvent:
         duration_ns = self.machine.duration_ns(seconds)
         ready_ns = stream.ready_ns(self.thread.spend("copy"))
         event = stream.launch(duration_ns, first_common_gap(lanes, ready_ns, duration_ns), name)

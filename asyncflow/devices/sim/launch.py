@@ -34,10 +34,10 @@ _MOST_SPECS = 64
 _NOTHING = nullcontext()
 
 _PLAIN = (type(None), str, bytes, int, float, complex, np.ndarray, np.generic)
-"""What the host can look at although the device made it: strings, and numbers of Python's."""
+"""Types that the host can look at although the device made them: strings, and numbers of Python's."""
 
 
-class Launcher:
+class SimLauncher:
     """A kernel bound to a simulated device: calling it launches it.
 
     What a call costs:
@@ -118,7 +118,7 @@ class Launcher:
         return self._info.is_metadata or not any(isinstance(value, SimArray) for value in args)
 
     def _on_host(self, args: Sequence[Value]) -> Placed:
-        """What the host computes, or finds out without looking at data."""
+        """Run a kernel that the host computes, or whose result it finds out without looking at data."""
         info = self._info
         raw = [
             value.stand_in() if isinstance(value, SimArray) else value.value if isinstance(value, SimOpaque) else value
@@ -347,16 +347,16 @@ class Launcher:
         return self._device.allocate(self._stream, written, nbytes, array)
 
 
-class HostLauncher(CoroutineKernel):
+class SimHostLauncher(CoroutineKernel):
     """A kernel that a simulated device leaves to the host: calling it gives a coroutine."""
 
     __slots__ = ("_launcher",)
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: SimLauncher) -> None:
         self._launcher = launcher
 
     def __call__(self, *args: Value) -> Coroutine[object, object, Placed]:
-        """See `Launcher.call_async`."""
+        """See `SimLauncher.call_async`."""
         return self._launcher.call_async(*args)
 
 
@@ -425,4 +425,4 @@ def _nbytes(spec: ArraySpec) -> int:
     return size
 
 
-__all__ = ["HostLauncher", "Launcher"]
+__all__ = ["SimHostLauncher", "SimLauncher"]

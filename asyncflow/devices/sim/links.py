@@ -1,4 +1,4 @@
-"""What copies share: links between devices and copy engines, each used by one copy at a time."""
+"""Resources that copies share: links between devices and copy engines, each used by one copy at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence
 
 
-class Lane:
+class CopyLane:
     """Something that one copy at a time can use.
 
     Copies are given in the order in which the host launches them, which runs ahead of virtual time and is not the order
@@ -20,7 +20,7 @@ class Lane:
         self._busy: list[tuple[int, int]] = []
 
     def __repr__(self) -> str:
-        return f"<Lane {self.name} {self._busy}>"
+        return f"<CopyLane {self.name} {self._busy}>"
 
     def first_gap(self, earliest_ns: int, duration_ns: int) -> int:
         """When a copy could begin that begins no earlier."""
@@ -43,7 +43,7 @@ def _until(busy: tuple[int, int]) -> int:
     return busy[1]
 
 
-def first_common_gap(lanes: Sequence[Lane], earliest_ns: int, duration_ns: int) -> int:
+def first_common_gap(lanes: Sequence[CopyLane], earliest_ns: int, duration_ns: int) -> int:
     """When a copy could begin that needs all `lanes` together."""
     start = earliest_ns
     while (later := max((lane.first_gap(start, duration_ns) for lane in lanes), default=start)) > start:
@@ -51,4 +51,4 @@ def first_common_gap(lanes: Sequence[Lane], earliest_ns: int, duration_ns: int) 
     return start
 
 
-__all__ = ["Lane", "first_common_gap"]
+__all__ = ["CopyLane", "first_common_gap"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.devices.host import LAUNCHES, Host, HostThread, Launches
 from asyncflow.devices.presets import DEFAULT_HOST
-from asyncflow.devices.sim.links import Lane
+from asyncflow.devices.sim.links import CopyLane
 from asyncflow.entered import Entered
 from asyncflow.errors import HazardError
 from asyncflow.streams.sim.stream import HostClock
@@ -75,7 +75,7 @@ class SimMachine:
         self.hazards: list[str] = []
         self._raised = 0
         self._random = Random(seed)
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, CopyLane] = {}
         self._kept: dict[int, tuple[weakref.ref[object], Storage]] = {}
 
     def now_ns(self) -> int:
@@ -94,10 +94,10 @@ class SimMachine:
             self.threads[driven] = HostThread(self.driver, self.host)
         return self.threads[driven]
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str) -> CopyLane:
         """The link of this name, shared by all that name it."""
         if name not in self._lanes:
-            self._lanes[name] = Lane(name)
+            self._lanes[name] = CopyLane(name)
         return self._lanes[name]
 
     # -- hazards -------------------------------------------------------------------------------------------------

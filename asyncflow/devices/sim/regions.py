@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Kernel, Value
 
 
-class RegionLauncher:
+class SimRegionLauncher:
     """A region's generated function, bound to a simulated device."""
 
     __slots__ = ("_device", "_function", "_graphs", "_info", "_stream", "_whole")
@@ -80,7 +80,7 @@ class RegionLauncher:
             self._device.thread.note_region(taken_ns, len(_arrays([*inputs, *outputs])))
 
     def _begin(self, args: Sequence[Value]) -> list[Placed]:
-        """What the function is called with: its stream waits for all of it, and vectors of the host are copied in."""
+        """The arguments of the function: its stream waits for all of it, and vectors of the host are copied in."""
         device, info = self._device, self._info
         inputs = list(args)
         for index in info.vectors:
@@ -117,10 +117,10 @@ def _arrays(values: Sequence[Value]) -> list[SimArray]:
 
 
 def _key(value: Value) -> Hashable:
-    """What a graph depends on; None if there is no graph for such a value."""
+    """The key that a graph depends on; None if there is no graph for such a value."""
     if isinstance(value, SimArray):
         return value.dtype, value.shape
     return None if isinstance(value, SimOpaque) else host_key(value)
 
 
-__all__ = ["RegionLauncher"]
+__all__ = ["SimRegionLauncher"]

@@ -1,4 +1,4 @@
-"""What a simulated device is given, and when: the base of `SimDevice`, as `Progress` is that of a CUDA device."""
+"""The work a simulated device is given, and when: the base of `SimDevice`, as `Progress` is that of a CUDA device."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Timeline(LaunchingDevice[SimStream]):
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
-        """What is launched inside is part of one CUDA graph, which the host launches first."""
+        """A block whose launches are part of one CUDA graph, which the host launches first."""
         self._graph_ns = self.thread.spend("graph")
         try:
             yield

@@ -1,4 +1,4 @@
-"""What flows through a graph on simulated devices: arrays that know when, where and by whom they were written.
+"""Values that flow through a graph on simulated devices: arrays that know when, where and by whom they were written.
 
 Anything that is neither a `SimArray` nor a `SimOpaque` is a *host value*: counters, predicates, strings.
 

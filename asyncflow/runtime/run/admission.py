@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _LEAST_RETRY_S = 0.01
 
 
-class Ticket:
+class AdmissionTicket:
     """The leave to have one run in flight, or the wait for it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Ticket:
 
     @property
     def likely_s(self) -> float:
-        """What it will hardly take longer than."""
+        """The time that it will hardly exceed."""
         recent_s = () if self.plan is None else self.plan.recent_s
         return max(self.expected_s, *sorted(recent_s)[-2:-1], 0.0)
 
@@ -87,8 +87,8 @@ class Admission:
     def __init__(self, max_runs: int, max_queued: int | None) -> None:
         self._max_runs = max_runs
         self._max_queued = max_queued
-        self._in_flight: dict[Ticket, None] = {}
-        self._queue: deque[Ticket] = deque()
+        self._in_flight: dict[AdmissionTicket, None] = {}
+        self._queue: deque[AdmissionTicket] = deque()
         self.refused = 0
         """How many runs were not started."""
 
@@ -97,14 +97,14 @@ class Admission:
         """How many runs wait."""
         return len(self._queue)
 
-    def apply(self, plan: Plan | None, deadline_s: float | None) -> Ticket:
+    def apply(self, plan: Plan | None, deadline_s: float | None) -> AdmissionTicket:
         """A ticket for a run that may start, or wait, as things are now; it is not counted yet.
 
         Raises:
             OverloadedError: it may not.
         """
         now = asyncio.get_running_loop().time()
-        ticket = Ticket(plan, deadline_s)
+        ticket = AdmissionTicket(plan, deadline_s)
         if len(self._in_flight) < self._max_runs:
             if self._in_flight and ticket.is_late(now):
                 self._refuse(now, "would take too long to end in time")
@@ -114,7 +114,7 @@ class Admission:
             self._refuse(now, "would have to wait too long to end in time")
         return ticket
 
-    async def enter(self, plan: Plan | None, deadline_s: float | None) -> Ticket:
+    async def enter(self, plan: Plan | None, deadline_s: float | None) -> AdmissionTicket:
         """Waits until the run may start; `leave` has to be called when it has ended.
 
         Raises:
@@ -143,13 +143,13 @@ class Admission:
             raise
         return ticket
 
-    def begin(self, ticket: Ticket, plan: Plan) -> None:
+    def begin(self, ticket: AdmissionTicket, plan: Plan) -> None:
         """A run starts: all that it needs is there."""
         ticket.plan = plan
         ticket.has_begun = True
         ticket.started_s = asyncio.get_running_loop().time()
 
-    def leave(self, ticket: Ticket, *, is_whole: bool = False) -> None:
+    def leave(self, ticket: AdmissionTicket, *, is_whole: bool = False) -> None:
         """A run has ended, or will not start; `is_whole` says that it came to its end."""
         now = asyncio.get_running_loop().time()
         del self._in_flight[ticket]
@@ -166,11 +166,11 @@ class Admission:
             if ticket.turn is not None and not ticket.turn.done():
                 ticket.turn.set_exception(SessionClosedError(reason))
 
-    def _start(self, ticket: Ticket, now: float) -> None:
+    def _start(self, ticket: AdmissionTicket, now: float) -> None:
         self._in_flight[ticket] = None
         ticket.started_s = now
 
-    def _drop(self, ticket: Ticket) -> None:
+    def _drop(self, ticket: AdmissionTicket) -> None:
         """The caller of a run that has not begun is gone, or it is too late."""
         if ticket in self._in_flight:
             self.leave(ticket)
@@ -234,4 +234,4 @@ async def in_time(timeout: float | None, asked_s: float, what: str) -> AsyncIter
         raise DeadlineExceeded(f"{what} within timeout={timeout} s; it did not start") from None
 
 
-__all__ = ["Admission", "Ticket", "in_time"]
+__all__ = ["Admission", "AdmissionTicket", "in_time"]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable
 
     from asyncflow.runtime.run.run import Run
-    from asyncflow.streams.holding import Part
+    from asyncflow.streams.holding import RunPart
 
 
 class Claim:
@@ -44,12 +44,12 @@ class Claim:
 
     __slots__ = ("alone", "before", "part", "states", "within")
 
-    def __init__(self, states: frozenset[Hashable], within: frozenset[Part], before: set[Run]) -> None:
+    def __init__(self, states: frozenset[Hashable], within: frozenset[RunPart], before: set[Run]) -> None:
         self.states = states
         self.within = within
         self.before = before
         self.alone = asyncio.Event()
-        self.part: Part | None = None
+        self.part: RunPart | None = None
 
 
 class _Waiter:
@@ -57,7 +57,7 @@ class _Waiter:
 
     __slots__ = ("states", "within", "woken")
 
-    def __init__(self, states: Collection[Hashable], within: frozenset[Part]) -> None:
+    def __init__(self, states: Collection[Hashable], within: frozenset[RunPart]) -> None:
         self.states = states
         self.within = within
         self.woken = asyncio.Event()
@@ -76,7 +76,7 @@ class AtomicRuns:
         """Whether a run that touches `states`, and is part of none, has to wait."""
         return any(not claim.states.isdisjoint(states) for claim in self.claims)
 
-    async def wait(self, states: Collection[Hashable], within: frozenset[Part]) -> None:
+    async def wait(self, states: Collection[Hashable], within: frozenset[RunPart]) -> None:
         """Returns when a run that touches `states` and is part of `within` may start, if it starts at once.
 
         Raises:
@@ -101,7 +101,7 @@ class AtomicRuns:
         finally:
             del self._waiters[waiter]
 
-    async def claim(self, states: frozenset[Hashable], within: frozenset[Part], in_flight: Collection[Run]) -> Claim:
+    async def claim(self, states: frozenset[Hashable], within: frozenset[RunPart], in_flight: Collection[Run]) -> Claim:
         """Returns when no other run that touches `states` is in flight; call `leave` when this one has ended.
 
         Raises:
@@ -146,7 +146,7 @@ class AtomicRuns:
             if not claim.before:
                 claim.alone.set()
 
-    def _check_outer(self, states: frozenset[Hashable], within: frozenset[Part], in_flight: Iterable[Run]) -> None:
+    def _check_outer(self, states: frozenset[Hashable], within: frozenset[RunPart], in_flight: Iterable[Run]) -> None:
         own = frozenset[object]().union(*(claim.states for claim in self.claims if claim.part in within))
         if any(run.part in within and not (run.states & states) <= own for run in in_flight):
             raise RuntimeError(
@@ -169,7 +169,7 @@ class AtomicRuns:
         claims = self._conflicts(waiter)
         return [c for c in claims if not (c.before and within and self._waits_for(c, within, False))]
 
-    def _waits_for(self, claim: Claim, parts: frozenset[Part], is_final: bool) -> bool:
+    def _waits_for(self, claim: Claim, parts: frozenset[RunPart], is_final: bool) -> bool:
         """Whether a claim will not be given up before one of the runs `parts` has ended.
 
         Args:
@@ -181,7 +181,7 @@ class AtomicRuns:
         stack = [claim]
         while stack:
             claim = stack.pop()
-            runs: set[Part | None] = {run.part for run in claim.before} or {claim.part}
+            runs: set[RunPart | None] = {run.part for run in claim.before} or {claim.part}
             if not runs.isdisjoint(parts):
                 return True
             found = [other for other in self.claims if other.before and not runs.isdisjoint(other.within)]

@@ -35,7 +35,7 @@ class MemoryTurns:
     async def values(
         self, attempt: Callable[[], Awaitable[list[Value]]], in_time: Callable[[], AbstractAsyncContextManager[None]]
     ) -> list[Value]:
-        """What ``await attempt()`` gives, the first time or the second.
+        """The result of ``await attempt()``, the first time or the second.
 
         Args:
             attempt: runs.

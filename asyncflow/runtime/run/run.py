@@ -13,7 +13,7 @@ from asyncflow.graph.graph import leave_graphs
 from asyncflow.runtime.scheduler.executor import Executor
 from asyncflow.runtime.scheduler.rendezvous import Rendezvous
 from asyncflow.runtime.trace import RunSpan
-from asyncflow.streams.holding import Part, current_part, own_context
+from asyncflow.streams.holding import RunPart, current_part, own_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -90,7 +90,7 @@ class Run:
         self.devices = devices
         self.loop = loop
         self.turn = turn
-        self.part = Part(turn, current_part())
+        self.part = RunPart(turn, current_part())
         """The run for those that are asked for inside it."""
         self.context = copy_context()
         """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
@@ -104,7 +104,7 @@ class Run:
         self.now = now
         self.emitter = channel
         self.states = plan.states
-        """What tells the variables that it touches from others."""
+        """The keys of the variables that it touches."""
         self.staying = staying
         """Indexes of the fetches whose values stay on their device."""
         self.stayed: dict[int, Value] = {}

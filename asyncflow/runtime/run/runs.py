@@ -20,7 +20,7 @@ from asyncflow.runtime.run.run import Run
 from asyncflow.runtime.run.single_call import quiet_context, run_single_call
 from asyncflow.runtime.scheduler.turn import Turn
 from asyncflow.runtime.trace import Trace, current_trace, looks_inside, write_trace
-from asyncflow.runtime.values.copies import Copies
+from asyncflow.runtime.values.copies import CopyThread
 from asyncflow.runtime.values.feeds import at_hand
 from asyncflow.runtime.values.fetches import user_value
 from asyncflow.runtime.values.foreign_feeds import as_of_now
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.lowering.single_call import SingleCall
     from asyncflow.compiler.plan import Plan
     from asyncflow.devices.protocol import Device
-    from asyncflow.runtime.run.admission import Ticket
+    from asyncflow.runtime.run.admission import AdmissionTicket
     from asyncflow.runtime.run.atomic import Claim
     from asyncflow.runtime.session.calls import Call
     from asyncflow.runtime.session.plans import Compile, PlanCache
@@ -69,7 +69,7 @@ class Runs:
         self.closed: str | None = None
         self.in_flight: set[Run] = set()
         self.begun = 0
-        self.copies = Copies()
+        self.copies = CopyThread()
         self.admission = None if options.max_runs is None else Admission(options.max_runs, options.max_queued)
         self.memory_turns = None if options.memory_limit is None else MemoryTurns()
         self._devices = devices
@@ -204,7 +204,7 @@ class Runs:
         if self.admission is not None and not is_within(self._turn):
             self.admission.apply(plan, None if timeout is None else asked_s + timeout)
 
-    async def _admitted(self, plan: Plan | None, timeout: float | None, asked_s: float) -> Ticket | None:
+    async def _admitted(self, plan: Plan | None, timeout: float | None, asked_s: float) -> AdmissionTicket | None:
         """The leave to start a run; None for one that is part of another."""
         if self.admission is None or is_within(self._turn):
             return None

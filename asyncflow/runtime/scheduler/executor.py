@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.cost import MeasuredCost
     from asyncflow.devices.protocol import AsynchronousDevice, Mark, Spans
     from asyncflow.runtime.scheduler.frame import Iteration
-    from asyncflow.runtime.scheduler.ports import Scope
+    from asyncflow.runtime.scheduler.ports import RunScope
     from asyncflow.values import Value
 
 _log = logging.getLogger("asyncflow.runtime")
@@ -84,7 +84,7 @@ class Executor:
         "stopped",
     )
 
-    def __init__(self, partition: Partition, run: Scope) -> None:
+    def __init__(self, partition: Partition, run: RunScope) -> None:
         self.scheduler = Scheduler(partition, seed=run.shuffle_seed, max_iterations=run.max_iterations)
         self.is_queued = False
         self.is_closed = False
@@ -435,7 +435,7 @@ class Executor:
             self.failures.append((self.run.turn.count(), -1, self._named(error)))
 
     def new_spans(self) -> Spans | None:
-        """What an asynchronous device is to record into; None if the run is not traced."""
+        """The list that an asynchronous device is to record into; None if the run is not traced."""
         return None if self.recorder is None else []
 
     def record_spans(

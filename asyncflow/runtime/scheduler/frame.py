@@ -1,4 +1,4 @@
-"""What a run holds of a loop: `Frame`, one activation of it, and `Iteration`, where the tokens of one tag meet.
+"""State of a loop in a run: `Frame`, one activation of it, and `Iteration`, where the tokens of one tag meet.
 
 Only `asyncflow.runtime.scheduler.scheduler` changes them; its rules say when.
 """

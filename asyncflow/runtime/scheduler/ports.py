@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Value
 
 
-class Emitter(Protocol):
+class ItemSink(Protocol):
     """Takes the values a streamed loop hands out."""
 
     def offer(self, values: tuple[Value, ...], taken: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class Emitter(Protocol):
         ...
 
 
-class Scope(Protocol):
+class RunScope(Protocol):
     """The run that executors work for, as they and their ports see it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Scope(Protocol):
     stayed: dict[int, Value]
 
     @property
-    def emitter(self) -> Emitter | None:
+    def emitter(self) -> ItemSink | None:
         """Takes streamed values."""
         ...
 

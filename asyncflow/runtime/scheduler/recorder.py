@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Launched(NamedTuple):
-    """What an asynchronous device was given for one firing."""
+    """The notes of an asynchronous device about one firing."""
 
     spans: Spans
     """For `AsynchronousDevice.settle`."""
@@ -130,7 +130,7 @@ class Recorder:
         iteration: Iteration | None,
         result: Value,
     ) -> None:
-        """What an asynchronous device did for one firing (None: before any): the kernel, and copies.
+        """The work of an asynchronous device for one firing (None: before any): the kernel, and copies.
 
         Their times may not be known before the run has ended: see `finish`.
         """

@@ -412,7 +412,7 @@ class Scheduler:
                 frame.constant_ready.append(target)
 
     def _arrive(self, node: PlanNode, value: Value, dead: Dead | None, iteration: Iteration) -> None:
-        """What an Enter brings, in one iteration of its frame."""
+        """The value that an Enter brings, in one iteration of its frame."""
         if dead is None:
             self._deliver(node, 0, value, iteration)
             if node.controls:

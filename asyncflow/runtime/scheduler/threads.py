@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.cpu.lanes import Times
 from asyncflow.runtime.scheduler.first_guess import ON_A_THREAD
-from asyncflow.streams.holding import Hold, holding, may_wait_for_itself, refuse_to_queue
+from asyncflow.streams.holding import ThreadHold, holding, may_wait_for_itself, refuse_to_queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def launch_on_a_thread(
     args = tuple(inputs)
     hold = None
     if node.is_user:
-        hold = Hold()
+        hold = ThreadHold()
         work, args = executor.run.context.copy().run, (holding, hold, work, *args)
 
     def take(result: Value, error: BaseException | None, times: Times) -> None:

@@ -1,1 +1,1 @@
-"""What users hold: `Session`, prepared calls, and traced functions."""
+"""The objects that users hold: `Session`, prepared calls, and traced functions."""

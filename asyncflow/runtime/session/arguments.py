@@ -1,4 +1,4 @@
-"""What a traced function is called with: which arguments become tensors, and which are part of the trace."""
+"""Arguments of a traced function: which arguments become tensors, and which are part of the trace."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Structures(NamedTuple):
 
 
 Kind: TypeAlias = Spec | Static
-"""What a leaf is to the trace: a tensor described so, or itself."""
+"""The meaning of a leaf to the trace: a tensor described so, or itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def _annotation(parameter: inspect.Parameter) -> str:
 
 
 def _kind(leaf: Value) -> Kind:
-    """What an argument is without an annotation: arrays and numbers are tensors, any other object is itself."""
+    """The kind of an argument without an annotation: arrays and numbers are tensors, any other object is itself."""
     if isinstance(leaf, _NUMPY):
         return _array_spec(leaf.dtype, leaf.ndim)
     if isinstance(leaf, bool | str | Enum | type):

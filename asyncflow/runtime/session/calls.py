@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Nest, Value
 
 _AT_HAND = (np.ndarray, np.generic, str)
-"""What fed values are that need not be waited for."""
+"""Types of fed values that need not be waited for."""
 
 _REMEMBERED = (Tensor, OnDevice)
 
@@ -102,7 +102,7 @@ class Call:
         return checked, waits
 
     def result(self, plan: Plan, values: Sequence[Value], *, allow_dead: bool) -> Nest:
-        """What the run returns, of the values that its plan fetched.
+        """The results of the run, of the values that its plan fetched.
 
         Raises:
             FetchError: one is dead.

@@ -185,7 +185,7 @@ class Function(Generic[P]):
         return Traced(graph, inputs, outputs)
 
     def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nest:
-        """What the function builds in the current graph."""
+        """The nodes that the function builds in the current graph."""
         inside = _being_built.get()
         code = getattr(self.fn, "__func__", self.fn)
         token = _being_built.set((*inside, code))

@@ -1,4 +1,4 @@
-"""What the Array API standard asks of a namespace itself: ``af.__array_namespace_info__()``."""
+"""The Array API standard about a namespace itself: ``af.__array_namespace_info__()``."""
 
 from __future__ import annotations
 

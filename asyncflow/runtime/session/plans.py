@@ -39,7 +39,7 @@ Compile: TypeAlias = Callable[[PlanRequest], "Plan"]
 
 
 class GraphPlans:
-    """What one session keeps for one graph. The graph holds it, so that both go together.
+    """The plans and costs that one session keeps for one graph. The graph holds it, so that both go together.
 
     Attributes:
         version: of the graph, when `plans` was empty.
@@ -84,7 +84,7 @@ class PlanCache:
         return sum(len(kept.plans) for kept in list(self._graphs))
 
     def of(self, graph: Graph) -> GraphPlans:
-        """What is kept for a graph, as it is now."""
+        """The plans and costs kept for a graph, as it is now."""
         kept: GraphPlans | None = graph.compiled.get(self)
         if kept is None:
             kept = graph.compiled[self] = GraphPlans(graph)
@@ -168,7 +168,7 @@ _SWITCH_S = 0.000_5
 
 
 def _shared_out(node: PlanNode) -> dict[str, float]:
-    """What was measured of a node; of a region, shared out to its nodes as they were expected to take."""
+    """The measured time of a node; of a region, shared out to its nodes as they were expected to take."""
     measured: float = node.cost.mean_ns
     if node.region is None:
         return {node.name: measured}

@@ -1,4 +1,4 @@
-"""What a session was asked for: `SessionOptions`, the parameters of `Session`, checked where they are given."""
+"""The options of a session: `SessionOptions`, the parameters of `Session`, checked where they are given."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEAST: Final = {
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """What a `Session` was asked for: its parameters, which are added, documented and checked here alone.
+    """The options of a `Session`: its parameters, which are added, documented and checked here alone.
 
     Args:
         graph: where names in fetches and feeds are looked up; tensors know their own graph.

@@ -104,7 +104,7 @@ def _differentiated(fn: Callable[..., Nest], argnums: int | Sequence[int], has_a
 
 
 def _source(name: str, place: int, leaf: Value) -> Tensor | Variable:
-    """What to differentiate by: a variable stays one, so that all its reads count."""
+    """The sources to differentiate by: a variable stays one, so that all its reads count."""
     try:
         source = leaf if isinstance(leaf, Variable) else as_tensor(leaf)
     except DTypeError as error:

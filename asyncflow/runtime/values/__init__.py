@@ -1,1 +1,1 @@
-"""What goes into runs and comes out of them: feeds, fetches, and arrays of other libraries."""
+"""Values that go into runs and come out of them: feeds, fetches, and arrays of other libraries."""

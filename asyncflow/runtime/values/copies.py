@@ -1,4 +1,4 @@
-"""Copies of large arrays, in and out of runs: made on a thread of the session's, so that the event loop goes on."""
+"""CopyThread of large arrays, in and out of runs: made on a thread of the session's, so that the event loop goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Value
 
 
-class Copies:
+class CopyThread:
     """Makes the copies, on a thread that starts with the first one: the application's pool may be full.
 
     On virtual time, of which copies take none, they are made at once, so that the same happens every time.
@@ -67,4 +67,4 @@ class Copies:
         return await self._thread.aclose(grace_s)
 
 
-__all__ = ["Copies"]
+__all__ = ["CopyThread"]

@@ -1,4 +1,4 @@
-"""What a run may return: reads the nest of fetches, and turns run-time values into values for the user."""
+"""The values that a run may return: reads the nest of fetches, and turns run-time values into values for the user."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def graph_of(fetches: Sequence[Fetch], graph: Graph | None) -> Graph:
 def user_values(
     fetches: Sequence[Fetch], positions: Sequence[int | None], values: Sequence[Value], *, allow_dead: bool
 ) -> list[Value]:
-    """What a run returns for `fetches`; `positions` says which of the values each one is, None for a node.
+    """The results of a run for `fetches`; `positions` says which of the values each one is, None for a node.
 
     Raises:
         FetchError: a value is dead.

@@ -54,7 +54,7 @@ class ThreadStream:
         self._name = name
         self._queue = _Queue(name)
         self._thread: threading.Thread | None = None
-        self._mailbox: Mailbox[_Submission] | None = None
+        self._mailbox: Mailbox[_ThreadSubmission] | None = None
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class ThreadStream:
         Raises:
             SessionClosedError: the stream is closed, or this process is a fork of its owner.
         """
-        self._give(_Call(work, args))
+        self._give(_Posted(work, args))
 
     def submit(
         self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, loop: asyncio.AbstractEventLoop
@@ -92,8 +92,8 @@ class ThreadStream:
         """
         mailbox = self._mailbox
         if mailbox is None or mailbox.loop is not loop:
-            self._mailbox = mailbox = Mailbox(loop, _Submission.finish, _Submission.drop)
-        self._give(_Submission(work, args, deliver, mailbox))
+            self._mailbox = mailbox = Mailbox(loop, _ThreadSubmission.finish, _ThreadSubmission.drop)
+        self._give(_ThreadSubmission(work, args, deliver, mailbox))
         mailbox.expect()
 
     def record(self) -> ThreadEvent:
@@ -149,7 +149,7 @@ class ThreadStream:
             return self._settle(False)
         return self._settle(True)
 
-    def _give(self, job: _Job) -> None:
+    def _give(self, job: _ThreadJob) -> None:
         jobs = self._queue
         jobs.refuse_if_closed()
         if self._thread is None:
@@ -207,12 +207,12 @@ class ThreadEvent(Latch):
             raise _as_one(self._failures, self.queue.name)
 
 
-class _Job(Protocol):
+class _ThreadJob(Protocol):
     def run(self, jobs: _Queue) -> None: ...
 
 
 class _Queue(Lifecycle):
-    """What a stream, its events and its thread share.
+    """State that a stream, its events and its thread share.
 
     ``given`` is written by the owner's thread alone, ``finished`` by the stream's thread alone, and ``finished``
     counts a job only when all its effects can be seen; so ``given == finished`` means an idle stream.
@@ -227,15 +227,15 @@ class _Queue(Lifecycle):
         self.given = 0
         self.finished = 0
         self.abandoned = False
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_ThreadJob | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._failures: list[BaseException] = []
 
-    def put(self, job: _Job) -> None:
+    def put(self, job: _ThreadJob) -> None:
         """Append a job."""
         self._jobs.put(job)
 
-    def get(self) -> _Job | None:
+    def get(self) -> _ThreadJob | None:
         """The next job, or None when the queue was stopped; blocks."""
         return self._jobs.get()
 
@@ -266,7 +266,7 @@ class _Queue(Lifecycle):
             _log.error("work on stream %s failed and no event was awaited", self.name, exc_info=failure)
 
 
-class _Call:
+class _Posted:
     """Fire-and-forget work."""
 
     __slots__ = ("args", "work")
@@ -286,7 +286,7 @@ class _Call:
         jobs.finished += 1
 
 
-class _Submission:
+class _ThreadSubmission:
     """Work whose outcome is delivered to an event loop."""
 
     __slots__ = ("args", "deliver", "ended_ns", "error", "mailbox", "result", "started_ns", "work")
@@ -296,7 +296,7 @@ class _Submission:
         work: Callable[..., object],
         args: tuple[object, ...],
         deliver: Deliver,
-        mailbox: Mailbox[_Submission],
+        mailbox: Mailbox[_ThreadSubmission],
     ) -> None:
         self.work = work
         self.args = args

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 DONE = 0
 NOT_READY = 600
-"""What `cudaEventQuery` returns; CuPy exports no constants for them."""
+"""Codes that `cudaEventQuery` returns; CuPy exports no constants for them."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3
 """Between two looks at an event that no thread can sleep on."""

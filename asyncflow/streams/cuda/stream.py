@@ -210,7 +210,7 @@ class CudaStream:
             RuntimeError: tickets of a different loop are pending.
         """
         self._reaper.refuse_if_closed()
-        submission = _Submission(deliver, args)
+        submission = _CudaSubmission(deliver, args)
         try:
             with self:
                 submission.result = work(*args)
@@ -385,7 +385,7 @@ class CudaEvent(PooledEvent):
                 raise BaseExceptionGroup(f"{len(failures)} failures on stream {self.stream.name}", failures)
 
 
-class _Submission(Ticket):
+class _CudaSubmission(Ticket):
     """A ticket for the outcome of submitted work."""
 
     __slots__ = ("_outcome", "failure", "result")
@@ -410,7 +410,7 @@ class _Submission(Ticket):
         self.failure = None
 
 
-class _Card:
+class _PhysicalCard:
     """The CUDA streams and events of one physical device, which outlive the sessions that use them."""
 
     __slots__ = ("_cupy", "_free", "_made", "_physical", "events")
@@ -436,19 +436,19 @@ class _Card:
         self._free.append(raw)
 
 
-_cards: dict[tuple[Cupy, int], _Card] = {}
+_cards: dict[tuple[Cupy, int], _PhysicalCard] = {}
 """By CuPy module, of which there are several in tests, and CUDA ordinal."""
 
 
-def _card(cupy: Cupy, physical: int) -> _Card:
+def _card(cupy: Cupy, physical: int) -> _PhysicalCard:
     card = _cards.get((cupy, physical))
     if card is None:
-        card = _cards[cupy, physical] = _Card(cupy, physical)
+        card = _cards[cupy, physical] = _PhysicalCard(cupy, physical)
     return card
 
 
 class _Thread(threading.local):
-    """What is active on a thread, and what was around it."""
+    """The stream active on a thread, and the one around it."""
 
     def __init__(self) -> None:
         self.stream: CudaStream | None = None

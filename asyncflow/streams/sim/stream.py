@@ -132,7 +132,7 @@ class SimEvent:
         host.observe(self)
 
     def known(self) -> Iterable[tuple[SimStream, int]]:
-        """What one who waits for the event learns: up to which count the work of which stream comes before."""
+        """The lesson of one who waits for the event: up to which count the work of which stream comes before."""
         return (*self.seen.items(), (self.stream, self.count))
 
 
@@ -175,7 +175,7 @@ class SimStream:
         self._seen: _Seen = {}
         self._host_version = 0
         self._ends: deque[int] = deque()
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_SimJob] = deque()
         self._jobs_given = 0
         self._failures: list[tuple[int, BaseException]] = []
         self._stopped = False
@@ -327,7 +327,7 @@ class SimStream:
     def _give(self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver | None) -> None:
         event = self.launch(0)
         self._jobs_given += 1
-        self._jobs.append(_Job(event.time_ns, self._jobs_given, work, args, deliver))
+        self._jobs.append(_SimJob(event.time_ns, self._jobs_given, work, args, deliver))
         self.host.loop.call_at_ns(event.time_ns, self._settle)
 
     def _end_at(self, end_ns: int) -> None:
@@ -352,7 +352,7 @@ class SimStream:
             raise SessionClosedError(f"stream {self._name} is closed and takes no more work; open a new session")
 
 
-class _Job:
+class _SimJob:
     """A function that a stream calls."""
 
     __slots__ = ("args", "deliver", "due_ns", "number", "work")

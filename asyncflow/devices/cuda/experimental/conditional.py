@@ -121,7 +121,7 @@ class Limits:
         return 0, 0, 0, self.most, inside, inside * _PATIENCE, _NO_LIMIT if self.inner is None else self.inner
 
 
-class Node(Protocol):
+class GatedPlace(Protocol):
     """A place in a sequence of work that runs depending on a predicate."""
 
     def decide(self, pred: Value) -> None:
@@ -136,15 +136,15 @@ class Node(Protocol):
 class Nodes(Protocol):
     """Makes nodes on the current stream."""
 
-    def loop(self) -> Node:
+    def loop(self) -> GatedPlace:
         """The loop of a launch."""
         ...
 
-    def inner_loop(self) -> Node:
+    def inner_loop(self) -> GatedPlace:
         """A loop inside."""
         ...
 
-    def branch(self) -> Node:
+    def branch(self) -> GatedPlace:
         """A branch inside."""
         ...
 
@@ -162,15 +162,15 @@ class Rehearsal:
         self._depth = 0
         self.depth = 0
 
-    def loop(self) -> Node:
+    def loop(self) -> GatedPlace:
         """See `Nodes`."""
         return _RehearsedNode(self, 1)
 
-    def inner_loop(self) -> Node:
+    def inner_loop(self) -> GatedPlace:
         """See `Nodes`."""
         return _RehearsedNode(self, 1)
 
-    def branch(self) -> Node:
+    def branch(self) -> GatedPlace:
         """See `Nodes`."""
         return _RehearsedNode(self, 2)
 
@@ -221,20 +221,20 @@ class ConditionalNodes:
         self._bindings = bindings
         self._state = state
 
-    def loop(self) -> Node:
+    def loop(self) -> GatedPlace:
         """See `Nodes`."""
         return self._node("WHILE", 1, "set_loop", self._state)
 
-    def inner_loop(self) -> Node:
+    def inner_loop(self) -> GatedPlace:
         """See `Nodes`."""
         count = self._cupy.zeros((), np.int64)  # captured as well: each time that the loop is come to
         return self._node("WHILE", 1, "set_inner_loop", self._state, count)
 
-    def branch(self) -> Node:
+    def branch(self) -> GatedPlace:
         """See `Nodes`."""
         return self._node("IF", 2, "set_branch")
 
-    def _node(self, kind: str, size: int, kernel: str, *arguments: Value) -> Node:
+    def _node(self, kind: str, size: int, kernel: str, *arguments: Value) -> GatedPlace:
         driver = self._bindings.driver
         (context,) = ok(driver.cuCtxGetCurrent())
         graph, _ = self._captured()
@@ -290,7 +290,7 @@ class _ConditionalNode:
 
 
 def node_params(driver: Raw, kind: str, size: int, handle: Raw, context: Raw) -> Raw:
-    """What ``cuGraphAddNode`` makes an IF or a WHILE node of, and puts its bodies in."""
+    """The parameters of which ``cuGraphAddNode`` makes an IF or a WHILE node, and puts its bodies in."""
     params = driver.CUgraphNodeParams()
     params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
     conditional = params.conditional
@@ -319,8 +319,8 @@ __all__ = [
     "STOPPED",
     "TOO_LONG",
     "ConditionalNodes",
+    "GatedPlace",
     "Limits",
-    "Node",
     "Nodes",
     "Rehearsal",
     "node_params",

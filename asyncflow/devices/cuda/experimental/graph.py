@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 def array_key(array: CupyArray) -> Hashable:
-    """What a graph's buffer for `array` depends on; None for one with gaps, for which there are no buffers."""
+    """The key that a graph's buffer for `array` depends on; None for one with gaps, for which there are no buffers."""
     flags = array.flags
     if flags.c_contiguous:
         return array.dtype, array.shape, "C"
@@ -222,7 +222,7 @@ class CapturedRegion:
         self._graphs: GraphCache[RegionGraph] = GraphCache(label)
 
     def __call__(self, *inputs: Value) -> tuple[Placed, ...]:
-        """What `function` gives for these inputs."""
+        """The results of `function` for these inputs."""
         outputs: tuple[Value, ...] | None = self._launched(inputs)
         return self._function(*inputs) if outputs is None else outputs
 

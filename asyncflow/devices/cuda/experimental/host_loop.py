@@ -85,7 +85,7 @@ class HostDriver:
         return list(await self._results(taken, decision.arguments))
 
     async def _results(self, function: Kernel, arguments: Sequence[Value]) -> Placed:
-        """What ``function(*arguments)`` gives, with the host deciding."""
+        """The result of ``function(*arguments)``, with the host deciding."""
         running = decisions(function, arguments)
         decision = self.in_one_block(advance, running, None)
         while not isinstance(decision, Ended):

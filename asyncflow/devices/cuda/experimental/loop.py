@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from asyncflow.devices.cuda.bindings import Bindings
-    from asyncflow.devices.cuda.experimental.conditional import Node, Nodes
+    from asyncflow.devices.cuda.experimental.conditional import GatedPlace, Nodes
     from asyncflow.devices.cuda.memory import CudaPool
     from asyncflow.devices.decisions import Body, Condition, Decision
     from asyncflow.devices.protocol import Placed
@@ -41,7 +41,7 @@ _DEFAULT_LIMITS = Limits()
 
 
 class Iterated(NamedTuple):
-    """What a launch will have computed.
+    """The results that a launch will have computed.
 
     Attributes:
         values: of the loop variables, new arrays.
@@ -67,7 +67,7 @@ class Interpreter:
         self._repeat(loop, buffers, self._nodes.loop())
 
     def _values(self, function: Kernel, arguments: Sequence[Value]) -> Placed:
-        """What ``function(*arguments)`` gives."""
+        """The result of ``function(*arguments)``."""
         running = decisions(function, arguments)
         decision = advance(running, None)
         while not isinstance(decision, Ended):
@@ -101,7 +101,7 @@ class Interpreter:
         self._repeat(loop, buffers, node)
         return buffers
 
-    def _repeat(self, loop: Loop, buffers: Sequence[CupyArray], node: Node) -> None:
+    def _repeat(self, loop: Loop, buffers: Sequence[CupyArray], node: GatedPlace) -> None:
         arguments = *buffers, *loop.captures
         node.decide(self._checked(self._values(loop.condition, arguments)))
         (iteration,) = node.bodies()
