@@ -15,12 +15,13 @@ from typing import IO, Any
 import numpy as np
 
 import asyncflow  # noqa: F401 - which registers the ops
-from asyncflow.graph.op import Kernel, bound_kernel, find_op
+from asyncflow.graph.op import bound_kernel, find_op
 from asyncflow.pickling import portable
+from asyncflow.values import Kernel
 
 
 class Failure:
-    """What stands in the place of an array that a kernel did not make."""
+    """A mark in the place of an array that a kernel did not make."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
