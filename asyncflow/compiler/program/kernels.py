@@ -12,6 +12,7 @@ import numpy as np
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
 from asyncflow.compiler.program.fused import alone
 from asyncflow.compiler.program.host_values import computes_on_host, is_metadata, may_be_host_vector, may_stay_on_host
+from asyncflow.compiler.program.purity import has_variants
 from asyncflow.compiler.program.work import flops_of
 from asyncflow.control.tensor_array import TENSOR_ARRAY
 from asyncflow.devices.memory import TRACKED_BYTES, MemoryLimitExceeded
@@ -152,7 +153,9 @@ def bind_member(
     if vectors:
         return _uploading(kernel, vectors, device.xp, node.op.needs_context)
     operands = [index for index in range(len(node.inputs)) if index not in read]
-    if operands and not node.op.needs_context and all(node.inputs[k].shape in ((), None) for k in operands):
+    # A store that gives up what is read cannot be read twice.
+    may_repeat = not node.op.needs_context and not has_variants(node.inputs)
+    if operands and may_repeat and all(node.inputs[k].shape in ((), None) for k in operands):
         return _of_numbers(kernel, operands, device.xp)
     return kernel
 
