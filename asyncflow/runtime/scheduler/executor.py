@@ -221,7 +221,8 @@ class Executor:
         return False
 
     def _acknowledge_ended(self) -> None:
-        assert self._ports is not None, "an iteration is acknowledged to whom its predicate came from"
+        if self._ports is None:  # a dead iteration ends where no value has come in or gone out
+            self._ports = Ports(self)
         self._ports.acknowledge_ended()
 
     def _resume(self) -> None:
