@@ -1,7 +1,8 @@
 """Counts the lines of code of each room, and what the change did to them: ``make size``, or with BASE=ref.
 
-Code is what is left without comments, docstrings and blank lines. The base is where the branch left main; on main
-itself it is the last tag. Where neither is there, as in a shallow clone or outside git, the sizes stand alone.
+Code is what is left without comments, docstrings (those of attributes too) and blank lines. The base is where the
+branch left main; on main itself it is the last tag. Where neither is there, as in a shallow clone or outside git, the
+sizes stand alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import subprocess
 import sys
 import tarfile
 import tokenize
+from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -40,11 +43,27 @@ def code_lines(source: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
-            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        for docstring in _docstrings(node):
+            lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
     return len(lines)
+
+
+def _docstrings(node: ast.AST) -> Iterator[ast.stmt]:
+    """The docstring of a module, class or function, and those of the attributes of a module or class."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    if ast.get_docstring(node, clean=False) is not None:
+        yield node.body[0]
+    if isinstance(node, ast.Module | ast.ClassDef):
+        for before, statement in pairwise(node.body):
+            if isinstance(before, ast.Assign | ast.AnnAssign) and _is_bare_string(statement):
+                yield statement
+
+
+def _is_bare_string(statement: ast.stmt) -> bool:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def room_of(path: str) -> str:

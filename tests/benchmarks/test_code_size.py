@@ -45,6 +45,31 @@ def test_comments_docstrings_and_blank_lines_are_no_code() -> None:
     assert code_lines(SOURCE) == 1 + 1 + 2 + 1 + 1 + 3 + 1
 
 
+ATTRIBUTES = '''
+LIMIT: int = 3
+"""Of a module,
+in two lines."""
+"no docstring, as it follows one"
+
+
+class Shape:
+    rank = 0
+    """Of a class."""
+    rank == 0
+    "no docstring, as it follows no assignment"
+
+    def area(self) -> int:
+        side = 1
+        "no docstring, as locals have none"
+        return side
+'''
+
+
+def test_docstrings_of_attributes_are_no_code() -> None:
+    # attribute, lone string; class, attribute, comparison, lone string; def with three lines
+    assert code_lines(ATTRIBUTES) == 2 + 4 + 4
+
+
 def test_rooms_add_up() -> None:
     assert room_of("asyncflow/graph/deep/er.py") == "asyncflow/graph/"
     assert room_of("asyncflow/errors.py") == "asyncflow/"
