@@ -7,8 +7,9 @@ of NumPy's that is called with one (`asyncflow.graph.no_value`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
+from types import ModuleType
 from typing import Final, NoReturn
 
 _ALSO_IN_NUMPY = (
@@ -257,6 +258,27 @@ def public_names(module: str, public: Sequence[str]) -> tuple[Callable[[str], No
         return sorted(public)
 
     return refuse, listed
+
+
+def facade(
+    module: str, names: Mapping[str, object], *, modules: Collection[str] = ()
+) -> tuple[list[str], Callable[[str], NoReturn], Callable[[], list[str]]]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of a module that exports all it has without an underscore in front.
+
+    Args:
+        module: its name, as users import it.
+        names: its ``globals()``.
+        modules: those of the modules among them that it exports; the rest are there as they have been imported.
+    """
+
+    def is_public(name: str) -> bool:
+        return name in modules or not (name.startswith("_") or isinstance(names[name], ModuleType | type(annotations)))
+
+    def numbers_by_value(name: str) -> list[int | str]:
+        return [int(part) if part.isdigit() else part for part in re.findall(r"\d+|\D+", name)]
+
+    public = sorted(filter(is_public, names), key=numbers_by_value)
+    return public, *public_names(module, public)
 
 
 def _hint(module: str, public: Sequence[str], name: str) -> str:

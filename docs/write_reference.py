@@ -71,11 +71,12 @@ MODULES: Final = {
 def page() -> str:
     """The page's text."""
     sections: dict[str, list[str]] = {title: [] for title in (*ROOMS.values(), *FAMILIES.values())}
-    for name in af.__all__:
+    public: list[str] = vars(af)["__all__"]
+    for name in public:
         value = getattr(af, name)
         if str(getattr(value, "__module__", "")).startswith("asyncflow") and not isinstance(value, ModuleType):
             sections[_section(value)].append(_line(f"af.{name}", value))
-    others = [name for name in af.__all__ if isinstance(getattr(af, name), np.dtype | float | None) or name == "DType"]
+    others = [name for name in public if isinstance(getattr(af, name), np.dtype | float | None) or name == "DType"]
     sections["Dtypes and constants"] = [", ".join(f"`af.{name}`" for name in others)]
     for module, title in MODULES.items():
         sections[title] = _lines(module)
