@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from asyncflow.values import Nest
 
 
-_RULES = _rules.__all__
-"""The modules whose import has installed the derivatives of the library's operations."""
+_RULES = _rules
+"""The module whose import has installed the derivatives of the library's operations."""
 
 
 def gradients(

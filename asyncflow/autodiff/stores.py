@@ -208,6 +208,3 @@ def store_op(
             traits=traits,
         )
     )
-
-
-__all__ = ["STORE", "Grad", "SavedValues", "StoreGradient", "StoreLog", "StoreVersion", "store_op"]

@@ -225,6 +225,3 @@ class _Branches:
                     f"{position}; convert one with af.astype"
                 )
         return returned
-
-
-__all__ = ["case", "switch_case"]

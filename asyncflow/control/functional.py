@@ -336,6 +336,3 @@ class _MapLoop:
         node = add_loop(self.condition, self.body, initial, specs, self.label, parallel_iterations)
         handles = zip(node.outputs[1:], self.kinds, strict=True)
         return [rows.stacked(TensorArray.from_handle(handle, kind)) for handle, kind in handles]
-
-
-__all__ = ["foldl", "foldr", "map_fn", "scan"]

@@ -499,5 +499,3 @@ def _pack(kind: Hashable, children: Sequence[Tensor]) -> TensorArray:
 
 
 nest.register(TensorArray, _unpack, _pack)
-
-__all__ = ["ARRAY", "TensorArray"]

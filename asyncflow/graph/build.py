@@ -363,23 +363,3 @@ def add_control_input(node: Node, before: Node) -> None:
     local = node.graph.import_control(before)
     if local is not None and local not in node.control_inputs:
         node.control_inputs.append(local)
-
-
-__all__ = [
-    "SupportsTensor",
-    "TensorLike",
-    "add_control_input",
-    "apply",
-    "as_array",
-    "as_tensor",
-    "awaited_node",
-    "constant",
-    "graph_for",
-    "group",
-    "identity",
-    "is_masked",
-    "is_symbolic",
-    "placeholder",
-    "refuse_coroutines",
-    "symbolic",
-]

@@ -102,6 +102,3 @@ def _check_shapes(what: str, tensors: Mapping[str, Tensor]) -> None:
         ):
             shapes = ", ".join(f"{name} {format_shape(tensor.shape)}" for name, tensor in tensors.items())
             raise ShapeError(f"{what}: x is [batch,n_in] and its state [batch,hidden]; got {shapes}")
-
-
-__all__ = ["Weight", "cell_arguments", "check_weights", "pair"]

@@ -278,6 +278,3 @@ class _RnnLoop:
 
 def _kind(element: Spec) -> ArrayKind:
     return ArrayKind(element.dtype, element.shape, dynamic_size=False, clear_after_read=True)
-
-
-__all__ = ["dynamic_rnn"]

@@ -44,6 +44,3 @@ def split_gates(gates: Tensor, count: int, state: Shape) -> list[Tensor]:
         )
     hidden = width // count
     return [gates[..., place * hidden : (place + 1) * hidden] for place in range(count)]
-
-
-__all__ = ["plus", "split_gates"]

@@ -100,6 +100,3 @@ def gru_cell(x: TensorLike, state: TensorLike, weights: GRUWeights) -> tuple[Ten
         # One product less than the formula above, and exact at z = 0 and close to it at 1.
         h = candidate + update * (h - candidate)
         return h, h
-
-
-__all__ = ["GRUWeights", "gru_cell", "gru_weights"]

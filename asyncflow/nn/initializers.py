@@ -46,6 +46,3 @@ def orthogonal(random: np.random.Generator, size: int, blocks: int = 1, *, dtype
         return q * np.sign(np.diag(r))
 
     return np.hstack([rotation() for _ in range(blocks)]).astype(as_dtype(dtype))
-
-
-__all__ = ["glorot_uniform", "orthogonal"]

@@ -121,6 +121,3 @@ def mean_squared_error(predictions: TensorLike, targets: TensorLike, *, axis: Ax
         Of their dtype, with the axes that are left; a scalar if `axis` is None.
     """
     return mean(square(subtract(predictions, targets)), axis=axis)
-
-
-__all__ = ["mean_squared_error", "sigmoid_cross_entropy", "softmax_cross_entropy"]

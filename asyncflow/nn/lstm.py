@@ -101,6 +101,3 @@ def lstm_cell(
         c = sigmoid(forget) * c + sigmoid(into) * tanh(candidate)
         h = sigmoid(out) * tanh(c)
         return h, (h, c)
-
-
-__all__ = ["LSTMWeights", "lstm_cell", "lstm_weights"]

@@ -79,6 +79,3 @@ def masked_mean(values: TensorLike, mask: TensorLike) -> Tensor:
     chosen = broadcast_to(mask, shape_of(x))
     count = maximum(count_nonzero(chosen), 1)
     return sum(where(chosen, x, 0)) / astype(count, x.dtype)
-
-
-__all__ = ["as_lengths", "masked_mean", "sequence_mask"]

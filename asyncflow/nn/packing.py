@@ -229,6 +229,3 @@ def reshaped(x: Tensor, first: tuple[Extent, ...], joined: int) -> Tensor:
     assert x.shape is not None
     rest = [extent_of(x, axis) for axis in range(joined, len(x.shape))]
     return reshape(x, (*first, *rest))
-
-
-__all__ = ["Packing", "extent_of", "first_rows", "packing", "place_rows", "reshaped", "take_rows"]

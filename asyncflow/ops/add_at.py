@@ -37,6 +37,3 @@ def add_at(xp: Namespace, result: Array, index: Index, values: Array) -> None:
         total = result.astype(wide)
         xp.add.at(total, index, values.astype(wide))
         result[...] = total.astype(dtype)
-
-
-__all__ = ["add_at"]

@@ -102,15 +102,3 @@ def flat_extent(shape: Shape) -> int | None:
         return 0
     known = [dim for dim in shape if dim is not None]
     return math.prod(known) if len(known) == len(shape) else None
-
-
-__all__ = [
-    "Axes",
-    "as_axes",
-    "flat_extent",
-    "normalize_axes",
-    "reduced",
-    "replaced",
-    "require_elements",
-    "static_int",
-]

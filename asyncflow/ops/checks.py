@@ -141,6 +141,3 @@ def assert_that(
     """
     with graph_for(condition, *data):
         return apply(ASSERT, condition, *data, message=str(message), summarize=summarize)[0]
-
-
-__all__ = ["assert_that", "check_numerics", "print_"]

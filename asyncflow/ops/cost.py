@@ -60,6 +60,3 @@ def sorting(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: object) 
     """Cost of ops that sort their first input."""
     size = elements(inputs[0])
     return _COMPARE * size * math.log2(size + 1)
-
-
-__all__ = ["PASS", "elements", "free", "moving", "moving_all", "per_input_element", "several_passes", "sorting"]

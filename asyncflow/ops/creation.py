@@ -452,24 +452,3 @@ def from_dlpack(x: SupportsDLPack, /, *, device: str | None = None, copy: bool |
 
 
 install(to_device=to_device)
-
-__all__ = [
-    "SupportsDLPack",
-    "arange",
-    "asarray",
-    "empty",
-    "empty_like",
-    "eye",
-    "from_dlpack",
-    "full",
-    "full_like",
-    "linspace",
-    "meshgrid",
-    "ones",
-    "ones_like",
-    "to_device",
-    "tril",
-    "triu",
-    "zeros",
-    "zeros_like",
-]

@@ -63,6 +63,3 @@ def helpers(text: str) -> str:
     called = set(_HELPER_NAMES.findall(text))
     definitions = re.split(r"\n(?=template|__device__)", _HELPERS.strip())
     return "\n".join(found for found in definitions if called & set(_HELPER_NAMES.findall(found)))
-
-
-__all__ = ["helpers"]

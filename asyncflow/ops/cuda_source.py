@@ -485,17 +485,3 @@ _rules.update(
 _composite.update((e.CLIP, nn.SIGMOID, nn.SILU, nn.SOFTPLUS, nn.GELU, ERF))
 not_fused(e.COMPLEX_MULTIPLY, e.REAL, e.IMAG, because="complex numbers have no expressions")
 not_fused(IDENTITY, because="its value is its input's: there is nothing to launch")
-
-__all__ = [
-    "HALVES",
-    "c_type",
-    "convert",
-    "expression",
-    "has_c_type",
-    "has_source",
-    "is_composite",
-    "is_otherwise_in_cupy",
-    "not_fused",
-    "rounded",
-    "why_not_fused",
-]

@@ -457,6 +457,3 @@ def _advice(value: object) -> str:
     if isinstance(value, list | tuple):
         return "; return np.asarray(...) of it, or declare a tuple of specs for several outputs"
     return "; return a NumPy array or a number"
-
-
-__all__ = ["Cost", "CustomOp", "Outputs", "op"]

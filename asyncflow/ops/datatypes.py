@@ -231,17 +231,3 @@ def result_type(*arrays_and_dtypes: TensorLike | DTypeLike) -> DType:
     if not arrays_and_dtypes:
         raise DTypeError("result_type needs at least one tensor or dtype")
     return promoted_dtype(x if is_weak(x) else _dtype_of(x) for x in arrays_and_dtypes)
-
-
-__all__ = [
-    "FloatLimits",
-    "IntegerLimits",
-    "astype",
-    "broadcast_arrays",
-    "broadcast_to",
-    "can_cast",
-    "finfo",
-    "iinfo",
-    "isdtype",
-    "result_type",
-]

@@ -394,25 +394,3 @@ def pinv(x: TensorLike, /, *, rtol: float | None = None) -> Tensor:
 def matrix_rank(x: TensorLike, /, *, rtol: float | None = None) -> Tensor:
     """Number of singular values of each matrix that count as more than 0, as int64; for `rtol` see `pinv`."""
     return apply(MATRIX_RANK, x, rtol=None if rtol is None else float(rtol))[0]
-
-
-__all__ = [
-    "EighResult",
-    "QRResult",
-    "SVDResult",
-    "SlogdetResult",
-    "adjoint",
-    "cholesky",
-    "det",
-    "eigh",
-    "eigvalsh",
-    "inv",
-    "matrix_power",
-    "matrix_rank",
-    "pinv",
-    "qr",
-    "slogdet",
-    "solve",
-    "svd",
-    "svdvals",
-]

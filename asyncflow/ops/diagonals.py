@@ -133,6 +133,3 @@ def diag(x: TensorLike, /, *, k: int = 0) -> Tensor:
         (known,) = tensor.shape
         extent = (shape(tensor)[0] if known is None else known) + abs(offset)
         return diagonal_matrix(tensor, extent, extent, offset=offset)
-
-
-__all__ = ["DIAGONAL", "DIAGONAL_MATRIX", "diag", "diagonal", "diagonal_length", "diagonal_matrix", "trace"]

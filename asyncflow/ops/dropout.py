@@ -50,6 +50,3 @@ def dropout(x: TensorLike, /, rate: TensorLike, *, seed: int | None = None, name
         # Where all are dropped, an infinite scale would make the gradients NaN.
         kept = maximum(1 - chance, float(finfo(tensor.dtype).smallest_normal))
         return where(draws >= chance, tensor / kept, 0.0)
-
-
-__all__ = ["dropout"]

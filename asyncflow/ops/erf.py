@@ -77,6 +77,3 @@ ERF = _activation("erf", _erf, 50)
 def erf(x: TensorLike, /) -> Tensor:
     """The error function of floats: twice the integral of ``exp(-t**2)`` from 0 to `x`, over the root of pi."""
     return apply(ERF, x)[0]
-
-
-__all__ = ["ERF", "erf"]

@@ -157,6 +157,3 @@ def _extent(value: object) -> int:
     if extent < 0:
         raise ShapeError(f"an extent is not negative; got {extent}")
     return extent
-
-
-__all__ = ["Extent", "ExtentsLike", "shape_reader", "split_extents", "static_value", "template_shape"]

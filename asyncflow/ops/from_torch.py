@@ -425,6 +425,3 @@ def _checked(spec: Spec, tensor: TorchTensor, what: str) -> TorchTensor:
             return tensor
         found = f"{_name(tensor.dtype)}{format_shape(shape)}"
     raise TypeError(f"the module returned {found} as {what}, declared as {spec}")
-
-
-__all__ = ["TorchOp", "from_torch"]

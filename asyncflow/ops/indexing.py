@@ -323,14 +323,3 @@ def _change(op: Op, x: TensorLike, key: object, values: TensorLike) -> Tensor:
 
 
 operators.install(getitem=getitem)
-
-__all__ = [
-    "gather",
-    "getitem",
-    "index_add",
-    "index_update",
-    "scatter_add",
-    "scatter_update",
-    "take",
-    "take_along_axis",
-]

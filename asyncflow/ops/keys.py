@@ -308,18 +308,3 @@ def _kept(entry: Entry, extents: tuple[int | None, ...]) -> tuple[int | None, ..
     if extent is None or any(isinstance(bound, tuple) for bound in bounds):
         return (None,)
     return (len(range(*slice(*bounds).indices(extent))),)
-
-
-__all__ = [
-    "ELLIPSIS",
-    "NEWAXIS",
-    "Entry",
-    "Key",
-    "compile_key",
-    "device_index",
-    "encode",
-    "host_indices",
-    "indexed_shape",
-    "is_basic",
-    "is_flag",
-]

@@ -378,5 +378,3 @@ def einsum(subscripts: str, /, *operands: TensorLike) -> Tensor:
 
 
 operators.install(matmul=matmul, matrix_transpose=matrix_transpose)
-
-__all__ = ["einsum", "matmul", "matrix_transpose", "tensordot", "vecdot"]

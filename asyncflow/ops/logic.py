@@ -177,26 +177,3 @@ install(
     bitwise_right_shift=bitwise_right_shift,
     bitwise_invert=bitwise_invert,
 )
-
-__all__ = [
-    "bitwise_and",
-    "bitwise_invert",
-    "bitwise_left_shift",
-    "bitwise_or",
-    "bitwise_right_shift",
-    "bitwise_xor",
-    "equal",
-    "greater",
-    "greater_equal",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "less",
-    "less_equal",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "logical_xor",
-    "not_equal",
-    "signbit",
-]

@@ -495,19 +495,3 @@ def reshape(x: TensorLike, /, shape: TensorLike, *, copy: bool | None = None) ->
     dims = tuple(None if is_symbolic(dim) else static_int(dim, "an extent") for dim in listed)
     with graph_for(x, *listed):
         return apply(RESHAPE_TO, x, stack(listed), dims=dims)[0]
-
-
-__all__ = [
-    "concat",
-    "expand_dims",
-    "flip",
-    "moveaxis",
-    "permute_dims",
-    "repeat",
-    "reshape",
-    "roll",
-    "squeeze",
-    "stack",
-    "tile",
-    "unstack",
-]

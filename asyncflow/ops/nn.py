@@ -366,20 +366,3 @@ def embedding(table: TensorLike, ids: TensorLike, /) -> Tensor:
     On the CPU an id below 0 or past the last row fails the run; GPUs wrap it around.
     """
     return apply(EMBEDDING, table, as_tensor(ids))[0]
-
-
-__all__ = [
-    "FARTHEST",
-    "embedding",
-    "gelu",
-    "layer_norm",
-    "log_softmax",
-    "logsumexp",
-    "one_hot",
-    "relu",
-    "scale_of_squares",
-    "sigmoid",
-    "silu",
-    "softmax",
-    "softplus",
-]

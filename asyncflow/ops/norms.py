@@ -150,6 +150,3 @@ def cross(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:
         ShapeError: another number of elements; where it is not known, the run fails instead.
     """
     return apply(CROSS, *promote_operands(x1, x2), axis=static_int(axis, "axis"))[0]
-
-
-__all__ = ["CROSS", "cross", "matrix_norm", "outer", "vector_norm"]

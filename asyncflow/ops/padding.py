@@ -101,6 +101,3 @@ def _pair(item: object) -> tuple[int, int]:
     if len(item) != 2:
         raise GraphError(f"pad: an axis has two widths, before and after; got {item!r}")
     return static_int(item[0], "a width"), static_int(item[1], "a width")
-
-
-__all__ = ["PAD", "inner_key", "pad"]

@@ -252,26 +252,3 @@ def kind_of(dtype: DType) -> str:
 def real_dtype(dtype: DType) -> DType:
     """The dtype of the real part."""
     return np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "c" else dtype
-
-
-__all__ = [
-    "WeakScalar",
-    "binary",
-    "by_ufunc",
-    "comparison",
-    "is_weak",
-    "kind_of",
-    "predicate",
-    "promote_compared",
-    "promote_for",
-    "promote_operands",
-    "promoted",
-    "promoted_dtype",
-    "real_dtype",
-    "require_kind",
-    "same",
-    "ufunc_dtype",
-    "ufunc_op",
-    "unary",
-    "weak_constant",
-]

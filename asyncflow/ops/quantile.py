@@ -85,6 +85,3 @@ def _along(x: Tensor, q: Tensor, axis: int) -> Tensor:
         below, above = (moveaxis(values, at, 0) for values in (below, above))
         part, inside = (expand_dims(item, axis=tuple(range(1, x.ndim))) for item in (part, inside))
     return where(logical_and(inside, is_good), below + (above - below) * part, math.nan)
-
-
-__all__ = ["quantile"]

@@ -192,6 +192,3 @@ def where(condition: TensorLike, x1: TensorLike, x2: TensorLike, /) -> Tensor:
         operands = promote_operands(x1, x2)
         dtype = promoted_dtype(x.dtype for x in operands)
         return apply(WHERE, condition, *(x if x.dtype == dtype else astype(x, dtype) for x in operands))[0]
-
-
-__all__ = ["argmax", "argmin", "count_nonzero", "nonzero", "searchsorted", "where"]

@@ -113,6 +113,3 @@ def bincount(x: TensorLike, /, *, weights: TensorLike | None = None, minlength: 
         extra = () if weights is None else (as_tensor(weights),)
         dtype = extra[0].dtype if extra else int64
         return apply(BINCOUNT, x, *extra, minlength=least, dtype=dtype)[0]
-
-
-__all__ = ["BINCOUNT", "SEGMENT_IDS", "bincount", "segment_sum"]

@@ -124,14 +124,3 @@ def unique_inverse(x: TensorLike, /) -> UniqueInverse:
 def unique_values(x: TensorLike, /) -> Tensor:
     """Distinct elements of `x`, sorted; a vector of a length only the run knows. Each NaN is distinct."""
     return _distinct(UNIQUE_VALUES, x)[0]
-
-
-__all__ = [
-    "UniqueAll",
-    "UniqueCounts",
-    "UniqueInverse",
-    "unique_all",
-    "unique_counts",
-    "unique_inverse",
-    "unique_values",
-]

@@ -52,6 +52,3 @@ def size(x: TensorLike, /) -> Tensor:
 def rank(x: TensorLike, /) -> Tensor:
     """The number of dimensions of `x` in the run, an int64 scalar. What is known while building is ``x.ndim``."""
     return apply(RANK, x)[0]
-
-
-__all__ = ["rank", "shape", "size"]

@@ -117,6 +117,3 @@ def top_k(x: TensorLike, k: int, /, *, axis: int = -1, largest: bool = True) -> 
         tensor, at = as_tensor(x), static_int(axis, "axis")
         positions = apply(TOP_K, tensor, k=count, axis=at, largest=bool(largest))[0]
         return take_along_axis(tensor, positions, axis=at), positions
-
-
-__all__ = ["argsort", "sort", "top_k"]

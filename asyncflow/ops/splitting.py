@@ -87,6 +87,3 @@ def split(x: TensorLike, sections: int | Sequence[int], /, *, axis: int = 0) -> 
     elif not parts or min(parts) < -1 or parts.count(-1) > 1:
         raise GraphError(f"split: sizes are 0 or more, and at most one is -1 for the rest; got {list(parts)}")
     return apply(SPLIT, x, sections=parts, axis=static_int(axis, "axis"))
-
-
-__all__ = ["SPLIT", "split"]

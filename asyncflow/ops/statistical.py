@@ -293,6 +293,3 @@ def _moment(op: Op, x: TensorLike, axis: Axes, correction: float, keepdims: bool
         keepdims=bool(keepdims),
         dtype=_mean_dtype(tensor.dtype),
     )[0]
-
-
-__all__ = ["cumulative_prod", "cumulative_sum", "max", "mean", "min", "prod", "std", "sum", "var"]

@@ -65,6 +65,3 @@ def _maker(
 
 def _listed(letter: str, numbers: Sequence[int]) -> str:
     return "".join(f"{letter}{number}, " for number in numbers)
-
-
-__all__ = ["LineStep", "straight_line"]

@@ -130,6 +130,3 @@ class CudaTensors:
         is_shared = tensor.untyped_storage().data_ptr() in shared
         array: Array = self._xp.from_dlpack(tensor.clone() if is_shared else tensor.contiguous())
         return array
-
-
-__all__ = ["CudaTensors", "HostTensors", "TorchTensor", "torch_dtype"]

@@ -91,6 +91,3 @@ def diff(
     at = static_int(axis, "axis")
     joined = concat(parts, axis=at) if len(parts) > 1 else x
     return apply(DIFF, joined, axis=at, n=static_int(n, "n"))[0]
-
-
-__all__ = ["all", "any", "diff"]

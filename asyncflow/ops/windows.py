@@ -83,6 +83,3 @@ def dynamic_slice(x: TensorLike, starts: TensorLike | Iterable[TensorLike], size
         if len(places) != len(extents):
             raise ShapeError(f"dynamic_slice: takes a size for each start; got {len(places)} starts, sizes {extents}")
         return apply(DYNAMIC_SLICE, x, *places, sizes=extents)[0]
-
-
-__all__ = ["dynamic_slice"]

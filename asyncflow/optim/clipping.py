@@ -118,6 +118,3 @@ def _factor(what: str, norm: Tensor, max_norm: TensorLike) -> Tensor:
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return x * as_dtype_of(factor, x.dtype)
-
-
-__all__ = ["clip_by_global_norm", "clip_by_norm", "clip_by_value"]

@@ -32,6 +32,3 @@ def as_loss(what: str, value: object, advice: str = "") -> Tensor:
     if tensor.shape not in ((), None):
         raise ShapeError(f"{what} is {tensor!r}; it is to be a scalar: take its af.sum or af.mean")
     return tensor
-
-
-__all__ = ["as_loss"]

@@ -43,6 +43,3 @@ def minimize(loss: Tensor, variables: Nest, step: Callable[[Iterable[tuple[Nest,
     target = as_loss("minimize: the loss", loss)
     listed = nest.flatten(variables)[0]
     return change(zip(gradients(target, listed), listed, strict=True))
-
-
-__all__ = ["minimize"]

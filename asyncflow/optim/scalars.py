@@ -60,6 +60,3 @@ def share(what: str, x: object) -> float:
     if not is_number(x) or not 0 <= x < 1:
         raise GraphError(f"{what} is a number, at least 0 and below 1; got {brief(x)}")
     return float(x)
-
-
-__all__ = ["as_dtype_of", "as_scalar", "is_number", "share"]

@@ -239,6 +239,3 @@ def _static_shape(variable: Variable) -> tuple[int, ...]:
             f"known in full: give it one, Variable(..., shape=...)"
         )
     return tuple(extent for extent in variable.shape if extent is not None)
-
-
-__all__ = ["Pairs", "adam", "momentum", "sgd"]

@@ -51,6 +51,3 @@ def _broadcast_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 def _broadcast_arrays(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
     pairs = zip(grads, node.inputs, strict=True)
     return [None if grad is None else sum_to_like(grad, x) for grad, x in pairs]
-
-
-__all__ = ["conjugated", "in_dtype_of"]

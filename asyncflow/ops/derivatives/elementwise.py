@@ -333,5 +333,3 @@ def _nextafter(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 
 not_differentiable(ew.CEIL, ew.FLOOR, ew.ROUND, ew.TRUNC, ew.FLOOR_DIVIDE, because="it is constant almost everywhere")
-
-__all__ = ["reaching"]

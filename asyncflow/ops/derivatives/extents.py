@@ -82,6 +82,3 @@ def _note(node: Node) -> None:
 def _new(x: Tensor, axis: int) -> int:
     """A number that no sum of others is by chance."""
     return _LEAST + Random(f"{x.name} {axis}").getrandbits(40)
-
-
-__all__ = ["extents"]

@@ -98,6 +98,3 @@ def _stayed(named: Tensor, grad: Tensor, indices: Sequence[Tensor], key: Key) ->
     numbers = reshape(arange(size(named)), shape(named))
     placed = apply(INDEX_UPDATE, zeros(shape(grad), dtype="int64"), numbers, *indices, key=key)[0]
     return equal(apply(GETITEM, placed, *indices, key=key)[0], numbers)
-
-
-__all__ = ["along", "at_position", "sliced"]

@@ -287,6 +287,3 @@ def _sum_repeats(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     attributes = {"repeats": attrs["repeats"], "axis": attrs["axis"]}
     counts = node.inputs[1:2] if attrs["repeats"] is None else []
     return [apply(REPEAT, grad, *counts, **attributes)[0], *[None] * (len(node.inputs) - 1)]
-
-
-__all__ = ["SUM_REPEATS", "SUM_TILES", "sum_repeats", "sum_tiles"]

@@ -80,6 +80,3 @@ def _linear_recurrence(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     result = conjugated(node.outputs[0])
     before, after = (back, result) if reverse else (result, back)
     return [back, shifted(before, axis, zeros_like(sliced(before, axis, None, 1))) * after]
-
-
-__all__ = ["LINEAR_RECURRENCE", "linear_recurrence", "shifted"]

@@ -345,14 +345,3 @@ def along_indices(node: Node) -> list[Tensor]:
 def _scatter_along_axis(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     _, indices, *sizes = node.inputs
     return [take_along_axis(grad, indices, axis=node.attrs["axis"]), None, *[None] * len(sizes)]
-
-
-__all__ = [
-    "SCATTER_ALONG_AXIS",
-    "SCATTER_TO",
-    "WHOLE",
-    "along_indices",
-    "scatter_along_axis",
-    "scatter_to",
-    "sum_of_gradients",
-]

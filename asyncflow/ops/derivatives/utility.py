@@ -71,6 +71,3 @@ def _diff(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 def _diff_transpose(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     attrs = node.attrs
     return [diff(grad, axis=attrs["axis"], n=attrs["n"]), *[None] * (len(node.inputs) - 1)]
-
-
-__all__ = ["DIFF_TRANSPOSE", "diff_transpose"]
