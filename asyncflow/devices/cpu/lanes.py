@@ -111,23 +111,6 @@ class _StatefulLane:
         self.count = 0
 
 
-class _LaneCall:
-    """A call on a thread, and the processor's time that it took."""
-
-    __slots__ = ("computed_ns", "work")
-
-    def __init__(self, work: Callable[..., object]) -> None:
-        self.work = work
-        self.computed_ns = 0
-
-    def __call__(self, *args: Value) -> object:
-        before = thread_time_ns()
-        try:
-            return self.work(*args)
-        finally:
-            self.computed_ns = thread_time_ns() - before
-
-
 class Lanes:
     """The threads of one CPU device; those that are never used do not exist. Used on the event loop's thread alone.
 
@@ -194,7 +177,15 @@ class Lanes:
         lane = self._choose(likely_ns, self._lanes[planned]) if hold is None else hold.lane
         is_unmeasured = expected_ns is None
         load_ns = _UNMEASURED_NS if expected_ns is None else int(expected_ns)
-        timed, queued_ns = _LaneCall(work), perf_counter_ns()
+        queued_ns, computed_ns = perf_counter_ns(), 0
+
+        def timed(*given: Value) -> object:
+            nonlocal computed_ns
+            before = thread_time_ns()
+            try:
+                return work(*given)
+            finally:
+                computed_ns = thread_time_ns() - before
 
         def done(result: object, error: BaseException | None, started_ns: int, ended_ns: int) -> None:
             lane.load_ns -= load_ns
@@ -207,7 +198,7 @@ class Lanes:
             if error is not None and error.__traceback__ is not None:
                 # Without the frame of what was timed, which has the arguments.
                 error = error.with_traceback(error.__traceback__.tb_next)
-            deliver(result, error, Times(lane.name, queued_ns, started_ns, ended_ns, timed.computed_ns))
+            deliver(result, error, Times(lane.name, queued_ns, started_ns, ended_ns, computed_ns))
 
         lane.stream.submit(timed, args, done, loop)
         lane.load_ns += load_ns

@@ -45,34 +45,26 @@ def run_single_call(call: SingleCall, device: Device, quiet: Context, feeds: Seq
         OutOfMemoryError: its results pass the device's limit.
     """
     inputs = call.inputs(feeds)
+    node = call.node
+    is_generator = False
+    size = started = 0
     if call.is_open:
-        return _run_open(call, device, quiet, inputs)
-    node = call.node
+        is_generator = node.region is not None and node.region.is_generator
+        if node.cost is None:
+            if is_generator:
+                return None  # it may well be long; the executor measures it
+            node.cost = first_guess(node, inputs)
+        size = size_of(inputs)
+        if size > _MOST_ELEMENTS or node.cost.predict_ns(size) > INLINE_LIMIT_NS:
+            return None
+        started = perf_counter_ns()
     try:
         output = quiet.run(node.kernel, *inputs)  # type: ignore[arg-type]
-    except BaseException as error:
-        failure = as_kernel_error(error, node, "", inputs, device.name)
-        raise failure from failure.__cause__
-    return call.results(output)
-
-
-def _run_open(call: SingleCall, device: Device, quiet: Context, inputs: Sequence[Value]) -> list[Value] | None:
-    node = call.node
-    cost = node.cost
-    is_generator = node.region is not None and node.region.is_generator
-    if cost is None:
-        if is_generator:
-            return None  # it may well be long; the executor measures it
-        cost = node.cost = first_guess(node, inputs)
-    size = size_of(inputs)
-    if size > _MOST_ELEMENTS or cost.predict_ns(size) > INLINE_LIMIT_NS:
-        return None
-    started = perf_counter_ns()
-    try:
-        output = quiet.run(node.kernel, *inputs)  # type: ignore[arg-type]
+        if not call.is_open:
+            return call.results(output)
         if is_generator:
             output = quiet.run(_outputs, output)
-        cost.observe(size, perf_counter_ns() - started)
+        node.cost.observe(size, perf_counter_ns() - started)
         results = call.results(output)
         for value in results:
             device.memory.track(value, node.name)

@@ -25,6 +25,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import Protocol
@@ -286,26 +287,22 @@ class _Posted:
         jobs.finished += 1
 
 
+@dataclass(slots=True, eq=False)
 class _ThreadSubmission:
-    """Work whose outcome is delivered to an event loop."""
+    """Work whose outcome is delivered to an event loop.
 
-    __slots__ = ("args", "deliver", "ended_ns", "error", "mailbox", "result", "started_ns", "work")
+    The thread has no local variable for the outcome, and lets go of nothing late: once it is delivered, all that
+    belongs to it is freed.
+    """
 
-    def __init__(
-        self,
-        work: Callable[..., object],
-        args: tuple[object, ...],
-        deliver: Deliver,
-        mailbox: Mailbox[_ThreadSubmission],
-    ) -> None:
-        self.work = work
-        self.args = args
-        self.deliver: Deliver | None = deliver
-        self.mailbox = mailbox
-        # The thread has no local variable for the outcome, and lets go of nothing late: once it is delivered, all that
-        # belongs to it is freed.
-        self.result: object = None
-        self.error: BaseException | None = None
+    work: Callable[..., object]
+    args: tuple[object, ...]
+    deliver: Deliver | None
+    mailbox: Mailbox[_ThreadSubmission]
+    result: object = None
+    error: BaseException | None = None
+    started_ns: int = 0
+    ended_ns: int = 0
 
     def run(self, jobs: _Queue) -> None:
         self.started_ns = perf_counter_ns()
