@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import Context, ContextVar
+from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple, Unpack
 
 _Args = TypeVarTuple("_Args")
 _Result = TypeVar("_Result")
 
 
+@dataclass(slots=True, eq=False)
 class RunPart:
     """A run, for what is asked for inside it.
 
@@ -25,12 +27,9 @@ class RunPart:
         is_over: nothing is part of it any more.
     """
 
-    __slots__ = ("is_over", "outer", "owner")
-
-    def __init__(self, owner: object, outer: RunPart | None) -> None:
-        self.owner = owner
-        self.outer = outer
-        self.is_over = False
+    owner: object
+    outer: RunPart | None
+    is_over: bool = False
 
 
 _part: ContextVar[RunPart | None] = ContextVar("asyncflow_part", default=None)
@@ -40,6 +39,7 @@ own_context: Callable[[RunPart], object] = _part.set
 """Says which run the current context is of."""
 
 
+@dataclass(slots=True, eq=False)
 class ThreadHold:
     """A function's hold of a thread.
 
@@ -49,11 +49,8 @@ class ThreadHold:
             however short its waits were so far.
     """
 
-    __slots__ = ("has_asked", "owner")
-
-    def __init__(self) -> None:
-        self.owner: object = None
-        self.has_asked = False
+    owner: object = None
+    has_asked: bool = False
 
 
 _holds: ContextVar[tuple[ThreadHold, ...]] = ContextVar("asyncflow_holds", default=())

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from asyncflow.errors import DeadlineExceeded, OverloadedError, SessionClosedError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _LEAST_RETRY_S = 0.01
 
 
+@dataclass(slots=True, eq=False)
 class AdmissionTicket:
     """The leave to have one run in flight, or the wait for it.
 
@@ -47,14 +49,11 @@ class AdmissionTicket:
         turn: done when it may start.
     """
 
-    __slots__ = ("deadline_s", "has_begun", "plan", "started_s", "turn")
-
-    def __init__(self, plan: Plan | None, deadline_s: float | None) -> None:
-        self.plan = plan
-        self.deadline_s = deadline_s
-        self.started_s = 0.0
-        self.has_begun = False
-        self.turn: asyncio.Future[None] | None = None
+    plan: Plan | None
+    deadline_s: float | None
+    started_s: float = 0.0
+    has_begun: bool = False
+    turn: asyncio.Future[None] | None = None
 
     @property
     def expected_s(self) -> float:

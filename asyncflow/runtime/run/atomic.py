@@ -22,6 +22,7 @@ the circle. If a claim in it has not begun, the one that waits for that claim go
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from asyncflow.streams.holding import RunPart
 
 
+@dataclass(slots=True, eq=False)
 class Claim:
     """The states that one atomic run has for itself.
 
@@ -42,25 +44,20 @@ class Claim:
         part: the run, once it has started.
     """
 
-    __slots__ = ("alone", "before", "part", "states", "within")
-
-    def __init__(self, states: frozenset[Hashable], within: frozenset[RunPart], before: set[Run]) -> None:
-        self.states = states
-        self.within = within
-        self.before = before
-        self.alone = asyncio.Event()
-        self.part: RunPart | None = None
+    states: frozenset[Hashable]
+    within: frozenset[RunPart]
+    before: set[Run]
+    alone: asyncio.Event = field(default_factory=asyncio.Event)
+    part: RunPart | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """A run that has not started: it touches `states`, is part of `within`, and is `woken` when it may look again."""
 
-    __slots__ = ("states", "within", "woken")
-
-    def __init__(self, states: Collection[Hashable], within: frozenset[RunPart]) -> None:
-        self.states = states
-        self.within = within
-        self.woken = asyncio.Event()
+    states: Collection[Hashable]
+    within: frozenset[RunPart]
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AtomicRuns:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from contextvars import copy_context
+from contextvars import Context, copy_context
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,18 +17,17 @@ from asyncflow.runtime.trace import RunSpan
 from asyncflow.streams.holding import RunPart, current_part, own_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
-    from asyncflow.compiler.plan import Plan
+    from asyncflow.compiler.plan import Partition, Plan
     from asyncflow.devices.protocol import AsynchronousDevice, Device
     from asyncflow.runtime.run.channel import Channel
     from asyncflow.runtime.scheduler.turn import Turn
     from asyncflow.runtime.trace import Trace
     from asyncflow.values import Value
 
-_ids = itertools.count(1)
 
-
+@dataclass(slots=True, eq=False, repr=False)
 class Run:
     """A structured-concurrency scope: when `wait` returns or raises, nothing of the run is left.
 
@@ -35,100 +35,71 @@ class Run:
     executor per partition; the run only waits for all of them, and stops all when one fails.
     """
 
-    __slots__ = (
-        "_finished",
-        "_is_busy",
-        "_on_end",
-        "_partitions",
-        "_started_ns",
-        "_status",
-        "_stopped",
-        "_timer",
-        "_undrained",
-        "context",
-        "devices",
-        "emitter",
-        "executors",
-        "guard",
-        "id",
-        "is_finished",
-        "loop",
-        "max_iterations",
-        "now",
-        "number",
-        "part",
-        "rendezvous",
-        "seed",
-        "shuffle_seed",
-        "states",
-        "stayed",
-        "staying",
-        "trace",
-        "turn",
-    )
+    plan: InitVar[Plan]
+    _: KW_ONLY
+    number: int
+    """Counts the session's runs."""
+    devices: Mapping[str, Device]
+    """Those of the session, by name."""
+    loop: asyncio.AbstractEventLoop
+    turn: Turn
+    """The session's share of the event loop."""
+    now: Callable[[], int]
+    """Nanoseconds of the clock that a trace shows."""
+    seed: int
+    """Of random ops."""
+    shuffle_seed: int | None
+    """Picks among ready firings; None for in order."""
+    max_iterations: int | None
+    """Most iterations of a loop."""
+    trace: Trace | None
+    """What to record into."""
+    emitter: Channel | None = None
+    """Takes streamed values."""
+    staying: Collection[int | None] = ()
+    """Indexes of the fetches whose values stay on their device."""
+    guard: bool = False
+    """Log kernels that hold the event loop."""
+    on_end: Callable[[Run], None] | None = None
+    id: int = field(default_factory=itertools.count(1).__next__, init=False)
+    """Unique in the process."""
+    part: RunPart = field(init=False)
+    """The run for those that are asked for inside it."""
+    context: Context = field(default_factory=copy_context, init=False)
+    """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
+    rendezvous: Rendezvous = field(default_factory=Rendezvous, init=False)
+    """Where the partitions meet."""
+    states: frozenset[Hashable] = field(init=False)
+    """The keys of the variables that it touches."""
+    stayed: dict[int, Value] = field(default_factory=dict, init=False)
+    """The values of `staying`."""
+    is_finished: bool = field(default=False, init=False)
+    """Whether nothing of the run is left to do."""
+    executors: list[Executor] = field(default_factory=list, init=False)
+    _partitions: Sequence[Partition] = field(init=False)
+    _started_ns: int = field(init=False)
+    _finished: asyncio.Future[None] | None = field(default=None, init=False)
+    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
+    _status: str = field(default="ok", init=False)
+    _stopped: bool = field(default=False, init=False)
+    _is_busy: bool = field(default=False, init=False)
+    _undrained: list[tuple[AsynchronousDevice, Executor]] = field(default_factory=list, init=False)
+    """Devices whose work must have ended before the run has."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        number: int,
-        devices: Mapping[str, Device],
-        loop: asyncio.AbstractEventLoop,
-        turn: Turn,
-        now: Callable[[], int],
-        seed: int,
-        shuffle_seed: int | None,
-        max_iterations: int | None,
-        trace: Trace | None,
-        channel: Channel | None = None,
-        staying: Collection[int | None] = (),
-        guard: bool = False,
-        on_end: Callable[[Run], None] | None = None,
-    ) -> None:
-        self.id = next(_ids)
-        self.number = number
-        self.devices = devices
-        self.loop = loop
-        self.turn = turn
-        self.part = RunPart(turn, current_part())
-        """The run for those that are asked for inside it."""
-        self.context = copy_context()
-        """The caller's context variables, for the user's kernels, but outside any graph the caller is building."""
+    def __post_init__(self, plan: Plan) -> None:
+        self.part = RunPart(self.turn, current_part())
         self.context.run(leave_graphs)
         self.context.run(own_context, self.part)
-        self.rendezvous = Rendezvous()
-        self.seed = seed
-        self.shuffle_seed = None if shuffle_seed is None else shuffle_seed + number
-        self.max_iterations = max_iterations
-        self.trace = trace
-        self.now = now
-        self.emitter = channel
+        if self.shuffle_seed is not None:
+            self.shuffle_seed += self.number
         self.states = plan.states
-        """The keys of the variables that it touches."""
-        self.staying = staying
-        """Indexes of the fetches whose values stay on their device."""
-        self.stayed: dict[int, Value] = {}
-        """Those values."""
-        self.guard = guard
-        self.is_finished = False
-        """Whether nothing of the run is left to do."""
-        self._on_end = on_end
-        self._started_ns = self.now() if trace is not None else 0
-        self._finished: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._status = "ok"
-        self._stopped = False
-        self._is_busy = False
+        self._started_ns = self.now() if self.trace is not None else 0
         self._partitions = plan.partitions
-        self.executors: list[Executor] = []
-        # Devices whose work must have ended before the run has.
-        self._undrained: list[tuple[AsynchronousDevice, Executor]] = []
         for partition in plan.partitions:
             executor = Executor(partition, self)
             self.executors.append(executor)
-            device = devices[partition.device]
-            if device.asynchronous is not None:
-                self._undrained.append((device.asynchronous, executor))
+            if executor.asynchronous is not None:
+                self._undrained.append((executor.asynchronous, executor))
 
     def start(self, feeds: Sequence[Value], timeout: float | None, asked_s: float) -> None:
         """Starts; returns once the current turn's share of work is done.
@@ -240,9 +211,9 @@ class Run:
             self.emitter.close()
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
-        if self._on_end is not None:
-            self._on_end(self)
-            self._on_end = None
+        if self.on_end is not None:
+            self.on_end(self)
+            self.on_end = None
 
     def _drain(self) -> None:
         """Asynchronous devices count kernels as done when they are launched; a run ends when they have ended."""

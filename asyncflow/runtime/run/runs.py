@@ -313,7 +313,7 @@ class Runs:
             shuffle_seed=self._options.seed,
             max_iterations=self._options.max_iterations,
             trace=trace,
-            channel=channel,
+            emitter=channel,
             staying=staying,
             guard=self._options.debug,
             on_end=self._forget,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import InitVar, dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.cost import MeasuredCost
-    from asyncflow.devices.protocol import AsynchronousDevice, Mark, Spans
+    from asyncflow.devices.protocol import AsynchronousDevice, Device, Mark, Spans
+    from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.scheduler.frame import Iteration
-    from asyncflow.runtime.scheduler.ports import RunScope
     from asyncflow.values import Value
 
 _log = logging.getLogger("asyncflow.runtime")
@@ -50,6 +51,7 @@ _CHECK_EVERY = 32
 """Small firings between two looks at the clock."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Executor:
     """Executes one partition once.
 
@@ -57,56 +59,39 @@ class Executor:
     failure or a stop no firing starts, and the owner hears of the end once ``in_flight`` is 0 and nobody is inside
     `drive`. What its ports wait for without anything being in flight (Recvs without a value, items nobody has taken) a
     stop does not wait for.
-
-    Attributes:
-        run: that it is part of; its ports, regions, coroutines and threads look here too.
-        device: of the partition.
-        asynchronous: the device, if it is one.
     """
 
-    __slots__ = (
-        "_charge",
-        "_coroutines",
-        "_is_driven",
-        "_ports",
-        "_regions",
-        "_throttled",
-        "asynchronous",
-        "device",
-        "failures",
-        "in_flight",
-        "is_closed",
-        "is_queued",
-        "launched",
-        "recorder",
-        "run",
-        "scheduler",
-        "stopped",
-    )
+    partition: InitVar[Partition]
+    run: Run
+    """That it is part of; its ports, regions, coroutines and threads look here too."""
+    scheduler: Scheduler = field(init=False)
+    device: Device = field(init=False)
+    """Of the partition."""
+    asynchronous: AsynchronousDevice | None = field(init=False)
+    """The device, if it is one."""
+    launched: Mark = field(default=None, init=False)
+    """How far an asynchronous device has got when all that this executor launched has ended."""
+    recorder: Recorder | None = field(default=None, init=False)
+    in_flight: int = field(default=0, init=False)
+    is_queued: bool = field(default=False, init=False)
+    is_closed: bool = field(default=False, init=False)
+    stopped: bool = field(default=False, init=False)
+    failures: list[tuple[int, int, BaseException]] = field(default_factory=list, init=False)
+    _is_driven: bool = field(default=False, init=False)
+    _throttled: bool = field(default=False, init=False)
+    # Made when something is to cross, or is a generator or a coroutine.
+    _ports: Ports | None = field(default=None, init=False)
+    _regions: Regions | None = field(default=None, init=False)
+    _coroutines: Coroutines | None = field(default=None, init=False)
 
-    def __init__(self, partition: Partition, run: RunScope) -> None:
+    def __post_init__(self, partition: Partition) -> None:
+        run = self.run
         self.scheduler = Scheduler(partition, seed=run.shuffle_seed, max_iterations=run.max_iterations)
-        self.is_queued = False
-        self.is_closed = False
-        self.in_flight = 0
-        self._is_driven = False
-        self.stopped = False
-        self.failures: list[tuple[int, int, BaseException]] = []
-        self.recorder: Recorder | None = None
-        self.launched: Mark = None
-        """How far an asynchronous device has got when all that this executor launched has ended."""
-        self.run = run
-        self.device = device = run.devices[partition.device]
-        self.asynchronous = device.asynchronous
-        self._charge = None if self.asynchronous is None else self.asynchronous.charge
-        self._throttled = False
+        self.device = run.devices[partition.device]
+        self.asynchronous = self.device.asynchronous
         if run.trace is not None:
-            self.recorder = Recorder(run.trace, run.id, device, run.now)
+            self.recorder = Recorder(run.trace, run.id, self.device, run.now)
             self.scheduler.ready = self.recorder.ready
-        # Made when something is to cross, or is a generator or a coroutine.
-        self._ports: Ports | None = None
-        self._regions: Regions | None = None
-        self._coroutines: Coroutines | None = None
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -116,8 +101,8 @@ class Executor:
             if self.asynchronous is None:
                 self._begin(feeds)
             else:
-                if self._charge is not None:
-                    self._charge("run", 1)
+                if self.asynchronous.charge is not None:
+                    self.asynchronous.charge("run", 1)
                 self._ports = Ports(self)
                 self._ports.copy_in(self.asynchronous, feeds, self._begin)
         except BaseException as error:
@@ -149,25 +134,27 @@ class Executor:
             self.fail(self._named(error))
             has_more = False
         self._is_driven = False
-        if not has_more:
+        if not (has_more or self.in_flight):
             self.run.on_quiet()
         return has_more
 
     def _drive(self, deadline_ns: int) -> bool:
         scheduler = self.scheduler
         now = self.run.turn.now
+        ready = scheduler.ready
         next_firing = scheduler.next_firing
         complete = scheduler.complete
         quick = self.recorder is None
         # Where nothing is waited for, an iteration has ended when it is launched, and others wait to hear of it.
         is_eager = self.asynchronous is not None
-        charge = self._charge
+        charge = None if self.asynchronous is None else self.asynchronous.charge
         budget = _CHECK_EVERY
         node = iteration = None
         inputs: Sequence[Value] = ()
         try:
             while True:
-                firing = next_firing()
+                # Asked only where something is ready: most drives end behind the one firing that they launch.
+                firing = next_firing() if ready else None
                 if charge is not None and scheduler.routed:
                     charge("primitive", scheduler.routed)
                     scheduler.routed = 0
@@ -184,7 +171,7 @@ class Executor:
                         if self.stopped:
                             break
                         budget -= 7
-                elif scheduler.ready:
+                elif ready:  # many primitives were routed
                     budget -= 7
                 elif self._regions is not None and self._regions.suspended:
                     self._regions.step(deadline_ns)

@@ -5,6 +5,7 @@ Only `asyncflow.runtime.scheduler.scheduler` changes them; its rules say when.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Value
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Frame:
     """One activation of a loop.
 
@@ -20,34 +22,22 @@ class Frame:
     ``killer`` is what the first dead Enter died of.
     """
 
-    __slots__ = (
-        "constant_ready",
-        "dead",
-        "info",
-        "killer",
-        "live",
-        "live_exits",
-        "newest",
-        "parent",
-        "parked",
-        "pending",
-        "pending_enters",
-        "values",
-    )
+    info: PlanFrame
+    parent: Iteration | None
+    values: list[Any] = field(init=False)
+    pending: list[int] = field(init=False)
+    pending_enters: int = field(init=False)
+    dead: dict[int, Dead] = field(default_factory=dict, init=False)
+    killer: Dead | None = field(default=None, init=False)
+    constant_ready: list[PlanNode] = field(default_factory=list, init=False)
+    live: int = field(default=0, init=False)
+    live_exits: set[PlanNode] = field(default_factory=set, init=False)
+    parked: list[tuple[PlanNode, Value]] = field(default_factory=list, init=False)
+    newest: Iteration | None = field(default=None, init=False)
 
-    def __init__(self, info: PlanFrame, parent: Iteration | None) -> None:
-        self.info = info
-        self.parent = parent
-        self.values: list[Any] = info.values
-        self.pending: list[int] = info.pending
-        self.dead: dict[int, Dead] = {}
-        self.killer: Dead | None = None
-        self.constant_ready: list[PlanNode] = []
-        self.live = 0
-        self.live_exits: set[PlanNode] = set()
-        self.parked: list[tuple[PlanNode, Value]] = []
-        self.pending_enters = info.n_enters
-        self.newest: Iteration | None = None
+    def __post_init__(self) -> None:
+        self.values, self.pending = self.info.values, self.info.pending
+        self.pending_enters = self.info.n_enters
 
 
 class Iteration:

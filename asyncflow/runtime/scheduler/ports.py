@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,77 +21,13 @@ from asyncflow.devices.values import DeviceArray, DeviceValue
 from asyncflow.runtime.scheduler.provenance import as_kernel_error
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Collection, Mapping, Sequence
-    from contextvars import Context
+    from collections.abc import Callable, Sequence
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.protocol import AsynchronousDevice, Deliver, Device
     from asyncflow.runtime.scheduler.executor import Executor
     from asyncflow.runtime.scheduler.frame import Iteration
-    from asyncflow.runtime.scheduler.rendezvous import Rendezvous
-    from asyncflow.runtime.scheduler.turn import Turn
-    from asyncflow.runtime.trace import Trace
     from asyncflow.values import Value
-
-
-class ItemSink(Protocol):
-    """Takes the values a streamed loop hands out."""
-
-    def offer(self, values: tuple[Value, ...], taken: Callable[[], None]) -> None:
-        """Keeps `values` for the consumer and calls ``taken()`` once it has them."""
-        ...
-
-
-class RunScope(Protocol):
-    """The run that executors work for, as they and their ports see it.
-
-    Attributes:
-        devices: those of the session, by name.
-        loop: the event loop.
-        turn: the session's share of it.
-        context: the caller's context variables.
-        rendezvous: where the run's partitions meet.
-        id: unique in the process.
-        number: counts the session's runs.
-        seed: of random ops.
-        shuffle_seed: picks among ready firings; None for in order.
-        max_iterations: most iterations of a loop.
-        trace: what to record into.
-        now: nanoseconds of the clock that a trace shows.
-        guard: log kernels that hold the event loop.
-        staying: indexes of the fetches whose values stay on their device.
-        stayed: those values.
-    """
-
-    devices: Mapping[str, Device]
-    loop: asyncio.AbstractEventLoop
-    turn: Turn
-    context: Context
-    rendezvous: Rendezvous
-    id: int
-    number: int
-    seed: int
-    shuffle_seed: int | None
-    max_iterations: int | None
-    trace: Trace | None
-    now: Callable[[], int]
-    guard: bool
-    staying: Collection[int | None]
-    stayed: dict[int, Value]
-
-    @property
-    def emitter(self) -> ItemSink | None:
-        """Takes streamed values."""
-        ...
-
-    def on_quiet(self) -> None:
-        """Called when nothing of an executor is ready or in flight; others, or what they send, may wake it."""
-        ...
-
-    def on_failed(self) -> None:
-        """Called when an executor has failed, to stop the others."""
-        ...
 
 
 class Ports:

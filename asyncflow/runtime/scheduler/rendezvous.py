@@ -6,6 +6,7 @@ event loop and does nothing by itself: a Send hands its value over, and if the R
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -39,17 +40,15 @@ class RendezvousStatistics(NamedTuple):
     """Sends that wait for an iteration to end elsewhere."""
 
 
+@dataclass(slots=True, eq=False)
 class Rendezvous:
     """Matches the Sends and Recvs of one run."""
 
-    __slots__ = ("_sent", "_unacknowledged", "_waiting", "messages")
-
-    def __init__(self) -> None:
-        self._sent: dict[Key, tuple[Value, int]] = {}
-        self._waiting: dict[Key, tuple[Party, PlanNode, Iteration]] = {}
-        self._unacknowledged: dict[Key, tuple[Party, PlanNode, Iteration]] = {}
-        self.messages = 0
-        """Sends so far."""
+    messages: int = 0
+    """Sends so far."""
+    _sent: dict[Key, tuple[Value, int]] = field(default_factory=dict)
+    _waiting: dict[Key, tuple[Party, PlanNode, Iteration]] = field(default_factory=dict)
+    _unacknowledged: dict[Key, tuple[Party, PlanNode, Iteration]] = field(default_factory=dict)
 
     def send(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int = 0) -> None:
         """Hands `value` to the Recv, now or when it comes."""

@@ -9,6 +9,7 @@ measured of the longest time that it held its thread without giving way, whereve
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,86 +47,57 @@ class Stopped(Exception):
     """The run was stopped while the region ran on a thread."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SlicedRegion:
     """A region in progress.
 
-    Attributes:
-        budget: the number of back edges and long kernels until it yields again; None before it has begun.
-        is_heavy: the last slice held the event loop for too long, so that the rest belongs on a thread.
-        is_suspect: an earlier slice may have, in this firing or the one before.
-        is_unsettled: nobody has looked whether the last one that took so long did so by itself.
-        is_proved: one has.
-        is_watched: the next slice's time of the processor will be taken.
-        size: of its inputs.
-        hold_ns: the longest it has held its thread without giving way.
-        inline_ns: how long it has computed on the event loop.
-        parts: how often it has begun to, and stopped.
-        paused_ns: when it stopped last; None before it began.
-        spans: what an asynchronous device records of it; None if the run is not traced.
+    Args:
         clock: nanoseconds of the thread that launches it, where that is simulated.
-        phases: where a traced one computed since that was asked for last; None if the run is not traced.
-        iterations: of its loops that have ended, by phase.
-        seen_phases: how often each was recorded.
+        is_traced: its phases are asked for.
     """
 
-    __slots__ = (
-        "_standing",
-        "budget",
-        "clock",
-        "generator",
-        "has_learned",
-        "hold_ns",
-        "inline_ns",
-        "inputs",
-        "is_heavy",
-        "is_proved",
-        "is_suspect",
-        "is_unsettled",
-        "is_watched",
-        "iteration",
-        "iterations",
-        "node",
-        "parts",
-        "paused_ns",
-        "phases",
-        "seen_phases",
-        "size",
-        "spans",
-    )
+    node: PlanNode
+    iteration: Iteration
+    inputs: Sequence[Value]
+    generator: GeneratorType[bool | None, int | None, tuple[Value, ...]]
+    spans: Spans | None = None
+    """What an asynchronous device records of it; None if the run is not traced."""
+    clock: Callable[[], int] | None = None
+    is_traced: bool = field(default=False, kw_only=True)
+    budget: int | None = field(default=None, init=False)
+    """The number of back edges and long kernels until it yields again; None before it has begun."""
+    is_heavy: bool = field(default=False, init=False)
+    """The last slice held the event loop for too long, so that the rest belongs on a thread."""
+    is_suspect: bool = field(init=False)
+    """An earlier slice may have, in this firing or the one before."""
+    is_unsettled: bool = field(default=False, init=False)
+    """Nobody has looked whether the last one that took so long did so by itself."""
+    is_proved: bool = field(default=False, init=False)
+    """One has."""
+    is_watched: bool = field(default=True, init=False)
+    """The next slice's time of the processor will be taken."""
+    size: int = field(init=False)
+    """Of its inputs."""
+    hold_ns: int = field(default=0, init=False)
+    """The longest it has held its thread without giving way."""
+    has_learned: bool = field(default=False, init=False)
+    inline_ns: int = field(default=0, init=False)
+    """How long it has computed on the event loop."""
+    parts: int = field(default=0, init=False)
+    """How often it has begun to, and stopped."""
+    paused_ns: int | None = field(default=None, init=False)
+    """When it stopped last; None before it began."""
+    phases: list[PhaseSpan] = field(default_factory=list, init=False)
+    """Where a traced one computed since that was asked for last."""
+    iterations: dict[Phase, int] = field(default_factory=dict, init=False)
+    """Of its loops that have ended, by phase."""
+    seen_phases: dict[Phase, int] = field(default_factory=dict, init=False)
+    """How often each was recorded."""
+    _standing: Phase | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        node: PlanNode,
-        iteration: Iteration,
-        inputs: Sequence[Value],
-        generator: GeneratorType[bool | None, int | None, tuple[Value, ...]],
-        spans: Spans | None = None,
-        clock: Callable[[], int] | None = None,
-        *,
-        is_traced: bool = False,
-    ) -> None:
-        self.node = node
-        self.iteration = iteration
-        self.inputs = inputs
-        self.generator = generator
-        self.spans = spans
-        self.budget: int | None = None
-        self.is_heavy = False
-        self.is_suspect: bool = getattr(node, "is_suspect", False)
-        self.is_unsettled = False
-        self.is_proved = False
-        self.is_watched = True
-        self.size = size_of(inputs)
-        self.hold_ns = 0
-        self.inline_ns = 0
-        self.has_learned = False
-        self.parts = 0
-        self.paused_ns: int | None = None
-        self.clock = clock
-        self.phases: list[PhaseSpan] | None = [] if is_traced else None
-        self.iterations: dict[Phase, int] = {}
-        self.seen_phases: dict[Phase, int] = {}
-        self._standing: Phase | None = None
+    def __post_init__(self) -> None:
+        self.is_suspect = getattr(self.node, "is_suspect", False)
+        self.size = size_of(self.inputs)
 
     def expected_hold_ns(self) -> float:
         """How long it is expected to hold its thread without giving way; infinite if nobody can say."""
@@ -142,7 +114,7 @@ class SlicedRegion:
             StopIteration: it has ended; the exception's value is the tuple of outputs.
         """
         # The processor's time leaves out the moments when others ran, but is dear to ask for.
-        if self.phases is not None and self._standing is None:
+        if self.is_traced and self._standing is None:
             self._standing = self._phase()
         busy_ns = thread_time_ns() if self.is_watched else 0
         clock = self.clock or perf_counter_ns
@@ -173,7 +145,6 @@ class SlicedRegion:
         phase = self._standing
         if phase is None:
             return
-        assert self.phases is not None
         if self.phases and self.phases[-1].phase is phase:
             started_ns = self.phases.pop().started_ns
         self.phases.append(PhaseSpan(phase, started_ns, ended_ns))
@@ -184,9 +155,7 @@ class SlicedRegion:
 
     def take_phases(self) -> list[PhaseSpan]:
         """Where it computed since this was asked for last; none if the run is not traced."""
-        taken = self.phases or []
-        if taken:
-            self.phases = []
+        taken, self.phases = self.phases, []
         return taken
 
     def _take_time(self, before: int, now: int, busy_ns: int) -> tuple[int, int]:
