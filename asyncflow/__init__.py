@@ -9,7 +9,7 @@ norms of matrices), `asyncflow.nn` (recurrent cells, loops over sequences, losse
 from __future__ import annotations
 
 import math as _math
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from asyncflow import linalg as linalg
 from asyncflow import nn as nn
@@ -273,7 +273,7 @@ __version__ = "0.1.0"
 __array_api_version__ = "2024.12"
 __array_namespace_info__ = _NamespaceInfo
 
-if not _TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
     __all__, __getattr__, __dir__ = _facade(
         "asyncflow", globals(), modules=("fft", "linalg", "nn", "optim", "profiler", "random", "raw")
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from asyncflow.foreign_names import facade as _facade
 from asyncflow.ops.decompositions import EighResult as EighResult
@@ -33,5 +33,5 @@ from asyncflow.ops.norms import matrix_norm as matrix_norm
 from asyncflow.ops.norms import outer as outer
 from asyncflow.ops.norms import vector_norm as vector_norm
 
-if not _TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
     __all__, __getattr__, __dir__ = _facade("asyncflow.linalg", globals())

@@ -5,12 +5,17 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import asyncflow as af
+from tests.patience import PATIENCE_S
 
+ROOT = Path(__file__).resolve().parents[2]
 MODULES = [af, af.fft, af.linalg, af.nn, af.optim, af.profiler, af.random, af.raw]
 
 
@@ -57,3 +62,26 @@ def test_type_checkers_export_each_name_too(module: ModuleType) -> None:
 def test_functions_and_classes_have_docstrings(module: ModuleType) -> None:
     called = [name for name in module.__all__ if callable(getattr(module, name))]
     assert [name for name in called if not getattr(module, name).__doc__] == []
+
+
+@pytest.mark.slow
+def test_mypy_finds_each_name_and_no_other(tmp_path: Path) -> None:
+    lines = [f"af.{name}" for name in vars(af)["__all__"]] + [
+        f"af.linalg.{name}" for name in vars(af.linalg)["__all__"]
+    ]
+    program = tmp_path / "program.py"
+    listed = ", ".join(["acosh", *lines])
+    program.write_text(
+        f"import asyncflow as af\nfrom asyncflow import *\nx = [{listed}]\naf.acosch\naf.linalg.sdv\n", encoding="utf-8"
+    )
+    options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, str(program)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    found = re.findall(r"program.py:(\d+): error", done.stdout)
+    assert found == ["4", "5"], done.stdout + done.stderr
