@@ -36,13 +36,14 @@ class LogicalDevice(Generic[AnyStream]):
     Whoever derives from it sets `memory` and the streams.
 
     Attributes:
-        name, kind, capabilities, xp, memory, compute_streams, h2d, d2h: see `Device`.
+        name, kind, capabilities, xp, memory, compute, compute_streams, h2d, d2h: see `Device`.
     """
 
     asynchronous: AsynchronousDevice | None = None
     xp: ModuleType = np
     memory: MemoryAccount
     handover_ns: float = 50_000.0  # two turns of the event loop, and the waking of a thread
+    compute: AnyStream
     h2d: AnyStream
     d2h: AnyStream
 
@@ -75,12 +76,8 @@ class LogicalDevice(Generic[AnyStream]):
         compute = ["compute", *(f"compute:{number}" for number in range(1, self._count))]
         self._streams = {role: make(f"{self.name}/{role}") for role in (*compute, "h2d", "d2h", *others)}
         self.compute_streams = tuple(self._streams[role] for role in compute)
+        self.compute = self.compute_streams[0]
         self.h2d, self.d2h = self._streams["h2d"], self._streams["d2h"]
-
-    @property
-    def compute(self) -> AnyStream:
-        """The first stream of kernels."""
-        return self.compute_streams[0]
 
     @property
     def streams(self) -> tuple[AnyStream, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,10 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asyncflow.devices.cuda.copies import COPY_INLINE_BYTES, SMALL_BYTES
+from asyncflow.devices.cuda.copies import COPY_INLINE_BYTES, SMALL_BYTES, SMALL_PINNED_BYTES
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.memory import home_of
-from asyncflow.devices.cuda.pinned import PinnedBuffer, PinnedSlab
+from asyncflow.devices.cuda.pinned import ALIGNMENT, PinnedBuffer, PinnedSlab
 from asyncflow.devices.cuda.progress import MARK_EVERY, MOST_AHEAD
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.errors import DeviceLostError, PlacementError
@@ -61,7 +62,7 @@ def computed(device: CudaDevice, compute: Callable[..., Any], *values: CudaArray
     for value in values:
         value.order(lane)
     device.hold(lane, *[value.array for value in values])
-    with lane.activate():
+    with lane:
         return CudaArray(compute(*[value.array for value in values]), device, lane, "y")
 
 
@@ -243,6 +244,35 @@ async def test_a_cancelled_copy_keeps_its_memory_until_the_card_is_done_with_it(
         await done.wait()
         gc.collect()
         await until(lambda: slab.free_bytes == PINNED)
+
+
+async def test_a_copy_in_marks_its_end_once(cupy: FakeCupy) -> None:
+    """For those who use the array and for the host's end of it, which is not lent again before, whoever gives up."""
+    async with opened(cupy) as device:
+        slab = device.copies._small
+        cupy.pause()
+        x = await fed(device, np.arange(8.0))
+        # A mark of who had the memory; a wait for it, the copy, and the mark of its end.
+        assert (cupy.pending(device.compute.raw), cupy.pending(device.h2d.raw)) == (1, 3)
+        assert slab.free_bytes == SMALL_PINNED_BYTES - ALIGNMENT
+        waiting = fetched(device, x)
+        waiting.cancel()
+        del x, waiting
+        gc.collect()
+        await turns()
+        assert slab.free_bytes == SMALL_PINNED_BYTES - 2 * ALIGNMENT
+        cupy.resume()
+        await until(lambda: slab.free_bytes == SMALL_PINNED_BYTES)
+
+
+async def test_a_copy_in_pieces_marks_the_end_of_each(cupy: FakeCupy) -> None:
+    async with opened(cupy) as device:
+        value = np.arange(2 * COPY_INLINE_BYTES // 8, dtype=np.float64)
+        pieces, before = value.nbytes // PINNED, len(cupy.engine.launches)
+        x = await fed(device, value)
+        given = Counter(name for _, name in cupy.engine.launches[before:])
+        assert given["memcpyAsync"] == pieces > 1 and given["eventRecord"] == 1 + pieces
+        assert np.array_equal(await fetched(device, x), value)
 
 
 async def test_who_cannot_read_what_was_copied_hears_of_it(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ class Card(CapturingCard):
     def sent(self, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             return value
-        with self.stream.activate():
+        with self.stream:
             if value.flags.forc:
                 return self.cupy.asarray(value)
             assert isinstance(value.base, np.ndarray)
@@ -51,12 +51,12 @@ class Region:
 
     def launch(self, *inputs: Any) -> tuple[Any, ...]:
         values = [self.card.sent(value) for value in inputs]
-        with self.card.stream.activate():
+        with self.card.stream:
             return self.captured(*values)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         outputs = self.launch(*inputs)
-        with self.card.stream.activate():
+        with self.card.stream:
             return [value.get() if hasattr(value, "get") else value for value in outputs]
 
 
@@ -83,7 +83,7 @@ def test_the_results_are_those_without_a_graph(card: Card) -> None:
 def test_results_are_not_overwritten_by_the_next_launch(card: Card) -> None:
     region = card.region(lambda xp, x: (x + 1, x))
     launched = [region.launch(np.full(3, float(k))) for k in range(WARM_UPS + 4)]
-    with card.stream.activate():
+    with card.stream:
         for k, (one_more, same) in enumerate(launched):
             assert one_more.get().tolist() == [k + 1.0] * 3
             assert same.get().tolist() == [float(k)] * 3
@@ -96,13 +96,13 @@ def test_inputs_may_be_freed_and_used_again_while_a_launch_is_pending(fake: Fake
     fake.pause()
     outputs: list[Any] = []
     for k in range(5):
-        with card.stream.activate():
+        with card.stream:
             x = fake.full(4, float(k))
             outputs += card_call(region, x)
             del x
             fake.full(4, -1.0)
     fake.resume()
-    with card.stream.activate():
+    with card.stream:
         assert [output.get()[0] for output in outputs] == [0, 2, 4, 6, 8]
 
 
@@ -159,7 +159,7 @@ def test_a_graph_is_valid_for_the_values_on_the_host(card: Card, first: Any, sec
     region = card.region(lambda xp, x, host: (x + 1, host))
     for _ in range(WARM_UPS + 2):
         for host in (first, second):
-            with card.stream.activate():
+            with card.stream:
                 _, found = card_call(region, card.cupy.ones(2), host)
             assert found is host or type(found) is type(host)
             assert repr(found) == repr(host)
@@ -242,7 +242,7 @@ def test_memory_of_a_graph_counts_and_is_no_one_elses(fake: FakeCupy, card: Card
     labels = {buffer.label for buffer in card.pool.account.top()}
     assert labels == {"CUDA graph of region"}
     used = card.pool.account.used
-    with card.stream.activate():
+    with card.stream:
         others = [fake.full(128, float(k)) for k in range(20)]
         assert region(np.ones(128))[0].tolist() == [1.0] * 128
         assert [int(other.get()[0]) for other in others] == list(range(20))
@@ -268,7 +268,7 @@ def test_a_graph_makes_room_for_the_results(fake: FakeCupy) -> None:
     for _ in range(WARM_UPS + 2):
         assert region(np.ones(64))[0].tolist() == [2.0] * 64
     assert region.calls == WARM_UPS + 1
-    with card.stream.activate():
+    with card.stream:
         x = fake.ones(64)
         kept = [card_call(region, x)]
         kept.append(card_call(region, x))
@@ -281,7 +281,7 @@ def test_a_graph_makes_room_for_the_results(fake: FakeCupy) -> None:
 
 def test_capturing_and_launching_never_block(fake: FakeCupy, card: Card) -> None:
     region = card.region(chain)
-    with card.stream.activate():
+    with card.stream:
         x, y = fake.ones((3, 5)), fake.ones((3, 5))
         before = [name for name in fake.blocking() if name != "malloc"]
         fake.pause()
@@ -324,7 +324,7 @@ def test_a_generator_becomes_one_step(card: Card) -> None:
     function = captured(
         card.cupy, card.stream, card.pool, lambda x, n: loop(card.cupy, x, n), "region", is_generator=True
     )
-    with card.stream.activate():
+    with card.stream:
         for k in range(WARM_UPS + 3):
             steps, (x, count) = driven_to_the_end(function(card.cupy.full(2, float(k)), np.int64(8)))
             assert x.get().tolist() == [256.0 * k] * 2
@@ -336,7 +336,7 @@ def test_a_loop_that_is_too_long_is_not_captured(card: Card) -> None:
     function = captured(
         card.cupy, card.stream, card.pool, lambda x, n: loop(card.cupy, x, n), "region", is_generator=True
     )
-    with card.stream.activate():
+    with card.stream:
         for _ in range(WARM_UPS + 3):
             steps, (x, count) = driven_to_the_end(function(card.cupy.zeros(2), np.int64(900)))
             assert steps > 400
@@ -346,7 +346,7 @@ def test_a_loop_that_is_too_long_is_not_captured(card: Card) -> None:
 
 def test_a_plain_function_is_called_as_one(card: Card) -> None:
     function = captured(card.cupy, card.stream, card.pool, lambda x: (x + 1,), "region", is_generator=False)
-    with card.stream.activate():
+    with card.stream:
         assert [function(card.cupy.ones(1))[0].item() for _ in range(WARM_UPS + 2)] == [2.0] * (WARM_UPS + 2)
 
 
@@ -392,7 +392,7 @@ def test_any_program_gives_what_numpy_gives(lines: list[tuple[Any, ...]], seed: 
             x, y = random.normal(size=(4, 4)), random.normal(size=(4, 4))
             launched.append((region.launch(x, y), program(np, lines, x, y)))
         assert region.calls == WARM_UPS + 1
-        with card.stream.activate(), np.errstate(all="ignore"):
+        with card.stream, np.errstate(all="ignore"):
             for found, wanted in launched:
                 for left, right in zip(found, wanted, strict=True):
                     np.testing.assert_allclose(left.get(), right, rtol=1e-12)

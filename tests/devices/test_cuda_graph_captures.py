@@ -116,11 +116,11 @@ async def test_a_thread_copies_while_the_loop_captures(
     captured = region(device, function)
     x = await device.fed(VALUE, "x")
     x.settle(device.compute)
-    with device.compute.activate():
+    with device.compute:
         results = [captured(x.array)[0] for _ in range(WARM_UPS + 3)]
     assert calls == WARM_UPS + 1, "it was not captured"
     copied = copying.end()
-    with device.compute.activate():
+    with device.compute:
         results.append(captured(x.array)[0])
     for result in results:
         np.testing.assert_array_equal(result.get(), VALUE * 2 + 1)
@@ -145,7 +145,7 @@ async def test_the_loop_captures_while_a_copy_of_a_thread_waits_for_the_card(
     copied: list[Any] = []
     copying = threading.Thread(target=lambda: copied.append(device.constant(VALUE)))
     cupy.pause()
-    with device.compute.activate():
+    with device.compute:
         x = cupy.ones(3)
     copying.start()
     async with asyncio.timeout(PATIENCE_S):
@@ -153,7 +153,7 @@ async def test_the_loop_captures_while_a_copy_of_a_thread_waits_for_the_card(
         while not (waiting() and capturing.acquire(blocking=False)):  # noqa: ASYNC110
             await asyncio.sleep(0)
     capturing.release()
-    with device.compute.activate():
+    with device.compute:
         graph, result = capture(device.compute.raw, lambda: x * 2)
         graph.launch(stream=device.compute.raw)
     cupy.resume()
@@ -173,7 +173,7 @@ async def test_an_error_during_a_capture_loses_neither_the_device_nor_the_graph(
         return (x + 1,)
 
     captured = region(device, function)
-    with device.compute.activate():
+    with device.compute:
         x = device.cupy.zeros(3)
         for _ in range(WARM_UPS + 3):
             assert captured(x)[0].get().tolist() == [1, 1, 1]
@@ -183,7 +183,7 @@ async def test_an_error_during_a_capture_loses_neither_the_device_nor_the_graph(
 
 async def test_a_copy_from_the_host_costs_the_graph_only(device: CudaDevice) -> None:
     captured = region(device, lambda x: (x + device.upload(np.arange(3.0)),))
-    with device.compute.activate():
+    with device.compute:
         x = device.cupy.zeros(3)
         for _ in range(WARM_UPS + 3):
             assert captured(x)[0].get().tolist() == [0, 1, 2]

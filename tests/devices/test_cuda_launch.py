@@ -16,7 +16,7 @@ from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import DeviceLostError, InternalError
-from asyncflow.streams.cuda.stream import active_stream
+from asyncflow.streams.cuda.stream import active
 from tests.fake_cupy import FakeCupy
 from tests.patience import PATIENCE_S
 
@@ -48,7 +48,7 @@ async def test_a_kernel_gets_arrays_and_scalars_while_its_stream_is_active(cupy:
     seen: list[Any] = []
 
     def kernel(*args: Any) -> Any:
-        seen.append((active_stream(), [type(value) for value in args]))
+        seen.append((active.stream, [type(value) for value in args]))
         return args[0] + args[1]
 
     async with opened(cupy) as device:
@@ -56,7 +56,7 @@ async def test_a_kernel_gets_arrays_and_scalars_while_its_stream_is_active(cupy:
         launch = device.bind(kernel, info())
         y = launch(x, VALUE, np.asarray(2.0), np.float32(3), "text", CudaOpaque([1], device))
         assert seen == [(device.compute, [cupy.ndarray, cupy.ndarray, np.float64, np.float32, str, list])]
-        assert active_stream() is None and device.pool.label == "node"
+        assert active.stream is None and device.pool.label == "node"
         assert (type(y), y.name, y.stream, y.device) == (CudaArray, "node", device.compute, "cuda:0")
         assert np.array_equal(await device.fetched(y), 2 * VALUE)
 
@@ -132,7 +132,7 @@ async def test_a_launch_that_cuda_refuses(cupy: FakeCupy, kind: str, code: int) 
         cupy.fail_next(code, "launchKernel")
         with pytest.raises(DeviceLostError if code == 700 else cupy.cuda.driver.CUDADriverError) as refused:
             launch(x)
-        assert active_stream() is None
+        assert active.stream is None
         if code == 700:
             assert "launched last was 'node'" in str(refused.value)
             assert isinstance(refused.value.__cause__, cupy.cuda.driver.CUDADriverError)
@@ -159,7 +159,7 @@ async def test_memory_that_does_not_fit_is_refused_under_the_nodes_name(cupy: Fa
         except MemoryLimitExceeded as refusal:
             error = refusal.with_traceback(None)  # as the runtime does: frames hold what is too much
         assert error is not None and error.requested == 1 << 15 and error.top[0].label == "node"
-        assert device.memory.used == used and active_stream() is None
+        assert device.memory.used == used and active.stream is None
 
 
 async def test_a_step_of_a_region_counts_as_what_it_may_launch(cupy: FakeCupy) -> None:
@@ -173,7 +173,7 @@ async def test_a_step_of_a_region_counts_as_what_it_may_launch(cupy: FakeCupy) -
         x = await device.fed(VALUE, "x")
         device.launched = 0
         firing = device.bind_region(steps, info(single=False, launches=1000), is_generator=True)(x)
-        assert firing.send(None) is None and active_stream() is None
+        assert firing.send(None) is None and active.stream is None
         assert device.launched == STEP_LAUNCHES
         firing.send(2)
         assert device.launched == 3 * STEP_LAUNCHES

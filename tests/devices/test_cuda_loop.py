@@ -65,7 +65,7 @@ class Loop:
 
     def launch(self, variables: list[Any], captures: list[Any] = []) -> Iterated | None:  # noqa: B006 - not changed
         cupy = self.card.cupy
-        with self.card.stream.activate():
+        with self.card.stream:
             here, captured = (
                 [cupy.asarray(x) if isinstance(x, np.ndarray) else x for x in values]
                 for values in (variables, captures)
@@ -81,7 +81,7 @@ class Loop:
         """The values after one launch, and its state but for the limits."""
         found = self.launch(variables, list(captures))
         assert found is not None
-        with self.card.stream.activate():
+        with self.card.stream:
             return [value.get() for value in found.values], found.state.get().tolist()[:3]
 
 
@@ -119,7 +119,7 @@ def test_one_capture_serves_all_trip_counts(card: Card) -> None:
 def test_nothing_blocks_and_results_are_not_overwritten(fake: FakeCupy, card: Card) -> None:
     loop = card.loop(is_below, add_up)
     loop([np.int64(0), np.zeros(2)], [np.asarray(1)])
-    with card.stream.activate():
+    with card.stream:
         limits = [fake.asarray(np.asarray(n)) for n in range(6)]
         start = fake.zeros(2)
         before = [name for name in fake.blocking() if name != "malloc"]
@@ -246,7 +246,7 @@ def test_what_cannot_be_captured_is_left_to_the_host(card: Card, name: str) -> N
 )
 def test_a_failure_of_cuda_while_capturing_leaves_the_loop_to_the_host(fake: FakeCupy, card: Card, call: str) -> None:
     loop = card.loop(is_below, add_up)
-    with card.stream.activate():
+    with card.stream:
         values = [np.int64(0), fake.zeros(1)]
         n = fake.asarray(np.asarray(3))
         fake.fail_next(1, call)
@@ -274,7 +274,7 @@ def test_a_failure_in_the_body_while_it_is_captured_ends_both_captures(card: Car
 def test_without_bindings_and_for_values_that_have_no_buffers_the_host_drives(card: Card) -> None:
     functions: tuple[Any, Any] = (lambda x: x.max() < 3, lambda x: (x + 1,))
     alone = DeviceLoop(card.cupy, card.stream, card.pool, None, *functions, "while")
-    with card.stream.activate():
+    with card.stream:
         whole = card.cupy.zeros((2, 4))
         assert alone.launch([whole]) is None
         bound = DeviceLoop(card.cupy, card.stream, card.pool, card.cupy.bindings, *functions, "while")
@@ -288,7 +288,7 @@ def test_memory_of_a_loop_counts_until_it_is_released(fake: FakeCupy, card: Card
     loop = card.loop(is_below, lambda xp, i, x, n: (i + np.int64(1), xp.tanh(x * 2) + 1))
     loop([np.int64(0), np.zeros(64)], [np.asarray(3)])
     assert {buffer.label for buffer in card.pool.account.top()} == {"CUDA graph of while"}
-    with card.stream.activate():
+    with card.stream:
         others = [fake.full(64, float(k)) for k in range(20)]
         loop([np.int64(0), np.zeros(64)], [np.asarray(50)])
         assert [int(other.get()[0]) for other in others] == list(range(20))
@@ -301,7 +301,7 @@ def test_memory_of_a_loop_counts_until_it_is_released(fake: FakeCupy, card: Card
 def test_all_memory_of_a_loop_is_of_the_compute_streams_arena(fake: FakeCupy) -> None:
     """A pool that was primed has nothing for the stream that the body is captured on."""
     card = Card(fake, limit=MIB)
-    with card.stream.activate():
+    with card.stream:
         card.pool.prime()
     reserved = len([name for _, name in fake.calls if name == "malloc"])
     loop = card.loop(is_below, lambda xp, i, x, n: (i + np.int64(1), xp.tanh(x * 2) + 1))
@@ -312,7 +312,7 @@ def test_all_memory_of_a_loop_is_of_the_compute_streams_arena(fake: FakeCupy) ->
 def test_a_loop_without_room_is_left_to_the_host(fake: FakeCupy) -> None:
     card = Card(fake, limit=8 * 512)
     loop = card.loop(lambda xp, x: xp.max(x) < 3, lambda xp, x: (x + 1,))
-    with card.stream.activate():
+    with card.stream:
         kept = [fake.zeros(512)]
         assert loop.device.launch(kept) is None
         gc.collect()

@@ -407,5 +407,5 @@ def test_a_failure_at_any_decision_while_it_is_captured_ends_all_captures(card: 
     launched = card.loop(lambda xp, x: xp.max(x) < 3, body).launch([np.zeros(2)])
     assert (launched is None) == (at <= 6)
     assert card.cupy.engine.captures == []
-    with card.stream.activate():
+    with card.stream:
         assert (card.cupy.ones(3) + 1).get().tolist() == [2, 2, 2]

@@ -39,19 +39,19 @@ class Logical:
 
     def take(self, nbytes: int, label: str = "") -> Any:
         self.pool.label = label
-        with self.compute.activate():
+        with self.compute:
             return self.pool.malloc(nbytes)
 
     @property
     def reserved(self) -> int:
         """Bytes that the pool has from the card."""
-        with self.compute.activate():
+        with self.compute:
             return self.pool._pool.total_bytes()
 
     @property
     def lent(self) -> int:
         """Bytes that the pool has given out, as CuPy counts them."""
-        with self.compute.activate():
+        with self.compute:
             return self.pool._pool.used_bytes()
 
 
@@ -190,7 +190,7 @@ def test_a_limit_is_a_positive_int(fake: FakeCupy, limit: Any) -> None:
 
 def test_memory_in_pieces_is_an_error_that_says_so(fake: FakeCupy) -> None:
     device = Logical(fake, limit=4 * UNIT)
-    with device.compute.activate():
+    with device.compute:
         device.pool.prime()
     held = [device.take(UNIT, f"n{n}") for n in range(4)]
     del held[2], held[0]
@@ -230,7 +230,7 @@ def test_another_failure_of_cuda_leaves_nothing_counted(fake: FakeCupy) -> None:
 def test_a_primed_pool_asks_cuda_for_nothing_more(fake: FakeCupy) -> None:
     limit = 200 * UNIT + 100
     device = Logical(fake, limit=limit)
-    with device.compute.activate():
+    with device.compute:
         assert device.pool.prime() == 200 * UNIT
     assert (device.reserved, device.account.used, device.account.peak) == (200 * UNIT, 0, 0)
     fake.calls.clear()
@@ -239,7 +239,7 @@ def test_a_primed_pool_asks_cuda_for_nothing_more(fake: FakeCupy) -> None:
         held.append(device.take(chance.randint(1, 3 * UNIT)))
         if len(held) > 20:
             del held[chance.randrange(len(held))]
-    with device.compute.activate():
+    with device.compute:
         assert device.pool.prime() == 0  # there is nothing left to take
     assert device.reserved == 200 * UNIT
     assert stalls(fake) == []
@@ -249,21 +249,21 @@ def test_a_slab_belongs_to_the_stream_that_is_active(fake: FakeCupy) -> None:
     device, other = Logical(fake, limit=MIB), Logical(fake, "cuda:1", limit=MIB)
     with pytest.raises(RuntimeError, match=r"primed for the stream that is active, and none is; call prime\(\) inside"):
         device.pool.prime()
-    with pytest.raises(RuntimeError, match="cuda:1/compute is, which allocates elsewhere"), other.compute.activate():
+    with pytest.raises(RuntimeError, match="cuda:1/compute is, which allocates elsewhere"), other.compute:
         device.pool.prime()
     assert device.reserved == 0
 
 
 def test_no_limit_is_no_slab(fake: FakeCupy) -> None:
     device = Logical(fake)
-    with device.compute.activate():
+    with device.compute:
         assert device.pool.prime() == 0
     assert device.reserved == 0
 
 
 def test_a_limit_that_the_card_has_not_got_is_found_at_once(fake: FakeCupy) -> None:
     device = Logical(fake, limit=5 * MIB)
-    with pytest.raises(DeviceMemoryExhausted, match=r"cuda:0 has no 5\.0 MiB in one piece"), device.compute.activate():
+    with pytest.raises(DeviceMemoryExhausted, match=r"cuda:0 has no 5\.0 MiB in one piece"), device.compute:
         device.pool.prime()
 
 
@@ -383,7 +383,7 @@ def test_a_private_pool_keeps_its_blocks_and_counts_them_under_its_name(fake: Fa
     device = Logical(fake, limit=8 * UNIT)
     graph = device.pool.private("graph of loop")
     device.compute.pool = graph
-    with device.compute.activate():
+    with device.compute:
         temporary, kept = graph.malloc(2 * UNIT), graph.malloc(1)
         used = temporary.ptr
         del temporary
@@ -397,7 +397,7 @@ def test_a_private_pool_keeps_its_blocks_and_counts_them_under_its_name(fake: Fa
     assert device.account.used == 5 * UNIT
     graph.seal()
     graph.seal()
-    with pytest.raises(RuntimeError, match="the CUDA graph 'graph of loop' is its own"), device.compute.activate():
+    with pytest.raises(RuntimeError, match="the CUDA graph 'graph of loop' is its own"), device.compute:
         graph.malloc(1)
     device.compute.pool = device.pool
     del graph
@@ -411,7 +411,7 @@ def test_a_private_pool_keeps_its_blocks_and_counts_them_under_its_name(fake: Fa
 def test_a_private_pool_is_within_the_limit_and_the_slab(fake: FakeCupy) -> None:
     device = Logical(fake, limit=8 * UNIT)
     graph = device.pool.private("graph")
-    with device.compute.activate():
+    with device.compute:
         device.pool.prime()
         fake.calls.clear()
         held = [device.pool.malloc(5 * UNIT, "outside"), graph.malloc(3 * UNIT), graph.malloc(0)]
@@ -432,10 +432,10 @@ def test_allocations_come_from_the_pool_of_the_active_stream(fake: FakeCupy) -> 
     install_allocator(fake)
     allocate = fake.cuda.get_allocator()
     held = []
-    with first.compute.activate():
+    with first.compute:
         first.pool.label, second.pool.label = "one", "two"
         held.append(allocate(UNIT))
-        with second.compute.activate():
+        with second.compute:
             held.append(allocate(2 * UNIT))
         held.append(allocate(3 * UNIT))
     assert first.account.top() == (LiveBuffer(3 * UNIT, "one"), LiveBuffer(UNIT, "one"))
@@ -447,7 +447,7 @@ def test_arrays_count_as_long_as_something_looks_into_them(fake: FakeCupy) -> No
     cupy: Any = fake
     device = Logical(fake, limit=MIB)
     install_allocator(fake)
-    with device.compute.activate():
+    with device.compute:
         device.pool.label = "zeros"
         zeros = cupy.zeros((100, 128), np.float32)
         device.pool.label = "add"
@@ -456,7 +456,7 @@ def test_arrays_count_as_long_as_something_looks_into_them(fake: FakeCupy) -> No
     del zeros
     assert device.account.used == 100 * UNIT
     with pytest.raises(MemoryLimitExceeded, match=r"after a value of 1\.0 MiB; largest now: full"):
-        with device.compute.activate():
+        with device.compute:
             device.pool.label = "full"
             cupy.full(MIB, 1, np.int8)
     del view
@@ -476,7 +476,7 @@ def test_other_allocations_go_where_they_went_before(fake: FakeCupy) -> None:
     device = Logical(fake)
     allocate = fake.cuda.get_allocator()
     outside = allocate(1)
-    with device.compute.activate():
+    with device.compute:
         inside = allocate(2)
         thread = threading.Thread(target=lambda: fake.cuda.get_allocator()(3))  # nothing is active on that thread
         thread.start()

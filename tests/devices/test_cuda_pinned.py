@@ -465,4 +465,4 @@ def test_whatever_the_order_of_frees_the_whole_slab_is_one_hole_again(sizes: lis
     random.shuffle(buffers)
     for buffer in buffers:
         buffer.free()
-    assert slab._regions[0].holes == [(0, slab.nbytes)]
+    assert slab.largest_hole == slab.nbytes

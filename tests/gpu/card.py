@@ -107,7 +107,7 @@ class Card:
 
     def spin(self, stream: CudaStream, ms: float) -> None:
         """Give `stream` a kernel that takes so long; on the stand-in, one that takes no time."""
-        with stream.activate():
+        with stream:
             if self.fake is not None:
                 self.fake.engine.give(self.fake.engine.queue(stream.raw.ptr, stream.physical), "spin", None)
             else:
@@ -145,7 +145,7 @@ class Card:
         if self.fake is not None:
             self.fake.fail_stream(stream.raw)
             return
-        with stream.activate():
+        with stream:
             self._kernel("fault", FAULT)((1,), (1,), (np.uint64(0),))
 
     def _kernel(self, name: str, source: str) -> Any:

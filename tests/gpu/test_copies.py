@@ -22,7 +22,7 @@ from tests.gpu.on_loop import on_loop, ticket
 async def _elapsed_ms(card: Card, stream: CudaStream, work: Callable[[], None]) -> float:
     """The time of `work` on its stream."""
     first, last = (card.cupy.cuda.Event(block=True) for _ in range(2))
-    with stream.activate():
+    with stream:
         first.record(stream.raw)
         work()
         last.record(stream.raw)
@@ -32,7 +32,7 @@ async def _elapsed_ms(card: Card, stream: CudaStream, work: Callable[[], None]) 
 
 
 def _copy(card: Card, stream: CudaStream, target: int, origin: int, nbytes: int) -> None:
-    with stream.activate():
+    with stream:
         card.cupy.cuda.runtime.memcpyAsync(target, origin, nbytes, card.cupy.cuda.runtime.memcpyDefault, stream.raw.ptr)
 
 
@@ -156,7 +156,7 @@ async def test_t07_copies_run_beside_kernels(card: Card, figures: Figures) -> No
                 stream.wait(other.record())
                 return
             event = card.cupy.cuda.Event(block=True, disable_timing=True)
-            with other.activate():
+            with other:
                 event.record(other.raw)
             stream.raw.wait_event(event)
 

@@ -15,7 +15,7 @@ import asyncflow as af
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.progress import MOST_AHEAD
 from asyncflow.devices.cuda.values import CudaArray
-from asyncflow.streams.cuda.stream import CudaStream, active_stream
+from asyncflow.streams.cuda.stream import CudaStream, active
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures
 from tests.gpu.on_loop import Heartbeat, on_loop, ticket
@@ -137,14 +137,14 @@ async def test_t10_the_current_stream_is_that_of_the_task(card: Card) -> None:
     cupy = card.cupy
 
     def current() -> tuple[int, int, CudaStream | None]:
-        return cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr, active_stream()
+        return cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr, active.stream
 
     def check(stream: CudaStream, array: Any) -> None:
         before = current()
-        with stream.activate():
+        with stream:
             assert current() == (stream.physical, stream.raw.ptr, stream)
             array += 1
-            with stream.activate():
+            with stream:
                 array += 1
             assert current() == (stream.physical, stream.raw.ptr, stream)
         assert current() == before

@@ -24,7 +24,7 @@ LIMIT = 64 << 20
 def _slow_read(card: Card, device: CudaDevice, source: Any, buffer: PinnedBuffer) -> None:
     """A copy to the host, ordered after what compute has been given."""
     device.d2h.wait(device.compute.record())
-    with device.d2h.activate():
+    with device.d2h:
         kind = card.cupy.cuda.runtime.memcpyDeviceToHost
         card.cupy.cuda.runtime.memcpyAsync(buffer.ptr, source.data.ptr, source.nbytes, kind, device.d2h.raw.ptr)
 

@@ -41,15 +41,15 @@ async def test_t18_what_the_host_pays(card: Card, figures: Figures) -> None:
         event = device.h2d.record()
 
         def add() -> None:
-            with stream.activate():
+            with stream:
                 cupy.add(x, 1.0, out=y)
 
         def add_new() -> None:
-            with stream.activate():
+            with stream:
                 cupy.add(x, y)
 
         def activate() -> None:
-            with stream.activate():
+            with stream:
                 pass
 
         async def settle() -> None:
@@ -66,7 +66,7 @@ async def test_t18_what_the_host_pays(card: Card, figures: Figures) -> None:
         }
         for name, work in kernels.items():
             figures[name] = await _us(work, settle, rounds)
-        with stream.activate():
+        with stream:
             figures["activate_nested_us"] = _nested(activate)
     assert all(value > 0 for value in figures.values())
 

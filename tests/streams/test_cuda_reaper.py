@@ -83,12 +83,16 @@ class Held:
 class GatedEvent(PooledEvent):
     """An event that is done, and on which a thread sleeps until a test says otherwise."""
 
-    __slots__ = ("entered", "gate")
+    __slots__ = ("entered", "gate", "taken")
 
     def __init__(self, pool: EventPool) -> None:
-        super().__init__(pool, pool.take())
+        self.taken = pool.take()
+        super().__init__(pool, self.taken.raw, sleeps=False)
         self.entered = threading.Event()
         self.gate = threading.Event()
+
+    def __del__(self) -> None:
+        """Does nothing: ``taken`` goes back."""
 
     def block(self) -> None:
         self.entered.set()
@@ -261,7 +265,7 @@ async def test_what_is_held_in_one_turn_of_the_loop_shares_an_event(bench: Bench
 
 async def test_an_older_event_does_not_let_go_of_what_is_held(bench: Bench) -> None:
     bench.cupy.pause()
-    event = bench.reaper.record(PooledEvent)
+    event = bench.reaper.record()
     bench.launch(lambda: None)
     held = Held()
     watch = weakref.ref(held)
@@ -304,7 +308,7 @@ async def test_an_error_reaches_its_ticket_and_all_later_ones(bench: Bench, seed
     with pytest.raises(CUDARuntimeError):
         await bench.ticket()
     with pytest.raises(CUDARuntimeError):
-        bench.reaper.record(PooledEvent)
+        bench.reaper.record()
     assert bench.lost == [error]
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from asyncflow.errors import InternalError, SessionClosedError
 from asyncflow.streams import Stream, ThreadStream
-from asyncflow.streams.cuda.stream import CudaEvent, CudaStream, active_stream
+from asyncflow.streams.cuda.stream import CudaEvent, CudaStream, active
 from tests.fake_cupy import FakeCupy
 from tests.fake_cupy.errors import CUDARuntimeError
 from tests.patience import PATIENCE_S
@@ -72,7 +72,7 @@ def outcome(stream: Stream, work: Callable[..., object], *args: object) -> async
 
 
 def current(cupy: FakeCupy) -> tuple[int, Any, CudaStream | None]:
-    return cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream(), active_stream()
+    return cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream(), active.stream
 
 
 def fail(error: BaseException) -> None:
@@ -90,9 +90,8 @@ async def test_a_stream_is_current_inside_its_block_only(cupy: FakeCupy) -> None
     async with opened(cupy, "cuda:1/compute", 1) as stream:
         outside = current(cupy)
         assert outside == (0, cupy.cuda.Stream.null, None)
-        block = stream.activate()
         for _ in range(2):
-            with block as entered:
+            with stream as entered:
                 assert entered is stream
                 assert current(cupy) == (1, stream.raw, stream)
             assert current(cupy) == outside
@@ -106,7 +105,7 @@ async def test_blocks_of_two_streams_and_two_devices_nest(cupy: FakeCupy) -> Non
         def nest(depth: int) -> None:
             before = current(cupy)
             stream = draw.choice([a, b, c])
-            with stream.activate():
+            with stream:
                 assert current(cupy) == (stream.physical, stream.raw, stream)
                 for _ in range(draw.randrange(3) if depth else 0):
                     nest(depth - 1)
@@ -119,8 +118,8 @@ async def test_blocks_of_two_streams_and_two_devices_nest(cupy: FakeCupy) -> Non
 
 async def test_an_exception_restores_what_was_current(cupy: FakeCupy) -> None:
     async with opened(cupy, "a") as a, opened(cupy, "b", 1) as b:
-        with a.activate():
-            with pytest.raises(ValueError, match="inside"), a.activate(), b.activate(), b.activate():
+        with a:
+            with pytest.raises(ValueError, match="inside"), a, b, b:
                 raise ValueError("inside")
             assert current(cupy) == (0, a.raw, a)
         assert current(cupy) == (0, cupy.cuda.Stream.null, None)
@@ -129,8 +128,8 @@ async def test_an_exception_restores_what_was_current(cupy: FakeCupy) -> None:
 async def test_a_stream_that_cannot_be_made_current_leaves_all_as_it_was(cupy: FakeCupy) -> None:
     async with opened(cupy, "a") as a, opened(cupy, "b", 1) as b:
         b.raw.device_id = 0  # CuPy refuses a stream of another device than the current one
-        with a.activate():
-            with pytest.raises(RuntimeError, match="does not match"), b.activate():
+        with a:
+            with pytest.raises(RuntimeError, match="does not match"), b:
                 pass
             assert current(cupy) == (0, a.raw, a)
         b.raw.device_id = 1
@@ -139,11 +138,11 @@ async def test_a_stream_that_cannot_be_made_current_leaves_all_as_it_was(cupy: F
 
 async def test_an_active_stream_is_entered_again_without_a_call_of_cuda(cupy: FakeCupy) -> None:
     async with opened(cupy, "cuda:1/compute", 1) as stream:
-        with stream.activate():
+        with stream:
             entered = cupy.cuda._streams.entered
             before = list(entered)
             cupy.cuda.runtime.setDevice(0)  # trusted not to happen: entering again would notice
-            with stream.activate():
+            with stream:
                 assert cupy.cuda.runtime.getDevice() == 0 and entered == before
             cupy.cuda.runtime.setDevice(1)
 
@@ -154,11 +153,11 @@ async def test_each_thread_has_its_own_active_stream(cupy: FakeCupy) -> None:
 
         def elsewhere() -> None:
             seen.append(current(cupy))
-            with b.activate(), a.activate():
+            with b, a:
                 seen.append(current(cupy))
             seen.append(current(cupy))
 
-        with a.activate():
+        with a:
             thread = threading.Thread(target=elsewhere)
             thread.start()
             thread.join()
@@ -171,12 +170,12 @@ async def test_awaiting_inside_a_block_is_found_out(cupy: FakeCupy) -> None:
     async with opened(cupy, "a") as a, opened(cupy, "b") as b:
 
         async def leave_open() -> None:
-            with b.activate():
+            with b:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(leave_open())
         with pytest.raises(InternalError, match=r"stream a ends a block in which <CudaStream b .*> is active"):
-            with a.activate():
+            with a:
                 await asyncio.sleep(0)
         await task
         a.__exit__(None, None, None)  # what the bug left open
@@ -267,7 +266,7 @@ async def test_an_interrupt_is_not_kept_for_later(cupy: FakeCupy) -> None:
             stream.enqueue(fail, KeyboardInterrupt())
         with pytest.raises(SystemExit):
             outcome(stream, fail, SystemExit(3))
-        assert active_stream() is None and stream.pending == 0
+        assert active.stream is None and stream.pending == 0
 
 
 async def test_an_enqueued_failure_is_raised_by_the_next_event_awaited_and_once(cupy: FakeCupy) -> None:
@@ -350,7 +349,7 @@ async def test_events_are_used_again_when_nobody_refers_to_them(cupy: FakeCupy) 
             stream.record()
         assert len(made) == 1
         kept: list[CudaEvent] = [stream.record() for _ in range(3)]
-        assert len(made) == 3 and len({event.raw.ptr for event in kept}) == 3
+        assert len(made) == 3 and len({event.point.raw.ptr for event in kept}) == 3
         cupy.pause()
         waiter = asyncio.create_task(kept.pop().wait())
         await asyncio.sleep(0)
@@ -373,14 +372,14 @@ async def test_an_event_that_someone_waits_for_is_not_used_again(cupy: FakeCupy)
         cupy.pause()
         stream.enqueue(launch, cupy)
         event = stream.record()
-        ptr = event.raw.ptr
+        ptr = event.point.raw.ptr
         waiter = asyncio.create_task(event.wait())
         await asyncio.sleep(0)
         waiter.cancel()
         await asyncio.wait([waiter])
         del event, waiter
         gc.collect()
-        assert ptr not in {stream.record().raw.ptr for _ in range(3)}
+        assert ptr not in {stream.record().point.raw.ptr for _ in range(3)}
         cupy.resume()
         await ticket(stream)
 
@@ -404,6 +403,52 @@ async def test_what_is_held_stays_until_the_work_is_done(cupy: FakeCupy) -> None
         await ticket(stream)
         assert [watch() for watch in watches] == [None, None]
         assert stream.pending == 0 and stream.oldest_ns is None
+
+
+async def test_one_event_tells_of_a_point_and_orders_by_it(cupy: FakeCupy) -> None:
+    async with opened(cupy) as stream, opened(cupy, "cuda:0/d2h") as other:
+        cupy.pause()
+        stream.enqueue(launch, cupy)
+        held, told = Held(), asyncio.Event()
+        watch = weakref.ref(held)
+        event = stream.conclude(lambda _: told.set(), held)
+        assert cupy.pending(stream.raw) == 2  # the kernel, and the event
+        other.wait(event)
+        behind = ticket(other)
+        del held
+        gc.collect()
+        assert watch() is not None and not event.done() and not told.is_set()
+        cupy.resume()
+        await asyncio.gather(behind, told.wait(), event.wait())
+        assert watch() is None and event.done()
+
+
+async def test_where_no_event_can_be_recorded_nobody_is_told_later(cupy: FakeCupy) -> None:
+    async with opened(cupy) as stream:
+        told: list[BaseException | None] = []
+        cupy.fail_next(999, "eventRecord")
+        for _ in range(2):
+            with pytest.raises(CUDARuntimeError):
+                stream.conclude(told.append)
+        with pytest.raises(CUDARuntimeError):
+            await ticket(stream)
+        assert told == [] and stream.pending == 0
+
+
+async def test_a_ticket_does_not_keep_its_stream(cupy: FakeCupy) -> None:
+    """A session that is dropped ends its threads, whatever is in flight."""
+    cupy.pause()
+    stream = CudaStream(cupy, 0, "cuda:0/h2d")
+    stream.enqueue(launch, cupy)
+    told, watch = asyncio.Event(), weakref.ref(stream)
+    stream.conclude(lambda _: told.set())
+    owner = [stream]
+    del stream
+    with pytest.warns(ResourceWarning, match="cuda:0/h2d was dropped"):
+        owner.clear()
+    assert watch() is None
+    cupy.resume()
+    await told.wait()
 
 
 async def test_a_lost_device_fails_tickets_events_and_whatever_comes(cupy: FakeCupy) -> None:
@@ -681,7 +726,7 @@ async def test_stress(cupy: FakeCupy, seed: int) -> None:
             event, other, count = draw.choice(latest)
             stream.wait(event)
             after[which].append((other, count))
-        with streams[draw.randrange(4)].activate(), stream.activate():
+        with streams[draw.randrange(4)], stream:
             launch(cupy, partial(run, which, after[which][-5:]))
         given[which] += 1
         if draw.random() < 0.2:

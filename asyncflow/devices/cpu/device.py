@@ -48,6 +48,7 @@ class CpuDevice(LogicalDevice[ThreadStream]):
         self.memory = MemoryAccount(self.name, memory_limit)
         self.lanes = Lanes(self.name, compute_streams, sharing)
         self.compute_streams = self.lanes.planned
+        self.compute = self.compute_streams[0]
         # What copies in and out is the host's memory and the device's; the order is kept apart all the same.
         self.h2d, self.d2h = ThreadStream(f"{self.name}/h2d"), ThreadStream(f"{self.name}/d2h")
 

@@ -22,7 +22,7 @@ from asyncflow.devices.captures import NotCapturableError
 from asyncflow.devices.cuda.pinned import PinnedBuffer, PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, Landing
 from asyncflow.devices.values import as_scalar
-from asyncflow.streams.cuda.stream import active_stream
+from asyncflow.streams.cuda.stream import active
 from asyncflow.streams.futures import resolve
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import Deliver, Placed
     from asyncflow.devices.values import DType
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
-    from asyncflow.streams.cuda.stream import CudaStream
+    from asyncflow.streams.cuda.stream import CudaEvent, CudaStream
     from asyncflow.values import Array
 
 
@@ -94,7 +94,7 @@ class CudaCopies:
         Raises:
             NotCapturableError: the active stream captures.
         """
-        device, stream = self._device, active_stream()
+        device, stream = self._device, active.stream
         device.check()
         try:
             if stream is not None and stream.raw.is_capturing():  # h2d would be part of the capture, with its tickets
@@ -124,22 +124,22 @@ class CudaCopies:
             np.copyto(buffer.view(value.dtype, value.shape), value)
             self._own(self._h2d)
             landing = Landing(array, device.compute)
-            self._copy_in(landing, 0, buffer, name)
+            landed = self._copy_in(landing, 0, buffer, name)
         except Exception:
             buffer.free()  # at once: others wait for it, and the traceback would keep it
             raise
-        return CudaArray(array, device, self._h2d, name, self._h2d.record(), landing)
+        return CudaArray(array, device, self._h2d, name, landed, landing)
 
-    def _copy_in(self, landing: Landing, offset: int, buffer: PinnedBuffer, name: str) -> None:
+    def _copy_in(self, landing: Landing, offset: int, buffer: PinnedBuffer, name: str) -> CudaEvent:
         kind = self._runtime.memcpyHostToDevice
         self._copy(self._h2d, landing.array.data.ptr + offset, buffer.ptr, buffer.nbytes, kind, name)
-        self._h2d.notify(_freeing(buffer), landing)
+        return self._h2d.conclude(buffer.free, landing)
 
     async def _feed_in_pieces(self, value: Array, name: str) -> CudaArray:
         device = self._device
         device.check()
         array = self.new(value.shape, value.dtype, name)
-        landing = Landing(array, device.compute)
+        landing, landed = Landing(array, device.compute), None
         self._own(self._h2d)
         if not value.flags.c_contiguous:
             value = await device.in_host_thread(np.ascontiguousarray, value)
@@ -151,11 +151,11 @@ class CudaCopies:
             try:
                 await device.in_host_thread(np.copyto, buffer.view(np.uint8, part.shape), part)
                 device.check()
-                self._copy_in(landing, start, buffer, name)
+                landed = self._copy_in(landing, start, buffer, name)
             except Exception:
                 buffer.free()  # at once: others wait for it, and the traceback would keep it
                 raise
-        return CudaArray(array, device, self._h2d, name, self._h2d.record(), landing)
+        return CudaArray(array, device, self._h2d, name, landed, landing)
 
     # -- out -----------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class CudaCopies:
             raise device.cause_of(error)  # noqa: B904 - which has its cause
 
     def _fetch(self, value: CudaArray, deliver: Deliver) -> None:
-        nbytes, shape, dtype = value.nbytes, value.shape, value.dtype
+        nbytes, shape, dtype = value.array.nbytes, value.array.shape, value.array.dtype
         if not nbytes:
             self._d2h.notify(self.told(lambda: np.empty(shape, dtype), deliver))
             return
@@ -298,7 +298,7 @@ class CudaCopies:
 
     def _copy_from_card(self, card: int, target: int, origin: int, nbytes: int, name: str) -> None:
         device, stream = self._device, self._peer
-        with stream.activate(), device.timed(stream, name, nbytes):
+        with stream, device.timed(stream, name, nbytes):
             self._runtime.memcpyPeerAsync(target, device.physical, origin, card, nbytes, stream.raw.ptr)
         device.launched += _LAUNCHES
 
@@ -307,7 +307,7 @@ class CudaCopies:
     def new(self, shape: tuple[int, ...], dtype: DType, name: str) -> CupyArray:
         """New memory of the device, from the arena of its first compute stream."""
         self._device.pool.label = name
-        with self._device.compute.activate():
+        with self._device.compute:
             return self._device.cupy.empty(shape, dtype)
 
     def contiguous(self, value: CudaArray, *, is_copy: bool = False) -> CupyArray:
@@ -324,7 +324,7 @@ class CudaCopies:
             value.settle(device.compute)
         stream = value.stream
         device.pool.label = value.name
-        with stream.activate():
+        with stream:
             copied = array.copy(order="C")
         device.launched += 1
         value.renew()
@@ -336,7 +336,7 @@ class CudaCopies:
         stream.wait(self._device.compute.record())
 
     def _copy(self, stream: CudaStream, target: int, origin: int, nbytes: int, kind: int, name: str) -> None:
-        with stream.activate(), self._device.timed(stream, name, nbytes):
+        with stream, self._device.timed(stream, name, nbytes):
             self._runtime.memcpyAsync(target, origin, nbytes, kind, stream.raw.ptr)
         self._device.launched += _LAUNCHES
 
@@ -428,11 +428,6 @@ def _freeing_after(buffer: PinnedBuffer) -> Callable[[asyncio.Future[None]], Non
         buffer.free()
 
     return free
-
-
-def _freeing(buffer: PinnedBuffer) -> Callable[[BaseException | None], None]:
-    # After an error nothing runs any more, so nobody writes to it either.
-    return lambda _error: buffer.free()
 
 
 __all__ = ["COPY_INLINE_BYTES", "PIECE_BYTES", "CudaCopies", "enable_peer_access"]

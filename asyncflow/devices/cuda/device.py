@@ -43,7 +43,7 @@ from asyncflow.devices.values import DeviceValue, as_scalar, stays_on_host
 from asyncflow.errors import LoopIdentity, PlacementError
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cpu.stream import ThreadStream
-from asyncflow.streams.cuda.stream import CudaStream, active_stream, capturing
+from asyncflow.streams.cuda.stream import CudaStream, active, capturing
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.holding import ThreadHold, holding, refuse_to_queue
 
@@ -146,7 +146,7 @@ class CudaDevice(Progress):
             self.copies = CudaCopies(self, self._given_slab or shared_slab(cupy), copying)
         enable_peer_access(cupy, self.physical)
         if self._count == 1:
-            with self.compute.activate():
+            with self.compute:
                 self.pool.prime()
         # On a stream of its own, which is never busy: how late an answer comes is how wrong the clock is.
         self._clock = Clock(cupy, clock)
@@ -227,8 +227,9 @@ class CudaDevice(Progress):
 
     def activate(self) -> Raw:
         """A context in which this device's calls are cheaper; it must not be left open where something waits."""
-        self.exchange.take_back()
-        return self.compute.activate()
+        if self.exchange.returned:
+            self.exchange.take_back()
+        return self.compute
 
     # -- values in -----------------------------------------------------------------------------------------------
 
@@ -254,7 +255,7 @@ class CudaDevice(Progress):
 
     def upload(self, value: Array) -> CupyArray:
         """The array for one of the host that a kernel uses, on the compute stream that is active."""
-        stream = active_stream() or self.compute
+        stream = active.stream or self.compute
         if not _is_on_loop():
             return self.copied_pageable(value, "upload").array
         copied = self.copy_in(value, "upload")
@@ -276,7 +277,7 @@ class CudaDevice(Progress):
         then would be the graph's, and nobody may wait for that stream, or copy on it.
         """
         cupy = self.cupy
-        with capturing, self.compute.activate():
+        with capturing, self.compute:
             array = self.copies.new(value.shape, value.dtype, name)
             ready = cupy.cuda.Event(block=True, disable_timing=True)
             ready.record()  # earlier kernels may still be using the memory
@@ -293,7 +294,8 @@ class CudaDevice(Progress):
         `value` must not change before that, but for a `ForeignArray`. Counters, predicates and what is no array stay
         host values.
         """
-        self.exchange.take_back()
+        if self.exchange.returned:
+            self.exchange.take_back()
         if type(value) is ForeignArray:
             self.exchange.feed(value, deliver, name)
             return
@@ -362,7 +364,8 @@ class CudaDevice(Progress):
         """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to."""
         if spans is not None and self._clock.is_old:
             self._host.enqueue(self._clock.refresh)
-        return super().record_into(spans)
+        before, self._spans = self._spans, spans
+        return before
 
     @property
     def is_timed(self) -> bool:

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cuda.values import CudaArray, Landing
-from asyncflow.streams.cuda.stream import active_stream
+from asyncflow.streams.cuda.stream import active
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.device import CudaDevice
@@ -162,13 +162,17 @@ def read(cupy: Cupy, array: CupyArray, written: Raw, card: int) -> Array:
 
 
 class Exchange:
-    """The exchange of one device; its methods belong to the thread of the event loop, and none blocks."""
+    """The exchange of one device; its methods belong to the thread of the event loop, and none blocks.
 
-    __slots__ = ("_device", "_returned")
+    Attributes:
+        returned: arrays that others have let go of, for `take_back`.
+    """
+
+    __slots__ = ("_device", "returned")
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._returned: deque[Raw] = deque()
+        self.returned: deque[Raw] = deque()
 
     def feed(self, foreign: ForeignArray, deliver: Deliver, name: str) -> None:
         """Copy an array of another library in: ``deliver(device_value, error)`` is called at once.
@@ -183,14 +187,14 @@ class Exchange:
         there, written = view(cupy, foreign)
         here = device.copies.new(there.shape, there.dtype, name)
         peer.wait(device.compute.record())  # earlier kernels may still be using the memory
-        with peer.activate():
+        with peer:
             peer.raw.wait_event(written)
         if there.nbytes:
             device.copies.copy_from(foreign.card, here, there, name)
         copied = peer.record()
         landing = Landing(here, device.compute)
         peer.hold(landing, there, foreign)
-        hold_back(cupy, foreign.card, copied.raw)
+        hold_back(cupy, foreign.card, copied.point.raw)
         return CudaArray(here, device, peer, name, copied, landing)
 
     def lend(self, value: CudaArray) -> CupyArray:
@@ -206,8 +210,8 @@ class Exchange:
         if min(array.strides, default=0) < 0:
             array = self._device.copies.contiguous(value, is_copy=True)
         for current in (cupy.cuda.get_current_stream(card), cupy.cuda.get_current_stream()):
-            current.wait_event(value.written.raw)  # `__dlpack__` looks at the stream of whichever card is current
-        memory = cupy.cuda.memory.UnownedMemory(array.data.ptr, value.nbytes, Loan(array, self._returned.append), card)
+            current.wait_event(value.written.point.raw)  # `__dlpack__` looks at the stream of whichever card is current
+        memory = cupy.cuda.memory.UnownedMemory(array.data.ptr, value.nbytes, Loan(array, self.returned.append), card)
         return cupy.ndarray(array.shape, array.dtype, cupy.cuda.memory.MemoryPointer(memory, 0), array.strides)
 
     def take_back(self) -> None:
@@ -215,10 +219,10 @@ class Exchange:
 
         Ordering: after what CuPy's and PyTorch's current streams have been given so far.
         """
-        if not self._returned or active_stream() is not None:
+        if active.stream is not None:
             return  # inside a block of ours, nobody can see whose stream was the current one
         device = self._device
-        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        returned = [self.returned.popleft() for _ in range(len(self.returned))]
         try:
             self._catch_up()
         except RuntimeError as error:
@@ -238,7 +242,7 @@ class Exchange:
 
     def close(self) -> None:
         """Forget what has come back: there is no work of ours any more."""
-        self._returned.clear()
+        self.returned.clear()
 
 
 def _is_torch(value: object) -> bool:

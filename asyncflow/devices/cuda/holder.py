@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.devices.cuda.exchange import read
 from asyncflow.devices.cuda.values import CudaArray, Landing
-from asyncflow.streams.cuda.stream import active_stream, capturing
+from asyncflow.streams.cuda.stream import active, capturing
 
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.device import CudaDevice
@@ -49,11 +49,11 @@ class CudaHolder:
         device = self._device
         if not array.flags.c_contiguous:
             array = device.cupy.ascontiguousarray(array)
-        return CudaArray(array, device, active_stream() or device.compute, device.pool.label)
+        return CudaArray(array, device, active.stream or device.compute, device.pool.label)
 
     def use(self, handle: CudaArray) -> CupyArray:
         """The array, which work given to the stream that is active finds written."""
-        stream = active_stream() or self._device.compute
+        stream = active.stream or self._device.compute
         if handle.stream is not stream:
             handle.order(stream)
             self._device.hold(stream, handle.array)
@@ -81,7 +81,7 @@ class CudaHolder:
             return CudaArray(here, device, device.compute, label)
         written = source._written(handle)
         peer.wait(device.compute.record())  # earlier kernels may still be using the memory
-        with peer.activate():
+        with peer:
             peer.raw.wait_event(written)
         device.copies.copy_from(source._device.physical, here, there, label)
         landing = Landing(here, device.compute)

@@ -67,7 +67,7 @@ class CudaLauncher:
         raw = list(args)
         values.hold(args)
         try:
-            with values.stream.activate():
+            with values.stream:
                 for index in range(first, len(args)):
                     convert = values.raw if index - first in info.host_inputs else values.uploaded
                     raw[index] = convert(args[index], info.name)
@@ -176,7 +176,7 @@ class CudaRegionLauncher:
                 if info.vectors:
                     args = self._values.brought(args, info.vectors)
                 self._values.hold(args)
-                with stream.activate(), device.timed(stream, info.name):
+                with stream, device.timed(stream, info.name):
                     device.launched += info.launches
                     return self._outputs(function(*self._inputs(args)))
             except RuntimeError as error:
@@ -192,7 +192,7 @@ class CudaRegionLauncher:
             try:
                 if info.vectors:
                     args = self._values.brought(args, info.vectors)
-                with stream.activate():
+                with stream:
                     generator = function(*self._inputs(args))
                 while True:
                     # One synchronous block a step: other code runs on this thread in between.
@@ -201,10 +201,10 @@ class CudaRegionLauncher:
                     device.pool.label = info.name
                     device.launched += launches * (budget or 1)
                     try:
-                        with stream.activate(), device.timed(stream, info.name):
+                        with stream, device.timed(stream, info.name):
                             begins_loop = generator.send(budget)
                     except StopIteration as ended:
-                        with stream.activate():
+                        with stream:
                             return self._outputs(ended.value)
                     budget = yield begins_loop
             except RuntimeError as error:

@@ -3,7 +3,7 @@
 Three parts. A `ChargedAccount` says how many bytes a logical device holds and refuses what passes its limit *before*
 CUDA is asked. A `CudaPool` takes admitted memory from a CuPy pool of its own, whose limit is only the backstop, and
 hangs a `Lease` on each piece, which tells the account when Python frees it. `install_allocator` makes CuPy's
-allocations inside ``stream.activate()`` come from that stream's pool.
+allocations inside ``with stream:`` come from that stream's pool.
 
 A CuPy pool keeps its free memory by the stream that was current at the allocation, and gives a freed piece out again
 *at once, with no event*. So all memory of a logical device is allocated with its compute stream active, and a piece
@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncflow.devices.memory import ChargedAccount, LiveBuffer, MemoryLimitExceeded, format_bytes
-from asyncflow.streams.cuda.stream import CudaStream, active_stream
+from asyncflow.streams.cuda.stream import CudaStream, active
 
 if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
@@ -61,7 +61,7 @@ class Lease:
     def __init__(self, account: ChargedAccount, charge: int, pointer: Raw, pool: Raw) -> None:
         self._account = account
         self._charge = charge
-        self.home = active_stream()
+        self.home = active.stream
         self.pointer = pointer
         self.pool = pool
 
@@ -152,12 +152,12 @@ class CudaPool:
         """
         if self.limit is None:
             return 0
-        stream = active_stream()
+        stream = active.stream
         if stream is None or stream.pool is not self:
-            active = "none is" if stream is None else f"{stream.name} is, which allocates elsewhere"
+            other = "none is" if stream is None else f"{stream.name} is, which allocates elsewhere"
             raise RuntimeError(
-                f"the memory of {self.name} is primed for the stream that is active, and {active}; call prime() inside "
-                "activate() of its compute stream"
+                f"the memory of {self.name} is primed for the stream that is active, and {other}; call prime() inside "
+                "a block of its compute stream"
             )
         # What the pool holds already is part of the limit. The slab is not counted: it goes back into the pool at once.
         room: int = (self.limit - self._pool.total_bytes()) // ALLOCATION_BYTES * ALLOCATION_BYTES
@@ -250,14 +250,14 @@ class Dispatch:
 
     def __call__(self, nbytes: int) -> Raw:
         """A ``MemoryPointer`` to ``nbytes``; CuPy calls this for each array that it makes."""
-        stream = active_stream()
+        stream = active.stream
         if stream is None or stream.pool is None:
             return self.before(nbytes)
         return stream.pool.malloc(nbytes)
 
 
 def install_allocator(cupy: Cupy) -> None:
-    """Make allocations inside ``stream.activate()`` come from that stream's pool; others go where they went before.
+    """Make allocations inside ``with stream:`` come from that stream's pool; others go where they went before.
 
     Does nothing where that is so already. It stays for the life of the process: it is one lookup to others.
 

@@ -54,12 +54,13 @@ class PinnedBuffer:
         ptr: its address, for copies.
     """
 
-    __slots__ = ("_offset", "_region", "_slab", "nbytes", "ptr")
+    __slots__ = ("_offset", "_region", "_size", "_slab", "nbytes", "ptr")
 
-    def __init__(self, slab: PinnedSlab, region: _PinnedAllocation, offset: int, nbytes: int) -> None:
+    def __init__(self, slab: PinnedSlab, region: _PinnedAllocation, offset: int, size: int, nbytes: int) -> None:
         self._slab = slab
         self._region: _PinnedAllocation | None = region
         self._offset = offset
+        self._size = size
         self.nbytes = nbytes
         self.ptr = region.address + offset
 
@@ -84,26 +85,26 @@ class PinnedBuffer:
             )
         return np.ndarray(shape, kind, np.asarray(self))
 
-    def free(self) -> None:
+    def free(self, error: BaseException | None = None) -> None:
         """Give the memory back, and tell those who wait whose turn it is; on the thread of the event loop.
 
         Call it after an event behind the last copy has completed.
 
+        Args:
+            error: of the device, after which nothing runs any more, and so nobody writes to it either.
+
         Raises:
             ValueError: it was freed before.
         """
-        if self._region is None:
+        region, self._region = self._region, None
+        if region is None:
             raise ValueError(f"a pinned buffer of {self.nbytes} bytes is freed twice; it may be someone else's now")
-        self._return()
+        self._slab.returned.append((region, self._offset, self._size))
         self._slab.serve()
 
-    def _return(self) -> None:
-        region, self._region = self._region, None
-        if region is not None:
-            self._slab.returned.append((region, self._offset, self.nbytes))
-
     def __del__(self) -> None:
-        self._return()  # no lock: this may run inside the slab
+        if self._region is not None:  # no lock: this may run inside the slab
+            self._slab.returned.append((self._region, self._offset, self._size))
 
 
 class PinnedSlab:
@@ -192,7 +193,7 @@ class PinnedSlab:
 
     def serve(self) -> None:
         """Hand buffers to those who wait, in the order in which they asked, as far as there is room."""
-        while True:
+        while self._waiting:  # who comes to wait after this look serves himself
             with self._lock:
                 self._settle()
                 if not self._waiting:
@@ -231,17 +232,18 @@ class PinnedSlab:
             )
 
     def _first_fit(self, nbytes: int) -> PinnedBuffer | None:
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         for region in self._regions:
-            offset = region.take(_rounded(nbytes))
+            offset = region.take(size)
             if offset is not None:
-                return PinnedBuffer(self, region, offset, nbytes)
+                return PinnedBuffer(self, region, offset, size, nbytes)
         return None
 
     def _settle(self) -> None:
         returned = self.returned
         while returned:
-            region, offset, nbytes = returned.popleft()
-            region.give_back(offset, _rounded(nbytes))
+            region, offset, size = returned.popleft()
+            region.give_back(offset, size)
 
 
 class _PinnedAllocation:
@@ -314,10 +316,6 @@ def default_pinned_bytes() -> int:
     """`PINNED_BYTES`, or `PINNED_SHARE` of the memory that this process may use if that is less."""
     memory = usable_memory()
     return PINNED_BYTES if memory is None else min(PINNED_BYTES, int(memory * PINNED_SHARE))
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 __all__ = [

@@ -45,7 +45,7 @@ class Clock:
         """Take a new anchor; blocks, so call it on a thread that may wait."""
         best = None
         for _ in range(_TRIES):
-            with self._stream.activate():
+            with self._stream:
                 event = self._cupy.cuda.Event(block=False, disable_timing=False)
                 asked_ns = perf_counter_ns()
                 event.record(self._stream.raw)

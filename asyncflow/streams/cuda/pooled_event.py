@@ -24,18 +24,18 @@ class EventPool:
     H100, keeps the caller waiting until the first is done. Of others there may be any number.
     """
 
-    __slots__ = ("_cuda", "_free", "_made", "runtime")
+    __slots__ = ("_cuda", "_made", "free", "runtime")
 
     def __init__(self, cupy: Cupy) -> None:
         self._cuda = cupy.cuda
-        self._free: tuple[list[Raw], list[Raw]] = ([], [])  # by whether threads sleep on them
+        self.free: tuple[list[Raw], list[Raw]] = ([], [])  # by whether threads sleep on them
         # Without this, the garbage collector, which finalizes all of a dead cycle, would destroy an event of one and
         # give it back as well.
         self._made: list[Raw] = []
         self.runtime = cupy.cuda.runtime
 
-    def take(self, *, sleeps: bool = False) -> Raw:
-        """A ``cupy.cuda.Event`` that nobody uses; the device must be current.
+    def take(self, *, sleeps: bool = False) -> PooledEvent:
+        """An event that nobody uses; the device must be current.
 
         Args:
             sleeps: whether a thread can sleep on it.
@@ -44,23 +44,19 @@ class EventPool:
             CUDARuntimeError: the device makes no more of them.
         """
         try:
-            return self._free[sleeps].pop()
+            raw = self.free[sleeps].pop()
         except IndexError:
-            event = self._cuda.Event(block=sleeps, disable_timing=True)
-            self._made.append(event)
-            return event
-
-    def give_back(self, raw: Raw, *, sleeps: bool = False) -> None:
-        """Nobody uses the event any more; from any thread."""
-        self._free[sleeps].append(raw)
+            raw = self._cuda.Event(block=sleeps, disable_timing=True)
+            self._made.append(raw)
+        return PooledEvent(self, raw, sleeps=sleeps)
 
     def __len__(self) -> int:
         """How many are free."""
-        return sum(map(len, self._free))
+        return sum(map(len, self.free))
 
 
 class PooledEvent:
-    """A CUDA event that returns to its pool with the last reference to this.
+    """A CUDA event that returns to its pool with the last reference to this, on whatever thread.
 
     Recording an event anew while a thread sleeps on it would keep that thread asleep; so whoever waits refers to it.
 
@@ -72,14 +68,14 @@ class PooledEvent:
 
     __slots__ = ("_pool", "raw", "seen_done", "sleeps")
 
-    def __init__(self, pool: EventPool, raw: Raw, *, sleeps: bool = False) -> None:
+    def __init__(self, pool: EventPool, raw: Raw, *, sleeps: bool) -> None:
         self.raw = raw
         self.sleeps = sleeps
         self._pool = pool
         self.seen_done = False
 
     def __del__(self) -> None:
-        self._pool.give_back(self.raw, sleeps=self.sleeps)
+        self._pool.free[self.sleeps].append(self.raw)
 
     def done(self) -> bool:
         """Whether all work before this point is done; never blocks.

@@ -25,12 +25,11 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from queue import Empty, SimpleQueue
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from asyncflow.streams.cuda.pooled_event import DONE, NOT_READY, EventPool, PooledEvent
 from asyncflow.streams.lifecycle import Lifecycle
@@ -48,9 +47,6 @@ are more, work waits for the card anyway, and the thread looks every millisecond
 
 MAX_BATCH = 256
 """So many tickets at most before the loop is told of them: a stream of tiny work must not hold up the first."""
-
-
-_E = TypeVar("_E", bound=PooledEvent)
 
 
 class Ticket:
@@ -191,7 +187,9 @@ class Reaper(Lifecycle):
             RuntimeError: tickets of a different loop are pending.
         """
         self.refuse_if_closed()
-        self._enter(ticket, self._mailbox_of(loop or asyncio.get_running_loop()))
+        loop = loop or asyncio.get_running_loop()
+        mailbox = self._mailbox
+        self._enter(ticket, mailbox if mailbox is not None and mailbox.loop is loop else self._mailbox_of(loop))
 
     def hold(self, holds: tuple[object, ...]) -> None:
         """Refer to `holds` until all work that the stream has by now is done.
@@ -215,20 +213,20 @@ class Reaper(Lifecycle):
             assert self._mailbox is not None
             self._enter(Ticket(None), self._mailbox)
 
-    def record(self, wrap: Callable[[EventPool, Raw], _E], *, sleeps: bool = False) -> _E:
-        """A new event, made by `wrap`, after all work that the stream has by now.
+    def record(self, *, for_ticket: bool = False) -> PooledEvent:
+        """A new event after all work that the stream has by now.
 
         Args:
-            wrap: takes the pool and the ``cupy.cuda.Event``.
-            sleeps: whether a thread can sleep on it.
+            for_ticket: a ticket is to bring it, so that the thread had better be able to sleep on it.
 
         Raises:
             CUDARuntimeError: the device failed, as every caller is told from then on.
         """
-        self._refuse_if_lost()
+        if self.lost is not None:
+            raise self.lost.with_traceback(None)
         try:
             with self._device:
-                event = wrap(self._events, self._events.take(sleeps=sleeps))
+                event = self._events.take(sleeps=for_ticket and self._asleep < MOST_ASLEEP)
                 self._events.runtime.eventRecord(event.raw.ptr, self._raw.ptr)
         except Exception as exc:
             self.lose(exc)
@@ -241,7 +239,8 @@ class Reaper(Lifecycle):
         Raises:
             CUDARuntimeError: the device failed, as every caller is told from then on.
         """
-        self._refuse_if_lost()
+        if self.lost is not None:
+            raise self.lost.with_traceback(None)
         try:
             self._events.runtime.streamWaitEvent(self._raw.ptr, event.raw.ptr)
         except Exception as exc:
@@ -298,8 +297,8 @@ class Reaper(Lifecycle):
                 ticket.holds = (*self._held, *ticket.holds)
                 self._held.clear()
             ticket.event = self._marked()
-            ticket.counts = ticket.event is not None and ticket.event.sleeps
-            self._asleep += ticket.counts
+        ticket.counts = ticket.event is not None and ticket.event.sleeps
+        self._asleep += ticket.counts
         ticket.mailbox = mailbox
         mailbox.expect()
         self._in_flight.append(ticket)
@@ -310,8 +309,7 @@ class Reaper(Lifecycle):
         if self.lost is not None:
             return None
         try:
-            sleeps = self._asleep < MOST_ASLEEP
-            return self.record(partial(PooledEvent, sleeps=sleeps), sleeps=sleeps)
+            return self.record(for_ticket=True)
         except Exception as exc:  # `lose` has it, and the tickets get it
             exc.with_traceback(None)
             return None
@@ -322,10 +320,6 @@ class Reaper(Lifecycle):
         if status not in (DONE, NOT_READY):
             self.lose(self._events.runtime.CUDARuntimeError(status))
         return status != NOT_READY
-
-    def _refuse_if_lost(self) -> None:
-        if self.lost is not None:
-            raise self.lost.with_traceback(None)
 
     def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox[Ticket]:
         mailbox = self._mailbox

@@ -1,14 +1,14 @@
 """CUDA streams and events, made current for one synchronous block at a time, and awaited through a `Reaper`.
 
 CuPy keeps the current device and the current stream of each *thread*. Two tasks that interleave on one thread would
-take each other's stream, so a stream is current inside ``with stream.activate():`` and nothing is awaited in there.
+take each other's stream, so a stream is current inside ``with stream:`` and nothing is awaited in there.
 
 Work is given to a `CudaStream` by launching it inside such a block; the host learns of its end by a ticket::
 
-    with compute.activate():
+    with compute:
         y = cupy.tanh(x)                    # launched, not done; y's memory comes from the stream's pool
     d2h.wait(compute.record())              # what d2h does from here on comes after tanh
-    with d2h.activate():
+    with d2h:
         copy(y, pinned)
     d2h.notify(deliver, y, pinned)          # `deliver(None)` when it is done; until then y and pinned stay
 
@@ -24,7 +24,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -57,15 +56,22 @@ event loop takes it to capture: whoever else holds it allocates and records, and
 """
 
 
-def active_stream() -> CudaStream | None:
-    """The stream that is active on the calling thread."""
-    return _thread.stream
+class _Active(threading.local):
+    """The stream that is active on a thread, and those around it."""
+
+    def __init__(self) -> None:
+        self.stream: CudaStream | None = None
+        self.outer: list[CudaStream | None] = []
+
+
+active = _Active()
+"""``active.stream`` is that of the calling thread."""
 
 
 class CudaStream:
     """A non-blocking CUDA stream, whose completions arrive on the event loop.
 
-    All methods belong to the thread of the event loop that owns the stream, but for `activate`, which any thread may
+    All methods belong to the thread of the event loop that owns the stream, but for ``with``, which any thread may
     use. None of them blocks, if no more than some hundred operations are in flight: the driver makes launches wait
     once about a thousand are.
 
@@ -128,21 +134,14 @@ class CudaStream:
 
     # -- what is current -----------------------------------------------------------------------------------------
 
-    def activate(self) -> AbstractContextManager[CudaStream]:
+    def __enter__(self) -> CudaStream:
         """Make this stream, its device and its pool current on this thread, for one block without ``await``.
 
-        Blocks of any streams nest, and each restores what it found, whatever is raised in it. What this returns can be
-        entered again and again. Entering the stream that is active already costs next to nothing, because it trusts
-        that nobody has made another stream or device current by other means meanwhile.
-
-        Raises:
-            InternalError: at the end, if another stream is active then: the block awaited something.
+        Blocks of any streams nest, and each restores what it found, whatever is raised in it. Entering the stream that
+        is active already costs next to nothing, because it trusts that nobody has made another stream or device
+        current by other means meanwhile.
         """
-        return self
-
-    def __enter__(self) -> CudaStream:
-        """See `activate`."""
-        thread = _thread
+        thread = active
         outer = thread.stream
         if outer is not self:
             device = self._device
@@ -159,12 +158,16 @@ class CudaStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """See `activate`."""
-        thread = _thread
+        """Make what was current before the block current again.
+
+        Raises:
+            InternalError: another stream is active: the block awaited something.
+        """
+        thread = active
         if thread.stream is not self:
             raise InternalError(
                 f"stream {self.name} ends a block in which {thread.stream} is active; "
-                "nothing may be awaited inside activate()"
+                "nothing may be awaited inside such a block"
             )
         outer = thread.outer.pop()
         if outer is not self:
@@ -226,7 +229,7 @@ class CudaStream:
             CUDARuntimeError: the device failed.
         """
         self._reaper.refuse_if_closed()
-        return self._reaper.record(partial(CudaEvent, self, self._failures))
+        return CudaEvent(self, self._reaper.record(), self._failures)
 
     def wait(self, event: Event) -> None:
         """Make work given from here on wait for ``event``, of any stream of any device; the host does not wait.
@@ -241,10 +244,11 @@ class CudaStream:
         if not isinstance(event, CudaEvent):
             raise TypeError(f"stream {self.name} can wait for a CudaEvent, not for {type(event).__name__}")
         self._reaper.refuse_if_closed()
-        if event.stream.lost is not None:
-            raise event.stream.lost.with_traceback(None)  # that device is lost, and this one need not be
+        lost = event.stream._reaper.lost
+        if lost is not None:
+            raise lost.with_traceback(None)  # that device is lost, and this one need not be
         if event.stream is not self and not event.seen_done:
-            self._reaper.follow(event)
+            self._reaper.follow(event.point)
 
     def stop(self) -> None:
         """Take no more work; what was given is still done. Idempotent, never blocks."""
@@ -302,6 +306,20 @@ class CudaStream:
         """
         self._reaper.give(Ticket(deliver, holds))
 
+    def conclude(self, deliver: Notice, *holds: object) -> CudaEvent:
+        """`notify` and `record` of one point, by one event.
+
+        Raises:
+            SessionClosedError: the stream is closed, or this process is a fork of its owner.
+            RuntimeError: tickets of a different loop are pending.
+            CUDARuntimeError: the device failed, and ``deliver`` is not called.
+        """
+        reaper = self._reaper
+        reaper.refuse_if_closed()
+        point = reaper.record(for_ticket=True)
+        reaper.give(Ticket(deliver, holds, point))
+        return CudaEvent(self, point, self._failures)
+
     def hold(self, *holds: object) -> None:
         """Refer to ``holds`` until all work given so far is done; calls in one turn of the loop share one event.
 
@@ -323,7 +341,7 @@ class CudaStream:
                 raise reaper.lost.with_traceback(None)
         else:
             reached = asyncio.get_running_loop().create_future()
-            reaper.give(Ticket(partial(resolve, reached, None), event=event))
+            reaper.give(Ticket(partial(resolve, reached, None), event=event.point))
             await reached
 
     def fail(self, error: BaseException) -> None:
@@ -337,19 +355,22 @@ class CudaStream:
         return mine
 
 
-class CudaEvent(PooledEvent):
+class CudaEvent:
     """A point in a `CudaStream`'s order.
 
     Attributes:
-        raw: the ``cupy.cuda.Event``, which is used again when the last reference to this is gone.
         stream: whose point it is.
+        point: the same for those who must not keep the stream, such as tickets.
+        seen_done: those who have this have found the work before it done; what its ticket's thread has seen, which
+            depends on time, does not count.
     """
 
-    __slots__ = ("_failures", "stream")
+    __slots__ = ("_failures", "point", "seen_done", "stream")
 
-    def __init__(self, stream: CudaStream, failures: tuple[BaseException, ...], pool: EventPool, raw: Raw) -> None:
-        super().__init__(pool, raw)
+    def __init__(self, stream: CudaStream, point: PooledEvent, failures: tuple[BaseException, ...]) -> None:
         self.stream = stream
+        self.point = point
+        self.seen_done = False
         self._failures = failures
 
     def done(self) -> bool:
@@ -359,10 +380,11 @@ class CudaEvent(PooledEvent):
             CUDARuntimeError: the device failed.
         """
         try:
-            return super().done()
+            self.seen_done = self.point.done()
         except Exception as exc:
             self.stream.fail(exc)
             raise
+        return self.seen_done
 
     async def wait(self) -> None:
         """Return when the work before this point is done; any number of tasks may wait, on the loop of the stream.
@@ -377,6 +399,7 @@ class CudaEvent(PooledEvent):
         """
         if not self.done():
             await self.stream.reach(self)
+            self.seen_done = True
         if self._failures:
             failures = self.stream.report(self._failures)
             if len(failures) == 1:
@@ -445,17 +468,6 @@ def _card(cupy: Cupy, physical: int) -> _PhysicalCard:
     if card is None:
         card = _cards[cupy, physical] = _PhysicalCard(cupy, physical)
     return card
-
-
-class _Thread(threading.local):
-    """The stream active on a thread, and the one around it."""
-
-    def __init__(self) -> None:
-        self.stream: CudaStream | None = None
-        self.outer: list[CudaStream | None] = []
-
-
-_thread = _Thread()
 
 
 def _tell(stream: weakref.ref[CudaStream], error: BaseException) -> None:

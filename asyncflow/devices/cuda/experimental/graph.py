@@ -188,7 +188,7 @@ class RegionGraph:
 class CapturedRegion:
     """A region's function, which becomes a CUDA graph for each kind of inputs it is called with again and again.
 
-    All calls belong inside ``stream.activate()``.
+    All calls belong inside ``with stream:``.
     """
 
     __slots__ = ("_cupy", "_function", "_graphs", "_is_generator", "_label", "_pool", "_stream")

@@ -59,7 +59,7 @@ class HostDriver:
         device.check()
         device.pool.label = info.name
         values.hold(self._args)
-        with recording(device, self._spans), values.stream.activate(), device.timed(values.stream, info.name):
+        with recording(device, self._spans), values.stream, device.timed(values.stream, info.name):
             device.launched += info.launches
             return launch(*arguments)
 

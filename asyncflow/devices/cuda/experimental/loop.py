@@ -215,7 +215,7 @@ def _state_of(cupy: Cupy, limits: Limits) -> Raw:
 class DeviceLoop:
     """A loop over raw arrays; for each kind of values it is captured once, and one launch runs it.
 
-    All calls belong inside ``stream.activate()``.
+    All calls belong inside ``with stream:``.
 
     Attributes:
         condition, body: as given.

@@ -124,7 +124,7 @@ class WhileLauncher(CoroutineKernel):
         with recording(self._device, spans):
             args = self._values.brought(args, self._info.vectors)
         host = HostDriver(self._device, self._values, self._info, args, spans, self._limit)
-        with self._values.stream.activate():
+        with self._values.stream:
             raw = [self._values.raw(value, self._info.name) for value in args]
         variables: Sequence[Value] = raw[: self._n_vars]
         captures = raw[self._n_vars :]
