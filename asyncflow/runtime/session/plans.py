@@ -191,6 +191,7 @@ class _Background:
         self._lock = threading.Lock()
         self._holders = 0
         self._was_enabled = False
+        self._freezes = True
         self._interval_s = 0.0
 
     def __enter__(self) -> None:
@@ -209,7 +210,9 @@ class _Background:
                 return
             sys.setswitchinterval(self._interval_s)
             if self._was_enabled:
-                if not gc.get_freeze_count():
+                # The count goes over all that is frozen, so who freezes objects of his own is asked once.
+                self._freezes = self._freezes and not gc.get_freeze_count()
+                if self._freezes:
                     # Makes the plan's objects old without looking at each, which the next collection would.
                     gc.freeze()
                     gc.unfreeze()
