@@ -118,29 +118,35 @@ async def test_27_parallel_iterations_never_change_the_values(run: Run, window: 
     assert values == (pytest.approx(2 * np.sqrt(np.arange(10.0)).sum()), 1000)
 
 
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("window", [1, 2, 3])
 async def test_27_no_more_iterations_are_under_way(run: Run, window: int) -> None:
-    """CONFORMANCE 27: as many as are allowed have begun when none can end, and not one more."""
-    begun: list[int] = []
-    full, opened = asyncio.Event(), asyncio.Event()
+    """CONFORMANCE 27: as many as are allowed have begun when one node ends in none, and not one more on any device."""
+    begun: list[list[int]] = [[], [], [], []]
+    opened = asyncio.Event()
 
-    @af.op(outputs=lambda spec: spec)
-    async def wait(i: Any) -> Any:
-        begun.append(int(i))
-        if len(begun) == window:
-            full.set()
-        await opened.wait()
-        return i
+    def node(place: int, i: Any) -> Any:
+        @af.op(outputs=lambda spec: spec)
+        async def begin(i: Any) -> Any:
+            begun[place].append(int(i))
+            if not place:
+                await opened.wait()
+            return i
 
-    loop = af.while_loop(lambda i, t: i < 7, lambda i, t: (i + 1, t + wait(i)), (0, 0), parallel_iterations=window)
-    pending = asyncio.ensure_future(run(loop[1]))
+        return begin(i)
+
+    def step(i: Any, *totals: Any) -> Any:
+        return i + 1, *(total + node(place, i) for place, total in enumerate(totals))
+
+    _, *totals = af.while_loop(lambda i, *_: i < 7, step, (0, *[0] * len(begun)), parallel_iterations=window)
+    pending = asyncio.ensure_future(run(totals))
     async with asyncio.timeout(PATIENCE_S):
-        await full.wait()
+        while min(map(len, begun)) < window:
+            await settle()
         await settle()
-        ahead = sorted(begun)
+        ahead = [sorted(found) for found in begun]
         opened.set()
-        assert await pending == 21
-    assert ahead == list(range(window))
+        assert await pending == [21] * len(begun)
+    assert ahead == [list(range(window))] * len(begun)
 
 
 @pytest.mark.parametrize("window", [0, -1, 1.0, True, None])
