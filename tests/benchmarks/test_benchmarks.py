@@ -36,7 +36,7 @@ from benchmarks import (
     two_device_loop,
     white_paper_pipelines,
 )
-from benchmarks.__main__ import WORKLOADS, main
+from benchmarks.__main__ import WORKLOADS, Workload, main
 from benchmarks.harness import (
     ASYNCFLOW,
     DifferentAnswers,
@@ -259,12 +259,18 @@ async def test_table_and_json(tmp_path: Path) -> None:
     }
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measure(peers: Peers = NO_PEERS, *, repeats: int = 3) -> list[Result]:
+        assert (peers, repeats) == (NO_PEERS, 1)
+        return await compare("work", "case", {ASYNCFLOW: _trial([1.0, 2.0])}, repeats=repeats)
+
+    chosen: Workload = measure
+    monkeypatch.setitem(WORKLOADS, "graph_size", chosen)
     path = tmp_path / "results.json"
-    assert main(["import_time", "--no-peers", "--repeats", "1", "--json", str(path)]) == 0
+    assert main(["graph_size", "--no-peers", "--repeats", "1", "--json", str(path)]) == 0
     output = capsys.readouterr().out
     assert "tensorflow, torch, jax skipped: left out" in output
-    assert "time to import, ms" in output
+    assert "time, s" in output
     assert json.loads(path.read_text(encoding="utf-8"))["results"]
 
 

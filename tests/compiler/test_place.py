@@ -436,4 +436,4 @@ def test_effort_grows_with_the_graph_and_not_faster() -> None:
         place(copied, on)
         return sum(device.n_asked for device in on)  # type: ignore[attr-defined]
 
-    assert asked(2000) < 2.5 * asked(1000)
+    assert asked(800) < 2.5 * asked(400)

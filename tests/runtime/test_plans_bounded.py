@@ -235,11 +235,11 @@ async def test_96_retracing_again_and_again_warns_once_and_names_the_argument() 
 
 async def test_96_retracing_for_lists_of_other_lengths_names_them() -> None:
     @af.function
-    def total(xs: Any) -> Any:
-        return sum(xs)
+    def last(xs: Any) -> Any:
+        return xs[-1]
 
     async with af.Session():
         for k in range(1, 32):
-            await total([1.0] * k)
+            await last([1.0] * k)
         with pytest.warns(RuntimeWarning, match=r"argument xs was of 32 kinds, lately .*\[\*, \*"):
-            await total([1.0] * 32)
+            await last([1.0] * 32)
