@@ -260,6 +260,7 @@ from asyncflow.runtime.trace import Trace as Trace
 from asyncflow.runtime.values.fetches import on_device as on_device
 from asyncflow.state.containers import reset_container as reset_container
 from asyncflow.state.variable import Variable as Variable
+from asyncflow.vertex.input_graph import InputGraph as InputGraph
 
 bool = _bool
 print = _print

@@ -27,6 +27,7 @@ ROOMS: Final = {
     "control": "Control flow",
     "state": "Variables",
     "autodiff": "Gradients",
+    "vertex": "Graphs as data",
 }
 """Headings of what is in ``af`` and no operation on arrays, by room; operations are by family, each a module."""
 FAMILIES: Final = {

@@ -28,7 +28,7 @@ LoopFactory: TypeAlias = Callable[[], asyncio.AbstractEventLoop]
 SEEDS = int(environ.get("ASYNCFLOW_SEEDS", "1"))
 """In how many random places every conformance test puts its nodes."""
 
-DISTRIBUTED_ROOMS = ("conformance", "control", "state")
+DISTRIBUTED_ROOMS = ("conformance", "control", "state", "vertex")
 """Folders whose tests also run on three devices, and on virtual time."""
 
 DRAWS = 10_000

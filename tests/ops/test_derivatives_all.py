@@ -22,7 +22,7 @@ from asyncflow.graph.op import OPAQUE, Op, derivative_of, find_op, registered_op
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.state.variable import Variable
 
-ROOMS = ("ops", "control", "state", "autodiff")
+ROOMS = ("ops", "control", "state", "autodiff", "vertex")
 
 OF_SWEEP = {"cond", "while", "custom_gradient", "variable_read"}
 """Ops that `asyncflow.autodiff` differentiates itself: their derivatives are more than what reaches their inputs."""

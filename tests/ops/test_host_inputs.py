@@ -19,7 +19,7 @@ from asyncflow.autodiff import part_sums, saved_values, store_gradients
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.control.case import CASE_INDEX
 from asyncflow.control.tensor_array import ELEMENT_SHAPE
-from asyncflow.graph.build import apply, placeholder
+from asyncflow.graph.build import apply, constant, placeholder
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext, Op, find_op, host_inputs, registered_ops, runs_on_host
@@ -29,6 +29,7 @@ from asyncflow.ops import nn as ops_nn
 from asyncflow.ops.derivatives.linalg import fit_to
 from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
 from asyncflow.ops.derivatives.shapes import checked_shape, ensure_shape
+from asyncflow.vertex.schedule import schedule
 from tests.ops.device_arrays import XP, DeviceArray, on_device, values_of
 
 if TYPE_CHECKING:
@@ -313,6 +314,11 @@ def _on_host(x: Tensor, n: Tensor) -> list[Tensor]:
     return [*checked, apply(CASE_INDEX, n[0] > 1, n[1] > 1, exclusive=False, has_default=False)[0]]
 
 
+def _ordering(offsets: Tensor, children: Tensor) -> list[Tensor]:
+    graph = af.InputGraph(offsets, children, constant([0, 3]))
+    return [x for arity in (None, 2) for x in schedule(graph, arity=arity) if x is not None]
+
+
 PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_unary, (X,), False),
     (_binary, (X, X[:, ::-1].copy()), False),
@@ -329,6 +335,7 @@ PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_complex, (X[0] + 1j * X[1],), False),
     (_random, (X, N), False),
     (_on_host, (X, N), False),
+    (_ordering, (np.array([0, 0, 0, 2]), np.array([0, 1])), False),
     (af.unstack, (X,), True),
 )
 
@@ -341,7 +348,7 @@ def test_nothing_is_read_on_the_host_unsaid(
 
 
 def _every_op() -> list[Op]:
-    for room in ("ops", "control", "autodiff", "nn", "state"):
+    for room in ("ops", "control", "autodiff", "nn", "state", "vertex"):
         package = importlib.import_module(f"asyncflow.{room}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)

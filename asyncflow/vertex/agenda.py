@@ -1,0 +1,30 @@
+"""The policy for vertices of several types: of those that are ready it takes all of one type (DyNet's agenda).
+
+The type whose vertices are lowest on average goes first: what is far above the leaves had better wait for more of its
+kind. Without types this is the policy of activated sets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncflow.vertex.levels import heights, steps
+
+if TYPE_CHECKING:
+    from asyncflow.values import Array
+    from asyncflow.vertex.edges import Edges
+
+
+def agenda(edges: Edges) -> Array:
+    """The set of each vertex: the number of the step that takes it."""
+    height = heights(edges)
+    if edges.types is None:
+        return height
+    counts = np.maximum(np.bincount(edges.types), 1)
+    turns = np.argsort(np.argsort(np.bincount(edges.types, height) / counts, kind="stable"))
+    return steps(edges, edges.children, edges.parents, turns[edges.types])
+
+
+__all__ = ["agenda"]

@@ -1,0 +1,141 @@
+"""The edges of a batch of graphs as arrays: what is wrong with them is found here, and said by sample and vertex."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.graph.shapes import format_shape
+
+if TYPE_CHECKING:
+    from asyncflow.values import Array
+
+_LAST_TYPE = 65535
+"""Types number functions, of which there are few; counts of each type are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """The arrays of an `InputGraph`, which fit one another; cycles are found by whoever orders the vertices.
+
+    Attributes:
+        offsets: where the children of each vertex begin, and where the last ones end.
+        children: vertex numbers within the batch.
+        samples: where the vertices of each sample begin, and where the last ones end.
+        types: of the vertices; None: there are none.
+        counts: number of children of each vertex.
+        parents: the vertex that has each child, ascending.
+    """
+
+    offsets: Array
+    children: Array
+    samples: Array
+    types: Array | None
+    counts: Array
+    parents: Array
+
+    @property
+    def size(self) -> int:
+        """Number of vertices."""
+        return len(self.counts)
+
+    def check(self, arity: int | None, n_types: int | None) -> None:
+        """Looks for too many children, and for types that there are not; None is no limit.
+
+        Raises:
+            GraphError: one is found; the message names its sample and vertex.
+        """
+        if arity is not None and self.size and self.counts.max() > arity:
+            vertex = int(self.counts.argmax())
+            raise self.error(vertex, f"has {self.counts[vertex]} children; {arity} are the most that there may be")
+        if self.types is None or not self.size:
+            return
+        last = _LAST_TYPE if n_types is None else n_types - 1
+        if self.types.min() < 0 or self.types.max() > last:
+            vertex = int(((self.types < 0) | (self.types > last)).argmax())
+            raise self.error(vertex, f"is of type {self.types[vertex]}; types are 0 to {last}")
+
+    def error(self, vertex: int, wrong: str) -> GraphError:
+        """The error that says what is wrong with a vertex."""
+        sample = int(np.searchsorted(self.samples, vertex, side="right")) - 1
+        first = int(self.samples[sample])
+        batch = f" ({vertex} in the batch)" if first else ""
+        return GraphError(f"vertex {vertex - first} of sample {sample}{batch} {wrong}")
+
+    def cycle(self, vertex: int) -> GraphError:
+        """The error of a vertex that is on a cycle."""
+        return self.error(vertex, "is its own descendant; the edges of an input graph form no cycle")
+
+    def check_children(self) -> None:
+        """Looks for children that are no vertices of their parent's sample.
+
+        Raises:
+            GraphError: there is one.
+        """
+        starts = self.offsets[self.samples]  # of each sample's children
+        filled = np.flatnonzero(starts[1:] > starts[:-1])
+        if not filled.size:
+            return
+        least = np.minimum.reduceat(self.children, starts[filled]) < self.samples[filled]
+        most = np.maximum.reduceat(self.children, starts[filled]) >= self.samples[filled + 1]
+        if (least | most).any():
+            sample = filled[(least | most).argmax()]
+            first, last = self.samples[sample], self.samples[sample + 1] - 1
+            edge = int(starts[sample])
+            edge += int(((self.children[edge:] < first) | (self.children[edge:] > last)).argmax())
+            raise self.error(
+                int(self.parents[edge]),
+                f"has a child {self.children[edge]}, which is none of its sample's vertices, {first} to {last}",
+            )
+
+
+def read_edges(offsets: Array, children: Array, samples: Array, types: Array | None) -> Edges:
+    """The arrays of an input graph, checked but for cycles.
+
+    Raises:
+        GraphError: they do not fit one another; a `DTypeError` or `ShapeError` if they are no vectors of integers.
+    """
+    offsets, children = _vector("offsets", offsets), _vector("children", children)
+    samples, types = _vector("samples", samples), None if types is None else _vector("types", types)
+    size = len(offsets) - 1
+    if types is not None and len(types) != size:
+        raise ShapeError(f"an input graph has a type for each of its {size} vertices; got {len(types)}")
+    _check_ends("samples", samples, size, "vertices")
+    _check_ends("offsets", offsets, len(children), "children")
+    lengths, counts = np.diff(samples), np.diff(offsets)
+    if len(lengths) and lengths.min() < 0:
+        sample = int((lengths < 0).argmax())
+        raise GraphError(f"sample {sample} has {lengths[sample]} vertices: samples of an input graph never fall")
+    edges = Edges(offsets, children, samples, types, counts, np.repeat(np.arange(size), np.maximum(counts, 0)))
+    if size and counts.min() < 0:
+        vertex = int((counts < 0).argmax())
+        raise edges.error(vertex, f"has {counts[vertex]} children: offsets of an input graph never fall")
+    edges.check_children()
+    return edges
+
+
+def roots(size: int, children: Array) -> Array:
+    """The vertices that are no child, ascending."""
+    is_root = np.ones(size, bool)
+    is_root[children] = False
+    return np.flatnonzero(is_root)
+
+
+def _vector(name: str, array: Array) -> Array:
+    if array.dtype.kind not in "iu":
+        raise DTypeError(f"{name} of an input graph are integers; got {array.dtype}")
+    if array.ndim != 1:
+        raise ShapeError(f"{name} of an input graph are a vector; got shape {format_shape(array.shape)}")
+    return array.astype(np.int64, copy=False)
+
+
+def _check_ends(name: str, starts: Array, end: int, what: str) -> None:
+    if not len(starts) or starts[0] != 0 or starts[-1] != end:
+        seen = f"{starts[0]} to {starts[-1]}" if len(starts) else "none"
+        raise GraphError(f"{name} of an input graph go from 0 to the number of {what}, {end}; got {seen}")
+
+
+__all__ = ["Edges", "read_edges", "roots"]

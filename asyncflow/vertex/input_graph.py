@@ -1,0 +1,264 @@
+"""`InputGraph`: the structure of a batch of directed acyclic graphs, as data (Cavs §3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias, Union, cast
+
+import numpy as np
+
+from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.graph.build import placeholder
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.shapes import format_shape
+from asyncflow.graph.spec import Spec
+from asyncflow.vertex.edges import read_edges, roots
+from asyncflow.vertex.levels import heights
+
+if TYPE_CHECKING:
+    from asyncflow.values import Array
+
+Ints: TypeAlias = Union["Array", Sequence[int]]
+"""An array of integers, or a list of them."""
+
+
+class DirectedGraph(Protocol):
+    """A graph of NetworkX, as far as it is read here."""
+
+    def is_directed(self) -> bool:
+        """Whether its edges have a direction."""
+        ...
+
+    def nodes(self) -> Iterable[object]:
+        """Its nodes, in order."""
+        ...
+
+    def edges(self) -> Iterable[tuple[object, object]]:
+        """Pairs of nodes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class InputGraph:
+    """The structure of a batch of directed acyclic graphs: a value like any other, and no part of a program.
+
+    Vertices are numbered through the batch, sample by sample. A vertex has any number of children, and may share them
+    with others; one without children is a leaf, one without parents a root. Arrays are checked, and kept as read-only
+    copies of int64. An instance may as well hold tensors, and is a nest of them: it is traced as the argument of an
+    `af.function`, carried by loops, fetched and pickled.
+
+    Args:
+        offsets: the children of vertex ``v`` are ``children[offsets[v]:offsets[v + 1]]``, in their order.
+        children: vertex numbers within the batch.
+        samples: the vertices of sample ``i`` are ``samples[i]`` up to ``samples[i + 1]``; there may be none.
+        types: of the vertices, from 0 on; None: they are all alike.
+
+    Raises:
+        GraphError: the arrays are no such graph, or there is a cycle; the message names sample and vertex.
+
+    >>> import asyncflow as af
+    >>> tree, words = af.InputGraph.from_nested((("roses", "are"), "red"))
+    >>> words
+    ['roses', 'are', 'red']
+    >>> tree.leaves, tree.roots
+    (array([0, 1, 3]), array([4]))
+    >>> batch = af.InputGraph.batch([tree, af.InputGraph.chain([3])])
+    >>> batch, batch[1].children
+    (InputGraph(2 samples, 8 vertices, 6 children), array([0, 1]))
+    """
+
+    offsets: Array | Tensor
+    children: Array | Tensor
+    samples: Array | Tensor
+    types: Array | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # What a nest takes apart it also puts together, of whatever leaves.
+        if not isinstance(self.offsets, np.ndarray):
+            return
+        edges = read_edges(*self._arrays())
+        edges.check(None, None)
+        if not (edges.children < edges.parents).all():
+            heights(edges)  # which finds a cycle
+        for name in ("offsets", "children", "samples", "types"):
+            if (array := getattr(edges, name)) is not None:
+                array = np.array(array)
+                array.flags.writeable = False
+                object.__setattr__(self, name, array)
+
+    @classmethod
+    def from_edges(cls, n: int, edges: Array | Sequence[tuple[int, int]], types: Ints | None = None) -> InputGraph:
+        """One sample of `n` vertices, of pairs of a parent and its child; a parent's children are in their order."""
+        pairs = _integers("edges", edges, (None, 2))
+        order = np.argsort(pairs[:, 0], kind="stable")
+        if len(order) and not 0 <= pairs[order[0], 0] <= pairs[order[-1], 0] < n:
+            edge = int(((pairs[:, 0] < 0) | (pairs[:, 0] >= n)).argmax())
+            raise GraphError(f"edge {edge} has the parent {pairs[edge, 0]}; vertices are 0 to {n - 1}")
+        counts = np.bincount(pairs[:, 0], minlength=n)
+        samples = np.array([0, n])
+        return cls(_starts(counts), pairs[order, 1], samples, None if types is None else _integers("types", types))
+
+    @classmethod
+    def from_parents(cls, parents: Ints, types: Ints | None = None) -> InputGraph:
+        """One sample of trees: the parent of each vertex, -1 for a root; children are in the order of their numbers."""
+        above = _integers("parents", parents)
+        if len(above) and not -1 <= above.min() <= above.max() < len(above):
+            vertex = int(((above < -1) | (above >= len(above))).argmax())
+            raise GraphError(f"vertex {vertex} has the parent {above[vertex]}; vertices are 0 to {len(above) - 1}")
+        below = np.flatnonzero(above >= 0)
+        return cls.from_edges(len(above), np.stack([above[below], below], 1), types)
+
+    @classmethod
+    def from_nested(cls, tree: object) -> tuple[InputGraph, list[object]]:
+        """One sample, a tree of nested tuples, and its leaves: all that is no tuple, in the order of the vertices.
+
+        Vertices are numbered from left to right, children before their parents. `InputGraph.leaves` are the numbers of
+        the leaves. A namedtuple is a leaf.
+        """
+        found: list[object] = []
+        parents: list[int] = []
+        waiting: list[tuple[object, int]] = [(tree, -1)]
+        while waiting:  # from right to left, parents first
+            item, parent = waiting.pop()
+            if item == () and type(item) is tuple:
+                raise GraphError("an empty tuple in nested tuples is neither a leaf nor has it children")
+            if type(item) is tuple:
+                waiting.extend((child, len(parents)) for child in item)
+            parents.append(parent)
+            found.append(item)
+        above = np.array(parents[::-1])
+        graph = cls.from_parents(np.where(above < 0, -1, len(above) - 1 - above))
+        return graph, [item for item in reversed(found) if type(item) is not tuple]
+
+    @classmethod
+    def from_networkx(cls, graph: DirectedGraph, types: Ints | None = None) -> InputGraph:
+        """One sample: a directed graph of NetworkX, with edges from parents to children, in the order of its nodes."""
+        if not graph.is_directed():
+            raise GraphError("edges lead from parents to children, so a graph has to be directed; got one that is not")
+        numbers = {node: number for number, node in enumerate(graph.nodes())}
+        return cls.from_edges(len(numbers), [(numbers[a], numbers[b]) for a, b in graph.edges()], types)
+
+    @classmethod
+    def chain(cls, lengths: Ints) -> InputGraph:
+        """Sequences: a sample for each length, in which every vertex but the first has the one before as its child."""
+        steps = _integers("lengths", lengths)
+        if len(steps) and steps.min() < 0:
+            raise GraphError(f"lengths of chains are 0 or more; that of sample {steps.argmin()} is {steps.min()}")
+        samples = _starts(steps)
+        counts = np.ones(samples[-1], np.int64)
+        counts[samples[:-1][steps > 0]] = 0
+        return cls(_starts(counts), np.flatnonzero(counts) - 1, samples)
+
+    @classmethod
+    def batch(cls, graphs: Iterable[InputGraph]) -> InputGraph:
+        """The samples of several graphs in one; either all of them have types, or none."""
+        parts = [graph._arrays() for graph in graphs]
+        typed = [types for *_, types in parts if types is not None]
+        if len(typed) not in (0, len(parts)):
+            raise GraphError(f"of {len(parts)} graphs of a batch {len(typed)} have types: all have, or none")
+        first = _starts(np.array([len(offsets) - 1 for offsets, *_ in parts], np.int64))
+        counts = [np.diff(offsets) for offsets, *_ in parts]
+        lengths = [np.diff(samples) for _, _, samples, _ in parts]
+        children = [children + start for (_, children, *_), start in zip(parts, first[:-1], strict=True)]
+        types = _joined(typed) if typed else None
+        return cls(_starts(_joined(counts)), _joined(children), _starts(_joined(lengths)), types)
+
+    @classmethod
+    def placeholder(cls, *, types: bool = False, name: str = "graph") -> InputGraph:
+        """One whose tensors every run that needs them has to feed: ``feeds={**graph.feeds(data), x: rows}``.
+
+        Args:
+            types: whether vertices have types.
+            name: what names of the tensors begin with.
+        """
+        names = [f"{name}_{part}" for part in ("offsets", "children", "samples", "types")[: 3 + types]]
+        return cls(*(placeholder(int64, (None,), part) for part in names))
+
+    @classmethod
+    def spec(cls, *, types: bool = False) -> InputGraph:
+        """One of specs, to trace a function for: ``f.trace(af.InputGraph.spec())``."""
+        return cls(*cast("list[Tensor]", [Spec(int64, (None,))] * (3 + types)))
+
+    def feeds(self, data: InputGraph) -> Mapping[Tensor, Array]:
+        """The feeds that give data to the tensors of this graph."""
+        if (self.types is None) != (data.types is None):
+            without, which = ("placeholders", "data") if self.types is None else ("data", "placeholders")
+            raise GraphError(f"the {which} of a graph have types, and the {without} have none")
+        keys = self.offsets, self.children, self.samples, self.types
+        pairs = zip(keys, data._arrays(), strict=True)
+        return {key: array for key, array in pairs if isinstance(key, Tensor) and array is not None}
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._arrays()[2]) - 1
+
+    def __iter__(self) -> Iterator[InputGraph]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int | slice) -> InputGraph:
+        """One sample, or several, as a batch of their own."""
+        offsets, children, samples, types = self._arrays()
+        every = range(len(self))
+        chosen = every[index] if isinstance(index, slice) else range(every[index], every[index] + 1)
+        if chosen.step != 1 and chosen:
+            return InputGraph.batch([self[sample] for sample in chosen])
+        start, stop = (chosen[0], chosen[-1] + 1) if chosen else (0, 0)
+        first, last = samples[start], samples[stop]
+        return InputGraph(
+            offsets[first : last + 1] - offsets[first],
+            children[offsets[first] : offsets[last]] - first,
+            samples[start : stop + 1] - first,
+            None if types is None else types[first:last],
+        )
+
+    def __repr__(self) -> str:
+        if not isinstance(self.offsets, np.ndarray):
+            return f"InputGraph({self.offsets!r}, {self.children!r}, {self.samples!r}, {self.types!r})"
+        return f"InputGraph({len(self)} samples, {self.n_vertices} vertices, {len(self._arrays()[1])} children)"
+
+    @property
+    def n_vertices(self) -> int:
+        """Number of vertices of the batch."""
+        return len(self._arrays()[0]) - 1
+
+    @property
+    def roots(self) -> Array:
+        """The vertices without parents, ascending."""
+        return roots(self.n_vertices, self._arrays()[1])
+
+    @property
+    def leaves(self) -> Array:
+        """The vertices without children, ascending."""
+        return np.flatnonzero(np.diff(self._arrays()[0]) == 0)
+
+    def _arrays(self) -> tuple[Array, Array, Array, Array | None]:
+        parts = self.offsets, self.children, self.samples, self.types
+        for part in parts:
+            if not isinstance(part, np.ndarray | None):
+                raise GraphError(f"an input graph holds a {type(part).__name__}: only one of arrays can be looked at")
+        return cast("tuple[Array, Array, Array, Array | None]", parts)
+
+
+def _integers(name: str, values: object, shape: tuple[int | None, ...] = (None,)) -> Array:
+    array = np.asarray(values)
+    if not array.size:
+        return np.zeros([extent or 0 for extent in shape], np.int64)
+    if array.dtype.kind not in "iu":
+        raise DTypeError(f"{name} are integers; got {array.dtype}")
+    if array.ndim != len(shape) or shape[-1] not in (None, array.shape[-1]):
+        raise ShapeError(f"{name} have shape {format_shape(shape)}; got {format_shape(array.shape)}")
+    return array.astype(np.int64, copy=False)
+
+
+def _starts(counts: Array) -> Array:
+    """Where each of so many begins, and the last ones end."""
+    return np.concatenate([[0], counts.cumsum()])
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    return np.concatenate([np.zeros(0, np.int64), *arrays])
+
+
+__all__ = ["DirectedGraph", "InputGraph"]

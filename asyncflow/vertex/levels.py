@@ -1,0 +1,128 @@
+"""How far vertices are from leaves and from roots, and the steps in which they can be computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from asyncflow.values import Array
+    from asyncflow.vertex.edges import Edges
+
+
+def heights(edges: Edges) -> Array:
+    """The length of the longest path from each vertex down to a leaf.
+
+    Raises:
+        GraphError: there is a cycle.
+    """
+    above = _parent_of_each(edges)
+    if above is None:
+        return steps(edges, edges.children, edges.parents)
+    height = np.zeros(edges.size + 1, np.int64)
+    for jump in _jumps(edges, above):
+        below = np.flatnonzero(above != edges.size)
+        np.maximum.at(height, above[below], height[below] + jump)
+    return height[:-1]
+
+
+def depths(edges: Edges) -> Array:
+    """The length of the longest path from a root down to each vertex.
+
+    Raises:
+        GraphError: there is a cycle.
+    """
+    above = _parent_of_each(edges)
+    if above is None:
+        return steps(edges, edges.parents, edges.children)
+    depth = (above != edges.size).astype(np.int64)
+    for _ in _jumps(edges, above):
+        depth += depth[above]
+    found: Array = depth[:-1]
+    return found
+
+
+def _parent_of_each(edges: Edges) -> Array | None:
+    """The parent of each vertex, and the number of vertices where there is none; None if a vertex has several."""
+    above = np.full(edges.size + 1, edges.size)
+    above[edges.children] = edges.parents
+    return above if np.count_nonzero(above != edges.size) == len(edges.children) else None
+
+
+def _jumps(edges: Edges, above: Array) -> Iterator[int]:
+    """1, 2, 4 and so on, with `above` leading so far up, until it leads out of all graphs: a pass for each doubling.
+
+    Passes over all vertices, of which a batch of depth 50 has 6 and a chain of 10,000 has 14, cost less than one step
+    a level, in which NumPy's calls cost more than their work.
+    """
+    jump = 1
+    while (above != edges.size).any():
+        if jump > edges.size:
+            raise edges.cycle(int(above[above != edges.size].min()))
+        yield jump
+        above[:] = above[above]
+        jump *= 2
+
+
+def steps(edges: Edges, before: Array, after: Array, turns: Array | None = None) -> Array:
+    """The number of the step in which each vertex is computed; in a step all that are ready are.
+
+    Args:
+        edges: of the graph.
+        before: for each edge the vertex that has to be computed first.
+        after: for each edge the vertex that waits for that.
+        turns: of each vertex; a step computes those alone that have the least turn of all that are ready.
+
+    Raises:
+        GraphError: there is a cycle.
+    """
+    counts = np.bincount(before, minlength=edges.size)
+    firsts, released = counts.cumsum() - counts, after[np.argsort(before, kind="stable")]
+    pending = np.bincount(after, minlength=edges.size)
+    step, place = np.full(edges.size, -1), np.empty(edges.size, np.int64)
+    waiting: list[list[Array]] = [[] for _ in range(1 if turns is None else int(turns.max(initial=0)) + 1)]
+    _queue(np.flatnonzero(pending == 0), turns, waiting)
+    now = 0
+    while (chosen := next(filter(None, waiting), None)) is not None:
+        computed = np.concatenate(chosen)
+        chosen.clear()
+        step[computed] = now
+        now += 1
+        freed = released[ranges(firsts[computed], counts[computed])]
+        np.subtract.at(pending, freed, 1)
+        freed = freed[pending[freed] == 0]
+        place[freed] = np.arange(len(freed))
+        _queue(freed[place[freed] == np.arange(len(freed))], turns, waiting)  # each once, though several waited for
+    if (step < 0).any():
+        raise edges.cycle(_on_cycle(before, after, step < 0))
+    return step
+
+
+def _queue(ready: Array, turns: Array | None, waiting: list[list[Array]]) -> None:
+    if turns is None and ready.size:
+        waiting[0].append(ready)
+    elif turns is not None:
+        for turn in np.unique(turns[ready]):
+            waiting[turn].append(ready[turns[ready] == turn])
+
+
+def ranges(starts: Array, lengths: Array) -> Array:
+    """The numbers from each start on, so many as its length says, one behind the other."""
+    ends = lengths.cumsum()
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _on_cycle(before: Array, after: Array, left: Array) -> int:
+    """A vertex on a cycle among those that are left, each of which waits for another of them."""
+    awaited = np.arange(len(left))
+    inner = left[before] & left[after]
+    awaited[after[inner]] = before[inner]
+    for _ in range(len(left).bit_length()):
+        awaited = awaited[awaited]
+    return int(awaited[left].min())
+
+
+__all__ = ["depths", "heights", "ranges", "steps"]

@@ -1,0 +1,151 @@
+"""The order in which the vertices of a batch are computed, in sets, and where each finds its children: one host op.
+
+Results are kept in a store with a row a vertex, in the order in which they are made, behind a row 0 that stands for
+children that are missing. So the *rank* of a vertex, the number of its row, is its position in that order plus 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Op, inputs_from, not_differentiable, register
+from asyncflow.graph.spec import Spec
+from asyncflow.vertex.agenda import agenda
+from asyncflow.vertex.breadth_first import breadth_first
+from asyncflow.vertex.depth import depth
+from asyncflow.vertex.edges import read_edges, roots
+from asyncflow.vertex.levels import ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncflow.values import Array, Kernel, Namespace
+    from asyncflow.vertex.edges import Edges
+    from asyncflow.vertex.input_graph import InputGraph
+
+POLICIES: Final[dict[str, Callable[[Edges], Array]]] = {
+    "breadth_first": breadth_first,
+    "depth": depth,
+    "agenda": agenda,
+}
+"""A policy numbers the set of each vertex, every child's below its parents'; sets are computed in ascending order.
+
+With types, each is then cut into sets of one type.
+"""
+
+
+class VertexSchedule(NamedTuple):
+    """Vectors of int64; those that another arity or graph does not need are None."""
+
+    order: Tensor
+    """Vertices in execution order: set by set, and by number within a set."""
+    positions: Tensor
+    """The position of each vertex in that order."""
+    set_starts: Tensor
+    """Where each set begins in that order, and where the last one ends."""
+    root_ranks: Tensor
+    """Ranks of the roots, by their numbers."""
+    child_ranks: Tensor
+    """For each vertex in execution order, ``[vertices, arity]``, the rank of each of its children, 0 where there is
+    none; where the arity is None, a vector of the ranks of all children of all vertices in execution order."""
+    child_starts: Tensor | None
+    """Where the children of each vertex, in execution order, begin in that vector, and where the last ones end."""
+    child_positions: Tensor | None
+    """For each entry of that vector the position of the vertex whose child it is."""
+    set_types: Tensor | None
+    """The type of each set's vertices."""
+
+
+def schedule(
+    graph: InputGraph, policy: str = "breadth_first", *, arity: int | None, n_types: int | None = None
+) -> VertexSchedule:
+    """Adds the node that orders the vertices of a batch, on the host.
+
+    Args:
+        graph: of tensors or arrays; with types, each set has vertices of one type alone.
+        policy: one of `POLICIES`. Results do not depend on it.
+        arity: how many children a vertex may have; None for any number.
+        n_types: types are below it; None for any.
+
+    Raises:
+        GraphError: there is no such policy, or what the graph holds are no vectors of integers. The run fails if they
+            form no graph; the error names sample and vertex.
+    """
+    if policy not in POLICIES:
+        raise GraphError(f"policies are {', '.join(map(repr, POLICIES))}; got {policy!r}")
+    arrays = (graph.offsets, graph.children, graph.samples, *(() if graph.types is None else (graph.types,)))
+    found = apply(SCHEDULE, *arrays, policy=policy, arity=arity, n_types=n_types)
+    order, positions, set_starts, root_ranks, child_ranks = found[:5]
+    starts, parents = found[5:7] if arity is None else (None, None)
+    types = None if graph.types is None else found[-1]
+    return VertexSchedule(order, positions, set_starts, root_ranks, child_ranks, starts, parents, types)
+
+
+def _spec(
+    offsets: Spec, children: Spec, *rest: Spec, policy: str, arity: int | None, n_types: int | None
+) -> tuple[Spec, ...]:
+    for spec in (offsets, children, *rest):
+        if spec.dtype.kind not in "iu":
+            raise DTypeError(f"the arrays of an input graph are integers; got {spec}")
+        if spec.rank not in (1, None):
+            raise ShapeError(f"the arrays of an input graph are vectors; got {spec}")
+    ends = offsets.shape[0] if offsets.shape else None
+    size = None if ends is None else max(ends - 1, 0)
+    per_vertex, any_number = Spec(int64, (size,)), Spec(int64, (None,))
+    per_child = Spec(int64, children.shape or (None,))
+    table = (Spec(int64, (size, arity)),)
+    ranks = table if arity is not None else (per_child, Spec(int64, (ends,)), per_child)
+    return per_vertex, per_vertex, any_number, any_number, *ranks, *(any_number,) * (len(rest) - 1)
+
+
+def _kernel(xp: Namespace, *, policy: str, arity: int | None, n_types: int | None) -> Kernel:
+    def kernel(offsets: Array, children: Array, samples: Array, types: Array | None = None) -> tuple[Array, ...]:
+        edges = read_edges(offsets, children, samples, types)
+        edges.check(arity, n_types)
+        order, set_starts = _sets(edges, POLICIES[policy](edges))
+        positions = np.empty_like(order)
+        positions[order] = np.arange(edges.size)
+        ranks = _ranked(edges, order, positions) if arity is None else (_table(edges, positions, arity),)
+        of_sets = () if edges.types is None else (edges.types[order[set_starts[:-1]]],)
+        return order, positions, set_starts, positions[roots(edges.size, edges.children)] + 1, *ranks, *of_sets
+
+    return kernel
+
+
+SCHEDULE = register(Op("schedule", _spec, _kernel, runs_on_host=True, host_inputs=inputs_from(0)))
+not_differentiable(SCHEDULE, because="all of its outputs are integers")
+
+
+def _sets(edges: Edges, numbers: Array) -> tuple[Array, Array]:
+    """The vertices in the order of their sets' numbers, and where each set begins."""
+    if edges.types is not None:
+        numbers = numbers * (edges.types.max(initial=0) + 1) + edges.types
+        if numbers.max(initial=0) > 65535:
+            numbers = np.unique(numbers, return_inverse=True)[1]
+    sizes = np.bincount(numbers)
+    # NumPy sorts small integers by their digits, in a time that is linear.
+    kind = np.uint8 if len(sizes) <= 256 else np.uint16 if len(sizes) <= 65536 else np.int64
+    return np.argsort(numbers.astype(kind), kind="stable"), np.concatenate([[0], sizes[sizes > 0].cumsum()])
+
+
+def _table(edges: Edges, positions: Array, arity: int) -> Array:
+    table = np.zeros((edges.size, arity), np.int64)
+    slots = np.repeat(positions * arity - edges.offsets[:-1], edges.counts) + np.arange(len(edges.children))
+    table.reshape(-1)[slots] = positions[edges.children] + 1
+    return table
+
+
+def _ranked(edges: Edges, order: Array, positions: Array) -> tuple[Array, Array, Array]:
+    counts = edges.counts[order]
+    starts = np.concatenate([[0], counts.cumsum()])
+    ranks = positions[edges.children[ranges(edges.offsets[order], counts)]] + 1
+    return ranks, starts, np.repeat(np.arange(edges.size), counts)
+
+
+__all__ = ["POLICIES", "SCHEDULE", "VertexSchedule", "schedule"]

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import sys
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import asyncflow as af
+from asyncflow.errors import KernelError
+from asyncflow.vertex.schedule import POLICIES, SCHEDULE, schedule
+from tests.vertex.graphs import batches, children_of, heights, ordered, sets
+
+every_policy = pytest.mark.parametrize("policy", list(POLICIES))
+
+
+def check(graph: Any, policy: str) -> None:
+    """A schedule against a plain reading of it: the order, the sets, and what each vertex finds."""
+    found, table = ordered(graph, policy), ordered(graph, policy, 40)
+    order = found.order.tolist()
+    assert sorted(order) == list(range(graph.n_vertices))
+    assert [order[position] for position in found.positions] == list(range(graph.n_vertices))
+    groups = sets(found)
+    assert list(chain.from_iterable(groups)) == order
+    assert all(group == sorted(group) and group for group in groups)
+    number = {vertex: k for k, group in enumerate(groups) for vertex in group}
+    children = children_of(graph)
+    assert all(number[child] < number[vertex] for vertex in order for child in children[vertex])
+    rank = {vertex: position + 1 for position, vertex in enumerate(order)}
+    wanted = [[rank[child] for child in children[vertex]] for vertex in order]
+    assert [[int(x) for x in row if x] for row in table.child_ranks] == wanted
+    assert all(row[: len(want)].all() for row, want in zip(table.child_ranks, wanted, strict=True))
+    starts = found.child_starts.tolist()
+    assert [found.child_ranks[a:b].tolist() for a, b in pairwise(starts)] == wanted
+    assert found.child_positions.tolist() == [k for k, row in enumerate(wanted) for _ in row]
+    assert found.root_ranks.tolist() == [rank[root] for root in graph.roots]
+    if graph.types is not None:
+        assert [set(graph.types[group].tolist()) for group in groups] == [{kind} for kind in found.set_types]
+
+
+@every_policy
+@settings(max_examples=25)
+@given(graph=batches())
+def test_any_graphs(policy: str, graph: af.InputGraph) -> None:
+    check(graph, policy)
+
+
+@every_policy
+@settings(max_examples=25)
+@given(graph=batches(trees=True))
+def test_any_trees(policy: str, graph: af.InputGraph) -> None:
+    check(graph, policy)
+
+
+@every_policy
+@settings(max_examples=25)
+@given(graph=batches(typed=True))
+def test_any_types(policy: str, graph: af.InputGraph) -> None:
+    check(graph, policy)
+
+
+@settings(max_examples=25)
+@given(graph=batches())
+def test_sets_are_activated_sets(graph: af.InputGraph) -> None:
+    levels = heights(graph)
+    wanted = [[v for v, level in enumerate(levels) if level == k] for k in range(max(levels, default=-1) + 1)]
+    assert sets(ordered(graph)) == wanted
+    assert sets(ordered(graph, "agenda")) == wanted
+
+
+def test_depth_counts_from_the_top() -> None:
+    graph = af.InputGraph.from_parents([-1, 0, 0, 1, 1, -1, 5])
+    assert sets(ordered(graph)) == [[2, 3, 4, 6], [1, 5], [0]]
+    assert sets(ordered(graph, "depth")) == [[3, 4], [1, 2, 6], [0, 5]]
+
+
+def test_agenda_waits_for_more_of_a_kind() -> None:
+    """Two sentences of words (0), of which one has one more phrase (1), and a sentence (2) each: one set of those."""
+    graph = af.InputGraph.batch(
+        [
+            af.InputGraph.from_parents([1, 2, -1], [0, 1, 2]),
+            af.InputGraph.from_parents([1, 2, 3, -1], [0, 1, 1, 2]),
+        ]
+    )
+    assert sets(ordered(graph, "agenda")) == [[0, 3], [1, 4], [5], [2, 6]]
+    found = ordered(graph, "breadth_first")
+    assert sets(found) == [[0, 3], [1, 4], [5], [2], [6]]
+    assert found.set_types.tolist() == [0, 1, 1, 2, 2]
+
+
+@every_policy
+@pytest.mark.parametrize(
+    "graph",
+    [
+        af.InputGraph.batch([]),
+        af.InputGraph.batch([af.InputGraph.from_parents([])] * 3),
+        af.InputGraph.from_parents([-1]),
+        af.InputGraph.from_parents([-1] * 5),
+        af.InputGraph.from_parents([30] * 30 + [-1]),
+        af.InputGraph.from_edges(2, [(0, 1), (0, 1)]),
+        af.InputGraph.from_edges(5, [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (0, 4)]),
+    ],
+    ids=["no samples", "empty samples", "a vertex", "roots alone", "a star", "a child twice", "shared children"],
+)
+def test_corners(policy: str, graph: af.InputGraph) -> None:
+    check(graph, policy)
+
+
+@every_policy
+def test_a_deep_chain(policy: str) -> None:
+    found = ordered(af.InputGraph.chain([100_000, 3]), policy, 1)
+    assert len(found.set_starts) == 100_001
+    assert (np.diff(found.set_starts) >= 1).all()
+    assert found.root_ranks.tolist() == ([100_002, 100_003] if policy == "depth" else [100_003, 6])
+
+
+@every_policy
+def test_a_deep_chain_with_a_second_way(policy: str) -> None:
+    """Each vertex also has its grandchild as a child, so that it is no tree, and has types."""
+    n = 2_000
+    edges = [(v, v - step) for v in range(n) for step in (1, 2) if v >= step]
+    graph = af.InputGraph.from_edges(n, edges, np.arange(n) % 2)
+    assert ordered(graph, policy).order.tolist() == list(range(n))
+
+
+def test_types_far_apart() -> None:
+    graph = af.InputGraph.from_parents([1, 2, -1], [65535, 0, 65535])
+    found = ordered(graph)
+    assert (sets(found), found.set_types.tolist()) == ([[0], [1], [2]], [65535, 0, 65535])
+
+
+class Malformed:
+    """Arrays that nobody has looked at."""
+
+    def __init__(self, offsets: list[int], children: list[int], samples: list[int], types: list[int] | None = None):
+        self.offsets, self.children, self.samples = map(np.array, (offsets, children, samples))
+        self.types = None if types is None else np.array(types)
+
+
+MALFORMED: dict[str, tuple[Malformed, str]] = {
+    "cycle": (Malformed([0, 1, 2, 3], [1, 2, 0], [0, 3]), "vertex 0 of sample 0 is its own descendant"),
+    "cycle below a root": (Malformed([0, 1, 2, 3], [1, 2, 1], [0, 3]), "vertex [12] of sample 0 is its own descendant"),
+    "cycle above": (Malformed([0, 0, 1, 3], [2, 1, 0], [0, 3]), "vertex [12] of sample 0 is its own descendant"),
+    "itself": (Malformed([0, 0, 1], [1], [0, 1, 2]), r"vertex 0 of sample 1 \(1 in the batch\) is its own descendant"),
+    "dangling": (Malformed([0, 0, 1], [2], [0, 2]), "vertex 1 of sample 0 has a child 2.*vertices, 0 to 1"),
+    "negative": (Malformed([0, 0, 1], [-1], [0, 2]), "vertex 1 of sample 0 has a child -1"),
+    "another sample": (Malformed([0, 0, 0, 1], [0], [0, 1, 3]), r"vertex 1 of sample 1 \(2 in .*child 0.*1 to 2"),
+    "arity": (Malformed([0, 0, 0, 0, 3], [0, 1, 2], [0, 4]), "vertex 3 of sample 0 has 3 children; 2 are the most"),
+    "type": (Malformed([0, 0, 0], [], [0, 1, 2], [1, 3]), r"vertex 0 of sample 1 .* is of type 3; types are 0 to 2"),
+    "negative type": (Malformed([0, 0], [], [0, 1], [-1]), "vertex 0 of sample 0 is of type -1; types are 0 to 2"),
+    "falling": (Malformed([0, 2, 1, 3], [1, 1, 1], [0, 3]), "vertex 1 of sample 0 has -1 children: offsets"),
+    "falling samples": (Malformed([0, 0, 0], [], [0, 3, 2]), "sample 1 has -1 vertices: samples"),
+    "starts": (
+        Malformed([1, 1], [], [0, 1]),
+        "offsets of an input graph go from 0 to the number of children, 0; got 1",
+    ),
+    "ends": (Malformed([0, 0], [0], [0, 1]), "offsets .* to the number of children, 1; got 0 to 0"),
+    "sample ends": (Malformed([0, 0], [], [0, 2]), "samples .* to the number of vertices, 1; got 0 to 2"),
+    "no offsets": (Malformed([], [], []), "samples .* number of vertices, -1; got none"),
+    "types missing": (Malformed([0, 0], [], [0, 1], [0, 0]), "a type for each of its 1 vertices; got 2"),
+}
+
+
+@every_policy
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_what_is_wrong_is_named(policy: str, fault: str) -> None:
+    graph, message = MALFORMED[fault]
+    for part in ("offsets", "children", "samples"):
+        setattr(graph, part, getattr(graph, part).astype(np.int64))
+    with pytest.raises(af.GraphError, match=message):
+        ordered(graph, policy, 2, 3)
+
+
+async def test_what_is_fed_is_checked(session: af.Session) -> None:
+    fed, message = MALFORMED["itself"]
+    with af.Graph():
+        graph = af.InputGraph.placeholder()
+        found = schedule(graph, arity=2)
+    keys = (graph.offsets, graph.children, graph.samples)
+    feeds = dict(zip(keys, (fed.offsets, fed.children, fed.samples), strict=True))
+    with pytest.raises(KernelError, match=message):
+        await session.run(found.order, feeds)
+
+
+@every_policy
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("arity", [None, 2])
+async def test_in_a_program(session: af.Session, policy: str, typed: bool, arity: int | None) -> None:
+    types = np.array([0, 1, 0, 1, 1]) if typed else None
+    data = af.InputGraph.from_edges(5, [(4, 3), (4, 2), (3, 0), (3, 1)], types)
+    with af.Graph():
+        graph = af.InputGraph.placeholder(types=typed)
+        found = schedule(graph, policy, arity=arity, n_types=2)
+        x = af.placeholder("float32", (None, 2))
+        rows = af.take(x, found.order, axis=0)
+    got, ordered_rows = await session.run(
+        (found, rows), {**graph.feeds(data), x: np.arange(10.0, dtype="f4").reshape(5, 2)}
+    )
+    wanted = ordered(data, policy, arity, 2)
+    for name, a, b in zip(wanted._fields, got, wanted, strict=True):
+        assert (a is None) == (b is None), name
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    assert (ordered_rows[:, 0] == 2 * wanted.order).all()
+
+
+async def test_in_a_loop(session: af.Session) -> None:
+    """The graph is carried, and ordered in each iteration."""
+    data = af.InputGraph.from_parents([1, 2, -1])
+    with af.Graph():
+        graph = af.InputGraph.placeholder()
+
+        def body(i: Any, graph: af.InputGraph, total: Any) -> Any:
+            found = schedule(graph, arity=1)
+            return i + 1, graph, total + af.sum(found.order * (found.positions + 1)) * i
+
+        _, carried, total = af.while_loop(lambda i, *_: i < 3, body, (0, graph, 0))
+    got, carried = await session.run((total, carried), graph.feeds(data))
+    assert got == (0 * 1 + 1 * 2 + 2 * 3) * (0 + 1 + 2)
+    assert carried.children.tolist() == [0, 1]
+
+
+def test_specs_follow_the_graph() -> None:
+    with af.Graph():
+        graph = af.InputGraph.placeholder()
+        table, flat = schedule(graph, arity=3), schedule(graph, arity=None)
+        assert (str(table.child_ranks.spec), table.child_starts, table.set_types) == ("int64[?,3]", None, None)
+        assert [str(x.spec) for x in flat if x is not None] == ["int64[?]"] * 7
+        fixed = schedule(af.InputGraph.chain([4]), arity=1)
+        assert (str(fixed.order.spec), str(fixed.child_ranks.spec)) == ("int64[4]", "int64[4,1]")
+
+
+def test_no_gradient_comes_back() -> None:
+    with af.Graph():
+        x = af.placeholder("float64", (3,))
+        found = schedule(af.InputGraph.chain([3]), arity=1)
+        y = af.sum(af.take(x, found.order) * af.astype(found.child_ranks[:, 0], "float64"))
+        assert af.gradients(y, x).shape == (3,)
+
+
+def test_what_is_asked_for_wrongly() -> None:
+    with af.Graph():
+        graph = af.InputGraph.placeholder()
+        with pytest.raises(af.GraphError, match="policies are 'breadth_first', 'depth', 'agenda'; got 'bfs'"):
+            schedule(graph, "bfs", arity=1)
+        floats = af.placeholder("float32", (None,))
+        with pytest.raises(af.DTypeError, match="schedule: the arrays of an input graph are integers; got float32"):
+            schedule(af.InputGraph(floats, floats, floats), arity=1)
+        table = af.placeholder("int64", (None, 2))
+        with pytest.raises(af.ShapeError, match="schedule: the arrays of an input graph are vectors; got int64"):
+            schedule(af.InputGraph(table, table, table), arity=1)
+
+
+def test_no_python_runs_for_a_vertex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of the same depth and of any size are ordered by as many calls."""
+
+    def calls(graph: af.InputGraph) -> int:
+        count = 0
+
+        def seen(*_: Any) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(seen)
+        try:
+            ordered(graph, "breadth_first", 2)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    tree = af.InputGraph.from_nested((((1, 2), (3, 4)), ((5, 6), (7, 8))))[0]
+    assert calls(af.InputGraph.batch([tree] * 100)) == calls(af.InputGraph.batch([tree] * 2))
+    assert SCHEDULE.runs_on_host
+    assert SCHEDULE.is_pure
