@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, settings
 import asyncflow as af
 from asyncflow.compiler.program import fused
 from asyncflow.devices import captures
-from asyncflow.devices.cuda import copies as cuda_copies
 from asyncflow.devices.cuda.backend import cuda_backend
-from asyncflow.devices.cuda.pinned import shared_slab
+from asyncflow.devices.cuda.transfers import copies as cuda_copies
+from asyncflow.devices.cuda.transfers.pinned import shared_slab
 from asyncflow.devices.memory import LiveBuffer
 from asyncflow.devices.presets import parse_machine
 from asyncflow.devices.sim.device import SimDevice

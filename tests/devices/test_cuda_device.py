@@ -14,11 +14,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asyncflow.devices.cuda.copies import COPY_INLINE_BYTES, SMALL_BYTES, SMALL_PINNED_BYTES
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.memory import home_of
-from asyncflow.devices.cuda.pinned import ALIGNMENT, PinnedBuffer, PinnedSlab
 from asyncflow.devices.cuda.progress import MARK_EVERY, MOST_AHEAD
+from asyncflow.devices.cuda.transfers.copies import COPY_INLINE_BYTES, SMALL_BYTES, SMALL_PINNED_BYTES
+from asyncflow.devices.cuda.transfers.pinned import ALIGNMENT, PinnedBuffer, PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.errors import DeviceLostError, PlacementError
 from asyncflow.streams.cuda.stream import CudaStream

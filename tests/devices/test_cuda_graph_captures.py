@@ -15,7 +15,7 @@ from asyncflow.devices.cuda import device as cuda
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.experimental import graph as cuda_graph
 from asyncflow.devices.cuda.experimental.graph import CapturedRegion, PrivateMemory, capture
-from asyncflow.devices.cuda.pinned import PinnedSlab
+from asyncflow.devices.cuda.transfers.pinned import PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.streams.cuda.stream import capturing
 from tests.fake_cupy import FakeCupy

@@ -11,7 +11,7 @@ import pytest
 
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.launch import LONG_ELEMENTS, STEP_LAUNCHES, is_coroutine_function
-from asyncflow.devices.cuda.pinned import PinnedSlab
+from asyncflow.devices.cuda.transfers.pinned import PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import KernelInfo

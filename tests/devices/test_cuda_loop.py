@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from asyncflow.devices import hardware
 from asyncflow.devices.captures import MOST_KEYS
-from asyncflow.devices.cuda.bindings import cuda_bindings, using_bindings
+from asyncflow.devices.cuda.experimental.bindings import cuda_bindings, using_bindings
 from asyncflow.devices.cuda.experimental.conditional import (
     ENDED,
     GIVEN_UP,

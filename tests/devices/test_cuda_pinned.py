@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncflow.devices.cuda import pinned
-from asyncflow.devices.cuda.pinned import (
+from asyncflow.devices.cuda.transfers import pinned
+from asyncflow.devices.cuda.transfers.pinned import (
     ALIGNMENT,
     PinnedBuffer,
     PinnedSlab,

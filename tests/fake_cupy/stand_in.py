@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cuda.backend import using_cupy
-from asyncflow.devices.cuda.bindings import using_bindings
-from asyncflow.devices.cuda.pinned import close_shared_slab, shared_slab
+from asyncflow.devices.cuda.experimental.bindings import using_bindings
+from asyncflow.devices.cuda.transfers.pinned import close_shared_slab, shared_slab
 from tests.fake_cupy.module import FakeCupy
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.cuda.device import CudaDevice
-from asyncflow.devices.cuda.pinned import PinnedSlab, shared_slab
+from asyncflow.devices.cuda.transfers.pinned import PinnedSlab, shared_slab
 from asyncflow.streams.cuda.stream import CudaStream
 from tests.gpu.card import Card, now_us
 from tests.gpu.figures import Figures

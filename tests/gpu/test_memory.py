@@ -11,7 +11,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.cuda.device import CudaDevice
-from asyncflow.devices.cuda.pinned import PinnedBuffer, shared_slab
+from asyncflow.devices.cuda.transfers.pinned import PinnedBuffer, shared_slab
 from asyncflow.devices.memory import MemoryLimitExceeded
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures

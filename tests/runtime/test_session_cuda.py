@@ -22,7 +22,7 @@ import pytest
 import asyncflow as af
 from asyncflow.cli.devices import list_devices
 from asyncflow.devices.cuda.backend import CudaBackend, cuda_backend
-from asyncflow.devices.cuda.pinned import shared_slab
+from asyncflow.devices.cuda.transfers.pinned import shared_slab
 from asyncflow.errors import DeviceLostError, PlacementError
 from asyncflow.streams.cuda.stream import CudaStream
 from tests.fake_cupy import FakeCupy

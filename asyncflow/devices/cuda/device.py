@@ -7,8 +7,8 @@ on the producer, waits on the consumer, and keeps the memory referenced until th
 Memory is taken from the pool while a compute stream is CuPy's current one, so freed memory is used again in the order
 of that stream, its *home*. What another stream reads or writes is kept until that stream is done with it.
 
-The copies are in `asyncflow.devices.cuda.copies`, what launches kernels in `asyncflow.devices.cuda.launch`, how far the
-device has got and whether it is lost in `asyncflow.devices.cuda.progress`.
+The copies are in `asyncflow.devices.cuda.transfers.copies`, what launches kernels in `asyncflow.devices.cuda.launch`,
+how far the device has got and whether it is lost in `asyncflow.devices.cuda.progress`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.devices.cuda.bindings import LEAST_VERSION, cuda_bindings
-from asyncflow.devices.cuda.copies import CudaCopies, enable_peer_access
-from asyncflow.devices.cuda.exchange import Exchange, ForeignArray
+from asyncflow.devices.cuda.experimental.bindings import LEAST_VERSION, cuda_bindings
 from asyncflow.devices.cuda.experimental.loop_launch import WhileLauncher
-from asyncflow.devices.cuda.holder import CudaHolder
 from asyncflow.devices.cuda.launch import CudaHostLauncher, CudaLauncher, CudaRegionLauncher
 from asyncflow.devices.cuda.memory import CudaPool, home_of, install_allocator
 from asyncflow.devices.cuda.namespace import cuda_namespace
-from asyncflow.devices.cuda.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.cuda.progress import Progress
 from asyncflow.devices.cuda.timing import Clock, HostSpan, PendingSpan
+from asyncflow.devices.cuda.transfers.copies import CudaCopies, enable_peer_access
+from asyncflow.devices.cuda.transfers.exchange import Exchange, ForeignArray
+from asyncflow.devices.cuda.transfers.holder import CudaHolder
+from asyncflow.devices.cuda.transfers.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
 from asyncflow.devices.decisions import Body, Condition
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded

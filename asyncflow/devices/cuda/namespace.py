@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.devices.cuda.holder import CudaHolder
+    from asyncflow.devices.cuda.transfers.holder import CudaHolder
     from asyncflow.devices.protocol import Placed
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray
     from asyncflow.values import Array, Kernel, Value

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from asyncflow.devices.cuda.exchange import ForeignArray
+from asyncflow.devices.cuda.transfers.exchange import ForeignArray
 from asyncflow.devices.memory import owner_of
 from asyncflow.errors import DeviceLostError, FeedError, GraphError, told
 from asyncflow.graph.build import as_array, is_masked

@@ -27,7 +27,7 @@ from asyncflow.devices.memory import MemoryLimitExceeded
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from asyncflow.devices.cuda.bindings import Bindings
+    from asyncflow.devices.cuda.experimental.bindings import Bindings
     from asyncflow.devices.cuda.experimental.conditional import GatedPlace, Nodes
     from asyncflow.devices.cuda.memory import CudaPool
     from asyncflow.devices.decisions import Body, Condition, Decision

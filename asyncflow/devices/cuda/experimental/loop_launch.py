@@ -22,8 +22,8 @@ from asyncflow.devices.decisions import Loop
 from asyncflow.devices.protocol import CoroutineKernel, recording
 
 if TYPE_CHECKING:
-    from asyncflow.devices.cuda.bindings import Bindings
     from asyncflow.devices.cuda.device import CudaDevice
+    from asyncflow.devices.cuda.experimental.bindings import Bindings
     from asyncflow.devices.decisions import Body, Condition
     from asyncflow.devices.protocol import KernelInfo, Placed, Span
     from asyncflow.errors import LoopIdentity

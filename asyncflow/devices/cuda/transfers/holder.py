@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.devices.cuda.exchange import read
+from asyncflow.devices.cuda.transfers.exchange import read
 from asyncflow.devices.cuda.values import CudaArray, Landing
 from asyncflow.streams.cuda.stream import active, capturing
 

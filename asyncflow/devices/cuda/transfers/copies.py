@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.devices.captures import NotCapturableError
-from asyncflow.devices.cuda.pinned import PinnedBuffer, PinnedSlab
+from asyncflow.devices.cuda.transfers.pinned import PinnedBuffer, PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, Landing
 from asyncflow.devices.values import as_scalar
 from asyncflow.streams.cuda.stream import active
