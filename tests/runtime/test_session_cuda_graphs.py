@@ -34,6 +34,24 @@ async def test_a_region_is_captured_and_gives_the_same() -> None:
             assert any("CUDA graph" in buffer.label for buffer in session.devices[0].memory.top(100))
 
 
+@pytest.mark.parametrize(
+    ("options", "graphs"), [({}, 0), ({"device_while": True}, 1), ({"cuda_graphs": True}, 1)], ids=str
+)
+async def test_what_is_experimental_runs_only_where_it_is_asked_for(options: dict[str, Any], graphs: int) -> None:
+    with small_cards(0) as cupy:
+        with af.Graph() as graph:
+            x = y = af.placeholder("float64", (64,))
+            for _ in range(5):  # a few kernels more than the copies around a graph
+                y = af.tanh(y * 2 + 1) - af.max(y)
+            if "cuda_graphs" not in options:
+                (y,) = af.while_loop(lambda y: af.sum(y) < 50, lambda y: (y * 1.5 + 0.01,), (y * y,))
+        async with af.Session(graph, ["cuda:0"], **options) as session:
+            for _ in range(5):  # a region is captured once it has run a few times
+                cupy.engine.launches.clear()
+                await session.run(y, {x: np.ones(64)})
+            assert launched(cupy).count("graph") == graphs
+
+
 @pytest.mark.parametrize("limit", [0.5, 3.0, 1e6])
 async def test_a_loop_that_decides_by_arrays_runs_on_the_card(limit: float) -> None:
     with small_cards(0):
