@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import date
 from time import process_time
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,35 +21,53 @@ import asyncflow as af
 from asyncflow.devices import hardware
 from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.host import COSTS, Call
+from asyncflow.graph.builtin import PLACEHOLDER
 from asyncflow.testing import virtual_clock
+from asyncflow.values import Array, Nest
 
-Work: TypeAlias = "Callable[[af.Session], Awaitable[object]]"
-
-_SIZE = 8
-"""Rows and columns: on any card such a kernel ends before the next one is launched."""
+_EYE = np.eye(8, dtype=np.float32)
+"""On any card a kernel on so few rows and columns ends before the next one is launched."""
 
 _BATCH_S = 0.02
 _WARM_UPS = 4
 _MACHINE = "2 x h100, nvlink4"
 
 
-@dataclass(frozen=True, slots=True)
-class HostProgram:
-    """Something that keeps the host busy.
-
-    Attributes:
-        name: what it is made of.
-        graph: what is run.
-        work: what is timed, given a session.
-        options: of the session.
-        calls: what the host does in it, where a simulation cannot tell.
-    """
+class HostProgram(NamedTuple):
+    """Something that keeps the host busy."""
 
     name: str
-    graph: af.Graph
-    work: Work
-    options: Mapping[str, Any] = field(default_factory=dict)
-    calls: Mapping[Call, int] | None = None
+    """What it is made of."""
+    fetches: Nest
+    """What is run."""
+    options: Mapping[str, Any] = {}
+    """Of the session."""
+    devices: int = 1
+    runs: int = 1
+    """How many are timed as one."""
+    events: int = 0
+    """In place of runs: how many times a stream waits for another, which a simulation does not tell."""
+    kind: str = ""
+    """Of the devices."""
+    feeds: Mapping[af.Tensor, Array] = {}
+
+    async def go(self, session: af.Session) -> None:
+        """What is timed."""
+        if self.events:
+            device = session.devices[0]
+            for _ in range(self.events):
+                device.d2h.wait(device.compute.record())
+            return
+        for _ in range(self.runs):
+            await session.run(self.fetches, self.feeds)
+
+    def session(self) -> af.Session:
+        """A session on its devices, to be entered."""
+        return af.Session(devices=[f"{self.kind}:{index}" for index in range(self.devices)], **self.options)
+
+
+_Make: TypeAlias = Callable[[str, int, af.Tensor, af.Tensor], HostProgram]
+"""Makes a program: of a kind of devices and a size, around a matrix that is fed and one that is constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +98,10 @@ def calibrate() -> int:
 
 def measure(*, batch_s: float = _BATCH_S, batches: int = 7, sizes: tuple[int, int] = (4, 40)) -> list[Measured]:
     """Every program at two sizes, on the card ``cuda:0``; on it are both devices of programs with two."""
-    programs = [program for make in _PROGRAMS for size in sizes for program in (make("cuda", size), make("sim", size))]
-    pairs = list(zip(programs[::2], programs[1::2], strict=True))
-    counted = [_counts(simulated) for _, simulated in pairs]
-    seconds = af.run(_timed([real for real, _ in pairs], batch_s, batches))
-    return [Measured(real.name, calls, taken) for (real, _), calls, taken in zip(pairs, counted, seconds, strict=True)]
+    simulated, real = ([_program(make, kind, size) for make in _PROGRAMS for size in sizes] for kind in ("sim", "cuda"))
+    counted = [_counts(program) for program in simulated]
+    seconds = af.run(_timed(real, batch_s, batches))
+    return [Measured(*each) for each in zip([program.name for program in real], counted, seconds, strict=True)]
 
 
 def fitted(measured: list[Measured]) -> dict[str, float]:
@@ -116,16 +133,16 @@ def format_costs(measured: list[Measured], card: str) -> str:
 
 def _counts(program: HostProgram) -> Mapping[Call, int]:
     """Counts of the host's work in one go of a program, once warm."""
-    if program.calls is not None:
-        return program.calls
+    if program.events:
+        return {"event": program.events}
 
     async def main() -> Counter[Call]:
-        async with af.Session(program.graph, **program.options) as session:
+        async with program.session() as session:
             for _ in range(_WARM_UPS):
-                await program.work(session)
+                await program.go(session)
             (thread,) = clock.machine.threads.values()
             before = thread.calls.copy()
-            await program.work(session)
+            await program.go(session)
             return thread.calls - before
 
     with virtual_clock(_MACHINE) as clock:
@@ -139,13 +156,13 @@ async def _timed(programs: list[HostProgram], batch_s: float, batches: int) -> l
 async def _seconds(program: HostProgram, batch_s: float, batches: int) -> float:
     """The processor's time of one go, undisturbed."""
     best = float("inf")
-    async with af.Session(program.graph, **program.options) as session:
+    async with program.session() as session:
         for _ in range(_WARM_UPS):
-            await program.work(session)
+            await program.go(session)
         for _ in range(batches):
             goes, started = 0, process_time()
             while goes < 3 or process_time() - started < batch_s:
-                await program.work(session)
+                await program.go(session)
                 goes += 1
             best = min(best, (process_time() - started) / goes)
             await asyncio.sleep(0)
@@ -155,13 +172,15 @@ async def _seconds(program: HostProgram, batch_s: float, batches: int) -> float:
 # -- the programs ------------------------------------------------------------------------------------------------
 
 
-def _fed() -> tuple[af.Tensor, dict[af.Tensor, Any]]:
-    x = af.placeholder("float32", (_SIZE, _SIZE))
-    return x, {x: np.eye(_SIZE, dtype=np.float32)}
+def _program(make: _Make, kind: str, size: int) -> HostProgram:
+    with af.Graph() as graph:
+        program = make(kind, size, _matrix(), af.constant(_EYE))
+    feeds = {node.outputs[0]: _EYE for node in graph.nodes if node.op is PLACEHOLDER}
+    return program._replace(kind=kind, feeds=feeds)
 
 
 def _matrix() -> af.Tensor:
-    return af.constant(np.eye(_SIZE, dtype=np.float32))
+    return af.placeholder("float32", _EYE.shape)
 
 
 def _chain(x: af.Tensor, w: af.Tensor, length: int) -> af.Tensor:
@@ -172,155 +191,101 @@ def _chain(x: af.Tensor, w: af.Tensor, length: int) -> af.Tensor:
     return x
 
 
-def _run(
-    kind: str, name: str, fetches: Any, feeds: dict[af.Tensor, Any], devices: int = 1, **options: Any
-) -> HostProgram:
-    names = [f"{kind}:{index}" for index in range(devices)]
-    graph = next(iter(feeds)).graph
-    return HostProgram(name, graph, lambda session: session.run(fetches, feeds), {"devices": names, **options})
+def _launches(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    return HostProgram(f"{5 * size} launches", _chain(x, w, size))
 
 
-def _launches(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        x, feeds = _fed()
-        return _run(kind, f"{5 * size} launches", _chain(x, _matrix(), size), feeds)
+def _nodes(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    return HostProgram(f"{5 * size} launches, interpreted", _chain(x, w, size), {"regions": False})
 
 
-def _nodes(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        x, feeds = _fed()
-        return _run(kind, f"{5 * size} launches, interpreted", _chain(x, _matrix(), size), feeds, regions=False)
+def _views(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    half = len(_EYE) // 2
+    for _ in range(size):
+        product = x @ w
+        x = product[:half, :] @ product[:, :half]
+        x = af.concat([x, x], axis=0)
+        x = af.concat([x, x], axis=1)
+    return HostProgram(f"{2 * size} views", x)
 
 
-def _views(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        x, feeds = _fed()
-        w = _matrix()
-        for _ in range(size):
-            product = x @ w
-            x = product[: _SIZE // 2, :] @ product[:, : _SIZE // 2]
-            x = af.concat([x, x], axis=0)
-            x = af.concat([x, x], axis=1)
-        return _run(kind, f"{2 * size} views", x, feeds)
+def _steps(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    _, y = af.while_loop(lambda i, y: i < 10 * size, lambda i, y: (i * 3 // 2 + 1 - i // 2, y), (np.int32(0), x @ x))
+    return HostProgram(f"{10 * size} iterations, nothing launched", y @ x)
 
 
-def _steps(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        x, feeds = _fed()
-        _, y = af.while_loop(
-            lambda i, y: i < 10 * size, lambda i, y: (i * 3 // 2 + 1 - i // 2, y), (np.int32(0), x @ x)
-        )
-        return _run(kind, f"{10 * size} iterations, nothing launched", y @ x, feeds)
+def _primitives(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    start = (np.int32(0), *[x] * size)
+    out = af.while_loop(lambda i, *_: i < 20, lambda i, *ys: (i + 1, *ys[1:], ys[0]), start)
+    return HostProgram(f"20 iterations, {size} variables", out[1], {"regions": False})
 
 
-def _primitives(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        x, feeds = _fed()
-        start = (np.int32(0), *[x] * size)
-        out = af.while_loop(lambda i, *_: i < 20, lambda i, *ys: (i + 1, *ys[1:], ys[0]), start)
-        return _run(kind, f"20 iterations, {size} variables", out[1], feeds, regions=False)
+def _events(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    return HostProgram(f"{10 * size} events", x, events=10 * size)
 
 
-def _events(kind: str, size: int) -> HostProgram:
-    with af.Graph() as graph:
-        _fed()
-
-        async def work(session: af.Session) -> None:
-            device = session.devices[0]
-            for _ in range(10 * size):
-                device.d2h.wait(device.compute.record())
-
-    return HostProgram(f"{10 * size} events", graph, work, {"devices": [f"{kind}:0"]}, {"event": 10 * size})
+def _feeds(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    for _ in range(size - 1):
+        x = x @ _matrix()
+    return HostProgram(f"{size} feeds", x)
 
 
-def _feeds(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        fed = [_fed() for _ in range(size)]
-        total = fed[0][0]
-        for x, _ in fed[1:]:
-            total = total @ x
-        return _run(kind, f"{size} feeds", total, {x: value for _, feeds in fed for x, value in feeds.items()})
+def _fetches(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    found = []
+    for _ in range(size):
+        x = x @ w
+        found.append(x)
+    return HostProgram(f"{size} fetches", found)
 
 
-def _fetches(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        x, feeds = _fed()
-        w, found = _matrix(), []
-        for _ in range(size):
-            x = x @ w
-            found.append(x)
-        return _run(kind, f"{size} fetches", found, feeds)
+def _hops(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    for index in range(size):
+        with af.device(f"{kind}:{index % 2}"):
+            x = _chain(x, w, 1)
+    return HostProgram(f"{size} copies between devices", x, devices=2)
 
 
-def _hops(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        x, feeds = _fed()
-        w = _matrix()
-        for index in range(size):
-            with af.device(f"{kind}:{index % 2}"):
-                x = _chain(x, w, 1)
-        return _run(kind, f"{size} copies between devices", x, feeds, devices=2)
+def _cut_loop(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    def body(i: Any, *states: Any) -> Any:
+        after, below = [], states[0]
+        for index, state in enumerate(states):
+            with af.device(f"{kind}:{index}"):
+                below = _chain(below + state, w, 1)
+            after.append(below)
+        return i + 1, *after
+
+    out = af.while_loop(lambda i, *_: i < size, body, (np.int32(0), x, x))
+    return HostProgram(f"{size} iterations over 2 devices", out[-1], devices=2)
 
 
-def _cut_loop(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        x, feeds = _fed()
-        w = _matrix()
-
-        def body(i: Any, *states: Any) -> Any:
-            after, below = [], states[0]
-            for index, state in enumerate(states):
-                with af.device(f"{kind}:{index}"):
-                    below = _chain(below + state, w, 1)
-                after.append(below)
-            return i + 1, *after
-
-        out = af.while_loop(lambda i, *_: i < size, body, (np.int32(0), x, x))
-        return _run(kind, f"{size} iterations over 2 devices", out[-1], feeds, devices=2)
+def _training(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    weights = af.Variable(_EYE)
+    read = weights.read()
+    _, y = af.while_loop(
+        lambda i, y: i < size, lambda i, y: (i + 1, af.sigmoid(y @ read) * af.tanh(y @ read)), (np.int32(0), x)
+    )
+    (slope,) = af.gradients(af.sum(y), [weights])
+    return HostProgram(f"{size} iterations, forward and backward", af.group(weights.assign_sub(slope)))
 
 
-def _training(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        x, feeds = _fed()
-        w = af.Variable(np.eye(_SIZE, dtype=np.float32))
-        read = w.read()
-        _, y = af.while_loop(
-            lambda i, y: i < size, lambda i, y: (i + 1, af.sigmoid(y @ read) * af.tanh(y @ read)), (np.int32(0), x)
-        )
-        (slope,) = af.gradients(af.sum(y), [w])
-        return _run(kind, f"{size} iterations, forward and backward", af.group(w.assign_sub(slope)), feeds)
+def _runs(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    return HostProgram(f"{size} runs", x @ x @ x, runs=size)
 
 
-def _runs(kind: str, size: int) -> HostProgram:
-    with af.Graph() as graph:
-        x, feeds = _fed()
-        y = x @ x @ x
-
-        async def work(session: af.Session) -> None:
-            for _ in range(size):
-                await session.run(y, feeds)
-
-    return HostProgram(f"{size} runs", graph, work, {"devices": [f"{kind}:0"]})
+def _graphs(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    for index in range(size):
+        with af.device(f"{kind}:{index % 2}"):
+            for _ in range(6):
+                x = af.tanh(x) + af.sum(x, axis=0)
+    return HostProgram(f"{size} CUDA graphs", x, {"cuda_graphs": True}, devices=2)
 
 
-def _graphs(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        x, feeds = _fed()
-        for index in range(size):
-            with af.device(f"{kind}:{index % 2}"):
-                for _ in range(6):
-                    x = af.tanh(x) + af.sum(x, axis=0)
-        return _run(kind, f"{size} CUDA graphs", x, feeds, devices=2, cuda_graphs=True)
-
-
-def _buffers(kind: str, size: int) -> HostProgram:
-    with af.Graph():
-        x, feeds = _fed()
-        y = x
-        for _ in range(8):
-            y = af.tanh(y) + af.sum(y, axis=0)
-        found = [y + af.sum(y + index, axis=0) for index in range(size // 2)]
-        return _run(kind, f"a graph with {size // 2} outputs", found, feeds, cuda_graphs=True)
+def _buffers(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
+    y = x
+    for _ in range(8):
+        y = af.tanh(y) + af.sum(y, axis=0)
+    found = [y + af.sum(y + index, axis=0) for index in range(size // 2)]
+    return HostProgram(f"a graph with {size // 2} outputs", found, {"cuda_graphs": True})
 
 
 _PROGRAMS = (
