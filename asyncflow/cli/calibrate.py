@@ -288,21 +288,9 @@ def _buffers(kind: str, size: int, x: af.Tensor, w: af.Tensor) -> HostProgram:
     return HostProgram(f"a graph with {size // 2} outputs", found, {"cuda_graphs": True})
 
 
-_PROGRAMS = (
-    _launches,
-    _nodes,
-    _views,
-    _steps,
-    _primitives,
-    _events,
-    _feeds,
-    _fetches,
-    _hops,
-    _cut_loop,
-    _training,
-    _runs,
-    _graphs,
-    _buffers,
+_PROGRAMS: tuple[_Make, ...] = (
+    *(_launches, _nodes, _views, _steps, _primitives, _events, _feeds, _fetches, _hops, _cut_loop, _training, _runs),
+    *(_graphs, _buffers),
 )
 
 __all__ = ["Measured", "calibrate", "fitted", "format_costs", "measure"]

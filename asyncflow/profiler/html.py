@@ -7,17 +7,16 @@ are only ever shown as text.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from importlib.resources import files
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from asyncflow.profiler.arrows import End, find_arrows
 from asyncflow.profiler.lanes import TimelineLane, devices, firing_lanes, lane_label, run_rows, time_bounds
 from asyncflow.runtime.trace import RunSpan, Trace
 
 Json: TypeAlias = dict[str, object]
-
-_K = TypeVar("_K", bound=Hashable)
 
 
 def render_html(trace: Trace) -> Iterator[str]:
@@ -42,7 +41,7 @@ def timeline_data(trace: Trace) -> Json:
     their group, and their lane among those of all groups; it is -1 where no firing is.
     """
     first, last = time_bounds(trace)
-    tables = _Tables()
+    tables = _Tables(dict)
     lanes = firing_lanes(trace)
     groups: list[Json] = [
         {
@@ -58,40 +57,16 @@ def timeline_data(trace: Trace) -> Json:
         "groups": groups,
         "transfers": _transfer_columns(trace, lanes, tables, first),
         "runs": [_run_columns(row, index, first) for index, row in enumerate(run_rows(trace))],
-        "sites": tables.sites.values(),
-        "tags": tables.tags.values(),
-        "outputs": tables.outputs.values(),
-        "statuses": tables.statuses.values(),
-        "tensors": tables.tensors.values(),
+        **{name: list(tables[name]) for name in ("sites", "tags", "outputs", "statuses", "tensors")},
     }
 
 
-class _Table(Generic[_K]):
-    """Distinct values, numbered from 0 in the order they came."""
+class _Tables(defaultdict[str, dict[Hashable, int]]):
+    """Distinct strings of a trace, numbered from 0 in the order they came: each is written once."""
 
-    __slots__ = ("_numbers",)
-
-    def __init__(self) -> None:
-        self._numbers: dict[_K, int] = {}
-
-    def number(self, value: _K) -> int:
-        return self._numbers.setdefault(value, len(self._numbers))
-
-    def values(self) -> list[_K]:
-        return list(self._numbers)
-
-
-class _Tables:
-    """The strings of a trace: each is written once, however many firings share it."""
-
-    __slots__ = ("outputs", "sites", "statuses", "tags", "tensors")
-
-    def __init__(self) -> None:
-        self.sites: _Table[tuple[str, str, str]] = _Table()
-        self.tags: _Table[str] = _Table()
-        self.outputs: _Table[str] = _Table()
-        self.statuses: _Table[str] = _Table()
-        self.tensors: _Table[str] = _Table()
+    def number(self, table: str, value: Hashable) -> int:
+        """The number of a value in the table of that name."""
+        return self[table].setdefault(value, len(self[table]))
 
 
 def _lane_columns(lane: TimelineLane, tables: _Tables, origin: int) -> Json:
@@ -103,11 +78,11 @@ def _lane_columns(lane: TimelineLane, tables: _Tables, origin: int) -> Json:
         "queued": [f.started_ns - f.scheduled_ns for f in firings],
         "behind": [f.queueing_ns for f in firings],
         "iterations": [f.iterations for f in firings],
-        "site": [tables.sites.number((f.node, f.op, f.location)) for f in firings],
-        "tag": [tables.tags.number(f.tag) for f in firings],
-        "output": [tables.outputs.number(f.outputs) for f in firings],
+        "site": [tables.number("sites", (f.node, f.op, f.location)) for f in firings],
+        "tag": [tables.number("tags", f.tag) for f in firings],
+        "output": [tables.number("outputs", f.outputs) for f in firings],
         "run": [f.run for f in firings],
-        "status": [tables.statuses.number(f.status) for f in firings],
+        "status": [tables.number("statuses", f.status) for f in firings],
     }
 
 
@@ -115,8 +90,8 @@ def _transfer_columns(trace: Trace, lanes: list[TimelineLane], tables: _Tables, 
     arrows = sorted(find_arrows(trace, lanes), key=lambda arrow: arrow.start.time_ns)
     groups = {device: number for number, device in enumerate(devices(trace))}
     return {
-        "tensor": [tables.tensors.number(arrow.tensor) for arrow in arrows],
-        "tag": [tables.tags.number(arrow.transfer.tag) for arrow in arrows],
+        "tensor": [tables.number("tensors", arrow.tensor) for arrow in arrows],
+        "tag": [tables.number("tags", arrow.transfer.tag) for arrow in arrows],
         "run": [arrow.transfer.run for arrow in arrows],
         "nbytes": [arrow.transfer.nbytes for arrow in arrows],
         "source": _end_columns([arrow.start for arrow in arrows], groups, origin),

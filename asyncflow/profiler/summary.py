@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeAlias
 
@@ -280,13 +280,13 @@ def _divide_time(trace: Trace, firings: Sequence[Firing]) -> dict[str, int]:
     return {name: after - before for name, before, after in zip(names, reached, reached[1:], strict=False)}
 
 
+@dataclass(slots=True)
 class _Tally:
     """Sums over the firings of one node."""
 
-    def __init__(self) -> None:
-        self.times: list[int] = []
-        self.queued_ns = 0
-        self.iterations = 0
+    times: list[int] = field(default_factory=list)
+    queued_ns: int = 0
+    iterations: int = 0
 
 
 def _summarize_nodes(firings: Iterable[Firing]) -> tuple[NodeSummary, ...]:

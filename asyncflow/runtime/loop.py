@@ -40,14 +40,15 @@ def run(main: Coroutine[object, Never, T], *, debug: bool | None = None) -> T:
     """
     if not asyncio.iscoroutine(main):
         raise TypeError(_not_a_coroutine(main))
-    if _is_running_here():
+    if is_running_here():
         main.close()  # or Python would warn that it was never awaited
         raise RuntimeError("af.run starts an event loop, and one is running in this thread already: await it instead")
     with asyncio.Runner(debug=debug, loop_factory=new_event_loop) as runner:
         return runner.run(main)
 
 
-def _is_running_here() -> bool:
+def is_running_here() -> bool:
+    """Whether this thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

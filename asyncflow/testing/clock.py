@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 from asyncflow.devices.host import Host, Launches
 from asyncflow.devices.presets import DEFAULT_HOST, MachineSpec, host_named, parse_machine
 from asyncflow.devices.sim.machine import SimMachine, check_chance, check_launches, current_machine, use_machine
+from asyncflow.runtime.loop import is_running_here
 from asyncflow.streams.virtual import VirtualClockLoop
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class VirtualClock:
             raise RuntimeError("this virtual clock has ended, and its machine with it; call virtual_clock() again")
         if self._runner is not None or current_machine() is not None:
             raise RuntimeError("a virtual clock runs here already; virtual clocks do not nest: use that one")
-        if _is_in_loop():
+        if is_running_here():
             raise RuntimeError(
                 "a virtual clock has its own event loop and one is running in this thread already; use it in a plain "
                 "function (def, not async def) and pass the coroutine to clock.run()"
@@ -123,7 +124,7 @@ class VirtualClock:
                 ever happen again.
         """
         _check_coroutine(main)
-        if self._runner is None or _is_in_loop():
+        if self._runner is None or is_running_here():
             main.close()  # or Python would warn that it was never awaited
             if self._runner is None:
                 raise RuntimeError(self._not_entered())
@@ -164,11 +165,3 @@ def _check_coroutine(main: object) -> None:
     if not asyncio.iscoroutine(main):
         hint = f"; call it: clock.run({getattr(main, '__name__', 'main')}())" if callable(main) else ""
         raise TypeError(f"clock.run takes a coroutine; got {type(main).__name__} {main!r}{hint}")
-
-
-def _is_in_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

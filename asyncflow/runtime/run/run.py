@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from contextvars import Context, copy_context
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import DeadlineExceeded, InternalError, SessionClosedError
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
     from asyncflow.compiler.plan import Partition, Plan
-    from asyncflow.devices.protocol import AsynchronousDevice, Device
+    from asyncflow.devices.protocol import Device
     from asyncflow.runtime.run.channel import Channel
     from asyncflow.runtime.scheduler.turn import Turn
     from asyncflow.runtime.trace import Trace
@@ -83,8 +82,8 @@ class Run:
     _status: str = field(default="ok", init=False)
     _stopped: bool = field(default=False, init=False)
     _is_busy: bool = field(default=False, init=False)
-    _undrained: list[tuple[AsynchronousDevice, Executor]] = field(default_factory=list, init=False)
-    """Devices whose work must have ended before the run has."""
+    _undrained: list[Executor] = field(default_factory=list, init=False)
+    """Those whose devices must have ended their work before the run has."""
 
     def __post_init__(self, plan: Plan) -> None:
         self.part = RunPart(self.turn, current_part())
@@ -99,7 +98,7 @@ class Run:
             executor = Executor(partition, self)
             self.executors.append(executor)
             if executor.asynchronous is not None:
-                self._undrained.append((executor.asynchronous, executor))
+                self._undrained.append(executor)
 
     def start(self, feeds: Sequence[Value], timeout: float | None, asked_s: float) -> None:
         """Starts; returns once the current turn's share of work is done.
@@ -219,18 +218,9 @@ class Run:
         """Asynchronous devices count kernels as done when they are launched; a run ends when they have ended."""
         undrained, self._undrained = self._undrained, []
         self._is_busy = True
-        for device, executor in undrained:
-
-            def take(_: object, error: BaseException | None, executor: Executor = executor) -> None:
-                if error is not None:
-                    executor.fail(error)
-
-            deliver = executor.expect(take, self.on_quiet)
-            try:
-                # What was launched before a stop is not told apart from what other runs launched.
-                device.when_done(partial(deliver, None), None if executor.stopped else executor.launched)
-            except BaseException as error:
-                deliver(None, error)
+        for executor in undrained:
+            # What was launched before a stop is not told apart from what other runs launched.
+            executor.when_done(None if executor.stopped else executor.launched, then=self.on_quiet)
         self._is_busy = False
         self.on_quiet()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -254,6 +255,36 @@ class Executor:
                 self.broken(raised)
 
         return deliver
+
+    def when_done(
+        self,
+        mark: Mark,
+        done: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+        *,
+        elsewhere: bool = False,
+    ) -> None:
+        """Calls ``done()``, unless the run has been stopped by then, when the device has come as far as `mark`.
+
+        Args:
+            mark: None for the end of all that is launched by now.
+            done: called then.
+            then: as of `expect`.
+            elsewhere: another device is told.
+        """
+        assert self.asynchronous is not None
+
+        def take(_: object, error: BaseException | None) -> None:
+            if error is not None:
+                self.fail(error)
+            elif done is not None and not self.stopped:
+                done()
+
+        deliver = self.expect(take, then)
+        try:
+            self.asynchronous.when_done(partial(deliver, None), mark, elsewhere=elsewhere)
+        except BaseException as error:
+            deliver(None, error)
 
     @property
     def is_quiet(self) -> bool:

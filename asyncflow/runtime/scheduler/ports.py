@@ -117,21 +117,10 @@ class Ports:
         """Says that iterations have ended here, once what they launched has."""
         executor = self._executor
         ended, executor.scheduler.ended = executor.scheduler.ended, []
-        if self._executor.asynchronous is None:
+        if executor.asynchronous is None:
             self._pass_on(ended)
-            return
-
-        def take(_: object, error: BaseException | None) -> None:
-            if error is not None:
-                executor.fail(error)
-            elif not executor.stopped:
-                self._pass_on(ended)
-
-        deliver = executor.expect(take)
-        try:
-            self._executor.asynchronous.when_done(partial(deliver, None), elsewhere=True)
-        except BaseException as error:
-            deliver(None, error)
+        else:
+            executor.when_done(None, partial(self._pass_on, ended), elsewhere=True)
 
     def _pass_on(self, ended: list[tuple[int, tuple[int, ...]]]) -> None:
         for transfer, counters in ended:

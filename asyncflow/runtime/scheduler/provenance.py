@@ -43,26 +43,16 @@ def as_kernel_error(
         error.add_note(f"noticed at {node.name} ({node.source.op.name}), built at {node.source.location}")
         return error
     described = tuple(describe(value) for value in inputs)
-    reason = str(error) if isinstance(error, TooManyIterations) else told(error)
-    wrapped: KernelError
+    # Our own errors are told by their message alone, another run's `KernelError` and everybody else's with their kind.
+    is_ours = isinstance(error, AsyncflowError | TooManyIterations | MemoryLimitExceeded)
+    reason = str(error) if is_ours and not isinstance(error, KernelError) else told(error)
+    kind: type[KernelError] = KernelError
+    sizes: dict[str, int] = {}
     if isinstance(error, MemoryLimitExceeded):
-        wrapped = with_provenance(
-            OutOfMemoryError,
-            str(error),
-            node,
-            tag,
-            device,
-            described,
-            requested=error.requested,
-            used=error.used,
-            limit=error.limit,
-        )
+        kind, sizes = OutOfMemoryError, {"requested": error.requested, "used": error.used, "limit": error.limit}
     elif isinstance(error, MemoryError):
-        wrapped = with_provenance(OutOfMemoryError, reason, node, tag, device, described, requested=0, used=0, limit=0)
-    elif isinstance(error, AsyncflowError) and not isinstance(error, KernelError):
-        wrapped = with_provenance(KernelError, str(error), node, tag, device, described)
-    else:
-        wrapped = with_provenance(KernelError, reason, node, tag, device, described)
+        kind, sizes = OutOfMemoryError, {"requested": 0, "used": 0, "limit": 0}
+    wrapped = with_provenance(kind, reason, node, tag, device, described, **sizes)
     if node.region is not None:
         _place_in_region(wrapped, node.region, error)
     if isinstance(error, TooManyIterations) and not error.loop.by_hand:
