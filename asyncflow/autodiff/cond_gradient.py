@@ -41,7 +41,7 @@ def differentiate_cond(
     Args:
         node: to be differentiated.
         grads: of its outputs.
-        sweep: that has come to the node; it takes the gradients of variables read inside.
+        sweep: in progress, which has reached the node; it takes the gradients of variables read inside.
         structured: the rule for branches and loops inside.
     """
     graph = current_graph()

@@ -90,7 +90,7 @@ class Dependencies:
 
     def _summary(self, node: StructuredNode) -> tuple[list[int], list[int]]:
         found = self._outputs.get(node)
-        # A branch or loop gets more outputs when gradients are taken, and a loop more inputs in front of its captures.
+        # Taking gradients adds outputs to branches and loops, and to loops inputs in front of their captures.
         if found is None or len(found[0]) != len(node.outputs):
             of_node = self._of_while(node) if isinstance(node, WhileNode) else self._of_cond(node)
             found = self._outputs[node] = of_node

@@ -58,7 +58,7 @@ def differentiate_while(
     Args:
         node: to be differentiated.
         grads: of its outputs.
-        sweep: that has come to the node; it takes the gradients of variables read inside.
+        sweep: in progress, which has reached the node; it takes the gradients of variables read inside.
         structured: the rule for branches and loops inside.
     """
     return _WhileGradient(node, grads, sweep, structured).run()

@@ -70,7 +70,7 @@ Condition: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A function has come to its end.
+    """A function has ended.
 
     Attributes:
         value: what it returned.

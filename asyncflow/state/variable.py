@@ -59,8 +59,8 @@ class Variable(Resource, Operators):
     first to use it there sets its initial value. In a graph with ordered effects its reads and writes happen in the
     order they were written.
 
-    A value stays in the memory of the device that wrote it. Where another device, or the host, reads it next, in this
-    session or in one that shares the container, it is copied, once a write. `copy.copy` and `copy.deepcopy` give the
+    A value stays in the memory of the device that wrote it. Another device, or the host, copies it at its first read
+    after a write, in this session or in one that shares the container. `copy.copy` and `copy.deepcopy` give the
     variable itself; for one of its own, make another, of ``await session.run(v)``.
 
     Args:

@@ -1,6 +1,6 @@
 """`check_device`: what every kind of device has to do, held against one of them.
 
-Each check is a coroutine function whose docstring says what has to be so. Programs run in sessions of that kind, and
+Each check is a coroutine function whose docstring states the requirement. Programs run in sessions of that kind, and
 what they give is compared with NumPy's; nothing here knows how a device works.
 """
 
@@ -36,7 +36,7 @@ def check_device(kind: str, *, run: Callable[[Coroutine[object, None, None]], ob
         run: runs a coroutine to its end; None for `asyncio.run`. For simulated devices, ``clock.run`` of their clock.
 
     Raises:
-        ExceptionGroup: what failed; each error has a note that says what should have been so.
+        ExceptionGroup: what failed; each error has a note that says which requirement it broke.
         PlacementError: there are no such devices here.
 
     >>> check_device("cpu")

@@ -27,7 +27,7 @@ class RemoteKernel:
         self._number: int | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        """Outputs whose elements are there once the process has come to it.
+        """Outputs whose elements are there once the process has computed them.
 
         Raises:
             DeviceLostError: the process has died.

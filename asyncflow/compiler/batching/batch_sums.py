@@ -1,4 +1,4 @@
-"""Half of a pass: sums of matrix products over a loop's iterations, which nothing in the loop reads, are made up for.
+"""Half of a pass: sums of matrix products over iterations, which nothing in their loop reads, are computed later.
 
 A loop variable that is only ever ``total = total + a @ g`` gives way to one that several such sums with the same `g`
 share, and to which the body adds the operands; behind the loop stand the sums themselves (`pending_sums`). The sum of

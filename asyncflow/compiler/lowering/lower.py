@@ -140,7 +140,7 @@ class _Lowering(FlatBuilder):
         return next((device for device in there if device not in self.asynchronous), node.device)
 
     def read_value(self, tensor: Tensor, node: Node, place: Place) -> Tensor:
-        """`tensor` where the kernel of `node` can look at it, once it has come to the device."""
+        """`tensor` where the kernel of `node` can look at it, once it has reached the device."""
         key = tensor, node.device, place
         if key not in self.read_values:
             (copied,) = self.put(node, "to_host", TO_HOST, [tensor], place, device=node.device, is_predicate=False)
@@ -201,6 +201,8 @@ class _Lowering(FlatBuilder):
         loop = EnclosingLoop(node, place, self.controls(node.control_inputs), node.name, node.parallel_iterations)
         outer = self.values(node.inputs)
         in_cond, in_body = Place(), Place()
+        # The circles of the loop variables are built from their middle: first the Merges, which the predicate reads,
+        # then its LoopCond, the Switches behind it, the body, and last the back edges, when what they carry is there.
         merges = self.put_merges(loop, outer[:n_vars], body, in_cond)
         control_loops: list[Device] = []
 
@@ -213,6 +215,9 @@ class _Lowering(FlatBuilder):
             self.value_places[false_side] = self.value_places[true_side] = in_body
             return true_side
 
+        # Nodes that no loop variable holds back wait for a gate: a value that their device has in each iteration. Where
+        # there is a loop variable, that is the gate. Elsewhere a control loop is made when the first node asks for it,
+        # so that a device which takes part in the predicate alone, or in the body alone, gets no more than it needs.
         in_cond.open, in_body.open = open_cond, open_body
         gate = _gate_variable(merges, node)
         if gate is not None:
@@ -230,6 +235,7 @@ class _Lowering(FlatBuilder):
             self.bind_input(inner_body, capture)
         self.put_nodes(condition, in_cond)
         (pred,) = self.values(condition.results)
+        # One LoopCond drives the Switches of all devices: its value is sent there, and acknowledged (`drivers`).
         pred = self.host_value(pred, node, in_cond, is_predicate=True)
         (pred,) = self.put(node, "loop_cond", LOOP_COND, [pred], in_cond, device=node.device)
         self.drivers.add(pred.node)

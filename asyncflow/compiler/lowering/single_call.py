@@ -1,7 +1,7 @@
 """Plans so simple that no scheduler is needed: feeds, one kernel (often a region), fetches.
 
-A kernel on shapes that are known and small is always short. Of any other, such as one on a batch of any size, that
-is for the arrays fed to say: the run asks what it took before on as many elements, as the executor does.
+A kernel on shapes that are known and small is always short. For any other, such as one on a batch of any size, that
+depends on the arrays fed: the run looks up how long it took before on as many elements, as the executor does.
 """
 
 from __future__ import annotations

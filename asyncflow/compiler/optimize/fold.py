@@ -105,7 +105,7 @@ def _fold_node(node: Node) -> None:
 
 
 def _value_of(node: Node, known: Mapping[Tensor, Array]) -> Array | None:
-    """The values of a node, given constants and what is in `known`; None if that is for a run to say."""
+    """The values of a node, given constants and what is in `known`; None if only a run can tell."""
     inputs: list[Array] = []
     for tensor in node.inputs:
         value = tensor.node.attrs["value"] if is_constant(tensor) else known.get(tensor)

@@ -4,7 +4,7 @@ Before a graph is optimised, nodes that have to be on one device become a *group
 placed with, all nodes that touch one resource (a variable lives on one device), and, where control flow was written by
 hand, what `hand_written` finds no way to cut. A loop written by hand is kept together as well, unless its nodes ask for
 several devices. Where devices have a memory of their own, so do all nodes that a variant (the state of a TensorArray)
-passes through: what it holds stays where it was written, and what asks for a variant's use elsewhere is not heard.
+passes through: what it holds stays where it was written, and requests for another device are ignored.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def resolve_requests(
 ) -> tuple[str, ...]:
     """Checks the constraints, and leaves each node with those of its whole group.
 
-    Afterwards `node.device` is what the group's requests come to (``"sim:1"`` for ``"sim"`` and ``"sim:1"``), or None,
+    Afterwards `node.device` joins the requests of its group (``"sim:1"`` for ``"sim"`` and ``"sim:1"``), or is None,
     and `node.colocated_with` is a label that the members of a group share, or None if there is no other member: later
     passes may join and drop nodes, and nothing is lost.
 
@@ -224,7 +224,7 @@ class _Groups:
                 node.device, node.colocated_with = request, label
 
     def _merged(self, asking: Sequence[Node], devices: Sequence[Device]) -> str:
-        """The one request that the requests of a group come to."""
+        """The one request that the requests of a group amount to."""
         specs: dict[DeviceSpec, Node] = {}
         for node in asking:
             spec = _parse(node)

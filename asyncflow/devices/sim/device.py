@@ -208,7 +208,7 @@ class SimDevice(Timeline):
         self._at(self.d2h.launch(0, self.thread.spend("node")), self._told, deliver, value.value, None)
 
     def send(self) -> int:
-        """When what is said now to another device is on its way: once the host has come to it."""
+        """When what is said now to another device is on its way: once the host gets to it."""
         return self.thread.spend("node")
 
     def receive(self, value: Value, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:

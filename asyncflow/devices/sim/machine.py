@@ -1,4 +1,4 @@
-"""The machine that simulated devices are part of: its clock, host, links and dice, and the hazards found on it."""
+"""The machine that simulated devices are part of: its clock, host, links and chance, and the hazards found."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ and whose caller is gone by then                                is forgotten
 
 How long a run will take is the median of what the last runs of its plan took, so that one slow run refuses no others.
 That is enough for one that can start at once. Under load there are always more to choose from than can run, and those
-that wait come to the edge of their time: if only the median had to fit, half of them would be computed for nobody. So
-one that waits has to fit with the second longest of those times. While nothing is in flight any run starts, whatever is
-expected of it: that is how an expectation that has become wrong is put right. Runs asked for by a run of the same
-session are part of that one: they never wait here, where they might wait for themselves.
+that wait do so until their time is almost up: if only the median had to fit, half of them would be computed for nobody.
+So one that waits has to fit with the second longest of those times. While nothing is in flight any run starts, whatever
+is expected of it: that is how a wrong expectation is corrected. Runs asked for by a run of the same session are part of
+that one: they never wait here, where they might wait for themselves.
 """
 
 from __future__ import annotations

@@ -140,6 +140,10 @@ class Executor:
         return has_more
 
     def _drive(self, deadline_ns: int) -> bool:
+        # What is ready goes first. A suspended region comes behind it: others may wait for what is ready, and regions
+        # have no end that is known. Arrivals at an asynchronous device come last, since each holds up its stream until
+        # the copy is done. Names are local and a small kernel is called here, not in `_launch`, because thousands of
+        # firings pass in a turn of 1 ms: each further call or attribute is a good part of what a firing costs.
         scheduler = self.scheduler
         now = self.run.turn.now
         ready = scheduler.ready
@@ -149,7 +153,10 @@ class Executor:
         # Where nothing is waited for, an iteration has ended when it is launched, and others wait to hear of it.
         is_eager = self.asynchronous is not None
         charge = None if self.asynchronous is None else self.asynchronous.charge
+        # A clock costs as much as a small firing, so it is looked at once in a while: `budget` counts down by 1 for a
+        # small firing, by 8 for one that is launched with more ado, and by all for a region, which is a slice long.
         budget = _CHECK_EVERY
+        # The firing at hand, whose failure it is if something raises; None where it would be nobody's.
         node = iteration = None
         inputs: Sequence[Value] = ()
         try:

@@ -1,6 +1,6 @@
 """Drives the regions of one partition that are generators: in slices on the event loop, or to their end on a thread.
 
-On an asynchronous device a slice launches, and whether to go on is for the device to say.
+On an asynchronous device a slice launches, and the device decides whether it goes on.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Regions:
                 while now < deadline_ns:
                     now = firing.run_slice()
                     if device is not None:
-                        break  # whether to go on is for the throttle to say
+                        break  # the throttle decides whether to go on
                     if firing.is_heavy:  # looked at first: a heavy slice ends behind the deadline
                         self._record_part(firing, "inline", began, now)
                         firing.learn_hold()

@@ -278,7 +278,10 @@ class Scheduler:
                 if not left:
                     iteration.outstanding += 1
                     self.ready.append((target, iteration))
+        # A Merge has two slots: the first holds its live input, the second that input's number. Until one is live, the
+        # second counts the dead ones instead (see `_deliver_dead`); from then on nobody needs that count.
         for position, slot, target, index in merges:
+            # No kernel gives None, so None in a slot always means that nothing has arrived.
             if iteration.values[slot] is not None:
                 raise SchedulingError("a merge got two live inputs under one tag", target, iteration)
             iteration.values[slot] = value
@@ -297,7 +300,7 @@ class Scheduler:
             self._count_down(position, target, iteration)
         for position, slot, target, _ in merges:
             if iteration.values[slot] is not None:
-                continue  # a live input came first
+                continue  # a live input came first, and its number stands where dead ones would be counted
             seen = (iteration.values[slot + 1] or 0) + 1
             iteration.values[slot + 1] = seen
             if seen == target.n_inputs:
@@ -467,7 +470,7 @@ class Scheduler:
     def _settle(self, iteration: Iteration) -> None:
         """Nothing in the iteration is ready or running: it ends now, or with what it waits for.
 
-        Callers count down themselves: of a small firing, one call more is a good part.
+        Callers count down themselves: one more call would be a good part of what a small firing costs.
         """
         if iteration.previous is None and not iteration.children:
             self._end_oldest(iteration.frame, iteration)

@@ -3,8 +3,8 @@
 It starts on the event loop if its kernels are short as far as is known, and loops over scalars stay there: they hold
 the GIL wherever they run, and a slice ends with the session's turn. When an iteration takes longer than a kernel may on
 the event loop, the rest moves to one of the device's threads; that is safe where the generator stands still: at a back
-edge, or behind a kernel that may be long. Where the next firing starts is for its node's `hold` to say: what was
-measured of the longest time that it held its thread without giving way, wherever that was.
+edge, or behind a kernel that may be long. Where the next firing starts depends on its node's `hold`: the longest
+time, as measured, for which it held its thread without giving way, wherever that was.
 """
 
 from __future__ import annotations

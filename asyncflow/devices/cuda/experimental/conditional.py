@@ -8,7 +8,7 @@ one thread sets (`SOURCE`)::
     WHILE  variables, predicate → set_loop → WHILE [ next values → variables → predicate → set_loop ]
 
 A handle's default value would be its value when the graph is launched, and never again: in a loop it keeps what it was
-set to last. So no handle has a default here; before each time that a node is come to, a kernel sets its handle.
+set to last. So no handle has a default here: whenever a node is about to run, a kernel has just set its handle.
 
 An IF node has both branches (CUDA 12.8 and later; what is older refuses the node, and the host drives the loop). Two
 nodes with one branch each would do as well, with two handles that have to be set to opposite values. With one handle
@@ -104,7 +104,7 @@ class Limits:
         most: of its loop, at least 1.
         inside: of all loops inside, at least 1: a launch that has made so many stops after the iteration it is in, and
             one that makes four times as many gives that iteration up. None: four times `most`.
-        inner: of a loop inside, each time that it is come to; None: no limit of its own.
+        inner: of a loop inside, each time that it starts; None: no limit of its own.
     """
 
     most: int = MOST_ITERATIONS
@@ -227,7 +227,7 @@ class ConditionalNodes:
 
     def inner_loop(self) -> GatedPlace:
         """See `Nodes`."""
-        count = self._cupy.zeros((), np.int64)  # captured as well: each time that the loop is come to
+        count = self._cupy.zeros((), np.int64)  # captured as well: 0 again each time that the loop starts
         return self._node("WHILE", 1, "set_inner_loop", self._state, count)
 
     def branch(self) -> GatedPlace:
