@@ -37,9 +37,9 @@ class HostProgram(NamedTuple):
     """Something that keeps the host busy."""
 
     name: str
-    """What it is made of."""
+    """Says of what it is made."""
     fetches: Nest
-    """What is run."""
+    """For a run."""
     options: Mapping[str, Any] = {}
     """Of the session."""
     devices: int = 1
@@ -52,7 +52,7 @@ class HostProgram(NamedTuple):
     feeds: Mapping[af.Tensor, Array] = {}
 
     async def go(self, session: af.Session) -> None:
-        """What is timed."""
+        """Does once what is timed."""
         if self.events:
             device = session.devices[0]
             for _ in range(self.events):
