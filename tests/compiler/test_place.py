@@ -183,6 +183,22 @@ def test_two_heavy_loops_share_two_devices() -> None:
             assert node.device == found[node.name.partition("/")[0]]
 
 
+def test_loops_that_could_be_cut_stay_whole_beside_one_another() -> None:
+    """Each of the devices has one to do, and nothing goes from one to the other."""
+    with af.Graph() as graph:
+        found = []
+        for name in ("left", "right"):
+            with af.name_scope(name):
+                found += count_to(5, lambda a, b: (work(a, ms=2.0), work(b, ms=2.0)), x4(), x4())[1:]
+    both = placed(graph, found, devices("sim:0", "sim:1"))
+    assert {both["left/loop"], both["right/loop"]} == {"sim:0", "sim:1"}
+    for node in both.graph.walk():
+        if node.op.name == "work":
+            assert node.device == both[f"{node.name.partition('/')[0]}/loop"]
+    alone = placed(graph, found[:2], devices("sim:0", "sim:1"))
+    assert by_op(alone, "work") == {"sim:0", "sim:1"}
+
+
 def test_chains_in_a_heavy_body_are_shared() -> None:
     with af.Graph() as graph:
         out = count_to(10, lambda a, b: (work(a, ms=3.0), work(b, ms=3.0)), x4(), x4())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.compiler.placement.constraints import usable_devices
 from asyncflow.compiler.placement.node_costs import spec_nbytes
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.resource import resources_of
 from asyncflow.graph.structured import WhileNode
 
@@ -24,13 +25,18 @@ class Choices:
     it may use that has room, so that the parts of the graph can be placed one by one.
 
     Attributes:
-        everywhere: the positions of all devices.
+        names: of the devices.
+        everywhere: the positions of all of them.
         limits: bytes each device may hold beside the groups that are settled; None is no limit.
+        trials: see `Problem`.
         refused: nodes that are not where they asked to be, as no kernel runs there.
     """
 
+    trials = 60_000
+
     def __init__(self, graph: Graph, devices: Sequence[Device]) -> None:
         self.devices = devices
+        self.names = [device.name for device in devices]
         self.everywhere = tuple(range(len(devices)))
         self.limits: list[float | None] = [device.memory.limit for device in devices]
         self.refused: set[Node] = set()
@@ -58,6 +64,10 @@ class Choices:
         """Whether anything was asked for it."""
         return node.device is not None or node.colocated_with is not None
 
+    def label(self, node: Node) -> str | Node | None:
+        """The same for nodes that have to be together; None for one that is by itself."""
+        return node.colocated_with
+
     def asked_reason(self, node: Node) -> str | None:
         """The request for a node, for people; None if nothing was."""
         label = node.colocated_with
@@ -81,6 +91,17 @@ class Choices:
             if allowed is not None:
                 common = tuple(device for device in common if device in allowed)
         return common
+
+    def counters(self, loop: WhileNode, common: Sequence[int]) -> dict[Node, int]:
+        """Counters and predicates of a loop for which nothing was asked, and where they are kept together.
+
+        Args:
+            loop: a `while` that is cut.
+            common: see `common`; of all in the loop.
+        """
+        preferred = self.allowed(loop) if self.is_bound(loop) else common
+        place = preferred[0] if preferred else 0
+        return {node: place for node in find_counters(loop) if not self.is_bound(node)}
 
     def _allow(self, members: Sequence[Node]) -> None:
         allowed, as_asked = usable_devices(members, members[0].device, self.devices)
@@ -120,3 +141,18 @@ def _nodes_and_levels(graph: Graph) -> Iterator[tuple[Node, object]]:
         for node in here.nodes:
             yield node, level
             stack.extend((body, node if isinstance(node, WhileNode) else body) for body in node.subgraphs)
+
+
+def find_counters(loop: WhileNode) -> Iterator[Node]:
+    """Nodes of a loop that make integer or boolean scalars of such."""
+    return (node for part in loop.subgraphs for node in part.nodes if _is_counter(node))
+
+
+def _is_counter(node: Node) -> bool:
+    if node.op in (PARAMETER, CONSTANT) or node.op.kernel is None:
+        return False
+    if node.op.is_user or node.op.is_async or node.op.effects is not None:
+        return False
+    return bool(node.outputs) and all(
+        tensor.shape == () and tensor.spec.dtype.kind in "biu" for tensor in (*node.inputs, *node.outputs)
+    )

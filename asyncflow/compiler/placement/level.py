@@ -6,9 +6,10 @@ then does so in the simulated execution as well, and stages of a pipeline pay.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from asyncflow.compiler.placement.list_schedule import GAIN, search
 from asyncflow.compiler.placement.node_costs import tensor_nbytes
 from asyncflow.compiler.placement.simulated_execution import Group, Places, Problem, Spread, Task, Value, loads
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
@@ -16,7 +17,7 @@ from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.structured import StructuredNode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from asyncflow.compiler.placement.choices import Choices
     from asyncflow.compiler.placement.list_schedule import Solution
@@ -53,6 +54,7 @@ class Split:
         span: ns from start to end.
         inputs: the device that needs each of its inputs; None: none does.
         outputs: the device of each of its outputs; None: everywhere.
+        whole: what it would be as one node; None: it has to be cut.
     """
 
     where: dict[Node, int]
@@ -61,6 +63,7 @@ class Split:
     span: float
     inputs: Sequence[int | None]
     outputs: Sequence[int | None]
+    whole: Whole | None = None
 
 
 @dataclass(slots=True)
@@ -71,28 +74,26 @@ class PlacementLevel:
         choices: what nodes may choose from.
         costs: of nodes.
         inside: how a branch or loop is to be treated, given where its inputs are, as far as that is known.
-        counters: nodes to keep together on the device `default`.
-        default: a device.
+        counters: nodes to keep together, with those that are on the same device.
     """
 
     choices: Choices
     costs: NodeCosts
     inside: Callable[[StructuredNode, Callable[[Tensor], int | None]], Whole | Split]
-    counters: frozenset[Node] = frozenset()
-    default: int = 0
+    counters: Mapping[Node, int]
     problem: Problem = field(init=False)
     group_of: dict[Node, int] = field(default_factory=dict)
     index: dict[Tensor, int] = field(default_factory=dict)
     """The value that a tensor is in the iteration at hand."""
     gate: int | None = None
-    """A task that those without any other input wait for."""
+    """A task that those wait for that use what comes into the iteration, or have no other input."""
     structured: dict[Node, Whole | Split] = field(default_factory=dict)
     _groups: dict[Hashable, int] = field(default_factory=dict)
     _tasks: dict[Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        limits = self.choices.limits
-        self.problem = Problem(tasks=[], values=[], groups=[], limits=limits, transfer=self.costs.transfer)
+        limits, transfer, trials = self.choices.limits, self.costs.transfer, self.choices.trials
+        self.problem = Problem(tasks=[], values=[], groups=[], limits=limits, transfer=transfer, trials=trials)
 
     def give(self, tensors: Iterable[Tensor], value: Value) -> int:
         """Lets a value that is there from the start be what these tensors stand for; returns its number."""
@@ -145,10 +146,30 @@ class PlacementLevel:
         """The ns of work on each device in a solution, of all iterations that were added."""
         return loads(self.problem, solution.devices)
 
+    def solve(self) -> Solution:
+        """The best placement found. What is cut and need not be stays whole where others make up for it."""
+        solution = search(self.problem)
+        whole = {node: x.whole for node, x in self.structured.items() if isinstance(x, Split) and x.whole is not None}
+        if not whole:
+            return solution
+        of_group = {self.group_of[node]: inside for node, inside in whole.items()}
+        tasks, groups = self.problem.tasks.copy(), self.problem.groups.copy()
+        for number, inside in of_group.items():
+            groups[number] = replace(groups[number], allowed=inside.allowed, held=inside.held)
+            for task in groups[number].tasks:
+                tasks[task] = replace(tasks[task], spread=None, times=inside.times, workspace=inside.workspace)
+        problem = replace(self.problem, tasks=tasks, groups=groups)
+        kept = search(problem)
+        if kept.overflow > solution.overflow or solution.span <= GAIN * kept.span:
+            return solution
+        self.problem = problem
+        self.structured |= whole
+        return kept
+
     def _group(self, node: Node) -> int:
         if node in self.counters:
-            return self._find_group("counters", (self.default,), ())
-        return self._find_group(node.colocated_with or node, self.choices.allowed(node), (node,))
+            return self._find_group(self.counters[node], (self.counters[node],), ())
+        return self._find_group(self.choices.label(node) or node, self.choices.allowed(node), (node,))
 
     def _find_group(self, key: Hashable, allowed: Sequence[int], users: Iterable[Node]) -> int:
         groups = self.problem.groups
@@ -174,7 +195,7 @@ class PlacementLevel:
                 if tensor in self.index
             }
             spread = Spread(loads=inside.loads, span=inside.span, inputs=needed, outputs=inside.outputs)
-            none = (0.0,) * len(self.choices.devices)
+            none = (0.0,) * len(self.choices.limits)
             group = self._find_group(node, (), ())
             task = Task(group=group, times=none, inputs=[], waits=[], outputs=[], spread=spread)
         self._add_task(node, task)
@@ -188,8 +209,9 @@ class PlacementLevel:
         # What comes round a loop written by hand is not there yet: of such a loop one iteration is simulated.
         task.inputs = list(dict.fromkeys(self.index[tensor] for tensor in node.inputs if tensor in self.index))
         task.waits = list(dict.fromkeys(self._tasks[before] for before in node.control_inputs if before in self._tasks))
-        if self.gate is not None and not task.waits and all(values[i].maker is None for i in task.inputs):
-            task.waits = [self.gate]
+        is_early = not task.waits and all(values[i].maker is None for i in task.inputs)
+        if self.gate is not None and (is_early or any(tensor.node.op is PARAMETER for tensor in node.inputs)):
+            task.waits.append(self.gate)
         for i in task.inputs:
             values[i].users.append(number)
         for slot, tensor in enumerate(node.outputs):

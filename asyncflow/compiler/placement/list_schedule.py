@@ -26,9 +26,6 @@ _AS_GOOD = 1.03
 
 _WORTH_A_MOVE = 1.005
 
-_MOST_TRIALS = 60_000
-"""A search by moving groups may simulate so many tasks in all."""
-
 _MOST_GATHERINGS = 4
 """So many devices are tried as the one where everything is kept together."""
 
@@ -178,7 +175,7 @@ def _improved(problem: Problem, starts: Sequence[Solution]) -> list[Solution]:
     """
     free = [index for index, group in enumerate(problem.groups) if len(group.allowed) > 1]
     n_moves = sum(len(problem.groups[index].allowed) - 1 for index in free)
-    budget = _MOST_TRIALS // max(1, len(problem.tasks))
+    budget = problem.trials // max(1, len(problem.tasks))
     ends = [starts[0]]
     seen: list[list[int]] = []
     for start in starts:

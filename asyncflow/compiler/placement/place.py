@@ -14,14 +14,15 @@ value is made, a capture to where its value is, a `cond` or `while` to its predi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.placement.choices import Choices
 from asyncflow.compiler.placement.followers import place_followers
 from asyncflow.compiler.placement.level import PlacementLevel, Split, Whole
-from asyncflow.compiler.placement.list_schedule import GAIN, search
+from asyncflow.compiler.placement.list_schedule import GAIN
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, NodeCosts, tensor_nbytes
 from asyncflow.compiler.placement.simulated_execution import Value
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.placement.list_schedule import Solution
     from asyncflow.devices.protocol import Device
-    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
 
 _LIGHT_NS = 200_000.0
@@ -44,6 +45,8 @@ _OVERLAPPING, _MOST_UNROLLED = 4, 4_000
 
 _MANY = 128.0
 """The number of overlapping iterations whose time is counted: filling a pipeline then matters little."""
+
+_NO_COUNTERS: Mapping[Node, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +95,17 @@ def place(
     if seed is not None:
         where, why = _at_random(nodes, choices, Random(seed))
     else:
-        where, why = _Placer(graph, choices, NodeCosts(devices, costs or {})).run()
+        where, why = find_places(graph, choices, NodeCosts(devices, costs or {}))
     place_followers(graph, choices, where, why)
     for node in nodes:
         node.device = devices[where[node]].name
     found = {node.name: devices[where[node]].name for node in nodes}
     return Placement(found, {node.name: why[node] for node in nodes}, notes)
+
+
+def find_places(graph: Graph, choices: Choices, costs: NodeCosts) -> tuple[dict[Node, int], dict[Node, str]]:
+    """The device where every node that does work is best, and the reason."""
+    return _Placer(graph, choices, costs).run()
 
 
 def _at_random(nodes: Sequence[Node], choices: Choices, random: Random) -> tuple[dict[Node, int], dict[Node, str]]:
@@ -153,10 +161,10 @@ class _Placer:
             return dict.fromkeys(nodes, common[0]), {node: asked(node) or light for node in nodes}
         level = self.level()
         level.add_graph(self.graph)
-        return self.outcome(level, search(level.problem))
+        return self.outcome(level, level.solve())
 
-    def level(self, counters: frozenset[Node] = frozenset(), default: int = 0) -> PlacementLevel:
-        return PlacementLevel(self.choices, self.costs, self.inside, counters, default)
+    def level(self, counters: Mapping[Node, int] = _NO_COUNTERS) -> PlacementLevel:
+        return PlacementLevel(self.choices, self.costs, self.inside, counters)
 
     # -- branches and loops --------------------------------------------------------------------------------------
 
@@ -176,11 +184,10 @@ class _Placer:
             split = self.split_while(node, home, common)
         else:
             split = self.split_cond(node, home)
-        if whole is not None and self.fits(whole):
-            together = min(whole.times[device] for device in whole.allowed)
-            if split.span > GAIN * together:
-                return whole
-        return split
+        if whole is None or not self.fits(whole):
+            return split
+        together = min(whole.times[device] for device in whole.allowed)
+        return whole if split.span > GAIN * together else replace(split, whole=whole)
 
     def fits(self, whole: Whole) -> bool:
         """Whether a device has room for it, were it empty."""
@@ -189,8 +196,7 @@ class _Placer:
 
     def split_while(self, node: WhileNode, home: Callable[[Tensor], int | None], common: Sequence[int]) -> Split:
         condition, body, n_vars = node.predicate, node.body, node.n_vars
-        preferred = self.choices.allowed(node) if self.choices.is_bound(node) else common
-        level = self.level(_counters(condition, body), preferred[0] if preferred else 0)
+        level = self.level(self.choices.counters(node, common))
         values = [
             level.give(inner, Value(nbytes=tensor_nbytes(outer), share=1 / ASSUMED_ITERATIONS))
             for outer, *inner in zip(node.inputs, condition.inputs, body.inputs, strict=True)
@@ -222,7 +228,7 @@ class _Placer:
         if n_iterations > 1:
             level.problem.repeats = (_MANY - n_iterations) / (n_iterations - n_iterations // 2)
             counted = _MANY
-        solution = search(level.problem)
+        solution = level.solve()
         where, why = self.outcome(level, solution)
         outputs = [level.device_of(variable, solution) for variable in variables]
         needed = [*outputs, *(level.needed_on(value, solution) for value in values[n_vars:])]
@@ -234,7 +240,7 @@ class _Placer:
         where: dict[Node, int] = {}
         why: dict[Node, str] = {}
         span = 0.0
-        loads = [0.0] * len(self.choices.devices)
+        loads = [0.0] * len(self.choices.limits)
         needed: list[int | None] = [None] * len(node.inputs)
         outputs: list[int | None] = []
         for branch in reversed(node.subgraphs):  # the results are where the true branch has them
@@ -244,7 +250,7 @@ class _Placer:
                 for outer, inner in zip(node.entering, branch.inputs, strict=True)
             ]
             level.add_graph(branch)
-            solution = search(level.problem)
+            solution = level.solve()
             placed, reasons = self.outcome(level, solution)
             where.update(placed)
             why.update(reasons)
@@ -273,7 +279,7 @@ class _Placer:
 
     def summarize(self, graph: Graph) -> _ContentSummary:
         """The summary of a graph's nodes, with all that is in them."""
-        summary = _ContentSummary([0.0] * len(self.choices.devices))
+        summary = _ContentSummary([0.0] * len(self.choices.limits))
         for node in graph.nodes:
             if isinstance(node, StructuredNode):
                 inner = self.summary(node)
@@ -329,7 +335,7 @@ class _Placer:
         """Why a node is where it is."""
         if node in level.counters:
             return "kept together with the counters and predicate of its loop"
-        names = [device.name for device in self.choices.devices]
+        names = self.choices.names
         group = level.group_of[node]
         device, finishes = solution.devices[group], solution.finishes[group]
         asked = self.choices.asked_reason(node)
@@ -348,21 +354,6 @@ class _Placer:
             return prefix + (together if solution.is_gathered else "all work is done sooner that way")
         others = ", ".join(f"{_duration(end)} on {names[d]}" for d, end in finishes.items() if d != device)
         return f"{prefix}finishes first there: {_duration(finishes[device])}" + (f", {others}" if others else "")
-
-
-def _counters(condition: Subgraph, body: Subgraph) -> frozenset[Node]:
-    """Nodes that nothing was asked for, and that make integer or boolean scalars of such."""
-    return frozenset(node for part in (condition, body) for node in part.nodes if _is_counter(node))
-
-
-def _is_counter(node: Node) -> bool:
-    if node.device is not None or node.colocated_with is not None or node.op in (PARAMETER, CONSTANT):
-        return False
-    if node.op.kernel is None or node.op.is_user or node.op.is_async or node.op.effects is not None:
-        return False
-    return bool(node.outputs) and all(
-        tensor.shape == () and tensor.spec.dtype.kind in "biu" for tensor in (*node.inputs, *node.outputs)
-    )
 
 
 def _duration(ns: float) -> str:

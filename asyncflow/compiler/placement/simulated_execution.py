@@ -101,6 +101,7 @@ class Problem:
         repeats: how often what the other tasks add to the time is counted beyond once.
         limits: bytes each device may hold; None is no limit.
         transfer: ns to send so many bytes from one device to another.
+        trials: so many tasks in all may be simulated in a search that moves one group after the other.
     """
 
     tasks: list[Task]
@@ -108,6 +109,7 @@ class Problem:
     groups: list[Group]
     limits: Sequence[float | None]
     transfer: Callable[[float, int, int], float]
+    trials: int
     first_part: int = 0
     repeats: float = 0.0
 

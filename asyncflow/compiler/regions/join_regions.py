@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, SMALL_NBYTES, NodeCosts, tensor_nbytes
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
+    from asyncflow.compiler.placement.assign_streams import ComputeStream
     from asyncflow.devices.protocol import Device
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
@@ -36,13 +37,6 @@ _MOST_IN_LANE = 48
 
 _MOST_UNITS = 8192
 """The sets of what is before and behind each take up to 16 MiB."""
-
-
-class ComputeStream(NamedTuple):
-    """A compute stream of a device: where a region runs."""
-
-    device: str | None
-    stream: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,4 +296,4 @@ def _bits(numbers: int) -> Iterator[int]:
         numbers ^= lowest
 
 
-__all__ = ["Body", "ComputeStream", "RegionCosts", "join_regions"]
+__all__ = ["Body", "RegionCosts", "join_regions"]

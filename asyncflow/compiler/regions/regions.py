@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from asyncflow.compiler.placement.assign_streams import ComputeStream, has_no_stream
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.frames import has_primitives, is_everywhere
 from asyncflow.compiler.program.host_values import mixes_vectors
-from asyncflow.compiler.regions.join_regions import Body, ComputeStream, join_regions
+from asyncflow.compiler.regions.join_regions import Body, join_regions
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.errors import InternalError
@@ -127,11 +128,6 @@ def _nesting(node: Node) -> int:
     return 1 + max(inside, default=0) if node.subgraphs else 0
 
 
-def _has_no_lane(node: Node) -> bool:
-    """Whether the node's value is there for every lane, without being sent."""
-    return node.op in (FEED, PARAMETER) or is_everywhere(node)
-
-
 class _RegionLevel(NamedTuple):
     """Facts about a graph or body as a whole.
 
@@ -199,7 +195,7 @@ class _Clustering:
             is_ahead = all(tensor in self.on_host for node in cluster for tensor in node.outputs)
             return None if is_ahead else lane
 
-        body = Body(graph, level.carried, level.is_loop, level.wanted, self.on_host, _has_no_lane)
+        body = Body(graph, level.carried, level.is_loop, level.wanted, self.on_host, has_no_stream)
         return join_regions(body, clusters, lane_of, self.costs, _LARGEST)
 
     def cluster_bodies(self, node: Node) -> None:
@@ -224,7 +220,7 @@ class _Clustering:
     def lanes_inside(self, node: Node) -> Iterator[ComputeStream]:
         for body in node.subgraphs:
             for inner in body.nodes:
-                if _has_no_lane(inner):
+                if has_no_stream(inner):
                     continue
                 within = list(dict.fromkeys(self.lanes_inside(inner)))
                 yield from within or [self.own_lane(inner)]
@@ -282,7 +278,7 @@ def _crossings(
     sent_by = {variable: result.node for variable, result in carried}
 
     def cross(value: Tensor | Node, source: Node, target: Node) -> None:
-        if _has_no_lane(source) or target.op is FETCH or lanes[source] == lanes[target]:
+        if has_no_stream(source) or target.op is FETCH or lanes[source] == lanes[target]:
             return
         if source in barriers or target in barriers or not (source in joins or target in joins):
             return
