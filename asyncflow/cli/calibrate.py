@@ -19,8 +19,8 @@ import numpy as np
 
 import asyncflow as af
 from asyncflow.devices import hardware
-from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.host import COSTS, Call
+from asyncflow.devices.registry import available_devices
 from asyncflow.graph.builtin import PLACEHOLDER
 from asyncflow.testing import virtual_clock
 from asyncflow.values import Array, Nest
@@ -31,6 +31,8 @@ _EYE = np.eye(8, dtype=np.float32)
 _BATCH_S = 0.02
 _WARM_UPS = 4
 _MACHINE = "2 x h100, nvlink4"
+_KINDS = "sim", "cuda"
+"""The cards that count, and those that are measured."""
 
 
 class HostProgram(NamedTuple):
@@ -85,20 +87,20 @@ class Measured:
 
 def calibrate() -> int:
     """Measures, prints the costs as `asyncflow.devices.presets` has them, and gives the exit code."""
-    backend = cuda_backend()
-    if backend.cupy is None:
+    card = next(device for device in available_devices() if device.name.startswith(_KINDS[1]))
+    if not card.available:
         print(
-            f"asyncflow simulate --calibrate: error: {backend.reason}; what launching costs is measured on a card, and "
-            "any will do"
+            f"asyncflow simulate --calibrate: error: {card.detail.removeprefix('off: ')}; what launching costs is "
+            "measured on a card, and any will do"
         )
         return 2
-    print(format_costs(measure(), backend.cards[0]))
+    print(format_costs(measure(), card.detail))
     return 0
 
 
 def measure(*, batch_s: float = _BATCH_S, batches: int = 7, sizes: tuple[int, int] = (4, 40)) -> list[Measured]:
     """Every program at two sizes, on the card ``cuda:0``; on it are both devices of programs with two."""
-    simulated, real = ([_program(make, kind, size) for make in _PROGRAMS for size in sizes] for kind in ("sim", "cuda"))
+    simulated, real = ([_program(make, kind, size) for make in _PROGRAMS for size in sizes] for kind in _KINDS)
     counted = [_counts(program) for program in simulated]
     seconds = af.run(_timed(real, batch_s, batches))
     return [Measured(*each) for each in zip([program.name for program in real], counted, seconds, strict=True)]
