@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 
 import asyncflow as af
 from asyncflow.devices.cuda import device
+from asyncflow.devices.cuda.transfers.pinned import ALIGNMENT, shared_slab
 from asyncflow.errors import SessionClosedError
 from tests.conftest import small_cards
 from tests.fake_cupy import FakeCupy
+from tests.patience import PATIENCE_S
 
 WEIGHTS = np.arange(3000, dtype=np.float32)
 
@@ -74,9 +77,17 @@ async def test_a_plan_on_the_event_loop_before_the_session_is_entered(cupy: Fake
 
 
 async def test_a_session_that_only_plans_leaves_nothing(cupy: FakeCupy) -> None:
-    """Without a warning, as on CPUs; its streams end, and its memory is free."""
+    """Without a warning, as on CPUs; its streams end, and its memory is free.
+
+    The pinned memory from which the card copies constants is free when it has copied them, however late that is: their
+    memory on the card, which is used again in the order of its stream, is free before.
+    """
     graph, x, y = program()
+    pinned = shared_slab(cupy)
+    unused = pinned.free_bytes
     session = af.Session(graph, ["cuda:0"])
+    session.plan(x + 1, [x])  # starts the card, which is then held up
+    cupy.pause()
     session.plan(y, [x])
     account, streams = session.devices[0].memory, session.devices[0].compute_streams
     assert account.used
@@ -84,8 +95,35 @@ async def test_a_session_that_only_plans_leaves_nothing(cupy: FakeCupy) -> None:
     gc.collect()
     with pytest.raises(SessionClosedError):
         streams[0].record()
-    while account.used:  # noqa: ASYNC110 - nothing tells when the copies of constants have been delivered
+    assert account.used == 0 and pinned.free_bytes == unused - 2 * pinned_size(WEIGHTS.nbytes)
+    cupy.resume()
+    while pinned.free_bytes < unused:  # noqa: ASYNC110 - nothing tells when the copies have been delivered
         await asyncio.sleep(0)
+    assert account.used == 0
+
+
+def test_an_event_loop_that_ends_before_copies_do_leaves_nothing(cupy: FakeCupy) -> None:
+    graph, x, y = program()
+    pinned = shared_slab(cupy)
+    unused = pinned.free_bytes
+
+    async def main() -> None:
+        session = af.Session(graph, ["cuda:0"])
+        session.plan(x + 1, [x])
+        cupy.pause()
+        session.plan(y, [x])
+
+    asyncio.run(main())
+    gc.collect()
+    assert pinned.free_bytes < unused
+    (reaper,) = [thread for thread in threading.enumerate() if thread.name == "asyncflow:cuda:0/h2d"]
+    cupy.resume()
+    reaper.join(PATIENCE_S)
+    assert pinned.free_bytes == unused
+
+
+def pinned_size(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def test_a_session_that_was_closed_unused_plans_nothing(cupy: FakeCupy) -> None:
