@@ -26,6 +26,7 @@ from asyncflow.control.functional import foldl as foldl
 from asyncflow.control.functional import foldr as foldr
 from asyncflow.control.functional import map_fn as map_fn
 from asyncflow.control.functional import scan as scan
+from asyncflow.control.row_store import RowStore as RowStore
 from asyncflow.control.tensor_array import TensorArray as TensorArray
 from asyncflow.control.while_loop import while_loop as while_loop
 from asyncflow.errors import AsyncflowError as AsyncflowError

@@ -6,6 +6,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Literal
 
+from asyncflow.autodiff import row_gradients as _row_rules
 from asyncflow.autodiff.dependencies import Dependencies, nodes_behind
 from asyncflow.autodiff.gradient_body import GradientBody
 from asyncflow.autodiff.structured import differentiate_structured
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from asyncflow.values import Nest
 
 
-_RULES = _rules
-"""The module whose import has installed the derivatives of the library's operations."""
+_RULES = (_rules, _row_rules)
+"""The modules whose import has installed the derivatives of the library's operations."""
 
 
 def gradients(

@@ -123,6 +123,8 @@ ACCUMULATE = store_op(
     lambda grads, index, grad: grads.with_entries(((int(index), grad),)),
     host_inputs=(1,),
 )
+ADDERS = {ACCUMULATE}
+"""Ops that add to the store of gradients which is their first input."""
 MERGE_GRADIENTS = store_op("merge_gradients", lambda grads, others: STORE, _merge)
 ELEMENT_GRADIENT = register(
     Op("element_gradient", _element_spec, _element_kernel, flops=free, host_inputs=inputs_from(1), traits=READS_STORE)
@@ -148,8 +150,9 @@ def element_gradients(index: Tensor, grad: Tensor) -> Tensor:
 def merge_gradients(grads: Tensor, others: Tensor) -> Tensor:
     """The sum of two gradients of a store or array; adding few entries to many costs little."""
     for one, rest in ((others, grads), (grads, others)):
-        if one.node.op is ACCUMULATE and one.node.inputs[0].node.op is NO_GRADIENT:
-            return apply(ACCUMULATE, rest, *one.node.inputs[1:])[0]
+        node = one.node
+        if node.op in ADDERS and node.inputs[0].node.op is NO_GRADIENT:
+            return apply(node.op, rest, *node.inputs[1:], **node.attrs)[0]
     return apply(MERGE_GRADIENTS, grads, others)[0]
 
 

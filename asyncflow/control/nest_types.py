@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar, U
 if TYPE_CHECKING:
     from dataclasses import Field
 
+    from asyncflow.control.row_store import RowStore
     from asyncflow.control.tensor_array import TensorArray
     from asyncflow.graph.ir import Tensor
 
@@ -18,8 +19,10 @@ class DataclassLike(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
-Tensors: TypeAlias = Union["Tensor", "TensorArray", "tuple[Tensors, ...]", "Mapping[str, Tensors]", DataclassLike]
-"""A nest of tensors and TensorArrays: what goes in has the type of what comes out. Of one with numbers in it, which
-become tensors, and of a list, which may be one array, that cannot be said."""
+Tensors: TypeAlias = Union[
+    "Tensor", "TensorArray", "RowStore", "tuple[Tensors, ...]", "Mapping[str, Tensors]", DataclassLike
+]
+"""A nest of tensors, TensorArrays and RowStores: what goes in has the type of what comes out. That cannot be said of
+one with numbers in it, which become tensors, and of a list, which may be one array."""
 
 N = TypeVar("N", bound=Tensors)

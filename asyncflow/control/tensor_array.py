@@ -7,15 +7,15 @@ ordering of their own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Self
-from weakref import ref
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import numpy as np
 
 from asyncflow.control.array_elements import elements_of, pieces_written, rows_written, value_written
 from asyncflow.control.array_store import ArrayKind, Common, element_shape, widen
 from asyncflow.control.array_value import ArrayValue
-from asyncflow.errors import DTypeError, GraphError, ShapeError, SourceLocation, user_location, warn_user
+from asyncflow.control.handles import Handle
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, add_control_input, apply, as_tensor, graph_for, identity
 from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, int64
@@ -219,7 +219,7 @@ CLOSE = register(
 # -- the handle ------------------------------------------------------------------------------------------------------
 
 
-class TensorArray:
+class TensorArray(Handle):
     """An array of tensors, written and read element by element; a value like any other.
 
     Methods that write return the new array and leave this one as it is. Each element is written once on the way to
@@ -253,14 +253,13 @@ class TensorArray:
     <Tensor tensor_array_stack:0 int64[3]>
     """
 
-    __slots__ = ("__weakref__", "_common", "_handle", "_is_used", "_kind", "_length", "_writes")
+    __slots__ = ("_common", "_kind", "_length")
+    _dropped = (
+        "the array that a write at {} gave was dropped, so the write has no effect: a TensorArray does not change; "
+        "write array = array.write(index, value)"
+    )
 
-    _handle: Tensor
     _kind: ArrayKind
-    # Whether anything has taken the handle, in a list that outlives the array; and the arrays that writes to this one
-    # gave, with that of each and the line of the write, to warn of those that were dropped.
-    _is_used: list[bool]
-    _writes: list[tuple[ref[TensorArray], list[bool], SourceLocation]]
     # Known of this very handle, and forgotten where it passes through a loop or branch: the size, and the elements.
     _length: int | None
     _common: Common
@@ -287,8 +286,7 @@ class TensorArray:
             "dynamic_size": kind.dynamic_size,
             "clear_after_read": kind.clear_after_read,
         }
-        self._handle = apply(TENSOR_ARRAY, tensor, name=name, **attrs)[0]
-        self._is_used, self._writes = [False], []
+        self._carry(apply(TENSOR_ARRAY, tensor, name=name, **attrs)[0])
         self._kind = kind
         self._length = int(fixed) if fixed is not None and not kind.dynamic_size else None
         self._common = None
@@ -297,19 +295,12 @@ class TensorArray:
     def from_handle(cls, handle: Tensor, kind: ArrayKind, *, length: int | None = None) -> Self:
         """The array that the tensor `handle` carries; `length` is its size, if known and fixed."""
         array = cls.__new__(cls)
-        array._handle = handle
-        array._is_used, array._writes = [False], []
+        array._carry(handle)
         array._kind = kind
         array._length = length
         # Nothing is known of what has been written, so anything may have been.
         array._common = (kind.element_shape,)
         return array
-
-    @property
-    def handle(self) -> Tensor:
-        """The tensor that carries the array."""
-        self._is_used[0] = True
-        return self._handle
 
     @property
     def kind(self) -> ArrayKind:
@@ -447,32 +438,12 @@ class TensorArray:
             raise GraphError("elements of a TensorArray are tensors; keep several arrays instead of arrays in an array")
         return tensor
 
-    def _vector(self, values: TensorLike) -> Tensor:
-        """Integers as a tensor; NumPy would make floats of an empty list."""
-        with graph_for(self.handle):
-            return as_tensor(values, int64 if isinstance(values, list | tuple) and not values else None)
-
-    def _warn_of_dropped_writes(self) -> None:
-        """Says of each write to this array, which is used now, that its result is gone and nothing has used it."""
-        for written, is_used, location in self._writes:
-            if written() is None and not is_used[0]:
-                warn_user(
-                    f"the array that a write at {location} gave was dropped, so the write has no effect: a TensorArray "
-                    f"does not change; write array = array.write(index, value)"
-                )
-        self._writes = [each for each in self._writes if each[0]() is not None]
-
-    def _apply(self, op: Op, *inputs: TensorLike, name: str | None, **attrs: Any) -> tuple[Tensor, ...]:
-        self._warn_of_dropped_writes()
-        with graph_for(self.handle):
-            return apply(op, self.handle, *inputs, name=name, **attrs)
-
     def _written(self, op: Op, *inputs: TensorLike, name: str | None) -> TensorArray:
         declared = Spec(self.dtype, self._kind.element_shape)
         handle = self._apply(op, *inputs, name=name, element=declared)[0]
         shape = merge(declared.shape, _WRITERS[op](handle.node))
         array = self._with_handle(handle, widen(self._common, shape))
-        self._writes.append((ref(array), array._is_used, user_location()))
+        self._note_write(array)
         return array
 
     def _with_handle(self, handle: Tensor, common: Common) -> TensorArray:

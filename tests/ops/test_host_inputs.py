@@ -274,6 +274,14 @@ def _arrays(x: Tensor, n: Tensor) -> list[Tensor]:
     ]
 
 
+def _rows(x: Tensor, n: Tensor) -> list[Tensor]:
+    store = af.RowStore("float64", (3,), af.shape(x)[0]).append(x)
+    more = store.append(store.take(n % 2) * 2.0)
+    found = [store.stack(), more.take(n), more.slice(n[1], n[0] + 1), more.take(af.reshape(n, (3, 1)))]
+    (grad,) = gradients([y**2 for y in found], [x], [af.ones_like(y) for y in found])
+    return [*found, grad, more.size()]
+
+
 def _parts(x: Tensor, n: Tensor) -> list[Tensor]:
     """Sums of gradients of parts, which loops carry: of an array so large that they are kept, and of a small one."""
     sums = []
@@ -331,6 +339,7 @@ PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_transforms, (X,), False),
     (_transposes, (X, V), False),
     (_arrays, (X, N), True),
+    (_rows, (X, N), False),
     (_parts, (X, N), False),
     (_complex, (X[0] + 1j * X[1],), False),
     (_random, (X, N), False),

@@ -150,13 +150,31 @@ def _add_at(xp: Namespace, result: Array, index: tuple[Index, ...], values: Arra
     if xp is not np or axis is None:
         add_at(xp, result, index, values)
         return
-    # NumPy adds at positions of a vector several times faster than at those of rows.
     extent, inner = result.shape[axis], math.prod(result.shape[axis + 1 :])
     (rows,) = (item for item in index if isinstance(item, np.ndarray))
+    rows = _checked(rows, extent, axis)
+    if _are_distinct(rows.reshape(-1), extent):
+        whole: list[Index] = [slice(None)] * axis
+        result[(*whole, rows)] += values
+        return
+    # NumPy adds at positions of a vector several times faster than at those of rows.
     outer = math.prod(result.shape[:axis])
-    at = _checked(rows, extent, axis).reshape(1, -1, 1) + np.arange(outer).reshape(-1, 1, 1) * extent
+    at = rows.reshape(1, -1, 1) + np.arange(outer).reshape(-1, 1, 1) * extent
     positions = at * inner + np.arange(inner)
     np.add.at(result.reshape(-1), positions.reshape(-1), values.reshape(-1))
+
+
+def add_at_rows(xp: Namespace, result: Array, rows: Array, values: Array) -> None:
+    """``result[rows] += values`` where values for one row all add."""
+    _add_at(xp, result, (rows,), values)
+
+
+def _are_distinct(positions: Array, extent: int) -> bool:
+    """Whether no position below `extent` is there twice."""
+    if extent > 16 * positions.size:
+        ordered = np.sort(positions)
+        return not (ordered[1:] == ordered[:-1]).any()
+    return bool(np.bincount(positions, minlength=1).max() <= 1)
 
 
 def _only_axis(index: tuple[Index, ...], rank: int) -> int | None:

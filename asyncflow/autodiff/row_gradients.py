@@ -1,0 +1,278 @@
+"""Gradients of RowStores: sums of what reaches rows, in one array that is written in place.
+
+What `take` is to a store, adding at rows is to its gradient, and `append` reads from it what has come for the rows
+that were appended. Both rules hold for gradients of gradients, too, so one op adds and one reads, each for rows at
+indices or for a range.
+
+A version of such a sum is a `StoreVersion` of additions. They are carried out when somebody reads, in an array that is
+as long as the store was; so a loop pays for the rows that it reads and adds, however many there are. Since the array
+has all additions up to some version, an older one that is still read, and that must not see them, begins anew from the
+log. When as much has been added as the array holds, what it holds begins a new log.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from asyncflow.autodiff.store_gradients import ADDERS, no_gradient
+from asyncflow.autodiff.stores import STORE, Grad, StoreLog, StoreVersion
+from asyncflow.control.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, kind_of
+from asyncflow.graph.build import apply
+from asyncflow.graph.graph import reopened
+from asyncflow.graph.op import OPAQUE, READS_STORE, Op, derivative, not_differentiable, register
+from asyncflow.graph.scopes import device
+from asyncflow.graph.shapes import format_shape
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import free, moving
+from asyncflow.ops.derivatives.scatter import add_at_rows
+from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from asyncflow.control.row_block import RowKind
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.values import Array, Kernel, Namespace
+
+
+class _Added(NamedTuple):
+    """Values added to rows of a store of which `size` are known: rows behind these are not touched."""
+
+    size: int
+    where: slice | Array
+    values: Array
+
+    def is_whole(self) -> bool:
+        """Whether values were added for all rows."""
+        return isinstance(self.where, slice) and self.where == slice(0, self.size)
+
+
+class _RowLog(StoreLog[_Added]):
+    """The additions that versions share.
+
+    Attributes:
+        total: the sum of the first `folded`, or None.
+        longest: rows of the longest store that something was added for.
+        added: elements added behind the first entry.
+    """
+
+    __slots__ = ("added", "folded", "longest", "total")
+    entry_nbytes = 160  # a triple, and a range or indices
+
+    def __init__(self, entries: Iterable[_Added]) -> None:
+        self.total: Array | None = None
+        self.folded = self.longest = self.added = 0
+        super().__init__(entries)
+
+    def since(self, count: int) -> Sequence[object]:
+        """The values behind the first `count`."""
+        return [entry.values for entry in self[count:]]
+
+    def buffers(self) -> Sequence[Array]:
+        """The sum."""
+        return () if self.total is None else (self.total,)
+
+    def extend(self, entries: Iterable[_Added]) -> None:
+        for entry in entries:
+            self.added += entry.values.size if self else 0
+            self.longest = max(self.longest, entry.size)
+            self.append(entry)
+
+
+class RowGradient(StoreVersion[_Added]):
+    """The gradients that have reached rows of a store.
+
+    Attributes:
+        xp: array namespace of the rows.
+        kind: of the store.
+    """
+
+    __slots__ = ("kind", "xp")
+    log: _RowLog
+
+    def __init__(self, xp: Namespace, kind: RowKind, log: StoreLog[_Added], length: int, nbytes: int) -> None:
+        super().__init__(log, length, nbytes)
+        self.xp = xp
+        self.kind = kind
+
+    @classmethod
+    def of(cls, xp: Namespace, kind: RowKind, entries: Sequence[_Added]) -> RowGradient:
+        """One with these additions alone."""
+        return cls(xp, kind, _RowLog(entries), len(entries), _nbytes(entries))
+
+    def with_entries(self, entries: Sequence[_Added]) -> RowGradient:
+        """The sum with more added; it begins a new log where that makes the old one as large as what it adds up to."""
+        xp, kind, log = self.xp, self.kind, self.log
+        if self.length == len(log) and log.added >= log.longest * prod(kind.row_shape):
+            return RowGradient.of(xp, kind, [self._taken(), *entries])
+        return RowGradient(xp, kind, self.grown(entries), self.length + len(entries), self.nbytes + _nbytes(entries))
+
+    def merged(self, other: RowGradient) -> RowGradient:
+        """The sum with what was added to `other`; the cost is that of the shorter one."""
+        return self.with_entries(other.entries()) if other.length <= self.length else other.merged(self)
+
+    def range(self, start: int, stop: int) -> Array:
+        """The sums for the rows from `start` up to `stop`."""
+        with self.log.lock:
+            return self.xp.array(self._total(stop, start)[start:stop])
+
+    def rows(self, size: int, indices: Array) -> Array:
+        """The sums for the rows at `indices` of the first `size`."""
+        with self.log.lock:
+            return self.xp.take(self._total(size, 0)[:size], indices, axis=0)
+
+    def _taken(self) -> _Added:
+        """All that was added, as one; the log has to begin anew if it is asked again."""
+        log, rows = self.log, self.log.longest
+        with log.lock:
+            total = self._total(rows, 0)
+            log.total, log.folded = None, 0
+        return _Added(rows, slice(0, rows), total[:rows])
+
+    def _total(self, rows: int, first: int) -> Array:
+        """The sum, in at least so many rows, of which those from `first` on are right; under the lock."""
+        log, length = self.log, self.length
+        if any(entry.size > first for entry in log[length : log.folded]):
+            log.total, log.folded = None, 0
+        total = log.total
+        if total is None and log[0].size >= rows and log[0].is_whole():
+            total = self.xp.array(log[0].values)
+            log.folded = 1
+        total = self._with_room(total, max(rows, log.longest))
+        for size, where, values in log[log.folded : length]:
+            if isinstance(where, slice):
+                total[where] += values
+            else:
+                add_at_rows(self.xp, total[:size], where, values)
+        log.total, log.folded = total, max(log.folded, length)
+        return total
+
+    def _with_room(self, total: Array | None, rows: int) -> Array:
+        if total is not None and len(total) >= rows:
+            return total
+        extent = rows if total is None else max(rows, 2 * len(total))
+        grown = self.xp.zeros((extent, *self.kind.row_shape), self.kind.dtype)
+        if total is not None:
+            grown[: len(total)] = total
+        return grown
+
+
+def _nbytes(entries: Sequence[_Added]) -> int:
+    return sum(entry.values.nbytes for entry in entries)
+
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+
+def _add_kernel(xp: Namespace, *, row: Spec, is_range: bool) -> Kernel:
+    kind = kind_of(row)
+
+    def add(grads: Grad, values: Array, first: Array, second: Array) -> RowGradient:
+        stop = int(second) if is_range else 0
+        entry = _Added(stop, slice(int(first), stop), values) if is_range else _Added(int(first), second, values)
+        extents = (stop - int(first),) if is_range else second.shape
+        if values.shape != (*extents, *kind.row_shape):
+            raise ValueError(
+                f"a gradient of shape {format_shape(values.shape)} has reached rows of shape "
+                f"{format_shape((*extents, *kind.row_shape))}; they can only be added up if they are alike"
+            )
+        total: RowGradient = grads.with_entries((entry,)) if grads.length else RowGradient.of(xp, kind, (entry,))
+        return total
+
+    return add
+
+
+def _read_kernel(xp: Namespace, *, row: Spec, is_range: bool) -> Kernel:
+    kind = kind_of(row)
+
+    def read(grads: Grad, first: Array, second: Array) -> Array:
+        if not grads.length:  # nothing has come
+            extents = (int(second) - int(first),) if is_range else second.shape
+            return xp.zeros((*extents, *kind.row_shape), kind.dtype)
+        total: RowGradient = grads
+        return total.range(int(first), int(second)) if is_range else total.rows(int(first), second)
+
+    return read
+
+
+def _read_spec(grads: Spec, first: Spec, second: Spec, *, row: Spec, is_range: bool) -> Spec:
+    extents = (None,) if is_range else second.shape
+    return Spec(row.dtype, None if extents is None else (*extents, *(row.shape or ())))
+
+
+ADD_ROWS = register(
+    Op(
+        "add_row_gradients",
+        lambda grads, values, first, second, **attrs: STORE,
+        _add_kernel,
+        flops=free,
+        host_inputs=lambda node: (2, 3) if node.attrs["is_range"] else (2,),
+        traits=OPAQUE,
+    )
+)
+"""Adds values for the rows from `first` up to `second`, or for those at the indices `second` of the first `first`."""
+READ_ROWS = register(
+    Op(
+        "row_gradients",
+        _read_spec,
+        _read_kernel,
+        flops=moving,
+        host_inputs=lambda node: (1, 2) if node.attrs["is_range"] else (1,),
+        traits=READS_STORE,
+    )
+)
+"""The sums for such rows."""
+ADDERS.add(ADD_ROWS)
+
+
+def _size_of(store: Tensor) -> Tensor:
+    """The size of a forward store; it alone is kept for later."""
+    known = store.graph.shapes
+    if store not in known:
+        with reopened(store.graph), device(store.node.device):
+            known[store] = apply(SIZE, store)[0]
+    return known[store]
+
+
+# -- derivatives -----------------------------------------------------------------------------------------------------
+
+
+@derivative(APPEND)
+def _append(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
+    store, rows = node.inputs
+    if not carries_gradient(rows.spec):
+        return grads, None
+    bounds = _size_of(store), _size_of(node.outputs[0])
+    found = apply(READ_ROWS, grads, *bounds, row=node.attrs["row"], is_range=True)[0]
+    return grads, ensure_shape(found, rows.shape)
+
+
+@derivative(TAKE)
+def _take(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    store, indices = node.inputs
+    row = node.attrs["row"]
+    return apply(ADD_ROWS, no_gradient(), grad, _size_of(store), indices, row=row, is_range=False)[0], None
+
+
+@derivative(SLICE)
+def _slice(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    row = node.attrs["row"]
+    return apply(ADD_ROWS, no_gradient(), grad, *node.inputs[1:], row=row, is_range=True)[0], None, None
+
+
+@derivative(ADD_ROWS)
+def _add_rows(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
+    _, values, *where = node.inputs
+    return grads, ensure_shape(apply(READ_ROWS, grads, *where, **node.attrs)[0], values.shape), None, None
+
+
+@derivative(READ_ROWS)
+def _read_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return apply(ADD_ROWS, no_gradient(), grad, *node.inputs[1:], **node.attrs)[0], None, None
+
+
+not_differentiable(ROW_STORE, because="a new store depends on its capacity alone")
+not_differentiable(SIZE, because="its result is an integer")
+
+__all__ = ["ADD_ROWS", "READ_ROWS", "RowGradient"]

@@ -1,0 +1,128 @@
+"""Memory for the rows of a RowStore while a graph runs, written in place when the store is used linearly.
+
+A state of a store is a *block* and a number of rows, and never changes: rows only join behind the newest state. Those
+of an older one go to a copy of the rows that it sees, as do those for which there is no room; a block's rows are never
+written twice, so views of them stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.shapes import format_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.dtypes import DType
+    from asyncflow.values import Array, Namespace
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RowKind:
+    """The properties that all states of one store share; two stores can stand in for each other if these are equal.
+
+    Attributes:
+        dtype: of the rows.
+        row_shape: of each.
+    """
+
+    dtype: DType
+    row_shape: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"RowStore of {dtype_name(self.dtype)}{format_shape(self.row_shape)}"
+
+
+@final
+class RowBlock:
+    """Room for rows; see `asyncflow.devices.memory.Held`.
+
+    Attributes:
+        array: to write into.
+        readable: the same to read from.
+        filled: number of rows written, which nobody changes.
+    """
+
+    __slots__ = ("__weakref__", "array", "filled", "kind", "lock", "readable", "xp")
+    entry_nbytes = 0
+
+    def __init__(self, xp: Namespace, kind: RowKind, capacity: int) -> None:
+        self.xp = xp
+        self.kind = kind
+        self.array: Array = xp.empty((capacity, *kind.row_shape), kind.dtype)
+        self.readable = self.array
+        if xp is np:  # elsewhere nobody else can write
+            self.readable = self.array.view()
+            self.readable.flags.writeable = False
+        self.filled = 0
+        self.lock = Lock()
+
+    def since(self, count: int) -> Sequence[object]:
+        """Nothing: rows are in the buffer."""
+        return ()
+
+    def buffers(self) -> Sequence[Array]:
+        """The block's memory."""
+        return (self.array,)
+
+    def with_room(self, size: int, end: int) -> RowBlock:
+        """The block for rows behind the first `size`, up to `end`: this one, or a copy of these."""
+        if size == self.filled and end <= len(self.array):
+            return self
+        copy = RowBlock(self.xp, self.kind, max(end, 2 * size))
+        copy.array[:size] = self.array[:size]
+        return copy
+
+
+class RowState:
+    """One state of a store: what flows along the edges of a graph. Immutable; any thread may use it.
+
+    Attributes:
+        block: where its rows are.
+        size: how many it has.
+    """
+
+    __slots__ = ("block", "size")
+
+    def __init__(self, block: RowBlock, size: int) -> None:
+        self.block = block
+        self.size = size
+
+    def __repr__(self) -> str:
+        return f"<{self.block.kind}, {self.size} rows>"
+
+    @property
+    def held(self) -> RowBlock:
+        """The block, for the account of a device that has a limit."""
+        return self.block
+
+    def append(self, rows: Array) -> RowState:
+        """The state with more rows."""
+        block, size, kind = self.block, self.size, self.block.kind
+        if rows.dtype != kind.dtype or rows.shape[1:] != kind.row_shape or not rows.ndim:
+            raise ValueError(f"rows for a {kind} were expected; got {dtype_name(rows.dtype)}{format_shape(rows.shape)}")
+        end = size + len(rows)
+        if end == size:
+            return self
+        with block.lock:
+            target = block.with_room(size, end)
+            target.array[size:end] = rows
+            target.filled = end
+        return RowState(target, end)
+
+    def take(self, indices: Array) -> Array:
+        """A copy of the rows at `indices`, which may be negative, as an array's may."""
+        block = self.block
+        return block.xp.take(block.readable[: self.size], indices, axis=0)
+
+    def slice(self, start: int, stop: int) -> Array:
+        """A view of the rows from `start` up to `stop`."""
+        if not 0 <= start <= stop <= self.size:
+            raise IndexError(f"rows {start} to {stop} were asked for of a RowStore that has {self.size}")
+        return self.block.readable[start:stop]
