@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.vertex.levels import heights, steps
+from asyncflow.vertex.breadth_first import breadth_first
+from asyncflow.vertex.levels import steps
 
 if TYPE_CHECKING:
     from asyncflow.values import Array
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def agenda(edges: Edges) -> Array:
     """The set of each vertex: the number of the step that takes it."""
-    height = heights(edges)
+    height = breadth_first(edges)
     if edges.types is None:
         return height
     counts = np.maximum(np.bincount(edges.types), 1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.vertex.levels import heights
+import numpy as np
+
+from asyncflow.vertex.levels import jumps, parent_of_each, steps
 
 if TYPE_CHECKING:
     from asyncflow.values import Array
@@ -12,8 +14,18 @@ if TYPE_CHECKING:
 
 
 def breadth_first(edges: Edges) -> Array:
-    """The set of each vertex: the length of the longest path from it down to a leaf."""
-    return heights(edges)
+    """The set of each vertex: the length of the longest path from it down to a leaf.
+
+    Raises:
+        GraphError: there is a cycle.
+    """
+    above = parent_of_each(edges)
+    if above is None:
+        return steps(edges, edges.children, edges.parents)
+    height = np.zeros(edges.size + 1, np.int64)
+    for jump in jumps(edges, above):
+        np.maximum.at(height, above, height + jump)
+    return height[:-1]
 
 
 __all__ = ["breadth_first"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.vertex.levels import depths
+import numpy as np
+
+from asyncflow.vertex.levels import jumps, parent_of_each, steps
 
 if TYPE_CHECKING:
     from asyncflow.values import Array
@@ -12,10 +14,20 @@ if TYPE_CHECKING:
 
 
 def depth(edges: Edges) -> Array:
-    """The set of each vertex: the longest path from a root down to it, counted from the deepest vertices of all."""
-    down = depths(edges)
-    up: Array = down.max(initial=0) - down
-    return up
+    """The set of each vertex: the longest path from a root down to it, counted from the deepest vertices of all.
+
+    Raises:
+        GraphError: there is a cycle.
+    """
+    above = parent_of_each(edges)
+    if above is None:
+        down = steps(edges, edges.parents, edges.children)
+    else:
+        down = np.not_equal(above, edges.size).astype(np.int64)
+        for _ in jumps(edges, above):
+            down += down[above]
+        down = down[:-1]
+    return np.asarray(down.max(initial=0) - down)
 
 
 __all__ = ["depth"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.shapes import format_shape
+from asyncflow.graph.shapes import format_shape, is_compatible
 
 if TYPE_CHECKING:
     from asyncflow.values import Array
@@ -48,26 +48,14 @@ class Edges:
         Raises:
             GraphError: one is found; the message names its sample and vertex.
         """
-        if arity is not None and self.size and self.counts.max() > arity:
+        if arity is not None and self.counts.max(initial=0) > arity:
             vertex = int(self.counts.argmax())
             raise self.error(vertex, f"has {self.counts[vertex]} children; {arity} are the most that there may be")
-        if self.types is None or not self.size:
+        if self.types is None:
             return
         last = _LAST_TYPE if n_types is None else n_types - 1
-        if self.types.min() < 0 or self.types.max() > last:
-            vertex = int(((self.types < 0) | (self.types > last)).argmax())
-            raise self.error(vertex, f"is of type {self.types[vertex]}; types are 0 to {last}")
-
-    def error(self, vertex: int, wrong: str) -> GraphError:
-        """The error that says what is wrong with a vertex."""
-        sample = int(np.searchsorted(self.samples, vertex, side="right")) - 1
-        first = int(self.samples[sample])
-        batch = f" ({vertex} in the batch)" if first else ""
-        return GraphError(f"vertex {vertex - first} of sample {sample}{batch} {wrong}")
-
-    def cycle(self, vertex: int) -> GraphError:
-        """The error of a vertex that is on a cycle."""
-        return self.error(vertex, "is its own descendant; the edges of an input graph form no cycle")
+        for typed in np.flatnonzero((self.types < 0) | (self.types > last)):
+            raise self.error(int(typed), f"is of type {self.types[typed]}; types are 0 to {last}")
 
     def check_children(self) -> None:
         """Looks for children that are no vertices of their parent's sample.
@@ -76,20 +64,28 @@ class Edges:
             GraphError: there is one.
         """
         starts = self.offsets[self.samples]  # of each sample's children
-        filled = np.flatnonzero(starts[1:] > starts[:-1])
+        filled = np.flatnonzero(np.diff(starts))
         if not filled.size:
             return
-        least = np.minimum.reduceat(self.children, starts[filled]) < self.samples[filled]
-        most = np.maximum.reduceat(self.children, starts[filled]) >= self.samples[filled + 1]
-        if (least | most).any():
-            sample = filled[(least | most).argmax()]
-            first, last = self.samples[sample], self.samples[sample + 1] - 1
-            edge = int(starts[sample])
-            edge += int(((self.children[edge:] < first) | (self.children[edge:] > last)).argmax())
-            raise self.error(
-                int(self.parents[edge]),
-                f"has a child {self.children[edge]}, which is none of its sample's vertices, {first} to {last}",
-            )
+        least = np.minimum.reduceat(self.children, starts[filled])
+        most = np.maximum.reduceat(self.children, starts[filled])
+        for sample in filled[(least < self.samples[filled]) | (most >= self.samples[filled + 1])]:
+            first, end = self.samples[sample : sample + 2]
+            children = self.children[starts[sample] :]
+            edge = ((children < first) | (children >= end)).argmax()
+            wrong = f"has a child {children[edge]}, which is none of its sample's vertices, {first} to {end - 1}"
+            raise self.error(self.parents[starts[sample] + edge], wrong)
+
+    def error(self, vertex: int, wrong: str) -> GraphError:
+        """The error that says what is wrong with a vertex."""
+        sample = np.searchsorted(self.samples, vertex, side="right") - 1
+        first = self.samples[sample]
+        batch = f" ({vertex} in the batch)" if first else ""
+        return GraphError(f"vertex {vertex - first} of sample {sample}{batch} {wrong}")
+
+    def cycle(self, vertex: int) -> GraphError:
+        """The error of a vertex that is on a cycle."""
+        return self.error(vertex, "is its own descendant; the edges of an input graph form no cycle")
 
 
 def read_edges(offsets: Array, children: Array, samples: Array, types: Array | None) -> Edges:
@@ -98,21 +94,21 @@ def read_edges(offsets: Array, children: Array, samples: Array, types: Array | N
     Raises:
         GraphError: they do not fit one another; a `DTypeError` or `ShapeError` if they are no vectors of integers.
     """
-    offsets, children = _vector("offsets", offsets), _vector("children", children)
-    samples, types = _vector("samples", samples), None if types is None else _vector("types", types)
+    offsets, children = integers("offsets", offsets), integers("children", children)
+    samples, types = integers("samples", samples), None if types is None else integers("types", types)
     size = len(offsets) - 1
     if types is not None and len(types) != size:
         raise ShapeError(f"an input graph has a type for each of its {size} vertices; got {len(types)}")
     _check_ends("samples", samples, size, "vertices")
     _check_ends("offsets", offsets, len(children), "children")
     lengths, counts = np.diff(samples), np.diff(offsets)
-    if len(lengths) and lengths.min() < 0:
-        sample = int((lengths < 0).argmax())
+    if lengths.min(initial=0) < 0:
+        sample = lengths.argmin()
         raise GraphError(f"sample {sample} has {lengths[sample]} vertices: samples of an input graph never fall")
-    edges = Edges(offsets, children, samples, types, counts, np.repeat(np.arange(size), np.maximum(counts, 0)))
-    if size and counts.min() < 0:
-        vertex = int((counts < 0).argmax())
-        raise edges.error(vertex, f"has {counts[vertex]} children: offsets of an input graph never fall")
+    edges = Edges(offsets, children, samples, types, counts, np.repeat(np.arange(size), np.abs(counts)))
+    if counts.min(initial=0) < 0:
+        vertex = counts.argmin()
+        raise edges.error(int(vertex), f"has {counts[vertex]} children: offsets of an input graph never fall")
     edges.check_children()
     return edges
 
@@ -124,11 +120,19 @@ def roots(size: int, children: Array) -> Array:
     return np.flatnonzero(is_root)
 
 
-def _vector(name: str, array: Array) -> Array:
+def integers(name: str, values: object, shape: tuple[int | None, ...] = (None,)) -> Array:
+    """An array of int64 of that shape.
+
+    Raises:
+        DTypeError, ShapeError: the values are none.
+    """
+    array = np.asarray(values)
+    if not array.size and not isinstance(values, np.ndarray):
+        return np.zeros([extent or 0 for extent in shape], np.int64)
     if array.dtype.kind not in "iu":
         raise DTypeError(f"{name} of an input graph are integers; got {array.dtype}")
-    if array.ndim != 1:
-        raise ShapeError(f"{name} of an input graph are a vector; got shape {format_shape(array.shape)}")
+    if not is_compatible(array.shape, shape):
+        raise ShapeError(f"{name} of an input graph have shape {format_shape(shape)}; got {format_shape(array.shape)}")
     return array.astype(np.int64, copy=False)
 
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, Union, cast
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.errors import GraphError
 from asyncflow.graph.build import placeholder
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
-from asyncflow.vertex.edges import read_edges, roots
-from asyncflow.vertex.levels import heights
+from asyncflow.vertex.breadth_first import breadth_first
+from asyncflow.vertex.edges import integers, read_edges, roots
 
 if TYPE_CHECKING:
     from asyncflow.values import Array
@@ -29,15 +28,12 @@ class DirectedGraph(Protocol):
 
     def is_directed(self) -> bool:
         """Whether its edges have a direction."""
-        ...
 
     def nodes(self) -> Iterable[object]:
         """Its nodes, in order."""
-        ...
 
     def edges(self) -> Iterable[tuple[object, object]]:
         """Pairs of nodes."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -81,7 +77,7 @@ class InputGraph:
         edges = read_edges(*self._arrays())
         edges.check(None, None)
         if not (edges.children < edges.parents).all():
-            heights(edges)  # which finds a cycle
+            breadth_first(edges)  # which finds a cycle
         for name in ("offsets", "children", "samples", "types"):
             if (array := getattr(edges, name)) is not None:
                 array = np.array(array)
@@ -91,23 +87,19 @@ class InputGraph:
     @classmethod
     def from_edges(cls, n: int, edges: Array | Sequence[tuple[int, int]], types: Ints | None = None) -> InputGraph:
         """One sample of `n` vertices, of pairs of a parent and its child; a parent's children are in their order."""
-        pairs = _integers("edges", edges, (None, 2))
+        pairs = integers("edges", edges, (None, 2))
+        for parent, child in pairs[(pairs[:, 0] < 0) | (pairs[:, 0] >= n)]:
+            raise GraphError(f"vertex {child} has the parent {parent}; vertices are 0 to {n - 1}")
         order = np.argsort(pairs[:, 0], kind="stable")
-        if len(order) and not 0 <= pairs[order[0], 0] <= pairs[order[-1], 0] < n:
-            edge = int(((pairs[:, 0] < 0) | (pairs[:, 0] >= n)).argmax())
-            raise GraphError(f"edge {edge} has the parent {pairs[edge, 0]}; vertices are 0 to {n - 1}")
         counts = np.bincount(pairs[:, 0], minlength=n)
         samples = np.array([0, n])
-        return cls(_starts(counts), pairs[order, 1], samples, None if types is None else _integers("types", types))
+        return cls(_starts(counts), pairs[order, 1], samples, None if types is None else integers("types", types))
 
     @classmethod
     def from_parents(cls, parents: Ints, types: Ints | None = None) -> InputGraph:
         """One sample of trees: the parent of each vertex, -1 for a root; children are in the order of their numbers."""
-        above = _integers("parents", parents)
-        if len(above) and not -1 <= above.min() <= above.max() < len(above):
-            vertex = int(((above < -1) | (above >= len(above))).argmax())
-            raise GraphError(f"vertex {vertex} has the parent {above[vertex]}; vertices are 0 to {len(above) - 1}")
-        below = np.flatnonzero(above >= 0)
+        above = integers("parents", parents)
+        below = np.flatnonzero(above != -1)
         return cls.from_edges(len(above), np.stack([above[below], below], 1), types)
 
     @classmethod
@@ -143,9 +135,9 @@ class InputGraph:
     @classmethod
     def chain(cls, lengths: Ints) -> InputGraph:
         """Sequences: a sample for each length, in which every vertex but the first has the one before as its child."""
-        steps = _integers("lengths", lengths)
-        if len(steps) and steps.min() < 0:
-            raise GraphError(f"lengths of chains are 0 or more; that of sample {steps.argmin()} is {steps.min()}")
+        steps = integers("lengths", lengths)
+        for sample in np.flatnonzero(steps < 0):
+            raise GraphError(f"lengths of chains are 0 or more; that of sample {sample} is {steps[sample]}")
         samples = _starts(steps)
         counts = np.ones(samples[-1], np.int64)
         counts[samples[:-1][steps > 0]] = 0
@@ -239,17 +231,6 @@ class InputGraph:
             if not isinstance(part, np.ndarray | None):
                 raise GraphError(f"an input graph holds a {type(part).__name__}: only one of arrays can be looked at")
         return cast("tuple[Array, Array, Array, Array | None]", parts)
-
-
-def _integers(name: str, values: object, shape: tuple[int | None, ...] = (None,)) -> Array:
-    array = np.asarray(values)
-    if not array.size:
-        return np.zeros([extent or 0 for extent in shape], np.int64)
-    if array.dtype.kind not in "iu":
-        raise DTypeError(f"{name} are integers; got {array.dtype}")
-    if array.ndim != len(shape) or shape[-1] not in (None, array.shape[-1]):
-        raise ShapeError(f"{name} have shape {format_shape(shape)}; got {format_shape(array.shape)}")
-    return array.astype(np.int64, copy=False)
 
 
 def _starts(counts: Array) -> Array:

@@ -140,18 +140,26 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "own parent": (lambda: af.InputGraph.from_parents([-1, 1]), af.GraphError, "vertex 1 of sample 0 is its own"),
     "parent": (lambda: af.InputGraph.from_parents([2, -1]), af.GraphError, "vertex 0 has the parent 2; .* 0 to 1"),
     "no parent": (lambda: af.InputGraph.from_parents([-2]), af.GraphError, "vertex 0 has the parent -2"),
-    "floats": (lambda: af.InputGraph.from_parents([0.5]), af.DTypeError, "parents are integers; got float64"),  # type: ignore[list-item]
-    "table": (lambda: af.InputGraph.from_parents([[0]]), af.ShapeError, r"parents have shape \[\?\]; got \[1,1\]"),  # type: ignore[list-item]
+    "floats": (
+        lambda: af.InputGraph.from_parents(np.array([0.5])),
+        af.DTypeError,
+        "parents of an input graph are integers; got float64",
+    ),
+    "table": (
+        lambda: af.InputGraph.from_parents(np.array([[0]])),
+        af.ShapeError,
+        r"parents of an input graph have shape \[\?\]; got \[1,1\]",
+    ),
     "edge": (
         lambda: af.InputGraph.from_edges(2, [(0, 1), (2, 0)]),
         af.GraphError,
-        "edge 1 has the parent 2; .* 0 to 1",
+        "vertex 0 has the parent 2; .* 0 to 1",
     ),
     "child": (lambda: af.InputGraph.from_edges(2, [(0, 2)]), af.GraphError, "vertex 0 of sample 0 has a child 2"),
     "triples": (
         lambda: af.InputGraph.from_edges(2, np.array([[0, 1, 1]])),
         af.ShapeError,
-        r"edges have shape \[\?,2\]; got \[1,3\]",
+        r"edges of an input graph have shape \[\?,2\]; got \[1,3\]",
     ),
     "types": (
         lambda: af.InputGraph.from_parents([-1], [1, 2]),
