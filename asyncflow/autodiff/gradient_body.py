@@ -59,8 +59,7 @@ class GradientBody(Subgraph):
         node = tensor.node
         with self, device(node.device):
             inputs = [self.import_tensor(each) for each in node.inputs]
-            specs = node.outputs[0].spec if node.single else tuple(output.spec for output in node.outputs)
-            again = self.add_node(node.op, inputs, node.attrs, specs, location=node.location)
+            again = self.add_node(node.op, inputs, node.attrs, node.specs, location=node.location)
         return again.outputs[tensor.index]
 
     def is_cheap(self, tensor: Tensor, is_there: Callable[[Tensor], bool]) -> bool:

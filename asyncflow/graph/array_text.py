@@ -34,7 +34,7 @@ def encode(array: Array) -> str:
     return base64.b64encode(_little_endian(array).tobytes()).decode("ascii")
 
 
-def read_array(spec: Spec, nested: object, encoded: str | None) -> Array:
+def read_array(spec: Spec, data: object, *, is_encoded: bool) -> Array:
     """The array of that spec whose elements are these nested lists, or this base64; read-only, like a constant's.
 
     Raises:
@@ -47,10 +47,10 @@ def read_array(spec: Spec, nested: object, encoded: str | None) -> Array:
     try:
         if 0 in shape:
             array = np.empty(shape, spec.dtype)
-        elif encoded is None:
-            array = np.array(_flat(spec, shape, nested), spec.dtype).reshape(shape)
+        elif is_encoded:
+            array = _little_endian(np.frombuffer(_decode(spec, str(data)), spec.dtype).reshape(shape).copy())
         else:
-            array = _little_endian(np.frombuffer(_decode(spec, encoded), spec.dtype).reshape(shape).copy())
+            array = np.array(_flat(spec, shape, data), spec.dtype).reshape(shape)
     except (ValueError, TypeError, OverflowError) as error:
         raise GraphError(f"the data do not make {str(spec)[:80]}: {error}") from error
     array.flags.writeable = False

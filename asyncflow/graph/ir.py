@@ -159,6 +159,11 @@ class Node(NotPickled):
         self.location = location
 
     @property
+    def specs(self) -> Spec | tuple[Spec, ...]:
+        """The specs of its outputs as its op's shape rule gives them: one, or a tuple of them."""
+        return self.outputs[0].spec if self.single else tuple(output.spec for output in self.outputs)
+
+    @property
     def sources(self) -> list[Node]:
         """The nodes that it waits for: those of its inputs, and its control inputs; one may be there several times."""
         return [*map(_node_of, self.inputs), *self.control_inputs]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from asyncflow.errors import GraphError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 T = TypeVar("T")
 X = TypeVar("X")
@@ -46,37 +44,39 @@ class Tokens:
 
     def take(self, kind: str = "", meaning: str = "") -> str:
         """Takes the next token. If a kind is asked for, it has to be of that; `meaning` says so to the user."""
-        if kind and kind != self.kind:
-            raise self.expected(meaning)
+        self.want(kind in ("", self.kind), meaning)
         word, start = self.word, self.offset
         if self.kind != "end":
             match = next(self._matches)
             self.kind = str(match.lastgroup)
             self.word, self.offset = match[self.kind], match.start(self.kind)
             self.line += self.text.count("\n", start, self.offset)
-        if self.kind == "unknown":
-            raise self.expected("a name, value or mark")
+        self.want(self.kind != "unknown", "a name, value or mark")
         return word
 
     def skip(self, word: str) -> bool:
         """Takes the next token if it is this mark or word; tells whether it was."""
-        if self.word != word:
-            return False
-        self.take()
-        return True
+        return self.word == word and self.take() == word
 
     def expect(self, *words: str) -> None:
         """Takes the next tokens, which have to be these marks and words."""
         for word in words:
-            if not self.skip(word):
-                raise self.expected(repr(word))
+            self.want(self.skip(word), repr(word))
 
-    def located(self, offset: int, make: Callable[[X], T], argument: X) -> T:
-        """The result of `make` for the argument; where it refuses, the error points at the offset."""
-        try:
-            return make(argument)
-        except GraphError as error:
-            raise self.fault(error.reason, offset) from error
+    def name(self, kind: str, meaning: str) -> str:
+        """Takes a string in quotes, or a name behind its sign, and gives what it means."""
+        start, word = self.offset, self.take(kind, meaning)
+        return self.unquote(word.lstrip("@"), start)
+
+    def number(self, meaning: str) -> int | float:
+        """Takes a number."""
+        start, word = self.offset, self.take("number", meaning)
+        if "0x" in word:
+            return int(word, 16)
+        if not word.lstrip("-").isdigit():
+            return float(word)
+        self.check(len(word) <= 1000, "an int of more than 1000 digits is to be written as 0x...", start)
+        return int(word)
 
     def until(self, end: str, read: Callable[[], T]) -> tuple[list[T], bool]:
         """The items that `read` reads, with commas between, up to the mark `end`; whether a comma followed the last."""
@@ -91,26 +91,39 @@ class Tokens:
     def deeper(self, what: str) -> None:
         """Counts that what follows stands in something else of its kind; at the end of that `depth` goes down again."""
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise self.fault(f"{what} are nested deeper than {MAX_DEPTH} levels", self.offset)
+        self.check(self.depth <= MAX_DEPTH, f"{what} are nested deeper than {MAX_DEPTH} levels", self.offset)
 
     def unquote(self, word: str, offset: int) -> str:
         """The meaning of a quoted string that stands at the offset, or a plain name itself."""
+        if not word.startswith('"'):
+            return word
+        try:
+            return _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else _LETTERS[found[2]], word[1:-1])
+        except (KeyError, ValueError):
+            raise self.expected(r"an escape: \n, \r, \t, \", \\ or \u{hex}", offset, word) from None
 
-        def meant(escape: re.Match[str]) -> str:
-            code, letter, start = int(escape[1] or "0", 16), escape[2], escape.start()
-            if code > 0x10FFFF or (letter and letter not in _LETTERS):
-                wanted = r"an escape: \n, \r, \t, \", \\ or \u{hex}"
-                raise self.expected(wanted, offset + 1 + start, repr(escape.string[start : start + 10]))
-            return _LETTERS[letter] if letter else chr(code)
+    def located(self, offset: int, make: Callable[[X], T], argument: X) -> T:
+        """The result of `make` for the argument; where it refuses, the error points at the offset."""
+        try:
+            return make(argument)
+        except GraphError as error:
+            raise self.fault(error.reason, offset) from error
 
-        return _ESCAPE.sub(meant, word[1:-1]) if word.startswith('"') else word
+    def check(self, holds: bool, message: str, offset: int) -> None:
+        """Refuses the text, with an error that points at the offset, unless this holds."""
+        if not holds:
+            raise self.fault(message, offset)
 
-    def expected(self, what: str, offset: int | None = None, found: str = "") -> GraphError:
-        """The error for something found, by default the next token, that is not what was expected."""
-        word = repr(self.word if len(self.word) <= 40 else f"{self.word[:37]}...")
-        found = found or ("the end of the text" if self.kind == "end" else word)
-        return self.fault(f"expected {what}, found {found}", self.offset if offset is None else offset)
+    def want(self, holds: bool, what: str) -> None:
+        """Refuses the next token, as something else is expected, unless this holds."""
+        if not holds:
+            raise self.expected(what)
+
+    def expected(self, what: str, offset: int | None = None, word: str = "") -> GraphError:
+        """The error for a word, by default the next one, that is not what is expected."""
+        word, offset = word or self.word, self.offset if offset is None else offset
+        found = repr(word if len(word) <= 40 else f"{word[:37]}...") if word else "the end of the text"
+        return self.fault(f"expected {what}, found {found}", offset)
 
     def fault(self, message: str, offset: int) -> GraphError:
         """An error that shows the line and points at the offset."""

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
 
     Places = Mapping[Node, int]
 
@@ -141,9 +140,10 @@ def _check_outputs(node: Node) -> None:
     except Exception as error:
         # Inputs and attrs that never went through `apply` may trip the rule anywhere.
         raise _fault(node, f"its op does not take {seen}: {told(error)}") from error
-    claimed = node.outputs[0].spec if node.single else tuple(output.spec for output in node.outputs)
-    if not specs_agree(inferred, claimed):
-        raise _fault(node, f"its outputs are {show_specs(claimed)}, but its op makes {show_specs(inferred)} of {seen}")
+    if not specs_agree(inferred, node.specs):
+        raise _fault(
+            node, f"its outputs are {show_specs(node.specs)}, but its op makes {show_specs(inferred)} of {seen}"
+        )
 
 
 # -- branches and loops ------------------------------------------------------------------------------------------
@@ -220,9 +220,5 @@ def _check_specs(node: Node, left: Sequence[Tensor], right: Sequence[Tensor], wh
     if len(left) != len(right):
         raise _fault(node, f"its {what} differ in number: {len(left)} and {len(right)}")
     for place, (a, b) in enumerate(zip(left, right, strict=True)):
-        if not _fits(a.spec, b.spec):
+        if not specs_agree(a.spec, b.spec):
             raise _fault(node, f"its {what} differ at {place}: {a.name} {a.spec} and {b.name} {b.spec}")
-
-
-def _fits(a: Spec, b: Spec) -> bool:
-    return a.dtype == b.dtype and is_compatible(a.shape, b.shape)

@@ -333,8 +333,7 @@ class _Copy:
             if isinstance(node, StructuredNode):
                 self._copy_structured(node, target, need.inside[node])
             else:
-                specs = node.outputs[0].spec if node.single else tuple(out.spec for out in node.outputs)
-                self._add(node, target, node.inputs, node.attrs, specs, node.outputs)
+                self._add(node, target, node.inputs, node.attrs, node.specs, node.outputs)
         if self.streamed and self.streamed[0].graph is source:
             emitted = [self.tensors[tensor] for tensor in self.streamed]
             target.add_node(EMIT, emitted, {}, (), name="emit", location=_where(self.streamed[0]))
