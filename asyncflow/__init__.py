@@ -24,7 +24,6 @@ from asyncflow.control.case import switch_case as switch_case
 from asyncflow.control.cond import cond as cond
 from asyncflow.control.functional import foldl as foldl
 from asyncflow.control.functional import foldr as foldr
-from asyncflow.control.functional import map_fn as map_fn
 from asyncflow.control.functional import scan as scan
 from asyncflow.control.row_store import RowStore as RowStore
 from asyncflow.control.tensor_array import TensorArray as TensorArray
@@ -78,6 +77,8 @@ from asyncflow.graph.spec import Spec as Spec
 from asyncflow.graph.spec import spec as spec
 from asyncflow.graph.text import print_graph as print_graph
 from asyncflow.graph.verify import verify as verify
+from asyncflow.lift.map_fn import map_fn as map_fn
+from asyncflow.lift.vmap import vmap as vmap
 from asyncflow.ops import fft as fft
 from asyncflow.ops import random as random
 from asyncflow.ops.checks import assert_that as assert_that

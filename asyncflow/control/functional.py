@@ -1,4 +1,4 @@
-"""`map_fn`, `scan`, `foldl`, `foldr`: a function over the rows of tensors, as a loop with TensorArrays.
+"""`scan`, `foldl`, `foldr`: a function over the rows of tensors, as a loop with TensorArrays.
 
 The function is called once, while the graph is built.
 """
@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.control.array_store import ArrayKind
 from asyncflow.control.body import result_tensor, user_function
-from asyncflow.control.primitives.enter import check_parallel_iterations
-from asyncflow.control.tensor_array import ARRAY, TensorArray
-from asyncflow.control.while_loop import add_loop, while_loop
+from asyncflow.control.tensor_array import TensorArray
+from asyncflow.control.while_loop import while_loop
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, constant, graph_for
-from asyncflow.graph.dtypes import VARIANT, dtype_name, int64
-from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_subshape
-from asyncflow.graph.spec import Spec
 from asyncflow.ops.elementwise import add, subtract
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.logic import less
@@ -29,48 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncflow.values import Nest
-
-_COUNTER = Spec(int64, ())
-
-
-def map_fn(
-    fn: Callable[[Nest], Nest],
-    elems: Nest,
-    *,
-    parallel_iterations: int = 32,
-    name: str | None = None,
-) -> Nest:
-    """``fn(row)`` for each row of `elems`, stacked.
-
-    Rows are independent, so up to `parallel_iterations` of them are computed at the same time.
-
-    Args:
-        fn: takes one row, a nest like `elems`; returns any nest.
-        elems: a nest of tensors with one common first extent, the rows; it may be known only in the run.
-        parallel_iterations: how many rows may be worked on at once.
-        name: of the loop.
-
-    Returns:
-        The nest that `fn` returns, each value with a new first axis for the rows.
-
-    Raises:
-        GraphError: `elems` is empty, or `fn` returns nothing.
-        ShapeError: a scalar among `elems`, or first extents that differ.
-        ValueError: (in the run, as the cause of a KernelError) results of different shapes; or no rows, where the
-            shape of a result is not known while the graph is built.
-
-    >>> import asyncflow as af
-    >>> with af.Graph():
-    ...     af.map_fn(lambda x: af.sum(x * x), af.ones((5, 3)))
-    <Tensor tensor_array_stack:0 float64[5]>
-    """
-    check_parallel_iterations(parallel_iterations)
-    with graph_for(*nest.flatten(elems)[0]) as graph:
-        rows = _RowOrder("map_fn", elems)
-        fn = user_function(fn, "fn of map_fn", 1, f"one row, {nest.describe(rows.structure)}")
-        loop = _MapLoop(graph, graph.unique_name("map" if name is None else name))
-        structure = loop.trace(fn, rows)
-        return structure.unflatten(loop.build(rows, parallel_iterations))
 
 
 def scan(
@@ -106,7 +61,7 @@ def scan(
     <Tensor tensor_array_stack:0 float64[5,3]>
     """
     with graph_for(*nest.flatten((elems, initializer))[0]):
-        rows = _RowOrder("scan", elems, reverse=reverse)
+        rows = RowOrder("scan", elems, reverse=reverse)
         state, first = rows.start(initializer)
         fn = state.function(fn, rows)
         arrays = [TensorArray(x.dtype, rows.count, element_shape=x.shape) for x in state.initial]
@@ -174,7 +129,7 @@ def _fold(
     name: str | None,
 ) -> Nest:
     with graph_for(*nest.flatten((elems, initializer))[0]):
-        rows = _RowOrder(what, elems, reverse=what == "foldr")
+        rows = RowOrder(what, elems, reverse=what == "foldr")
         state, first = rows.start(initializer)
         fn = state.function(fn, rows)
         _, values = while_loop(
@@ -187,7 +142,7 @@ def _fold(
         return state.structure.unflatten(values)
 
 
-class _RowOrder:
+class RowOrder:
     """The rows to go over, and the order to go in."""
 
     def __init__(self, what: str, elems: Nest, *, reverse: bool = False) -> None:
@@ -196,11 +151,11 @@ class _RowOrder:
         if callable(elems):
             raise GraphError(f"{what}(fn, elems) takes the function first; got {elems!r} as elems")
         leaves, self.structure = nest.flatten(elems)
-        tensors = [as_tensor(leaf) for leaf in leaves]
-        if not tensors:
+        self.tensors = [as_tensor(leaf) for leaf in leaves]
+        if not self.tensors:
             raise GraphError(f"{what} needs at least one tensor to go over; got {elems!r}")
-        self.count = self._count(tensors)
-        self.arrays = [self._array(tensor) for tensor in tensors]
+        self.count = self._count(self.tensors)
+        self.arrays = [self._array(tensor) for tensor in self.tensors]
 
     def _count(self, tensors: list[Tensor]) -> int | Tensor:
         extents: dict[int, str] = {}
@@ -252,7 +207,7 @@ class _State:
         if not self.initial:
             raise GraphError(f"the initializer of {what} has no values: {initial!r}")
 
-    def function(self, fn: Callable[[Nest, Nest], Nest], rows: _RowOrder) -> Callable[..., Nest]:
+    def function(self, fn: Callable[[Nest, Nest], Nest], rows: RowOrder) -> Callable[..., Nest]:
         """`fn`, which takes the state and a row."""
         arguments = f"the state, {nest.describe(self.structure)}, and one row, {nest.describe(rows.structure)}"
         return user_function(fn, f"fn of {self.what}", 2, arguments)
@@ -285,54 +240,3 @@ class _State:
                 f"{path} of {self.what} begins with shape {format_shape(old.shape)} but fn returns "
                 f"{format_shape(new.shape)}; a state keeps its shape"
             )
-
-
-class _MapLoop:
-    """The loop of a `map_fn`, built body first: only the body tells how many arrays of results there are."""
-
-    def __init__(self, graph: Graph, label: str) -> None:
-        self.label = label
-        self.condition = Subgraph(graph, f"{label}/cond")
-        self.body = Subgraph(graph, f"{label}/body")
-        self.kinds: list[ArrayKind] = []
-
-    def trace(self, fn: Callable[[Nest], Nest], rows: _RowOrder) -> nest.Structure:
-        """Builds the body; gives the nest that `fn` returns."""
-        body = self.body
-        count = body.add_input(_COUNTER, "var")
-        with body:
-            leaves, structure = nest.flatten(fn(rows.read(count)))
-            if not leaves:
-                raise GraphError("fn of map_fn must return a value to stack")
-            values = [result_tensor(body, leaf) for leaf in leaves]
-            self._check(structure, values)
-            self.kinds = [ArrayKind(x.dtype, x.shape, dynamic_size=False, clear_after_read=True) for x in values]
-            handles = [body.add_input(ARRAY, "var") for _ in values]
-            written = [
-                TensorArray.from_handle(handle, kind).write(count, value).handle
-                for handle, kind, value in zip(handles, self.kinds, values, strict=True)
-            ]
-            body.results = [add(count, 1), *written]
-        # Loop variables come before captures, though the last of them were made after the first captures.
-        body.inputs = [count, *handles]
-        return structure
-
-    def _check(self, structure: nest.Structure, values: list[Tensor]) -> None:
-        for path, value in zip(structure.paths("result"), values, strict=True):
-            if value.dtype == VARIANT:
-                raise DTypeError(
-                    f"{path} of map_fn is a TensorArray, and arrays cannot be stacked; return array.stack() instead"
-                )
-
-    def build(self, rows: _RowOrder, parallel_iterations: int) -> list[Tensor]:
-        """Adds the loop; gives the stacked results."""
-        arrays = [TensorArray(kind.dtype, rows.count, element_shape=kind.element_shape) for kind in self.kinds]
-        specs = (_COUNTER, *(ARRAY for _ in arrays))
-        for spec in specs:
-            self.condition.add_input(spec, "var")
-        with self.condition:
-            self.condition.results = [less(self.condition.inputs[0], rows.count)]
-        initial = [as_tensor(0, int64), *(array.handle for array in arrays)]
-        node = add_loop(self.condition, self.body, initial, specs, self.label, parallel_iterations)
-        handles = zip(node.outputs[1:], self.kinds, strict=True)
-        return [rows.stacked(TensorArray.from_handle(handle, kind)) for handle, kind in handles]

@@ -208,6 +208,19 @@ class Graph(NotPickled):
         self.root._by_name[node.name] = node
         self.nodes.append(node)
 
+    def take_back(self, count: int) -> None:
+        """Removes the nodes behind the first `count`, which nothing else may use; their names are free again."""
+        with self.root.lock:
+            gone = self.nodes[count:]
+            del self.nodes[count:]
+            for node in gone:
+                for body in node.subgraphs:
+                    body.take_back(0)
+                self.root._by_name.pop(node.name, None)
+                self.root._taken.pop(node.name, None)
+            outputs = {tensor for node in gone for tensor in node.outputs}
+            self.shapes = {x: found for x, found in self.shapes.items() if outputs.isdisjoint((x, found))}
+
     def renumber(self) -> None:
         """Gives the nodes of a root graph ids in their order again."""
         for index, node in enumerate(self.nodes):

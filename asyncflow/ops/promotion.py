@@ -22,7 +22,7 @@ from asyncflow.graph.shapes import broadcast
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from asyncflow.values import Kernel
 
@@ -176,6 +176,11 @@ def ufunc_op(name: str, ufunc: str, scalar_kernel: Kernel | None = None, *, is_t
     )
     _UFUNCS[op] = getattr(np, ufunc)
     return register(op)
+
+
+def ufunc_ops() -> Collection[Op]:
+    """All ops that `ufunc_op` has registered."""
+    return _UFUNCS.keys()
 
 
 def promote_for(

@@ -1,0 +1,1 @@
+"""How a body over one row becomes a body over many."""

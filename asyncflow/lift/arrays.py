@@ -1,0 +1,108 @@
+"""Row rules of TensorArrays: every element has a row axis. Places in an array are the same for all rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.control import tensor_array as ta
+from asyncflow.graph.build import apply
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.indexing import getitem
+from asyncflow.ops.manipulation import moveaxis
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule, row_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.ops.rows.rule import RowAxis
+
+
+def _require_fixed(node: Node, value: LiftedValue, what: str) -> Tensor:
+    if value.has_rows:
+        raise CannotLift(f"{node.name} has {what} of its own for each row")
+    return value.tensor
+
+
+def _array(node: Node, value: LiftedValue) -> Tensor:
+    if not value.has_rows:
+        raise CannotLift(f"{node.name} writes what rows have into a TensorArray that was made outside")
+    return value.tensor
+
+
+def _element(node: Node, rows: RowAxis) -> Spec:
+    element: Spec = node.attrs["element"]
+    return Spec(element.dtype, rows.shape(element.shape))
+
+
+@row_rule(ta.TENSOR_ARRAY)
+def _new(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    size = _require_fixed(node, inputs[0], "a size")
+    return apply(ta.TENSOR_ARRAY, size, **{**node.attrs, "element": _element(node, rows)})
+
+
+@row_rule(ta.WRITE)
+def _write(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    array, index, value = inputs
+    place = _require_fixed(node, index, "an index")
+    return apply(ta.WRITE, _array(node, array), place, rows.spread(value), element=_element(node, rows))
+
+
+@row_rule(ta.UNSTACK)
+def _unstack(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    array, values = inputs
+    turned = moveaxis(rows.spread(values), 0, 1)
+    return apply(ta.UNSTACK, _array(node, array), turned, element=_element(node, rows))
+
+
+@row_rule(ta.SCATTER)
+def _scatter(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    array, indices, values = inputs
+    places = _require_fixed(node, indices, "indices")
+    turned = moveaxis(rows.spread(values), 0, 1)
+    return apply(ta.SCATTER, _array(node, array), places, turned, element=_element(node, rows))
+
+
+@row_rule(ta.READ)
+def _read(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    array, index = inputs
+    if array.has_rows:
+        return apply(ta.READ, array.tensor, _require_fixed(node, index, "an index"), element=_element(node, rows))
+    return apply(ta.GATHER, array.tensor, index.tensor, element=node.attrs["element"])
+
+
+@row_rule(ta.STACK)
+def _stack(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    (whole,) = apply(ta.STACK, inputs[0].tensor, **{**node.attrs, "element": _element(node, rows)})
+    return [moveaxis(whole, 1, 0)]
+
+
+@row_rule(ta.GATHER)
+def _gather(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    array, indices = inputs
+    if not array.has_rows:
+        raise CannotLift(f"{node.name} has indices of its own for each row")
+    places = _require_fixed(node, indices, "indices")
+    (whole,) = apply(ta.GATHER, array.tensor, places, element=_element(node, rows))
+    return [moveaxis(whole, 1, 0)]
+
+
+@row_rule(ta.ELEMENT_SHAPE, alike=True)
+def _element_shape(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    array, index = inputs
+    place = _require_fixed(node, index, "an index")
+    (whole,) = apply(ta.ELEMENT_SHAPE, array.tensor, place, element=_element(node, rows))
+    return [getitem(whole, slice(1, None))]
+
+
+@row_rule(ta.SIZE, alike=True)
+def _size(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    return apply(ta.SIZE, inputs[0].tensor)
+
+
+@row_rule(ta.CLOSE)
+def _close(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    return apply(ta.CLOSE, inputs[0].tensor)
+
+
+no_row_rule(ta.SPLIT, ta.CONCAT, because="its pieces are as long as the run says, for each row")

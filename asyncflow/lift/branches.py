@@ -1,0 +1,138 @@
+"""Branches over rows: each branch runs on the rows that take it, and what they give goes back to its places."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncflow.control.cond import cond
+from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.op import OPAQUE, Op, derivative, register
+from asyncflow.graph.shapes import relax
+from asyncflow.graph.spec import Spec
+from asyncflow.lift.flow import branches_with_rows
+from asyncflow.ops.cost import moving, per_input_element
+from asyncflow.ops.creation import zeros
+from asyncflow.ops.derivatives.shapes import ensure_shape
+from asyncflow.ops.indexing import gather
+from asyncflow.ops.logic import greater
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis
+from asyncflow.ops.shape import size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.graph import Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.structured import CondNode
+    from asyncflow.lift.lifting import Lifting
+    from asyncflow.values import Array, Kernel, Namespace
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+_NUMBERS = Spec(int64, (None,))
+
+
+def _split_kernel(xp: Namespace) -> Kernel:
+    return lambda predicate: (np.flatnonzero(predicate), np.flatnonzero(~predicate))
+
+
+SPLIT_ROWS = register(
+    Op("split_rows", lambda predicate: (_NUMBERS, _NUMBERS), _split_kernel, flops=per_input_element, runs_on_host=True)
+)
+"""The numbers of the rows for which a predicate holds, and of the others."""
+
+
+def _join_spec(count: Spec, places: Spec, values: Spec, others: Spec, rest: Spec, *, extent: int | None) -> Spec:
+    shape = relax(values.shape, rest.shape)
+    return Spec(values.dtype, None if shape is None else (extent, *shape[1:]))
+
+
+def _join_kernel(xp: Namespace, *, extent: int | None) -> Kernel:
+    def join(count: Array, places: Array, values: Array, others: Array, rest: Array) -> Array:
+        if not len(others):
+            return values
+        if not len(places):
+            return rest
+        joined = xp.empty((int(count), *values.shape[1:]), values.dtype)
+        joined[places], joined[others] = values, rest
+        return joined
+
+    return join
+
+
+JOIN_ROWS = register(Op("join_rows", _join_spec, _join_kernel, host_inputs=(0,), flops=moving, traits=OPAQUE))
+"""Rows from two places, in the order of their numbers."""
+
+
+@derivative(JOIN_ROWS)
+def _join(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    _, places, values, others, rest = node.inputs
+    given = [ensure_shape(gather(grad, each), x.shape) for each, x in ((places, values), (others, rest))]
+    return [None, None, given[0], None, given[1]]
+
+
+def split_rows(predicate: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of the rows for which `predicate` holds, and of the others."""
+    held, others = apply(SPLIT_ROWS, predicate)
+    return held, others
+
+
+def some_rows(rows: RowAxis, numbers: Tensor) -> RowAxis:
+    """The axis of the rows with these numbers."""
+    return RowAxis(size(numbers), None, lambda: gather(rows.numbers(), numbers), rows.loops)
+
+
+def taken(values: Sequence[LiftedValue], numbers: Tensor) -> list[LiftedValue]:
+    """Values for the rows with these numbers alone."""
+    return [LiftedValue(gather(x.tensor, numbers), True) if x.has_rows else x for x in values]
+
+
+# -- the rule --------------------------------------------------------------------------------------------------------
+
+
+def lift_cond(lifting: Lifting, node: CondNode, inputs: Sequence[LiftedValue]) -> list[LiftedValue]:
+    """A branch for all rows. Where each row decides for itself, rows are parted: never both sides for a row."""
+    predicate, *captures = inputs
+    flags = branches_with_rows(node, [value.has_rows for value in inputs])
+    if not predicate.has_rows:
+        true, false = (partial(_results, lifting, body, captures, flags) for body in node.subgraphs)
+        returned = cond(predicate.tensor, true, false, name="cond")
+        return [LiftedValue(x, has_rows) for x, has_rows in zip(returned if flags else (), flags, strict=True)]
+    places = split_rows(predicate.tensor)
+    sides = [_side(lifting, body, captures, numbers) for body, numbers in zip(node.subgraphs, places, strict=True)]
+    rows = lifting.rows
+    joined = [
+        apply(JOIN_ROWS, rows.count, places[0], one, places[1], other, extent=rows.extent)[0]
+        for one, other in zip(*sides, strict=True)
+    ]
+    return [LiftedValue(x, True) for x in joined]
+
+
+def _results(
+    lifting: Lifting, body: Subgraph, captures: Sequence[LiftedValue], flags: Sequence[bool]
+) -> list[Tensor] | None:
+    return lifting.spread(lifting.results(body, captures), flags) or None
+
+
+def _side(lifting: Lifting, body: Subgraph, captures: Sequence[LiftedValue], numbers: Tensor) -> Sequence[Tensor]:
+    """The results of a branch for some rows; it does not run if there are none."""
+    for result in body.results:
+        if result.dtype == VARIANT:
+            raise CannotLift("rows of a TensorArray go different ways through a branch")
+        if result.shape is None:
+            raise CannotLift(f"the rank of {result.name}, which a branch gives, is not known")
+    some = some_rows(lifting.rows, numbers)
+    part = lifting.over(some)
+
+    def run() -> list[Tensor]:
+        return part.spread(part.results(body, taken(captures, numbers)), [True] * len(body.results))
+
+    def none() -> list[Tensor]:
+        return [zeros((0, *(extent or 0 for extent in x.shape or ())), dtype=x.dtype) for x in body.results]
+
+    returned = cond(greater(some.count, 0), run, none, name="rows")
+    return returned if body.results else []

@@ -1,0 +1,191 @@
+"""`Lifting`: the nodes of a body over one row, built anew for many rows in the current graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.errors import user_location
+from asyncflow.graph.build import as_tensor, identity
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.graph import current_graph, node_effects
+from asyncflow.graph.op import Access
+from asyncflow.graph.scopes import control_dependencies
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.lift import arrays
+from asyncflow.lift.branches import lift_cond
+from asyncflow.lift.loops import lift_while
+from asyncflow.ops.creation import arange
+from asyncflow.ops.manipulation import expand_dims
+from asyncflow.ops.rows import all as _rules
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, gives_rows, row_rule_of, why_no_row_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from asyncflow.graph.graph import Graph, Subgraph
+    from asyncflow.graph.ir import Node, Tensor
+
+_RULES = (*_rules.__all__, arrays)
+
+
+def lift(
+    body: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor], count: int | Tensor, label: str
+) -> list[Tensor]:
+    """Values of `body`, computed for all rows in the current graph, each with a row axis in front.
+
+    What has effects in the body runs before any of them is there. The body is left as it is.
+
+    Args:
+        body: what a function of one row has built; what it captures is the same for every row.
+        known: its values that are given.
+        wanted: its values that are asked for.
+        count: how many rows there are.
+        label: a name reserved for what is built.
+
+    Raises:
+        CannotLift: something in it is not computed for several rows at once; nothing is left behind.
+    """
+    graph = current_graph()
+    assert graph is not None
+    before = len(graph.nodes)
+    try:
+        lifting = Lifting(_axis(count), label)
+        captured = {inner: LiftedValue(outer, has_rows=False) for outer, inner in body.captures.items()}
+        found = lifting.values(body, {**captured, **known}, wanted)
+        with control_dependencies(lifting.effects()):
+            # A result that is there before an effect would not show that it has happened.
+            results = [lifting.rows.spread(value) for value in found]
+            return [identity(x) for x in results] if lifting.effects() else results
+    except CannotLift:
+        graph.take_back(before)
+        raise
+
+
+def _axis(count: int | Tensor) -> RowAxis:
+    extent = count if isinstance(count, int) else None
+    tensor = as_tensor(count, int64)
+    return RowAxis(tensor, extent, lambda: expand_dims(arange(tensor, dtype=int64), axis=1))
+
+
+class Lifting:
+    """Lifts bodies over one row axis.
+
+    Args:
+        rows: the axis.
+        label: a name reserved for what is lifted, under which its nodes stand.
+    """
+
+    def __init__(self, rows: RowAxis, label: str) -> None:
+        self.rows = rows
+        self.label = label
+        self._location = user_location()
+        self._made: dict[Node, tuple[Node, ...]] = {}
+
+    def over(self, rows: RowAxis) -> Lifting:
+        """The same over other rows, such as some of these."""
+        return Lifting(rows, self.label)
+
+    def spread(self, values: Iterable[LiftedValue], flags: Iterable[bool]) -> list[Tensor]:
+        """Values as tensors, with a row axis where the flag says so."""
+        return [
+            self.rows.spread(value) if has_rows else value.tensor for value, has_rows in zip(values, flags, strict=True)
+        ]
+
+    def results(self, body: Subgraph, inputs: Sequence[LiftedValue]) -> list[LiftedValue]:
+        """The results of `body` for all rows; what has effects in it is built too.
+
+        Args:
+            body: all of whose inputs are given.
+            inputs: one for each of its inputs.
+
+        Raises:
+            CannotLift: something in it is not computed for several rows at once.
+        """
+        return self.values(body, dict(zip(body.inputs, inputs, strict=True)), body.results)
+
+    def values(self, body: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor]) -> list[LiftedValue]:
+        """Values of `body`, some of which are known, and what has effects in it; see `results`."""
+        for node in _needed(body, known, wanted):
+            outputs = self._lifted(node, [known[x] for x in node.inputs], body)
+            known.update(zip(node.outputs, outputs, strict=True))
+        return [known[x] for x in wanted]
+
+    def effects(self) -> list[Node]:
+        """What was built for nodes that have effects."""
+        return [made for node, each in self._made.items() if _writes(node) for made in each]
+
+    def _lifted(self, node: Node, inputs: list[LiftedValue], body: Subgraph) -> Sequence[LiftedValue]:
+        graph = current_graph()
+        assert graph is not None
+        count, first = len(graph.nodes), graph.root.version
+        with graph.scoped(name_scope=self._scope(node, body), device=node.device, controls=self._controls(node, graph)):
+            try:
+                outputs = self._outputs(node, inputs)
+            except CannotLift as reason:
+                if "built at" in str(reason):
+                    raise
+                raise CannotLift(f"{reason}, built at {node.location}") from None
+        made = graph.nodes[count:]
+        self._made[node] = tuple(each for each in made if _writes(each)) or tuple(made[-1:])
+        for each in made:
+            # An error in the run names the user's line of the node that was lifted.
+            if each.id >= first and each.location == self._location:
+                each.location = node.location
+        return outputs
+
+    def _scope(self, node: Node, body: Subgraph) -> str:
+        inner = node.name.removeprefix(f"{body.label}/").rpartition("/")
+        return f"{self.label}/{inner[0]}{inner[1]}"
+
+    def _controls(self, node: Node, graph: Graph) -> tuple[Node, ...]:
+        before = [made for each in node.control_inputs for made in self._made.get(each, ())]
+        local = [graph.import_control(each) for each in before]
+        return tuple(each for each in local if each is not None)
+
+    def _outputs(self, node: Node, inputs: list[LiftedValue]) -> Sequence[LiftedValue]:
+        if isinstance(node, WhileNode):
+            return lift_while(self, node, inputs)
+        if isinstance(node, CondNode):
+            return lift_cond(self, node, inputs)
+        _refuse_writes(node)
+        has_rows = gives_rows(node.op, any(value.has_rows for value in inputs))
+        if not has_rows and not any(value.has_rows for value in inputs) and not node.op.is_random:
+            return [LiftedValue(x, has_rows=False) for x in _copied(node, [value.tensor for value in inputs])]
+        rule = row_rule_of(node.op)
+        if rule is None:
+            reason = why_no_row_rule(node.op) or "it has no row rule"
+            raise CannotLift(f"{node.name} ({node.op.name}) is not computed for several rows at once: {reason}")
+        return [LiftedValue(x, has_rows) for x in rule(node, self.rows, inputs)]
+
+
+def _copied(node: Node, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of a node that is the same for every row."""
+    graph = current_graph()
+    assert graph is not None
+    local = [graph.import_tensor(x) for x in inputs]
+    specs = node.op.infer(*(x.spec for x in local), **node.attrs)
+    return graph.add_node(node.op, local, node.attrs, specs, name=node.name.rpartition("/")[2]).outputs
+
+
+def _refuse_writes(node: Node) -> None:
+    if isinstance(node, StructuredNode) or row_rule_of(node.op) is not None:
+        return
+    for resource, access in node_effects(node):
+        if access is Access.WRITE:
+            what = "has effects" if resource is node else f"changes {resource!r}"
+            raise CannotLift(f"{node.name} ({node.op.name}) {what}, once for each row and in their order")
+
+
+def _writes(node: Node) -> bool:
+    return any(access is Access.WRITE for _, access in node_effects(node))
+
+
+def _needed(body: Subgraph, known: Collection[Tensor], wanted: Iterable[Tensor]) -> list[Node]:
+    """The nodes behind what is wanted and what has effects, in order, as far as they are not known."""
+    needed = {x.node for x in wanted if x not in known}
+    for node in reversed(body.nodes):
+        if node in needed or _writes(node):
+            needed.add(node)
+            needed.update(x.node for x in node.inputs if x not in known)
+            needed.update(node.control_inputs)
+    return [node for node in body.nodes if node in needed and not any(x in known for x in node.outputs)]

@@ -1,0 +1,144 @@
+"""`map_fn` and `vmap`: a function of one row, over many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from asyncflow.control.array_store import ArrayKind
+from asyncflow.control.body import result_tensor, user_function
+from asyncflow.control.functional import RowOrder
+from asyncflow.control.primitives.enter import check_parallel_iterations
+from asyncflow.control.tensor_array import ARRAY, TensorArray
+from asyncflow.control.while_loop import add_loop
+from asyncflow.errors import DTypeError, GraphError
+from asyncflow.graph import nest
+from asyncflow.graph.build import as_tensor, graph_for
+from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.spec import Spec
+from asyncflow.lift.lifting import lift as lift_body
+from asyncflow.ops.elementwise import add
+from asyncflow.ops.logic import less
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.values import Nest
+
+_COUNTER = Spec(int64, ())
+
+
+def map_fn(
+    fn: Callable[[Nest], Nest],
+    elems: Nest,
+    *,
+    lift: bool | Literal["auto"] = "auto",
+    parallel_iterations: int = 32,
+    name: str | None = None,
+) -> Nest:
+    """``fn(row)`` for each row of `elems`, stacked.
+
+    Where it can be, `fn` is *lifted*: its operations are built for all rows at once, a branch runs on the rows that
+    take it, and a loop on those that go on. Else, as where `fn` awaits or changes a variable, it is a loop over the
+    rows, of which up to `parallel_iterations` are worked on at the same time. The results are the same but for
+    rounding, random numbers are equal, and `plan.explain()` says which of the two it is and why.
+
+    Args:
+        fn: takes one row, a nest like `elems`; returns any nest.
+        elems: a nest of tensors with one common first extent, the rows; it may be known only in the run.
+        lift: True: it is an error if `fn` cannot be lifted; False: always a loop.
+        parallel_iterations: how many rows a loop may work on at once.
+        name: of the loop, and what the names of lifted nodes begin with.
+
+    Returns:
+        The nest that `fn` returns, each value with a new first axis for the rows.
+
+    Raises:
+        GraphError: `elems` is empty, `fn` returns nothing, or cannot be lifted and `lift` is True.
+        ShapeError: a scalar among `elems`, or first extents that differ.
+        ValueError: (in the run, as the cause of a KernelError) results of different shapes; or no rows, where the
+            shape of a result is not known while the graph is built.
+
+    >>> import asyncflow as af
+    >>> with af.Graph():
+    ...     af.map_fn(lambda x: af.sum(x * x), af.ones((5, 3)))
+    <Tensor tensor_array_stack:0 float64[5]>
+    """
+    check_parallel_iterations(parallel_iterations)
+    with graph_for(*nest.flatten(elems)[0]) as graph:
+        rows = RowOrder("map_fn", elems)
+        fn = user_function(fn, "fn of map_fn", 1, f"one row, {nest.describe(rows.structure)}")
+        loop = _MapLoop(graph, graph.unique_name("map" if name is None else name))
+        structure = loop.trace(fn, rows)
+        try:
+            if lift is False:
+                raise CannotLift("lift=False")
+            results = loop.lifted(rows)
+        except CannotLift as reason:
+            if lift is True:
+                raise GraphError(f"map_fn(lift=True): {reason}") from None
+            results = loop.build(rows, parallel_iterations)
+        return structure.unflatten(results)
+
+
+class _MapLoop:
+    """The loop of a `map_fn`, built body first: only the body tells how many arrays of results there are."""
+
+    def __init__(self, graph: Graph, label: str) -> None:
+        self.label = label
+        self.condition = Subgraph(graph, f"{label}/cond")
+        self.body = Subgraph(graph, f"{label}/body")
+        self.kinds: list[ArrayKind] = []
+        self.rows: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def trace(self, fn: Callable[[Nest], Nest], rows: RowOrder) -> nest.Structure:
+        """Builds the body; gives the nest that `fn` returns."""
+        body = self.body
+        count = body.add_input(_COUNTER, "var")
+        with body:
+            self.rows = [array.read(count) for array in rows.arrays]
+            leaves, structure = nest.flatten(fn(rows.structure.unflatten(self.rows)))
+            if not leaves:
+                raise GraphError("fn of map_fn must return a value to stack")
+            values = self.values = [result_tensor(body, leaf) for leaf in leaves]
+            self._check(structure, values)
+            self.kinds = [ArrayKind(x.dtype, x.shape, dynamic_size=False, clear_after_read=True) for x in values]
+            handles = [body.add_input(ARRAY, "var") for _ in values]
+            written = [
+                TensorArray.from_handle(handle, kind).write(count, value).handle
+                for handle, kind, value in zip(handles, self.kinds, values, strict=True)
+            ]
+            body.results = [add(count, 1), *written]
+        # Loop variables come before captures, though the last of them were made after the first captures.
+        body.inputs = [count, *handles]
+        return structure
+
+    def _check(self, structure: nest.Structure, values: list[Tensor]) -> None:
+        for path, value in zip(structure.paths("result"), values, strict=True):
+            if value.dtype == VARIANT:
+                raise DTypeError(
+                    f"{path} of map_fn is a TensorArray, and arrays cannot be stacked; return array.stack() instead"
+                )
+
+    def lifted(self, rows: RowOrder) -> list[Tensor]:
+        """What the body gives for all rows, without a loop, which is then not needed."""
+        known = {row: LiftedValue(tensor, True) for row, tensor in zip(self.rows, rows.tensors, strict=True)}
+        found = lift_body(self.body, known, self.values, rows.count, self.label)
+        self.body.take_back(0)
+        return found
+
+    def build(self, rows: RowOrder, parallel_iterations: int) -> list[Tensor]:
+        """Adds the loop; gives the stacked results."""
+        arrays = [TensorArray(kind.dtype, rows.count, element_shape=kind.element_shape) for kind in self.kinds]
+        specs = (_COUNTER, *(ARRAY for _ in arrays))
+        for spec in specs:
+            self.condition.add_input(spec, "var")
+        with self.condition:
+            self.condition.results = [less(self.condition.inputs[0], rows.count)]
+        initial = [as_tensor(0, int64), *(array.handle for array in arrays)]
+        node = add_loop(self.condition, self.body, initial, specs, self.label, parallel_iterations)
+        handles = zip(node.outputs[1:], self.kinds, strict=True)
+        return [rows.stacked(TensorArray.from_handle(handle, kind)) for handle, kind in handles]

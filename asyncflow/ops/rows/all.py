@@ -1,0 +1,7 @@
+"""Imports every module of row rules, which installs them."""
+
+from __future__ import annotations
+
+from asyncflow.ops.rows import axes, by_row, elementwise, linalg, random, shape
+
+__all__ = ["axes", "by_row", "elementwise", "linalg", "random", "shape"]

@@ -1,0 +1,230 @@
+"""`row_by_row`: the row rule of ops that have no better one: one firing, which calls the op's kernel for each row.
+
+Ops that draw random numbers have it too: each row draws as the iteration of a loop that has its number would, so that
+the numbers do not depend on what is computed beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncflow.graph.build import apply
+from asyncflow.graph.op import OPAQUE, Op, bound_kernel, find_op, host_inputs, is_registered, register, runs_on_host
+from asyncflow.graph.shapes import format_shape
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import elements
+from asyncflow.ops.manipulation import concat, permute_dims, reshape
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, row_rule
+from asyncflow.ops.shape import shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncflow.graph.ir import Attrs, Node, Tensor
+    from asyncflow.graph.op import KernelContext
+    from asyncflow.graph.shapes import Shape
+    from asyncflow.ops.rows.rule import RowAxis
+    from asyncflow.values import Array, Kernel, Namespace
+
+
+def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    """The row rule that calls the kernel of one row for each of them, in one firing.
+
+    Raises:
+        CannotLift: the kernel is a coroutine.
+    """
+    op = node.op
+    if op.is_async:
+        raise CannotLift(f"{node.name} ({op.name}) awaits, for each row by itself")
+    draws = op.needs_context
+    return apply(
+        BY_ROW_DRAWN if draws else _ON_HOST if runs_on_host(node) else BY_ROW,
+        rows.numbers() if draws else rows.count,
+        *(value.tensor for value in inputs),
+        calls=op.name if is_registered(op) else op,
+        arguments=dict(node.attrs),
+        has_rows=tuple(value.has_rows for value in inputs),
+        specs=tuple(Spec(y.dtype, rows.shape(y.shape)) for y in node.outputs),
+        single=node.single,
+        **({"loops": (rows.loops,)} if draws else {"host": tuple(sorted(host_inputs(node)))}),
+    )
+
+
+def op_of(node: Node) -> Op:
+    """The op whose kernel a node calls row by row."""
+    return _op(node.attrs["calls"])
+
+
+def _op(op: Op | str) -> Op:
+    return find_op(op) if isinstance(op, str) else op
+
+
+def _infer(first: Spec, *inputs: Spec, specs: tuple[Spec, ...], **attrs: object) -> tuple[Spec, ...]:
+    return specs
+
+
+def _kernel(
+    xp: Namespace,
+    *,
+    calls: Op | str,
+    arguments: Attrs,
+    has_rows: Sequence[bool],
+    specs: Sequence[Spec],
+    single: bool,
+    host: Sequence[int],
+) -> Kernel:
+    of_row = bound_kernel(_op(calls), xp, arguments, of_scalars=False)
+    stacked = _stacking(xp, lambda row, *values: of_row(*values), has_rows, specs, single)
+    return lambda count, *inputs: stacked(int(count), inputs)
+
+
+def _drawing_kernel(
+    xp: Namespace,
+    *,
+    calls: Op | str,
+    arguments: Attrs,
+    has_rows: Sequence[bool],
+    specs: Sequence[Spec],
+    single: bool,
+    loops: Sequence[int],
+) -> Kernel:
+    of_row = bound_kernel(_op(calls), np, arguments, of_scalars=False)
+
+    def run(context: KernelContext, numbers: Array, *inputs: Array) -> tuple[Array, ...]:
+        contexts = [replace(context, tag=_tag(context.tag, each, loops)) for each in numbers.tolist()]
+        draw = _stacking(np, lambda row, *values: of_row(contexts[row], *values), has_rows, specs, single)
+        return draw(len(numbers), inputs)
+
+    return run
+
+
+def _tag(tag: tuple[int, ...], numbers: Sequence[int], loops: Sequence[int]) -> tuple[int, ...]:
+    """The tag that a row has in a loop over rows: its numbers stand before those of the loops inside."""
+    found = list(tag)
+    for number, inside in sorted(zip(numbers, loops, strict=True), key=lambda pair: pair[1]):
+        found.insert(len(tag) - inside, number)
+    return tuple(found)
+
+
+def _stacking(
+    xp: Namespace, of_row: Kernel, has_rows: Sequence[bool], specs: Sequence[Spec], single: bool
+) -> Callable[[int, Sequence[Array]], tuple[Array, ...]]:
+    """Calls ``of_row(row, *values)`` for each row, and stacks what it gives."""
+
+    def run(count: int, inputs: Sequence[Array]) -> tuple[Array, ...]:
+        results: list[Sequence[Array]] = []
+        for row in range(count):
+            try:
+                found = of_row(row, *(x[row] if split else x for x, split in zip(inputs, has_rows, strict=True)))
+            except Exception as error:
+                error.add_note(f"in row {row} of {count}")
+                raise
+            results.append((found,) if single else found)
+        return tuple(_stacked(xp, spec, [found[place] for found in results]) for place, spec in enumerate(specs))
+
+    return run
+
+
+def _stacked(xp: Namespace, spec: Spec, values: Sequence[Array]) -> Array:
+    """Results of all rows, with the row axis in front.
+
+    Raises:
+        ValueError: they differ in shape.
+    """
+    if not values:
+        return xp.empty((0, *(extent or 0 for extent in (spec.shape or ())[1:])), spec.dtype)
+    for row, value in enumerate(values):
+        if value.shape != values[0].shape:
+            raise ValueError(
+                f"results of rows stand side by side, so they need one shape; row 0 gave "
+                f"{format_shape(values[0].shape)}, row {row} gave {format_shape(value.shape)}"
+            )
+    return xp.stack([xp.asarray(value) for value in values])
+
+
+def _flops(
+    inputs: Sequence[Shape],
+    outputs: Sequence[Shape],
+    *,
+    calls: Op | str,
+    arguments: Attrs,
+    has_rows: Sequence[bool],
+    **attrs: object,
+) -> float:
+    of_row = [x if x is None or not split else x[1:] for x, split in zip(inputs[1:], has_rows, strict=True)]
+    results = [None if x is None else x[1:] for x in outputs]
+    flops = _op(calls).flops
+    each = elements(results[0]) if flops is None else flops(of_row, results, **arguments)
+    return each * elements((outputs[0] or (1,))[:1])
+
+
+def _host(node: Node) -> tuple[int, ...]:
+    return (0, *(1 + place for place in node.attrs["host"]))
+
+
+BY_ROW = register(Op("row_by_row", _infer, _kernel, host_inputs=_host, flops=_flops, traits=OPAQUE))
+_ON_HOST = register(Op("row_by_row_on_host", _infer, _kernel, flops=_flops, runs_on_host=True))
+BY_ROW_OPS = (BY_ROW, _ON_HOST)
+"""The ops that call the kernel of another for each row; their first input is how many there are."""
+BY_ROW_DRAWN = register(
+    Op(
+        "draw_row_by_row",
+        _infer,
+        _drawing_kernel,
+        flops=_flops,
+        needs_context=True,
+        is_random=True,
+        runs_on_host=True,
+    )
+)
+"""The same for an op that draws; its first input are the numbers of the rows, a vector each."""
+
+
+@row_rule(*BY_ROW_OPS, BY_ROW_DRAWN)
+def _rows_of_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    """Rows of each row: all of them are the rows of one node."""
+    first, *values = inputs
+    draws = node.op is BY_ROW_DRAWN
+    inner = shape(first.tensor)[1 if first.has_rows else 0] if draws else first.tensor
+    if not draws and first.has_rows:
+        raise CannotLift(f"{node.name} has another number of rows in each row")
+    flat = [_flattened(value, split, rows, inner) for value, split in zip(values, node.attrs["has_rows"], strict=True)]
+    attrs = dict(node.attrs)
+    if draws:
+        outer = _flattened(LiftedValue(rows.numbers(), True), False, rows, inner)
+        leading = concat([outer, _flattened(first, True, rows, inner)], axis=1)
+        attrs["loops"] = (rows.loops, *attrs["loops"])
+    else:
+        leading = rows.count * inner
+    attrs["has_rows"] = tuple(
+        split or value.has_rows for value, split in zip(values, node.attrs["has_rows"], strict=True)
+    )
+    attrs["specs"] = tuple(Spec(spec.dtype, spec.shape and (None, *spec.shape[1:])) for spec in node.attrs["specs"])
+    outputs = apply(node.op, leading, *flat, **attrs)
+    return [_parted(y, rows, inner) for y in outputs]
+
+
+def _flattened(value: LiftedValue, split: bool, rows: RowAxis, inner: Tensor) -> Tensor:
+    """A value whose rows are those of all outer and inner rows, or which is the same for all."""
+    if not split and not value.has_rows:
+        return value.tensor
+    whole = rows.spread(value)
+    if not split:
+        whole = RowAxis(inner, None, rows.numbers).spread(LiftedValue(whole, False))
+        order = (1, 0, *range(2, whole.ndim or 0))
+        whole = permute_dims(whole, order)
+    return reshape(whole, (rows.count * inner, *_tail(whole, 2)))
+
+
+def _parted(x: Tensor, rows: RowAxis, inner: Tensor) -> Tensor:
+    return reshape(x, (rows.count, inner, *_tail(x, 1)))
+
+
+def _tail(x: Tensor, first: int) -> list[int | Tensor]:
+    """The extents of `x` from axis `first` on."""
+    if x.shape is None:
+        raise CannotLift(f"the rank of {x.name} is not known while the graph is built")
+    return [shape(x)[axis] if known is None else known for axis, known in enumerate(x.shape) if axis >= first]

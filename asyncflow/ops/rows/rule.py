@@ -1,0 +1,176 @@
+"""Row rules: how a node over one row becomes nodes over many (DESIGN 8a).
+
+A rule is to lifting what a derivative is to gradients: it stands in the module of its family, and `row_rule` installs
+it. Inputs are `LiftedValue`: with a leading row axis, or the same for all rows. The engine, `asyncflow.lift`, asks a
+rule only where some input has rows; what depends on no row is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from asyncflow.graph.build import apply
+from asyncflow.graph.op import VIEW, Op, derivative, register
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import free
+from asyncflow.ops.manipulation import expand_dims, permute_dims
+from asyncflow.ops.statistical import sum as sum_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.shapes import Shape
+    from asyncflow.values import Array, Kernel, Namespace
+
+
+class LiftedValue(NamedTuple):
+    """A value of the body as it is for all rows: `tensor` has a row axis in front, or it is the same for every row."""
+
+    tensor: Tensor
+    has_rows: bool
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of one row."""
+        shape = self.tensor.shape
+        return shape if shape is None or not self.has_rows else shape[1:]
+
+    @property
+    def rank(self) -> int:
+        """The rank of one row.
+
+        Raises:
+            CannotLift: it is not known.
+        """
+        if self.shape is None:
+            raise CannotLift(f"the rank of {self.tensor.name} is not known while the graph is built")
+        return len(self.shape)
+
+
+class CannotLift(Exception):
+    """A body, or a node of it, cannot be computed for all rows at once; the message says why."""
+
+
+class RowAxis:
+    """The row axis that a body is given.
+
+    Attributes:
+        count: how many rows there are: an int64 scalar.
+        extent: the same, where it is known while the graph is built.
+        loops: how many lifted loops are around, inside of what was lifted.
+    """
+
+    def __init__(self, count: Tensor, extent: int | None, numbers: Callable[[], Tensor], loops: int = 0) -> None:
+        self.count = count
+        self.extent = extent
+        self.loops = loops
+        self._numbers = numbers
+
+    def numbers(self) -> Tensor:
+        """The numbers that random draws count rows by: int64 ``[rows, k]``, a vector that is the row's own."""
+        return self._numbers()
+
+    def shape(self, row: Shape) -> Shape:
+        """The shape of rows of this shape."""
+        return None if row is None else (self.extent, *row)
+
+    def spread(self, value: LiftedValue) -> Tensor:
+        """The value with a row axis; what is the same for every row is repeated, without a copy."""
+        if value.has_rows:
+            return value.tensor
+        return apply(SPREAD_ROWS, value.tensor, self.count, extent=self.extent)[0]
+
+    def aligned(self, values: Sequence[LiftedValue], rank: int = 0) -> list[Tensor]:
+        """Values to broadcast: row axes meet, and the axes behind align from the right, as those of single rows do.
+
+        Args:
+            values: of known rank.
+            rank: what rows are at least brought to.
+        """
+        rank = max(rank, *(value.rank for value in values))
+        return [self.raised(value, rank) if value.has_rows else value.tensor for value in values]
+
+    def raised(self, value: LiftedValue, rank: int) -> Tensor:
+        """Rows of a value that has them, with axes of extent 1 in front that bring each to `rank`."""
+        missing = rank - value.rank
+        return expand_dims(value.tensor, axis=tuple(range(1, 1 + missing))) if missing > 0 else value.tensor
+
+
+RowRule: TypeAlias = "Callable[[Node, RowAxis, Sequence[LiftedValue]], Sequence[Tensor]]"
+"""``rule(node, rows, inputs)``: the outputs of `node` for all rows, as new nodes of the current graph.
+
+At least one input has rows, unless the op draws random numbers or makes something anew. A rule raises `CannotLift`
+where it has no answer.
+"""
+
+_rules: dict[Op, RowRule] = {}
+_reasons: dict[Op, str] = {}
+_alike: set[Op] = set()
+
+
+def row_rule(*ops: Op, alike: bool = False) -> Callable[[RowRule], RowRule]:
+    """Makes the decorated function the row rule of `ops`; `alike`: what it gives is the same for every row."""
+
+    def install(rule: RowRule) -> RowRule:
+        _rules.update(dict.fromkeys(ops, rule))
+        if alike:
+            _alike.update(ops)
+        return rule
+
+    return install
+
+
+def gives_rows(op: Op, any_rows: bool) -> bool:
+    """Whether the outputs of a lifted node of that op have rows, if `any_rows` of its inputs have them."""
+    return (any_rows or op.is_random) and op not in _alike
+
+
+def no_row_rule(*ops: Op, because: str) -> None:
+    """Says of `ops` that they are not computed for many rows at once, and why."""
+    _reasons.update(dict.fromkeys(ops, because))
+
+
+def row_rule_of(op: Op) -> RowRule | None:
+    """The row rule of `op`; None if it has none."""
+    return _rules.get(op)
+
+
+def why_no_row_rule(op: Op) -> str | None:
+    """The reason given with `no_row_rule`; None if the op was not named there."""
+    return _reasons.get(op)
+
+
+# -- what is the same for every row ----------------------------------------------------------------------------------
+
+
+def _spread_spec(x: Spec, count: Spec, *, extent: int | None) -> Spec:
+    return Spec(x.dtype, None if x.shape is None else (extent, *x.shape))
+
+
+def _spread_kernel(xp: Namespace, *, extent: int | None) -> Kernel:
+    def spread(x: Array, count: Array) -> Array:
+        return xp.broadcast_to(x, (int(count), *x.shape))
+
+    return spread
+
+
+SPREAD_ROWS = register(
+    Op("spread_rows", _spread_spec, _spread_kernel, flops=free, host_inputs=(1,), is_total=True, traits=VIEW)
+)
+"""The same value for each of several rows."""
+
+
+@derivative(SPREAD_ROWS)
+def _spread(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [sum_of(grad, axis=0, dtype=grad.dtype), None]
+
+
+@row_rule(SPREAD_ROWS)
+def _spread_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, count = inputs
+    if count.has_rows:
+        raise CannotLift(f"{node.name} makes another number of rows for each row")
+    (whole,) = apply(SPREAD_ROWS, x.tensor, count.tensor, **node.attrs)
+    return [permute_dims(whole, (1, 0, *range(2, x.rank + 2)))]
