@@ -17,7 +17,7 @@ from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
 from asyncflow.ops.manipulation import concat, permute_dims, reshape
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, row_rule
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
 from asyncflow.ops.shape import shape
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Attrs, Node, Tensor
     from asyncflow.graph.op import KernelContext
     from asyncflow.graph.shapes import Shape
-    from asyncflow.ops.rows.rule import RowAxis
     from asyncflow.values import Array, Kernel, Namespace
 
 
