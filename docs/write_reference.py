@@ -25,6 +25,7 @@ ROOMS: Final = {
     "errors": "Errors",
     "graph": "Graphs",
     "control": "Control flow",
+    "lift": "Control flow",
     "state": "Variables",
     "autodiff": "Gradients",
     "vertex": "Graphs as data",

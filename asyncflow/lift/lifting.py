@@ -111,7 +111,7 @@ class Lifting:
         return [known[x] for x in wanted]
 
     def effects(self) -> list[Node]:
-        """What was built for nodes that have effects."""
+        """The nodes that were built for those that have effects."""
         return [made for node, each in self._made.items() if _writes(node) for made in each]
 
     def _lifted(self, node: Node, inputs: list[LiftedValue], body: Subgraph) -> Sequence[LiftedValue]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.control.cond import cond
 from asyncflow.control.tensor_array import TensorArray
@@ -122,7 +122,7 @@ class _RowsLoop:
         ]
         return [LiftedValue(x, True) for x in outputs]
 
-    def _step(self, *state: Any) -> Nest:
+    def _step(self, *state: Nest) -> Nest:
         pieces, places, live, left_places, arrays = state
         inner = self.lifting.over(_inside(some_rows(self.lifting.rows, places)))
         results = inner.spread(inner.results(self.node.body, self._values(live)), self.flags)

@@ -16,6 +16,7 @@ from asyncflow.graph.build import as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.spec import Spec
+from asyncflow.lift import by_row_gradient
 from asyncflow.lift.lifting import lift as lift_body
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.logic import less
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
     from asyncflow.values import Nest
 
 _COUNTER = Spec(int64, ())
+_DERIVATIVES = by_row_gradient.__name__
 
 
 def map_fn(
     fn: Callable[[Nest], Nest],
     elems: Nest,
     *,
-    lift: bool | Literal["auto"] = "auto",
+    lift: bool | Literal["auto"] = False,
     parallel_iterations: int = 32,
     name: str | None = None,
 ) -> Nest:
@@ -124,7 +126,7 @@ class _MapLoop:
                 )
 
     def lifted(self, rows: RowOrder) -> list[Tensor]:
-        """What the body gives for all rows, without a loop, which is then not needed."""
+        """The values of the body for all rows; the loop is then not needed."""
         known = {row: LiftedValue(tensor, True) for row, tensor in zip(self.rows, rows.tensors, strict=True)}
         found = lift_body(self.body, known, self.values, rows.count, self.label)
         self.body.take_back(0)

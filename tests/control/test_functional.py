@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.control.functional import foldl, foldr, map_fn, scan
+from asyncflow.control.functional import foldl, foldr, scan
+from asyncflow.lift.map_fn import map_fn
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -327,6 +327,15 @@ def _ordering(offsets: Tensor, children: Tensor) -> list[Tensor]:
     return [x for arity in (None, 2) for x in schedule(graph, arity=arity) if x is not None]
 
 
+def _rows(x: Tensor) -> list[Tensor]:
+    def body(row: Tensor) -> list[Tensor]:
+        drawn = af.random.normal((2,), seed=1)
+        found = [af.searchsorted(af.constant(V), row), af.unique_values(row * 0.0), drawn]
+        return [*found, af.cond(af.sum(row) > 1.0, lambda: row * 2.0, lambda: row), af.constant(1.0)]
+
+    return list(af.map_fn(body, x, lift=True))
+
+
 PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_unary, (X,), False),
     (_binary, (X, X[:, ::-1].copy()), False),
@@ -345,6 +354,7 @@ PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_random, (X, N), False),
     (_on_host, (X, N), False),
     (_ordering, (np.array([0, 0, 0, 2]), np.array([0, 1])), False),
+    (_rows, (X,), False),
     (af.unstack, (X,), True),
 )
 
@@ -357,7 +367,7 @@ def test_nothing_is_read_on_the_host_unsaid(
 
 
 def _every_op() -> list[Op]:
-    for room in ("ops", "control", "autodiff", "nn", "state", "vertex"):
+    for room in ("ops", "control", "autodiff", "lift", "nn", "state", "vertex"):
         package = importlib.import_module(f"asyncflow.{room}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)

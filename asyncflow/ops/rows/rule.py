@@ -1,4 +1,4 @@
-"""Row rules: how a node over one row becomes nodes over many (DESIGN 8a).
+"""Row rules: how a node over one row becomes nodes over many (docs/design/rows.md).
 
 A rule is to lifting what a derivative is to gradients: it stands in the module of its family, and `row_rule` installs
 it. Inputs are `LiftedValue`: with a leading row axis, or the same for all rows. The engine, `asyncflow.lift`, asks a
