@@ -23,6 +23,7 @@ from asyncflow.graph.build import apply, constant, placeholder
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import KernelContext, Op, find_op, host_inputs, registered_ops, runs_on_host
+from asyncflow.lift.branches import JOIN_ROWS, split_rows
 from asyncflow.nn.losses import softmax_cross_entropy
 from asyncflow.nn.packing import first_rows, place_rows, take_rows
 from asyncflow.ops import nn as ops_nn
@@ -330,10 +331,12 @@ def _ordering(offsets: Tensor, children: Tensor) -> list[Tensor]:
 def _rows(x: Tensor) -> list[Tensor]:
     def body(row: Tensor) -> list[Tensor]:
         drawn = af.random.normal((2,), seed=1)
-        found = [af.searchsorted(af.constant(V), row), af.unique_values(row * 0.0), drawn]
-        return [*found, af.cond(af.sum(row) > 1.0, lambda: row * 2.0, lambda: row), af.constant(1.0)]
+        found = [af.searchsorted(af.constant(V), row), af.linspace(af.sum(row), 1.0, 3), drawn]
+        return [*found, af.constant(1.0)]
 
-    return list(af.map_fn(body, x, lift=True))
+    held, others = split_rows(x[:, 0] > 1.0)
+    joined = apply(JOIN_ROWS, af.shape(x)[0], held, af.gather(x, held), others, af.gather(x, others), extent=None)
+    return [*af.map_fn(body, x, lift=True), *joined]
 
 
 PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (

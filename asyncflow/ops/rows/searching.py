@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from asyncflow.ops import searching, sets
+from asyncflow.ops.creation import LINSPACE
 from asyncflow.ops.rows.by_row import row_by_row
-from asyncflow.ops.rows.rule import row_rule
+from asyncflow.ops.rows.rule import no_row_rule, row_rule
 
-row_rule(
-    *(searching.NONZERO, searching.SEARCHSORTED, sets.UNIQUE_ALL, sets.UNIQUE_COUNTS, sets.UNIQUE_INVERSE),
-    sets.UNIQUE_VALUES,
-)(row_by_row)
+row_rule(searching.SEARCHSORTED, LINSPACE)(row_by_row)
+
+no_row_rule(
+    *(searching.NONZERO, sets.UNIQUE_ALL, sets.UNIQUE_COUNTS, sets.UNIQUE_INVERSE, sets.UNIQUE_VALUES),
+    because="what it gives is as long as the run finds it, for each row",
+)

@@ -1,0 +1,105 @@
+"""Row rules of ops that are told a shape: rows are alike, so their number goes in front of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.build import apply, constant
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.shapes import is_static, size_of
+from asyncflow.ops import creation
+from asyncflow.ops.datatypes import BROADCAST_TO, astype, broadcast_to
+from asyncflow.ops.derivatives.linalg import FIT_TO
+from asyncflow.ops.derivatives.shapes import CHECK_SHAPE, ENSURE_SHAPE, SUM_TO
+from asyncflow.ops.elementwise import abs, floor_divide
+from asyncflow.ops.logic import equal
+from asyncflow.ops.manipulation import RESHAPE, RESHAPE_TO, concat, expand_dims, reshape
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, row_rule
+from asyncflow.ops.searching import where
+from asyncflow.ops.shape import shape
+from asyncflow.ops.statistical import prod
+from asyncflow.ops.statistical import sum as sum_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.shapes import Shape
+    from asyncflow.ops.rows.rule import RowAxis
+
+
+def fixed(node: Node, values: Sequence[LiftedValue], what: str) -> list[Tensor]:
+    """Values that have to be the same for all rows.
+
+    Raises:
+        CannotLift: some have rows.
+    """
+    if any(value.has_rows for value in values):
+        raise CannotLift(f"{node.name} has {what} of its own for each row")
+    return [value.tensor for value in values]
+
+
+def row_template(
+    node: Node, rows: RowAxis, template: Shape, sizes: Sequence[LiftedValue]
+) -> tuple[Shape, list[Tensor]]:
+    """The template of a shape (`asyncflow.ops.extents`) and what it leaves open, with the number of rows in front."""
+    tensors = fixed(node, sizes, "a shape")
+    if template is None:
+        return None, [_vector(rows, tensors[0])]
+    return (rows.extent, *template), [*([rows.count] if rows.extent is None else []), *tensors]
+
+
+def _vector(rows: RowAxis, extents: Tensor) -> Tensor:
+    return concat([expand_dims(rows.count), astype(extents, int64)])
+
+
+@row_rule(BROADCAST_TO, FIT_TO, SUM_TO, CHECK_SHAPE)
+def _to_shape(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, *sizes = inputs
+    template, open_ones = row_template(node, rows, node.attrs["shape"], sizes)
+    whole = rows.spread(x)
+    if node.op is BROADCAST_TO:
+        whole = rows.raised(LiftedValue(whole, True), LiftedValue(node.outputs[0], False).rank)
+    elif node.op is SUM_TO and (added := x.rank - LiftedValue(node.outputs[0], False).rank):
+        whole = sum_of(whole, axis=tuple(range(1, 1 + added)), dtype=whole.dtype)
+    return apply(node.op, whole, *open_ones, **{**node.attrs, "shape": template})
+
+
+@row_rule(ENSURE_SHAPE)
+def _ensure_shape(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    return apply(ENSURE_SHAPE, inputs[0].tensor, shape=rows.shape(node.attrs["shape"]))
+
+
+@row_rule(RESHAPE, RESHAPE_TO)
+def _reshape(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, *given = inputs
+    known = node.outputs[0].shape
+    if x.has_rows and known is not None and is_static(known) and (rows.extent is not None or size_of(known)):
+        return [reshape(x.tensor, (-1 if rows.extent is None else rows.extent, *(extent or 0 for extent in known)))]
+    dims = node.attrs["shape"] if node.op is RESHAPE else node.attrs["dims"]
+    if dims is None and known is not None:
+        dims = (None,) * len(known)
+    extents = fixed(node, given, "a shape")[0] if given else constant(dims, int64)
+    if dims is None or -1 in dims or node.attrs.get("dims", ()) is None:
+        # What -1 stands for is found of a row: beside no rows it would not be determined.
+        of_row = prod(shape(x.tensor)[1 if x.has_rows else 0 :])
+        extents = where(equal(extents, -1), floor_divide(of_row, abs(prod(extents))), extents)
+    found = dims and (rows.extent, *(None if dim == -1 else dim for dim in dims))
+    return apply(RESHAPE_TO, rows.spread(x), _vector(rows, extents), dims=found)
+
+
+@row_rule(creation.FULL)
+def _full(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    value, *sizes = inputs
+    template, open_ones = row_template(node, rows, node.attrs["shape"], sizes)
+    raised = rows.raised(value, LiftedValue(node.outputs[0], False).rank)
+    return apply(BROADCAST_TO, raised, *open_ones, shape=template)
+
+
+@row_rule(creation.FULL_LIKE)
+def _full_like(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, value = inputs
+    if not value.has_rows:
+        return apply(creation.FULL_LIKE, x.tensor, value.tensor)
+    extents = shape(x.tensor) if x.has_rows else _vector(rows, shape(x.tensor))
+    return [broadcast_to(rows.raised(value, x.rank), extents)]
