@@ -328,7 +328,7 @@ def _ordering(offsets: Tensor, children: Tensor) -> list[Tensor]:
     return [x for arity in (None, 2) for x in schedule(graph, arity=arity) if x is not None]
 
 
-def _rows(x: Tensor) -> list[Tensor]:
+def _lifted(x: Tensor) -> list[Tensor]:
     def body(row: Tensor) -> list[Tensor]:
         drawn = af.random.normal((2,), seed=1)
         found = [af.searchsorted(af.constant(V), row), af.linspace(af.sum(row), 1.0, 3), drawn]
@@ -357,7 +357,7 @@ PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_random, (X, N), False),
     (_on_host, (X, N), False),
     (_ordering, (np.array([0, 0, 0, 2]), np.array([0, 1])), False),
-    (_rows, (X,), False),
+    (_lifted, (X,), False),
     (af.unstack, (X,), True),
 )
 
