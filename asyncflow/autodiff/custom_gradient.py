@@ -17,7 +17,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, graph_for, identity, refuse_coroutines
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.op import OPAQUE, Op, register
+from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.derivatives.user_rules import input_gradients, output_gradients
@@ -40,7 +40,7 @@ def _kernel(xp: Namespace, *, n_outputs: int) -> Kernel:
     return lambda *values: values[:n_outputs]
 
 
-CUSTOM_GRADIENT = register(Op("custom_gradient", _infer, _kernel, is_total=True, traits=OPAQUE))
+CUSTOM_GRADIENT = define("custom_gradient", _infer, _kernel, is_total=True, traits=OPAQUE)
 
 
 @dataclass(frozen=True, slots=True)

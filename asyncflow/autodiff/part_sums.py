@@ -18,7 +18,7 @@ import numpy as np
 from asyncflow.autodiff.store_gradients import merge_gradients, no_gradient
 from asyncflow.autodiff.stores import STORE, StoreLog, StoreVersion
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import OPAQUE, READS_STORE, Op, derivative, register
+from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -225,17 +225,15 @@ def _part_host_inputs(node: Node) -> Collection[int]:
     return [*(1 + number for number in read), *range(1 + count, len(node.inputs))]
 
 
-ADD_PARTS = register(
-    Op(
-        "add_parts",
-        lambda total, *inputs, **attrs: STORE,
-        _add_kernel,
-        flops=free,
-        host_inputs=lambda node: host_places(node, 1),
-        traits=OPAQUE,
-    )
+ADD_PARTS = define(
+    "add_parts",
+    lambda total, *inputs, **attrs: STORE,
+    _add_kernel,
+    flops=free,
+    host_inputs=lambda node: host_places(node, 1),
+    traits=OPAQUE,
 )
-PART_OF_SUM = register(Op("part_of_sum", _part_spec, _part_kernel, host_inputs=_part_host_inputs, traits=READS_STORE))
+PART_OF_SUM = define("part_of_sum", _part_spec, _part_kernel, host_inputs=_part_host_inputs, traits=READS_STORE)
 
 
 def are_parts(grad: Tensor, whole: Shape) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import KERNELS, Op, not_differentiable, register
+from asyncflow.graph.op import KERNELS, define, not_differentiable
 
 if TYPE_CHECKING:
     from asyncflow.values import Kernel, Namespace, Nest
@@ -16,7 +16,7 @@ def _kernel(xp: Namespace) -> Kernel:
     return lambda value: value
 
 
-STOP_GRADIENT = register(Op("stop_gradient", lambda x: x, _kernel, is_total=True, traits=KERNELS))
+STOP_GRADIENT = define("stop_gradient", lambda x: x, _kernel, is_total=True, traits=KERNELS)
 not_differentiable(STOP_GRADIENT, because="that is what it is for")
 
 

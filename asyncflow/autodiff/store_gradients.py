@@ -15,7 +15,7 @@ from asyncflow.autodiff.stores import STORE, Grad, StoreGradient, store_op
 from asyncflow.control import tensor_array
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.op import OPAQUE, READS_STORE, Op, derivative, inputs_from, not_differentiable, register
+from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative, inputs_from, not_differentiable
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -126,15 +126,13 @@ ACCUMULATE = store_op(
 ADDERS = {ACCUMULATE}
 """Ops that add to the store of gradients which is their first input."""
 MERGE_GRADIENTS = store_op("merge_gradients", lambda grads, others: STORE, _merge)
-ELEMENT_GRADIENT = register(
-    Op("element_gradient", _element_spec, _element_kernel, flops=free, host_inputs=inputs_from(1), traits=READS_STORE)
+ELEMENT_GRADIENT = define(
+    "element_gradient", _element_spec, _element_kernel, flops=free, host_inputs=inputs_from(1), traits=READS_STORE
 )
 STACKED_GRADIENTS = store_op("stacked_gradients", lambda grad, *indices: STORE, _stacked, host_inputs=inputs_from(1))
-ROWS_GRADIENT = register(Op("rows_gradient", _rows_spec, _rows_kernel, host_inputs=inputs_from(1), traits=OPAQUE))
+ROWS_GRADIENT = define("rows_gradient", _rows_spec, _rows_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
 JOINED_GRADIENTS = store_op("joined_gradients", lambda grad, lengths: STORE, _joined, host_inputs=(1,))
-PIECES_GRADIENT = register(
-    Op("pieces_gradient", _pieces_spec, _pieces_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
-)
+PIECES_GRADIENT = define("pieces_gradient", _pieces_spec, _pieces_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
 
 
 def no_gradient() -> Tensor:

@@ -14,7 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.op import OPAQUE, Op, Traits, register
+from asyncflow.graph.op import OPAQUE, Op, Traits, define
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -197,14 +197,6 @@ def store_op(
         is_random: what it makes, an empty store, is never shared with what an equal one makes.
         traits: what passes ask.
     """
-    return register(
-        Op(
-            name,
-            infer,
-            lambda xp, **attrs: kernel,
-            flops=free,
-            host_inputs=host_inputs,
-            is_random=is_random,
-            traits=traits,
-        )
+    return define(
+        name, infer, lambda xp, **attrs: kernel, flops=free, host_inputs=host_inputs, is_random=is_random, traits=traits
     )

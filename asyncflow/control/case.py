@@ -16,7 +16,7 @@ from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, group
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.graph import has_side_effect
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import OPAQUE, Op, inputs_from, register
+from asyncflow.graph.op import OPAQUE, define, inputs_from
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype
@@ -54,7 +54,7 @@ def _index_kernel(xp: Namespace, *, exclusive: bool, has_default: bool) -> Kerne
     return kernel
 
 
-CASE_INDEX = register(Op("case_index", _index_spec, _index_kernel, host_inputs=inputs_from(0), traits=OPAQUE))
+CASE_INDEX = define("case_index", _index_spec, _index_kernel, host_inputs=inputs_from(0), traits=OPAQUE)
 """The number of the branch of a `case` that is taken; for the default, that of predicates."""
 
 

@@ -12,7 +12,7 @@ from asyncflow.graph.build import graph_for
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import define
 from asyncflow.graph.shapes import relax
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import CondNode
@@ -32,7 +32,7 @@ def _infer(pred: Spec, *captures: Spec, true_branch: Subgraph, false_branch: Sub
     return tuple(Spec(a.dtype, relax(a.shape, b.shape)) for a, b in pairs)
 
 
-COND = register(Op("cond", _infer, node_type=CondNode))
+COND = define("cond", _infer, node_type=CondNode)
 
 
 @overload

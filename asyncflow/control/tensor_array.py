@@ -20,7 +20,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, add_control_input, apply, as_tensor, graph_for, identity
 from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, int64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import OPAQUE, Access, Memory, Op, Traits, register
+from asyncflow.graph.op import OPAQUE, Access, Memory, Op, Traits, define
 from asyncflow.graph.shapes import as_shape, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -163,15 +163,8 @@ def _array_op(
     traits: Traits = OPAQUE,
 ) -> Op:
     """An op whose kernel is a method of the array, which needs no attributes."""
-    return register(
-        Op(
-            f"tensor_array_{name}",
-            infer,
-            lambda xp, **attrs: method,
-            flops=flops,
-            host_inputs=host_inputs,
-            traits=traits,
-        )
+    return define(
+        f"tensor_array_{name}", infer, lambda xp, **attrs: method, flops=flops, host_inputs=host_inputs, traits=traits
     )
 
 
@@ -182,7 +175,7 @@ def _ints(values: Array) -> list[int]:
 
 
 # Two arrays made with equal arguments are not interchangeable: reading one must not use up the other.
-TENSOR_ARRAY = register(Op("tensor_array", _new_spec, _new_kernel, is_random=True, flops=free, host_inputs=(0,)))
+TENSOR_ARRAY = define("tensor_array", _new_spec, _new_kernel, is_random=True, flops=free, host_inputs=(0,))
 WRITE = _array_op("write", _write_spec, lambda array, index, value: array.write(int(index), value), host_inputs=(1,))
 READ = _array_op("read", _read_spec, lambda array, index: array.read(int(index)), host_inputs=(1,))
 ELEMENT_SHAPE = _array_op(
@@ -203,16 +196,14 @@ GATHER = _array_op(
 )
 SPLIT = _array_op("split", _split_spec, ArrayValue.split, host_inputs=(2,))
 CONCAT = _array_op("concat", _concat_spec, ArrayValue.concat, flops=None)
-SIZE = register(Op("tensor_array_size", _size_spec, _size_kernel, flops=free, traits=OPAQUE))
-CLOSE = register(
-    Op(
-        "tensor_array_close",
-        _close_spec,
-        lambda xp: _close,
-        # A resource of its own: never pruned from a body that runs, and not ordered with anything else.
-        effects=lambda node: ((node, Access.WRITE),),
-        flops=free,
-    )
+SIZE = define("tensor_array_size", _size_spec, _size_kernel, flops=free, traits=OPAQUE)
+CLOSE = define(
+    "tensor_array_close",
+    _close_spec,
+    lambda xp: _close,
+    # A resource of its own: never pruned from a body that runs, and not ordered with anything else.
+    effects=lambda node: ((node, Access.WRITE),),
+    flops=free,
 )
 
 

@@ -12,7 +12,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.graph import Graph, Subgraph
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import define
 from asyncflow.graph.shapes import as_shape, format_shape, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
@@ -42,7 +42,7 @@ def _infer(
     return tuple(inner.spec for inner in body.inputs[:n_vars])
 
 
-WHILE = register(Op("while", _infer, node_type=WhileNode))
+WHILE = define("while", _infer, node_type=WhileNode)
 
 
 @overload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.graph.op import OPAQUE, WHOLE_VIEW, Op, register
+from asyncflow.graph.op import OPAQUE, WHOLE_VIEW, define
 from asyncflow.graph.spec import Spec
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ def _constant_kernel(xp: Namespace, *, value: Array) -> Kernel:
     return lambda: stored
 
 
-PLACEHOLDER = register(Op("placeholder", _spec_attr))
-PARAMETER = register(Op("parameter", _spec_attr))
-CONSTANT = register(Op("constant", _constant_spec, _constant_kernel, is_total=True, traits=OPAQUE))
-IDENTITY = register(Op("identity", lambda x: x, lambda xp: _same, is_total=True, traits=WHOLE_VIEW))
-NO_OP = register(Op("no_op", lambda *_: (), lambda xp: _nothing, traits=OPAQUE))
+PLACEHOLDER = define("placeholder", _spec_attr)
+PARAMETER = define("parameter", _spec_attr)
+CONSTANT = define("constant", _constant_spec, _constant_kernel, is_total=True, traits=OPAQUE)
+IDENTITY = define("identity", lambda x: x, lambda xp: _same, is_total=True, traits=WHOLE_VIEW)
+NO_OP = define("no_op", lambda *_: (), lambda xp: _nothing, traits=OPAQUE)
 
 
 def is_constant(tensor: Tensor) -> bool:

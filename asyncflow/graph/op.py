@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeAlias
 
 import numpy as np
 
@@ -193,6 +193,7 @@ class KernelContext:
     """Iteration numbers from the outermost loop inward."""
 
 
+_P = ParamSpec("_P")
 _ops: dict[str, Op] = {}
 
 
@@ -206,6 +207,17 @@ def register(op: Op) -> Op:
         raise GraphError(f"an op named {op.name!r} is already registered; op names are unique")
     _ops[op.name] = op
     return op
+
+
+def _registering(make: Callable[_P, Op]) -> Callable[_P, Op]:
+    def define(*fields: _P.args, **named: _P.kwargs) -> Op:
+        return register(make(*fields, **named))
+
+    return define
+
+
+define = _registering(Op)
+"""Makes an `Op` of these fields, and registers it."""
 
 
 def find_op(name: str) -> Op:

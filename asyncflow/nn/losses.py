@@ -8,7 +8,7 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import apply, as_tensor, constant, graph_for
-from asyncflow.graph.op import OPAQUE, Op, not_differentiable, register
+from asyncflow.graph.op import OPAQUE, define, not_differentiable
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import multiply, negative, square, subtract
@@ -37,7 +37,7 @@ def _class_numbers_kernel(xp: Namespace) -> Kernel:
     return check
 
 
-CLASS_NUMBERS = register(Op("class_numbers", same, _class_numbers_kernel, traits=OPAQUE))
+CLASS_NUMBERS = define("class_numbers", same, _class_numbers_kernel, traits=OPAQUE)
 not_differentiable(CLASS_NUMBERS, because="labels are integers")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, identity
-from asyncflow.graph.op import OPAQUE, Op, derivative, inputs_from, register
+from asyncflow.graph.op import OPAQUE, define, derivative, inputs_from
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
@@ -77,10 +77,8 @@ def _first_kernel(xp: Namespace) -> Kernel:
     return lambda x, like: x[: len(like)]
 
 
-TAKE_ROWS = register(Op("take_rows", _take_spec, _take_kernel, flops=moving, traits=OPAQUE))
-PLACE_ROWS = register(
-    Op("place_rows", _place_spec, _place_kernel, flops=moving, host_inputs=inputs_from(2), traits=OPAQUE)
-)
+TAKE_ROWS = define("take_rows", _take_spec, _take_kernel, flops=moving, traits=OPAQUE)
+PLACE_ROWS = define("place_rows", _place_spec, _place_kernel, flops=moving, host_inputs=inputs_from(2), traits=OPAQUE)
 
 
 def _pad_kernel(xp: Namespace, *, extent: Shape) -> Kernel:
@@ -97,9 +95,9 @@ def _pad_kernel(xp: Namespace, *, extent: Shape) -> Kernel:
     return pad
 
 
-FIRST_ROWS = register(Op("first_rows", _first_spec, _first_kernel, flops=free, traits=OPAQUE))
+FIRST_ROWS = define("first_rows", _first_spec, _first_kernel, flops=free, traits=OPAQUE)
 
-PAD_ROWS = register(Op("pad_rows", _pad_spec, _pad_kernel, flops=moving, host_inputs=inputs_from(1), traits=OPAQUE))
+PAD_ROWS = define("pad_rows", _pad_spec, _pad_kernel, flops=moving, host_inputs=inputs_from(1), traits=OPAQUE)
 
 
 def first_rows(x: Tensor, like: Tensor) -> Tensor:

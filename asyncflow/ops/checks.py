@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, identity
-from asyncflow.graph.op import Access, Effects, Op, register
+from asyncflow.graph.op import Access, Effects, define
 from asyncflow.ops.promotion import kind_of, require_kind, same
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _print_kernel(xp: Namespace, *, message: str, summarize: int | None) -> Kern
     return write
 
 
-PRINT = register(Op("print", same, _print_kernel, effects=_print_effects, runs_on_host=True))
+PRINT = define("print", same, _print_kernel, effects=_print_effects, runs_on_host=True)
 
 
 def print_(*values: TensorLike, message: str = "", summarize: int | None = 3) -> Tensor:
@@ -88,7 +88,7 @@ def _check_numerics_spec(x: Spec, *, message: str) -> Spec:
     return x
 
 
-CHECK_NUMERICS = register(Op("check_numerics", _check_numerics_spec, _check_numerics_kernel, runs_on_host=True))
+CHECK_NUMERICS = define("check_numerics", _check_numerics_spec, _check_numerics_kernel, runs_on_host=True)
 
 
 def check_numerics(x: TensorLike, message: str = "") -> Tensor:
@@ -120,7 +120,7 @@ def _assert_kernel(xp: Namespace, *, message: str, summarize: int | None) -> Ker
     return check
 
 
-ASSERT = register(Op("assert", _assert_spec, _assert_kernel, effects=_assert_effects, runs_on_host=True))
+ASSERT = define("assert", _assert_spec, _assert_kernel, effects=_assert_effects, runs_on_host=True)
 
 
 def assert_that(

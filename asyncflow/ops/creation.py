@@ -16,7 +16,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for, identity, is_symbolic
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import KERNELS, OPAQUE, Op, inputs_from, register
+from asyncflow.graph.op import KERNELS, OPAQUE, define, inputs_from
 from asyncflow.graph.operators import install
 from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import is_static
@@ -79,8 +79,8 @@ def _full_like_kernel(xp: Namespace) -> Kernel:
     return lambda x, value: xp.full(x.shape, value, dtype=value.dtype)
 
 
-FULL = register(Op("full", _full_spec, _full_kernel, host_inputs=inputs_from(1), traits=KERNELS))
-FULL_LIKE = register(Op("full_like", _full_like_spec, _full_like_kernel, traits=KERNELS))
+FULL = define("full", _full_spec, _full_kernel, host_inputs=inputs_from(1), traits=KERNELS)
+FULL_LIKE = define("full_like", _full_like_spec, _full_like_kernel, traits=KERNELS)
 
 
 def full(
@@ -214,7 +214,7 @@ def _arange_kernel(xp: Namespace, *, dtype: DType, length: int | None) -> Kernel
     return lambda start, stop, step: xp.arange(start.item(), stop.item(), step.item(), dtype=dtype)
 
 
-ARANGE = register(Op("arange", _arange_spec, _arange_kernel, host_inputs=inputs_from(0), traits=KERNELS))
+ARANGE = define("arange", _arange_spec, _arange_kernel, host_inputs=inputs_from(0), traits=KERNELS)
 
 
 def arange(
@@ -271,7 +271,7 @@ def _linspace_kernel(xp: Namespace, *, num: Shape, dtype: DType, endpoint: bool)
 
 
 # On the host: CuPy looks at steps that are arrays, and rounds otherwise.
-LINSPACE = register(Op("linspace", _linspace_spec, _linspace_kernel, runs_on_host=True))
+LINSPACE = define("linspace", _linspace_spec, _linspace_kernel, runs_on_host=True)
 
 
 def linspace(
@@ -316,7 +316,7 @@ def _eye_kernel(xp: Namespace, *, shape: Shape, k: int, dtype: DType) -> Kernel:
     return lambda *sizes: xp.eye(*read(sizes), k=k, dtype=dtype)
 
 
-EYE = register(Op("eye", _eye_spec, _eye_kernel, host_inputs=inputs_from(0), traits=KERNELS))
+EYE = define("eye", _eye_spec, _eye_kernel, host_inputs=inputs_from(0), traits=KERNELS)
 
 
 def eye(
@@ -352,8 +352,8 @@ def _triangle_spec(x: Spec, *, k: int) -> Spec:
     return same(x)
 
 
-TRIL = register(Op("tril", _triangle_spec, lambda xp, k: partial(xp.tril, k=k), traits=KERNELS))
-TRIU = register(Op("triu", _triangle_spec, lambda xp, k: partial(xp.triu, k=k), traits=KERNELS))
+TRIL = define("tril", _triangle_spec, lambda xp, k: partial(xp.tril, k=k), traits=KERNELS)
+TRIU = define("triu", _triangle_spec, lambda xp, k: partial(xp.triu, k=k), traits=KERNELS)
 
 
 def tril(x: TensorLike, /, *, k: int = 0) -> Tensor:
@@ -380,7 +380,7 @@ def _meshgrid_kernel(xp: Namespace, *, indexing: str) -> Kernel:
     return lambda *arrays: tuple(xp.meshgrid(*arrays, indexing=indexing))
 
 
-MESHGRID = register(Op("meshgrid", _meshgrid_spec, _meshgrid_kernel, traits=OPAQUE))
+MESHGRID = define("meshgrid", _meshgrid_spec, _meshgrid_kernel, traits=OPAQUE)
 
 
 def meshgrid(*arrays: TensorLike, indexing: Literal["xy", "ij"] = "xy") -> list[Tensor]:

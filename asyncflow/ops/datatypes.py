@@ -10,7 +10,7 @@ from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, identity, symbolic
 from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, bfloat16, dtype_name, float32, string
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import KERNELS, VIEW, Memory, Op, Traits, inputs_from, register
+from asyncflow.graph.op import KERNELS, VIEW, Memory, Traits, define, inputs_from
 from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
@@ -65,14 +65,8 @@ def _convert_string(x: Array, dtype: DType) -> Array:
     return array.astype(dtype, copy=False)
 
 
-ASTYPE = register(
-    Op(
-        "astype",
-        _astype_spec,
-        _astype_kernel,
-        is_total=True,
-        traits=Traits(Memory.ANY, is_capturable=True, is_cheap=True),
-    )
+ASTYPE = define(
+    "astype", _astype_spec, _astype_kernel, is_total=True, traits=Traits(Memory.ANY, is_capturable=True, is_cheap=True)
 )
 
 
@@ -109,8 +103,8 @@ def _broadcast_arrays_kernel(xp: Namespace) -> Kernel:
     return lambda *values: tuple(xp.broadcast_arrays(*values))
 
 
-BROADCAST_ARRAYS = register(
-    Op("broadcast_arrays", _broadcast_arrays_spec, _broadcast_arrays_kernel, flops=lambda *_: 0.0, traits=KERNELS)
+BROADCAST_ARRAYS = define(
+    "broadcast_arrays", _broadcast_arrays_spec, _broadcast_arrays_kernel, flops=lambda *_: 0.0, traits=KERNELS
 )
 
 
@@ -135,15 +129,13 @@ def _broadcast_to_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     return lambda x, *sizes: xp.broadcast_to(x, read(sizes))
 
 
-BROADCAST_TO = register(
-    Op(
-        "broadcast_to",
-        _broadcast_to_spec,
-        _broadcast_to_kernel,
-        flops=lambda *_, **__: 0.0,
-        host_inputs=inputs_from(1),
-        traits=VIEW,
-    )
+BROADCAST_TO = define(
+    "broadcast_to",
+    _broadcast_to_spec,
+    _broadcast_to_kernel,
+    flops=lambda *_, **__: 0.0,
+    host_inputs=inputs_from(1),
+    traits=VIEW,
 )
 
 

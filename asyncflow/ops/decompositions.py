@@ -14,7 +14,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import OPAQUE, Op, register
+from asyncflow.graph.op import OPAQUE, Op, define
 from asyncflow.graph.shapes import broadcast, format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
@@ -124,7 +124,7 @@ def _of_linalg(name: str, infer: Callable[..., Spec | tuple[Spec, ...]], factor:
 
         return run
 
-    return register(Op(name, infer, kernel, flops=_cubic(factor), traits=OPAQUE))
+    return define(name, infer, kernel, flops=_cubic(factor), traits=OPAQUE)
 
 
 # -- square matrices -------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def _solve_kernel(xp: Namespace) -> Kernel:
     return kernel
 
 
-SOLVE = register(Op("solve", _solve_spec, _solve_kernel, flops=_cubic(2 / 3), traits=OPAQUE))
+SOLVE = define("solve", _solve_spec, _solve_kernel, flops=_cubic(2 / 3), traits=OPAQUE)
 
 
 def solve(x1: TensorLike, x2: TensorLike, /) -> Tensor:
@@ -324,29 +324,21 @@ def _matrix_rank_kernel(xp: Namespace, *, rtol: float | None) -> Kernel:
     return kernel
 
 
-QR = register(
-    Op("qr", _qr_spec, lambda xp, mode: lambda x: tuple(xp.linalg.qr(x, mode=mode)), flops=_cubic(4.0), traits=OPAQUE)
+QR = define(
+    "qr", _qr_spec, lambda xp, mode: lambda x: tuple(xp.linalg.qr(x, mode=mode)), flops=_cubic(4.0), traits=OPAQUE
 )
-SVD = register(
-    Op(
-        "svd",
-        _svd_spec,
-        lambda xp, full_matrices: lambda x: tuple(xp.linalg.svd(x, full_matrices=full_matrices)),
-        flops=_cubic(20.0),
-        traits=OPAQUE,
-    )
+SVD = define(
+    "svd",
+    _svd_spec,
+    lambda xp, full_matrices: lambda x: tuple(xp.linalg.svd(x, full_matrices=full_matrices)),
+    flops=_cubic(20.0),
+    traits=OPAQUE,
 )
-SVDVALS = register(
-    Op(
-        "svdvals",
-        _svdvals_spec,
-        lambda xp: lambda x: xp.linalg.svd(x, compute_uv=False),
-        flops=_cubic(4.0),
-        traits=OPAQUE,
-    )
+SVDVALS = define(
+    "svdvals", _svdvals_spec, lambda xp: lambda x: xp.linalg.svd(x, compute_uv=False), flops=_cubic(4.0), traits=OPAQUE
 )
-PINV = register(Op("pinv", _pinv_spec, _pinv_kernel, flops=_cubic(24.0), traits=OPAQUE))
-MATRIX_RANK = register(Op("matrix_rank", _matrix_rank_spec, _matrix_rank_kernel, flops=_cubic(4.0), traits=OPAQUE))
+PINV = define("pinv", _pinv_spec, _pinv_kernel, flops=_cubic(24.0), traits=OPAQUE)
+MATRIX_RANK = define("matrix_rank", _matrix_rank_spec, _matrix_rank_kernel, flops=_cubic(4.0), traits=OPAQUE)
 
 
 def qr(x: TensorLike, /, *, mode: Literal["reduced", "complete"] = "reduced") -> QRResult:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.op import OPAQUE, Op, inputs_from, register
+from asyncflow.graph.op import OPAQUE, define, inputs_from
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
@@ -43,7 +43,7 @@ def _diagonal_kernel(xp: Namespace, *, offset: int) -> Kernel:
     return operator.methodcaller("diagonal", offset, -2, -1)
 
 
-DIAGONAL = register(Op("diagonal", _diagonal_spec, _diagonal_kernel, is_total=True, flops=free, traits=OPAQUE))
+DIAGONAL = define("diagonal", _diagonal_spec, _diagonal_kernel, is_total=True, flops=free, traits=OPAQUE)
 
 
 def _diagonal_matrix_spec(x: Spec, *sizes: Spec, shape: Shape, offset: int) -> Spec:
@@ -77,8 +77,8 @@ def _diagonal_matrix_kernel(xp: Namespace, *, shape: Shape, offset: int) -> Kern
     return kernel
 
 
-DIAGONAL_MATRIX = register(
-    Op("diagonal_matrix", _diagonal_matrix_spec, _diagonal_matrix_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
+DIAGONAL_MATRIX = define(
+    "diagonal_matrix", _diagonal_matrix_spec, _diagonal_matrix_kernel, host_inputs=inputs_from(1), traits=OPAQUE
 )
 """Zeros with the vectors along the last axis of the input on a diagonal: the transpose of `DIAGONAL`."""
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncflow.errors import DTypeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, identity
-from asyncflow.graph.op import KERNELS, Op, register
+from asyncflow.graph.op import KERNELS, Op, define
 from asyncflow.graph.operators import install
 from asyncflow.graph.shapes import broadcast
 from asyncflow.graph.spec import Spec
@@ -92,8 +92,8 @@ def _part_spec(x: Spec) -> Spec:
     return Spec(real_dtype(x.dtype), x.shape)
 
 
-REAL = register(Op("real", _part_spec, lambda xp: xp.real, is_total=True, traits=KERNELS))
-IMAG = register(Op("imag", _part_spec, lambda xp: xp.imag, is_total=True, traits=KERNELS))
+REAL = define("real", _part_spec, lambda xp: xp.real, is_total=True, traits=KERNELS)
+IMAG = define("imag", _part_spec, lambda xp: xp.imag, is_total=True, traits=KERNELS)
 
 
 def _clip_spec(x: Spec, *bounds: Spec, low: bool, high: bool, dtype: DType) -> Spec:
@@ -110,7 +110,7 @@ def _clip_kernel(xp: Namespace, *, low: bool, high: bool, dtype: DType) -> Kerne
     return lambda x, least, most: xp.minimum(xp.maximum(x, least), most).astype(dtype, copy=False)
 
 
-CLIP = register(Op("clip", _clip_spec, _clip_kernel, is_total=True, traits=KERNELS))
+CLIP = define("clip", _clip_spec, _clip_kernel, is_total=True, traits=KERNELS)
 
 
 def _rounded(op: Op, x: TensorLike) -> Tensor:

@@ -18,7 +18,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.foreign_names import public_names
 from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, complex64, complex128, dtype_name, float32, float64
-from asyncflow.graph.op import OPAQUE, Op, inputs_from, register
+from asyncflow.graph.op import OPAQUE, Op, define, inputs_from
 from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import Shape, normalize_axis
 from asyncflow.graph.spec import Spec
@@ -98,7 +98,7 @@ def _transform(name: str, infer: Callable[..., Spec]) -> Op:
 
         return run
 
-    return register(Op(name, infer, kernel, flops=_flops, host_inputs=inputs_from(1), traits=OPAQUE))
+    return define(name, infer, kernel, flops=_flops, host_inputs=inputs_from(1), traits=OPAQUE)
 
 
 FFT = _transform("fft", _complex_spec)

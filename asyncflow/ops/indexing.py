@@ -16,7 +16,7 @@ from asyncflow.errors import ShapeError
 from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import uint64
-from asyncflow.graph.op import KERNELS, OPAQUE, VIEW, Op, register
+from asyncflow.graph.op import KERNELS, OPAQUE, VIEW, Op, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
@@ -68,8 +68,8 @@ def _getitem_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, key: Ke
     return free(inputs, outputs) if views else moving(inputs, outputs)
 
 
-GETITEM = register(
-    Op("getitem", _getitem_spec, _getitem_kernel, flops=_getitem_flops, host_inputs=_key_inputs(1), traits=VIEW)
+GETITEM = define(
+    "getitem", _getitem_spec, _getitem_kernel, flops=_getitem_flops, host_inputs=_key_inputs(1), traits=VIEW
 )
 
 
@@ -107,7 +107,7 @@ def _take_spec(x: Spec, indices: Spec, *, axis: int) -> Spec:
     return Spec(x.dtype, (*x.shape[:at], *indices.shape, *x.shape[at + 1 :]))
 
 
-TAKE = register(Op("take", _take_spec, lambda xp, axis: partial(xp.take, axis=axis), traits=KERNELS))
+TAKE = define("take", _take_spec, lambda xp, axis: partial(xp.take, axis=axis), traits=KERNELS)
 
 
 def take(x: TensorLike, indices: TensorLike, /, *, axis: int | None = None) -> Tensor:
@@ -166,8 +166,8 @@ def _along_spec(x: Spec, indices: Spec, *, axis: int) -> Spec:
     return Spec(x.dtype, replaced(others, axis, along))
 
 
-TAKE_ALONG_AXIS = register(
-    Op("take_along_axis", _along_spec, lambda xp, axis: partial(xp.take_along_axis, axis=axis), traits=KERNELS)
+TAKE_ALONG_AXIS = define(
+    "take_along_axis", _along_spec, lambda xp, axis: partial(xp.take_along_axis, axis=axis), traits=KERNELS
 )
 
 
@@ -255,11 +255,11 @@ def _changed_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: o
     return PASS * elements(outputs[0]) + moving((), inputs[1:])
 
 
-INDEX_UPDATE = register(
-    Op("index_update", _changed_spec, _update_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=OPAQUE)
+INDEX_UPDATE = define(
+    "index_update", _changed_spec, _update_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=OPAQUE
 )
-INDEX_ADD = register(
-    Op("index_add", _added_spec, _add_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=OPAQUE)
+INDEX_ADD = define(
+    "index_add", _added_spec, _add_kernel, flops=_changed_flops, host_inputs=_key_inputs(2), traits=OPAQUE
 )
 
 

@@ -11,7 +11,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, graph_for
 from asyncflow.graph.dtypes import DType, float32
-from asyncflow.graph.op import OPAQUE, WHOLE_VIEW, Memory, Op, Traits, register
+from asyncflow.graph.op import OPAQUE, WHOLE_VIEW, Memory, Op, Traits, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import normalize_axes, static_int
@@ -77,15 +77,13 @@ def _matmul_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], **attrs: ob
     return 2.0 * elements(outputs[0]) * summed
 
 
-MATMUL = register(
-    Op(
-        "matmul",
-        _matmul_spec,
-        lambda xp, dtype: _narrowed(xp.matmul, dtype),
-        is_total=True,
-        flops=_matmul_flops,
-        traits=Traits(Memory.NEW, is_capturable=False, is_cheap=False),
-    )
+MATMUL = define(
+    "matmul",
+    _matmul_spec,
+    lambda xp, dtype: _narrowed(xp.matmul, dtype),
+    is_total=True,
+    flops=_matmul_flops,
+    traits=Traits(Memory.NEW, is_capturable=False, is_cheap=False),
 )
 
 
@@ -111,15 +109,13 @@ def _matrix_transpose_spec(x: Spec) -> Spec:
     return Spec(x.dtype, (*x.shape[:-2], x.shape[-1], x.shape[-2]))
 
 
-MATRIX_TRANSPOSE = register(
-    Op(
-        "matrix_transpose",
-        _matrix_transpose_spec,
-        lambda xp: operator.methodcaller("swapaxes", -1, -2),
-        is_total=True,
-        flops=free,
-        traits=WHOLE_VIEW,
-    )
+MATRIX_TRANSPOSE = define(
+    "matrix_transpose",
+    _matrix_transpose_spec,
+    lambda xp: operator.methodcaller("swapaxes", -1, -2),
+    is_total=True,
+    flops=free,
+    traits=WHOLE_VIEW,
 )
 
 
@@ -170,7 +166,7 @@ def _tensordot_kernel(xp: Namespace, *, axes: Contraction, dtype: DType) -> Kern
     return _narrowed(partial(xp.tensordot, axes=axes), dtype)
 
 
-TENSORDOT = register(Op("tensordot", _tensordot_spec, _tensordot_kernel, flops=_tensordot_flops, traits=OPAQUE))
+TENSORDOT = define("tensordot", _tensordot_spec, _tensordot_kernel, flops=_tensordot_flops, traits=OPAQUE)
 
 
 def tensordot(x1: TensorLike, x2: TensorLike, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Tensor:
@@ -221,7 +217,7 @@ def _vecdot_kernel(xp: Namespace, *, axis: int, dtype: DType) -> Kernel:
     return _narrowed(kernel, dtype)
 
 
-VECDOT = register(Op("vecdot", _vecdot_spec, _vecdot_kernel, flops=per_input_element, traits=OPAQUE))
+VECDOT = define("vecdot", _vecdot_spec, _vecdot_kernel, flops=per_input_element, traits=OPAQUE)
 
 
 def vecdot(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:
@@ -349,7 +345,7 @@ def _einsum_kernel(xp: Namespace, *, subscripts: str, dtype: DType) -> Kernel:
     return lambda *xs: product(*(x.astype(float32) for x in xs)).astype(dtype)
 
 
-EINSUM = register(Op("einsum", _einsum_spec, _einsum_kernel, flops=_einsum_flops, traits=OPAQUE))
+EINSUM = define("einsum", _einsum_spec, _einsum_kernel, flops=_einsum_flops, traits=OPAQUE)
 
 
 def einsum(subscripts: str, /, *operands: TensorLike) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncflow.graph.build import TensorLike, is_symbolic
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import NEW, Op, register
+from asyncflow.graph.op import NEW, Op, define
 from asyncflow.graph.operators import install
 from asyncflow.ops.promotion import binary, comparison, predicate, ufunc_op, unary
 
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 def _comparison_op(name: str, scalar_kernel: Kernel) -> Op:
     # Strings compare too, which is why these do not take NumPy's rule for the ufunc.
-    return register(
-        Op(name, predicate, lambda xp: getattr(xp, name), scalar_kernel=scalar_kernel, is_total=True, traits=NEW)
-    )
+    return define(name, predicate, lambda xp: getattr(xp, name), scalar_kernel=scalar_kernel, is_total=True, traits=NEW)
 
 
 EQUAL = _comparison_op("equal", operator.eq)

@@ -14,7 +14,7 @@ from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, is_symbolic
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import KERNELS, NEW, OPAQUE, WHOLE_VIEW, Memory, Op, Traits, inputs_from, register
+from asyncflow.graph.op import KERNELS, NEW, OPAQUE, WHOLE_VIEW, Memory, Op, Traits, define, inputs_from
 from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, flat_extent, normalize_axes, replaced, static_int
@@ -86,8 +86,8 @@ def _concat_kernel(xp: Namespace, *, axis: int | None) -> Kernel:
     return concat
 
 
-CONCAT = register(Op("concat", _concat_spec, _concat_kernel, traits=NEW))
-STACK = register(Op("stack", _stack_spec, lambda xp, axis: lambda *xs: xp.stack(xs, axis=axis), traits=NEW))
+CONCAT = define("concat", _concat_spec, _concat_kernel, traits=NEW)
+STACK = define("stack", _stack_spec, lambda xp, axis: lambda *xs: xp.stack(xs, axis=axis), traits=NEW)
 
 
 def concat(arrays: Sequence[TensorLike], /, *, axis: int | None = 0) -> Tensor:
@@ -139,7 +139,7 @@ def _unstack_kernel(xp: Namespace, *, axis: int) -> Kernel:
     return kernel
 
 
-UNSTACK = register(Op("unstack", _unstack_spec, _unstack_kernel, flops=free, traits=KERNELS))
+UNSTACK = define("unstack", _unstack_spec, _unstack_kernel, flops=free, traits=KERNELS)
 
 
 def unstack(x: TensorLike, /, *, axis: int = 0) -> tuple[Tensor, ...]:
@@ -172,8 +172,8 @@ def _expand_dims_kernel(xp: Namespace, *, axis: tuple[int, ...]) -> Kernel:
     return operator.itemgetter(key if front else (..., *key))
 
 
-EXPAND_DIMS = register(
-    Op("expand_dims", _expand_dims_spec, _expand_dims_kernel, is_total=True, flops=free, traits=WHOLE_VIEW)
+EXPAND_DIMS = define(
+    "expand_dims", _expand_dims_spec, _expand_dims_kernel, is_total=True, flops=free, traits=WHOLE_VIEW
 )
 
 
@@ -192,15 +192,13 @@ def _squeeze_spec(x: Spec, *, axis: tuple[int, ...]) -> Spec:
     return Spec(x.dtype, tuple(dim for i, dim in enumerate(x.shape) if i not in axes))
 
 
-SQUEEZE = register(
-    Op(
-        "squeeze",
-        _squeeze_spec,
-        lambda xp, axis: operator.methodcaller("squeeze", axis),
-        is_total=True,
-        flops=free,
-        traits=WHOLE_VIEW,
-    )
+SQUEEZE = define(
+    "squeeze",
+    _squeeze_spec,
+    lambda xp, axis: operator.methodcaller("squeeze", axis),
+    is_total=True,
+    flops=free,
+    traits=WHOLE_VIEW,
 )
 
 
@@ -223,15 +221,13 @@ def _permute_spec(x: Spec, *, axes: tuple[int, ...]) -> Spec:
     return Spec(x.dtype, tuple(x.shape[i] for i in order))
 
 
-PERMUTE_DIMS = register(
-    Op(
-        "permute_dims",
-        _permute_spec,
-        lambda xp, axes: operator.methodcaller("transpose", axes),
-        is_total=True,
-        flops=free,
-        traits=WHOLE_VIEW,
-    )
+PERMUTE_DIMS = define(
+    "permute_dims",
+    _permute_spec,
+    lambda xp, axes: operator.methodcaller("transpose", axes),
+    is_total=True,
+    flops=free,
+    traits=WHOLE_VIEW,
 )
 
 
@@ -272,14 +268,12 @@ def _flip_spec(x: Spec, *, axis: Axes) -> Spec:
     return x
 
 
-FLIP = register(
-    Op(
-        "flip",
-        _flip_spec,
-        lambda xp, axis: partial(xp.flip, axis=axis),
-        flops=free,
-        traits=Traits(Memory.WHOLE_VIEW, is_capturable=True, is_cheap=False),
-    )
+FLIP = define(
+    "flip",
+    _flip_spec,
+    lambda xp, axis: partial(xp.flip, axis=axis),
+    flops=free,
+    traits=Traits(Memory.WHOLE_VIEW, is_capturable=True, is_cheap=False),
 )
 
 
@@ -309,7 +303,7 @@ def _roll_kernel(xp: Namespace, *, shift: int | tuple[int, ...] | None, axis: Ax
     return partial(xp.roll, shift=shift, axis=axis)
 
 
-ROLL = register(Op("roll", _roll_spec, _roll_kernel, host_inputs=inputs_from(1), traits=KERNELS))
+ROLL = define("roll", _roll_spec, _roll_kernel, host_inputs=inputs_from(1), traits=KERNELS)
 
 
 def roll(x: TensorLike, /, shift: TensorLike, *, axis: Axes = None) -> Tensor:
@@ -370,7 +364,7 @@ def _repeat_kernel(xp: Namespace, *, repeats: int | None, axis: int | None) -> K
     return take
 
 
-REPEAT = register(Op("repeat", _repeat_spec, _repeat_kernel, host_inputs=inputs_from(1), traits=OPAQUE))
+REPEAT = define("repeat", _repeat_spec, _repeat_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
 
 
 def repeat(x: TensorLike, repeats: TensorLike, /, *, axis: int | None = None) -> Tensor:
@@ -399,7 +393,7 @@ def _tile_spec(x: Spec, *, repetitions: tuple[int, ...]) -> Spec:
     return Spec(x.dtype, tuple(None if d is None else d * n for d, n in zip(dims, counts, strict=True)))
 
 
-TILE = register(Op("tile", _tile_spec, lambda xp, repetitions: partial(xp.tile, reps=repetitions), traits=KERNELS))
+TILE = define("tile", _tile_spec, lambda xp, repetitions: partial(xp.tile, reps=repetitions), traits=KERNELS)
 
 
 def tile(x: TensorLike, repetitions: int | tuple[int, ...], /) -> Tensor:
@@ -430,15 +424,13 @@ def _reshaped(x: Spec, dims: Dims) -> Shape:
     return tuple((None if size is None else size // rest) if dim == -1 else dim for dim in dims)
 
 
-RESHAPE = register(
-    Op(
-        "reshape",
-        _reshape_spec,
-        lambda xp, shape: operator.methodcaller("reshape", shape),
-        is_total=True,
-        flops=free,
-        traits=WHOLE_VIEW,
-    )
+RESHAPE = define(
+    "reshape",
+    _reshape_spec,
+    lambda xp, shape: operator.methodcaller("reshape", shape),
+    is_total=True,
+    flops=free,
+    traits=WHOLE_VIEW,
 )
 
 
@@ -452,15 +444,13 @@ def _reshape_to_spec(x: Spec, shape: Spec, *, dims: Dims | None) -> Spec:
     return Spec(x.dtype, None if count is None else (None,) * count)
 
 
-RESHAPE_TO = register(
-    Op(
-        "reshape_to",
-        _reshape_to_spec,
-        lambda xp, dims: lambda x, shape: x.reshape(tuple(shape.tolist())),
-        flops=free,
-        host_inputs=(1,),
-        traits=KERNELS,
-    )
+RESHAPE_TO = define(
+    "reshape_to",
+    _reshape_to_spec,
+    lambda xp, dims: lambda x, shape: x.reshape(tuple(shape.tolist())),
+    flops=free,
+    host_inputs=(1,),
+    traits=KERNELS,
 )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float32
-from asyncflow.graph.op import KERNELS, NEW, OPAQUE, Op, inputs_from, register
+from asyncflow.graph.op import KERNELS, NEW, OPAQUE, Op, define, inputs_from
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, normalize_axes, reduced, static_int
@@ -50,9 +50,7 @@ def _activation(name: str, function: Callable[[Namespace, Array], Value], flops:
     def cost(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
         return flops * PASS * elements(outputs[0])
 
-    return register(
-        Op(name, _float_spec, lambda xp: _wide(partial(function, xp)), is_total=True, flops=cost, traits=NEW)
-    )
+    return define(name, _float_spec, lambda xp: _wide(partial(function, xp)), is_total=True, flops=cost, traits=NEW)
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
@@ -92,7 +90,7 @@ def _relu_kernel(xp: Namespace) -> Kernel:
     return lambda x: xp.maximum(x, x.dtype.type(0))
 
 
-RELU = register(Op("relu", _relu_spec, _relu_kernel, is_total=True, traits=KERNELS))
+RELU = define("relu", _relu_spec, _relu_kernel, is_total=True, traits=KERNELS)
 SIGMOID = _activation("sigmoid", _sigmoid, 4)
 SILU = _activation("silu", _silu, 6)
 SOFTPLUS = _activation("softplus", _softplus, 8)
@@ -148,17 +146,15 @@ def _log_softmax(xp: Namespace, axis: int, x: Array) -> Value:
     return shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
 
 
-SOFTMAX = register(
-    Op("softmax", _softmax_spec, lambda xp, axis: _wide(partial(_softmax, xp, axis)), flops=several_passes, traits=NEW)
+SOFTMAX = define(
+    "softmax", _softmax_spec, lambda xp, axis: _wide(partial(_softmax, xp, axis)), flops=several_passes, traits=NEW
 )
-LOG_SOFTMAX = register(
-    Op(
-        "log_softmax",
-        _softmax_spec,
-        lambda xp, axis: _wide(partial(_log_softmax, xp, axis)),
-        flops=several_passes,
-        traits=NEW,
-    )
+LOG_SOFTMAX = define(
+    "log_softmax",
+    _softmax_spec,
+    lambda xp, axis: _wide(partial(_log_softmax, xp, axis)),
+    flops=several_passes,
+    traits=NEW,
 )
 
 
@@ -196,7 +192,7 @@ def _logsumexp_kernel(xp: Namespace, *, axis: Axes, keepdims: bool) -> Kernel:
     return _wide(partial(_logsumexp, xp, axis, keepdims))
 
 
-LOGSUMEXP = register(Op("logsumexp", _logsumexp_spec, _logsumexp_kernel, flops=several_passes, traits=KERNELS))
+LOGSUMEXP = define("logsumexp", _logsumexp_spec, _logsumexp_kernel, flops=several_passes, traits=KERNELS)
 
 
 def logsumexp(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
@@ -262,7 +258,7 @@ def _layer_norm_kernel(xp: Namespace, *, axis: Axes, epsilon: float, scaled: boo
     return _wide(partial(_layer_norm, xp, axis, epsilon, scaled, shifted))
 
 
-LAYER_NORM = register(Op("layer_norm", _layer_norm_spec, _layer_norm_kernel, traits=KERNELS))
+LAYER_NORM = define("layer_norm", _layer_norm_spec, _layer_norm_kernel, traits=KERNELS)
 
 
 def layer_norm(
@@ -318,7 +314,7 @@ def _one_hot_kernel(xp: Namespace, *, depth: Shape, dtype: DType, axis: int) -> 
     return run
 
 
-ONE_HOT = register(Op("one_hot", _one_hot_spec, _one_hot_kernel, host_inputs=inputs_from(1), traits=KERNELS))
+ONE_HOT = define("one_hot", _one_hot_spec, _one_hot_kernel, host_inputs=inputs_from(1), traits=KERNELS)
 
 
 def one_hot(indices: TensorLike, /, depth: Extent, *, axis: int = -1, dtype: DTypeLike = float32) -> Tensor:
@@ -357,7 +353,7 @@ def _embedding_kernel(xp: Namespace) -> Kernel:
     return look_up
 
 
-EMBEDDING = register(Op("embedding", _embedding_spec, _embedding_kernel, traits=OPAQUE))
+EMBEDDING = define("embedding", _embedding_spec, _embedding_kernel, traits=OPAQUE)
 
 
 def embedding(table: TensorLike, ids: TensorLike, /) -> Tensor:

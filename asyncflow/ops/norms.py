@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import float64
-from asyncflow.graph.op import OPAQUE, Op, register
+from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.shapes import broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, replaced, static_int
@@ -135,7 +135,7 @@ def _cross_kernel(xp: Namespace, *, axis: int) -> Kernel:
     return kernel
 
 
-CROSS = register(Op("cross", _cross_spec, _cross_kernel, traits=OPAQUE))
+CROSS = define("cross", _cross_spec, _cross_kernel, traits=OPAQUE)
 
 
 def cross(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:

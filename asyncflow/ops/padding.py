@@ -8,7 +8,7 @@ import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for
-from asyncflow.graph.op import OPAQUE, Op, register
+from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
@@ -46,7 +46,7 @@ def _pad_kernel(xp: Namespace, *, widths: Widths) -> Kernel:
     return kernel
 
 
-PAD = register(Op("pad", _pad_spec, _pad_kernel, traits=OPAQUE))
+PAD = define("pad", _pad_spec, _pad_kernel, traits=OPAQUE)
 
 
 def inner_key(widths: Widths) -> tuple[slice, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, graph_for
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.op import KERNELS, NEW, OPAQUE, Op, register
+from asyncflow.graph.op import KERNELS, NEW, OPAQUE, define
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, flat_extent, reduced, require_elements, static_int
@@ -36,8 +36,8 @@ def _function(name: str) -> Callable[..., Kernel]:
     return lambda xp, **attrs: partial(getattr(xp, name), **attrs)
 
 
-ARGMAX = register(Op("argmax", _argument_spec, _function("argmax"), flops=per_input_element, traits=KERNELS))
-ARGMIN = register(Op("argmin", _argument_spec, _function("argmin"), flops=per_input_element, traits=KERNELS))
+ARGMAX = define("argmax", _argument_spec, _function("argmax"), flops=per_input_element, traits=KERNELS)
+ARGMIN = define("argmin", _argument_spec, _function("argmin"), flops=per_input_element, traits=KERNELS)
 
 
 def argmax(x: TensorLike, /, *, axis: int | None = None, keepdims: bool = False) -> Tensor:
@@ -92,8 +92,8 @@ def _nonzero_spec(x: Spec) -> tuple[Spec, ...]:
     return (Spec(int64, (extent,)),) * x.rank
 
 
-COUNT_NONZERO = register(Op("count_nonzero", _count_spec, _count_kernel, flops=per_input_element, traits=KERNELS))
-NONZERO = register(Op("nonzero", _nonzero_spec, lambda xp: xp.nonzero, flops=per_input_element, runs_on_host=True))
+COUNT_NONZERO = define("count_nonzero", _count_spec, _count_kernel, flops=per_input_element, traits=KERNELS)
+NONZERO = define("nonzero", _nonzero_spec, lambda xp: xp.nonzero, flops=per_input_element, runs_on_host=True)
 
 
 def count_nonzero(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
@@ -135,7 +135,7 @@ def _searchsorted_kernel(xp: Namespace, *, side: str) -> Kernel:
     return lambda x1, x2, sorter=None: xp.searchsorted(x1, x2, side=side, sorter=sorter)
 
 
-SEARCHSORTED = register(Op("searchsorted", _searchsorted_spec, _searchsorted_kernel, traits=OPAQUE))
+SEARCHSORTED = define("searchsorted", _searchsorted_spec, _searchsorted_kernel, traits=OPAQUE)
 
 
 def searchsorted(
@@ -175,7 +175,7 @@ def _choose(condition: Array, x1: Array, x2: Array) -> Array:
     return x1 if condition else x2
 
 
-WHERE = register(Op("where", _where_spec, lambda xp: xp.where, scalar_kernel=_choose, is_total=True, traits=NEW))
+WHERE = define("where", _where_spec, lambda xp: xp.where, scalar_kernel=_choose, is_total=True, traits=NEW)
 
 
 def where(condition: TensorLike, x1: TensorLike, x2: TensorLike, /) -> Tensor:

@@ -10,7 +10,7 @@ from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import DType, float64, int64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import OPAQUE, Op, register
+from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
@@ -49,7 +49,7 @@ def _segment_ids_kernel(xp: Namespace) -> Kernel:
     return kernel
 
 
-SEGMENT_IDS = register(Op("segment_ids", _segment_ids_spec, _segment_ids_kernel, traits=OPAQUE))
+SEGMENT_IDS = define("segment_ids", _segment_ids_spec, _segment_ids_kernel, traits=OPAQUE)
 """Its first input, once there is one for each row of the second: else `scatter_add` would broadcast a single row."""
 
 
@@ -95,7 +95,7 @@ def _bincount_kernel(xp: Namespace, *, minlength: int, dtype: DType) -> Kernel:
     return kernel
 
 
-BINCOUNT = register(Op("bincount", _bincount_spec, _bincount_kernel, runs_on_host=True))
+BINCOUNT = define("bincount", _bincount_spec, _bincount_kernel, runs_on_host=True)
 
 
 def bincount(x: TensorLike, /, *, weights: TensorLike | None = None, minlength: int = 0) -> Tensor:

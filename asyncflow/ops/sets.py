@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import Op, define
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import flat_extent
 from asyncflow.ops.cost import sorting
@@ -83,21 +83,19 @@ def _inverse_kernel(xp: Namespace) -> Kernel:
     return kernel
 
 
-UNIQUE_ALL = register(Op("unique_all", _all_spec, _all_kernel, flops=sorting, runs_on_host=True))
-UNIQUE_COUNTS = register(
-    Op(
-        "unique_counts",
-        lambda x: _all_spec(x)[:2],
-        lambda xp: partial(xp.unique, return_counts=True, equal_nan=False),
-        flops=sorting,
-        runs_on_host=True,
-    )
+UNIQUE_ALL = define("unique_all", _all_spec, _all_kernel, flops=sorting, runs_on_host=True)
+UNIQUE_COUNTS = define(
+    "unique_counts",
+    lambda x: _all_spec(x)[:2],
+    lambda xp: partial(xp.unique, return_counts=True, equal_nan=False),
+    flops=sorting,
+    runs_on_host=True,
 )
-UNIQUE_INVERSE = register(
-    Op("unique_inverse", lambda x: _all_spec(x)[::2], _inverse_kernel, flops=sorting, runs_on_host=True)
+UNIQUE_INVERSE = define(
+    "unique_inverse", lambda x: _all_spec(x)[::2], _inverse_kernel, flops=sorting, runs_on_host=True
 )
-UNIQUE_VALUES = register(
-    Op("unique_values", _values_spec, lambda xp: partial(xp.unique, equal_nan=False), flops=sorting, runs_on_host=True)
+UNIQUE_VALUES = define(
+    "unique_values", _values_spec, lambda xp: partial(xp.unique, equal_nan=False), flops=sorting, runs_on_host=True
 )
 
 

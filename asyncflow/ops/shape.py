@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.op import METADATA, Op, register
+from asyncflow.graph.op import METADATA, define
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 
@@ -32,11 +32,9 @@ def _rank_kernel(xp: Namespace) -> Kernel:
     return lambda x: np.int64(x.ndim)
 
 
-SHAPE = register(
-    Op("shape", lambda x: Spec(int64, (x.rank,)), _shape_kernel, is_total=True, flops=free, traits=METADATA)
-)
-SIZE = register(Op("size", lambda x: Spec(int64, ()), _size_kernel, is_total=True, flops=free, traits=METADATA))
-RANK = register(Op("rank", lambda x: Spec(int64, ()), _rank_kernel, is_total=True, flops=free, traits=METADATA))
+SHAPE = define("shape", lambda x: Spec(int64, (x.rank,)), _shape_kernel, is_total=True, flops=free, traits=METADATA)
+SIZE = define("size", lambda x: Spec(int64, ()), _size_kernel, is_total=True, flops=free, traits=METADATA)
+RANK = define("rank", lambda x: Spec(int64, ()), _rank_kernel, is_total=True, flops=free, traits=METADATA)
 
 
 def shape(x: TensorLike, /) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply
-from asyncflow.graph.op import OPAQUE, Op, register
+from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.shapes import format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import replaced, static_int
@@ -63,7 +63,7 @@ def _split_kernel(xp: Namespace, *, sections: Sections, axis: int) -> Kernel:
     return kernel
 
 
-SPLIT = register(Op("split", _split_spec, _split_kernel, flops=free, traits=OPAQUE))
+SPLIT = define("split", _split_spec, _split_kernel, flops=free, traits=OPAQUE)
 
 
 def split(x: TensorLike, sections: int | Sequence[int], /, *, axis: int = 0) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor
 from asyncflow.graph.dtypes import DType, as_dtype, dtype_name, float32, float64, int64, uint64
-from asyncflow.graph.op import KERNELS, NEW, Op, register
+from asyncflow.graph.op import KERNELS, NEW, Op, define
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, require_elements, static_int
@@ -60,8 +60,8 @@ def _summing(method: str) -> Callable[..., Kernel]:
     return factory
 
 
-SUM = register(Op("sum", _sum_spec, _summing("sum"), is_total=True, flops=per_input_element, traits=NEW))
-PROD = register(Op("prod", _sum_spec, _summing("prod"), is_total=True, flops=per_input_element, traits=KERNELS))
+SUM = define("sum", _sum_spec, _summing("sum"), is_total=True, flops=per_input_element, traits=NEW)
+PROD = define("prod", _sum_spec, _summing("prod"), is_total=True, flops=per_input_element, traits=KERNELS)
 
 
 def sum(x: TensorLike, /, *, axis: Axes = None, dtype: DTypeLike | None = None, keepdims: bool = False) -> Tensor:
@@ -117,8 +117,8 @@ def _with_initial(xp: Namespace, running: Kernel, axis: int, initial: int, x: Ar
     return xp.concatenate([xp.full(shape, initial, dtype=result.dtype), result], axis=axis)
 
 
-CUMULATIVE_SUM = register(Op("cumulative_sum", _cumulative_spec, _cumulating("cumsum", 0), traits=KERNELS))
-CUMULATIVE_PROD = register(Op("cumulative_prod", _cumulative_spec, _cumulating("cumprod", 1), traits=KERNELS))
+CUMULATIVE_SUM = define("cumulative_sum", _cumulative_spec, _cumulating("cumsum", 0), traits=KERNELS)
+CUMULATIVE_PROD = define("cumulative_prod", _cumulative_spec, _cumulating("cumprod", 1), traits=KERNELS)
 
 
 def cumulative_sum(
@@ -159,7 +159,7 @@ def method_reduction(name: str, infer: Callable[..., Spec]) -> Op:
     def kernel(xp: Namespace, **attrs: object) -> Kernel:
         return operator.methodcaller(name, **attrs)
 
-    return register(Op(name, infer, kernel, is_total=True, flops=per_input_element, traits=KERNELS))
+    return define(name, infer, kernel, is_total=True, flops=per_input_element, traits=KERNELS)
 
 
 MAX = method_reduction("max", _extreme_spec)
@@ -237,9 +237,9 @@ def _spread(name: str) -> Callable[..., Kernel]:
     return factory
 
 
-MEAN = register(Op("mean", _mean_spec, _mean_kernel, is_total=True, flops=per_input_element, traits=NEW))
-STD = register(Op("std", _spread_spec, _spread("std"), is_total=True, flops=several_passes, traits=KERNELS))
-VAR = register(Op("var", _spread_spec, _spread("var"), is_total=True, flops=several_passes, traits=KERNELS))
+MEAN = define("mean", _mean_spec, _mean_kernel, is_total=True, flops=per_input_element, traits=NEW)
+STD = define("std", _spread_spec, _spread("std"), is_total=True, flops=several_passes, traits=KERNELS)
+VAR = define("var", _spread_spec, _spread("var"), is_total=True, flops=several_passes, traits=KERNELS)
 
 
 def mean(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import bool_
-from asyncflow.graph.op import KERNELS, Op, register
+from asyncflow.graph.op import KERNELS, define
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, static_int
@@ -66,7 +66,7 @@ def _diff_kernel(xp: Namespace, *, axis: int, n: int) -> Kernel:
     return partial(xp.diff, n=n, axis=axis)
 
 
-DIFF = register(Op("diff", _diff_spec, _diff_kernel, traits=KERNELS))
+DIFF = define("diff", _diff_spec, _diff_kernel, traits=KERNELS)
 
 
 def diff(

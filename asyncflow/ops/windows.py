@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
-from asyncflow.graph.op import OPAQUE, Op, inputs_from, register
+from asyncflow.graph.op import OPAQUE, define, inputs_from
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
@@ -47,7 +47,7 @@ def _window_kernel(xp: Namespace, *, sizes: tuple[int, ...]) -> Kernel:
     return cut
 
 
-DYNAMIC_SLICE = register(Op("dynamic_slice", _window_spec, _window_kernel, host_inputs=inputs_from(1), traits=OPAQUE))
+DYNAMIC_SLICE = define("dynamic_slice", _window_spec, _window_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
 
 
 def dynamic_slice(x: TensorLike, starts: TensorLike | Iterable[TensorLike], sizes: Iterable[int], /) -> Tensor:

@@ -26,7 +26,7 @@ from asyncflow.graph.build import (
 from asyncflow.graph.dtypes import VARIANT, DTypeLike, as_dtype, dtype_name
 from asyncflow.graph.graph import Subgraph, is_name
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Access, Effects, Op, register
+from asyncflow.graph.op import Access, Effects, Op, define, register
 from asyncflow.graph.operators import Operators
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import (
@@ -260,7 +260,7 @@ def _arithmetic(name: str, ufunc: np.ufunc) -> Op:
     def kernel(xp: Namespace, *, variable: VariableState) -> Kernel:
         return partial(variable.apply, sealed(getattr(xp, ufunc.__name__)), xp=xp)
 
-    return register(Op(name, _arithmetic_spec(ufunc), kernel, effects=_effects(Access.WRITE)))
+    return define(name, _arithmetic_spec(ufunc), kernel, effects=_effects(Access.WRITE))
 
 
 def _update_spec(*inputs: Spec, variable: Variable, function: Subgraph) -> Spec:
@@ -280,21 +280,17 @@ def _read_kernel(xp: Namespace, *, variable: VariableState) -> Kernel:
     return variable.read if xp is np else partial(variable.read_in, xp)
 
 
-VARIABLE_READ = register(
-    Op("variable_read", lambda *, variable: variable.spec, _read_kernel, effects=_effects(Access.READ))
-)
-ASSIGN = register(
-    Op(
-        "variable_assign",
-        _assign_spec,
-        lambda xp, *, variable: variable.assign if xp is np else partial(variable.assign, xp=xp),
-        effects=_effects(Access.WRITE),
-    )
+VARIABLE_READ = define("variable_read", lambda *, variable: variable.spec, _read_kernel, effects=_effects(Access.READ))
+ASSIGN = define(
+    "variable_assign",
+    _assign_spec,
+    lambda xp, *, variable: variable.assign if xp is np else partial(variable.assign, xp=xp),
+    effects=_effects(Access.WRITE),
 )
 ASSIGN_ADD = _arithmetic("variable_assign_add", np.add)
 ASSIGN_SUB = _arithmetic("variable_assign_sub", np.subtract)
-UPDATE = register(
-    Op("variable_update", _update_spec, _update_kernel, effects=_effects(Access.WRITE), host_inputs=_update_host_inputs)
+UPDATE = define(
+    "variable_update", _update_spec, _update_kernel, effects=_effects(Access.WRITE), host_inputs=_update_host_inputs
 )
 USER_UPDATE = register(replace(UPDATE, name="variable_user_update", is_user=True, host_inputs=()))
 """An update whose function calls code of the user's, so it may take long however small its values are.

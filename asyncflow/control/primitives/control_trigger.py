@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from asyncflow.graph.build import graph_for
 from asyncflow.graph.ir import Node
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import define
 
-CONTROL_TRIGGER = register(Op("control_trigger", lambda: ()))
+CONTROL_TRIGGER = define("control_trigger", lambda: ())
 
 
 def control_trigger(*, name: str | None = None) -> Node:

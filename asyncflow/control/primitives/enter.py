@@ -13,7 +13,7 @@ from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.frames import FramePath, format_frame, output_frame
 from asyncflow.graph.graph import is_name
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import define
 from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_subshape
 from asyncflow.graph.spec import Spec
 
@@ -50,7 +50,7 @@ def check_parallel_iterations(value: object) -> None:
         raise GraphError(f"parallel_iterations is an int of at least 1; got {value!r}")
 
 
-ENTER = register(Op("enter", _infer))
+ENTER = define("enter", _infer)
 
 
 def enter(

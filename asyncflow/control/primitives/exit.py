@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import define
 
-EXIT = register(Op("exit", lambda data: data))
+EXIT = define("exit", lambda data: data)
 
 
 def exit(data: TensorLike, *, name: str | None = None) -> Tensor:

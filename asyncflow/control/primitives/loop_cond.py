@@ -8,7 +8,7 @@ from __future__ import annotations
 from asyncflow.control.primitives.switch import check_predicate
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import define
 from asyncflow.graph.spec import Spec
 
 
@@ -17,7 +17,7 @@ def _infer(pred: Spec) -> Spec:
     return pred
 
 
-LOOP_COND = register(Op("loop_cond", _infer, host_inputs=(0,)))
+LOOP_COND = define("loop_cond", _infer, host_inputs=(0,))
 
 
 def loop_cond(pred: TensorLike, *, name: str | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import int32
 from asyncflow.graph.frames import format_frame
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import define
 from asyncflow.graph.shapes import format_shape, is_subshape, relax
 from asyncflow.graph.spec import Spec
 
@@ -28,7 +28,7 @@ def _infer(*inputs: Spec) -> tuple[Spec, Spec]:
     return Spec(inputs[0].dtype, shape), Spec(int32, ())
 
 
-MERGE = register(Op("merge", _infer))
+MERGE = define("merge", _infer)
 
 
 def merge(*inputs: TensorLike, name: str | None = None) -> tuple[Tensor, Tensor]:

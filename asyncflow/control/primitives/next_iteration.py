@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import define
 
-NEXT_ITERATION = register(Op("next_iteration", lambda data: data))
+NEXT_ITERATION = define("next_iteration", lambda data: data)
 
 
 def next_iteration(data: TensorLike, *, name: str | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import bool_
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import define
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 
@@ -31,7 +31,7 @@ def _infer(data: Spec, pred: Spec, *, stands_for: str = "") -> tuple[Spec, Spec]
     return data, data
 
 
-SWITCH = register(Op("switch", _infer, host_inputs=(1,)))
+SWITCH = define("switch", _infer, host_inputs=(1,))
 
 
 def switch(data: TensorLike, pred: TensorLike, *, name: str | None = None) -> tuple[Tensor, Tensor]:

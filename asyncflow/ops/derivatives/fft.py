@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import OPAQUE, Op, derivative, register
+from asyncflow.graph.op import OPAQUE, Op, define, derivative
 from asyncflow.ops.derivatives.indexing import sliced
 from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
 from asyncflow.ops.elementwise import real
@@ -71,7 +71,7 @@ def _doubled_kernel(xp: Namespace, *, axis: int, is_even: bool) -> Kernel:
     return kernel
 
 
-DOUBLED = register(Op("doubled_between_ends", same, _doubled_kernel, traits=OPAQUE))
+DOUBLED = define("doubled_between_ends", same, _doubled_kernel, traits=OPAQUE)
 """Its input with all but the first element along an axis, and of an even transform the last, twice as large.
 
 These two stand for themselves in the half that `irfft` takes, and each other one for two.

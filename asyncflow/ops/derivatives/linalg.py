@@ -13,7 +13,7 @@ from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import OPAQUE, Op, derivative, inputs_from, register
+from asyncflow.graph.op import OPAQUE, Op, define, derivative, inputs_from
 from asyncflow.graph.shapes import is_static, merge, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops import linalg
@@ -59,9 +59,7 @@ def _transpose_op(name: str, find: Callable[..., Array]) -> Op:
 
         return run
 
-    return register(
-        Op(name, _transpose_spec, kernel, flops=_transpose_flops, host_inputs=inputs_from(2), traits=OPAQUE)
-    )
+    return define(name, _transpose_spec, kernel, flops=_transpose_flops, host_inputs=inputs_from(2), traits=OPAQUE)
 
 
 def _summed_to(xp: Namespace, x: Array, shape: tuple[int, ...]) -> Array:
@@ -280,7 +278,7 @@ def _fit_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     return fit
 
 
-FIT_TO = register(Op("fit_to", _fit_spec, _fit_kernel, host_inputs=inputs_from(1), traits=OPAQUE))
+FIT_TO = define("fit_to", _fit_spec, _fit_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
 """The sum over axes that are to have extent 1, repeated along axes that have: both ways of broadcasting undone."""
 
 

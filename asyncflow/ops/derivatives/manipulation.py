@@ -10,7 +10,7 @@ import numpy as np
 from asyncflow.graph.build import apply
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import float32, int64
-from asyncflow.graph.op import OPAQUE, Op, derivative, inputs_from, not_differentiable, register
+from asyncflow.graph.op import OPAQUE, define, derivative, inputs_from, not_differentiable
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
@@ -194,15 +194,8 @@ def _sum_tiles_kernel(xp: Namespace, *, repetitions: tuple[int, ...], shape: Sha
     return sum_tiles
 
 
-SUM_TILES = register(
-    Op(
-        "sum_tiles",
-        _sum_tiles_spec,
-        _sum_tiles_kernel,
-        flops=per_input_element,
-        host_inputs=inputs_from(1),
-        traits=OPAQUE,
-    )
+SUM_TILES = define(
+    "sum_tiles", _sum_tiles_spec, _sum_tiles_kernel, flops=per_input_element, host_inputs=inputs_from(1), traits=OPAQUE
 )
 
 
@@ -247,15 +240,13 @@ def _sum_repeats_kernel(xp: Namespace, *, repeats: int | None, axis: int | None,
     return counted if repeats is None else equally
 
 
-SUM_REPEATS = register(
-    Op(
-        "sum_repeats",
-        _sum_repeats_spec,
-        _sum_repeats_kernel,
-        flops=per_input_element,
-        host_inputs=inputs_from(1),
-        traits=OPAQUE,
-    )
+SUM_REPEATS = define(
+    "sum_repeats",
+    _sum_repeats_spec,
+    _sum_repeats_kernel,
+    flops=per_input_element,
+    host_inputs=inputs_from(1),
+    traits=OPAQUE,
 )
 
 

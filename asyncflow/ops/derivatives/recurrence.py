@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import OPAQUE, Op, derivative, register
+from asyncflow.graph.op import OPAQUE, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import PASS, elements
 from asyncflow.ops.creation import zeros_like
@@ -48,8 +48,8 @@ def _recurrence_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, axis
     return _TURN * elements((outputs[0] or ())[axis:][:1]) + 2 * PASS * elements(outputs[0])
 
 
-LINEAR_RECURRENCE = register(
-    Op("linear_recurrence", _recurrence_spec, _recurrence_kernel, flops=_recurrence_flops, traits=OPAQUE)
+LINEAR_RECURRENCE = define(
+    "linear_recurrence", _recurrence_spec, _recurrence_kernel, flops=_recurrence_flops, traits=OPAQUE
 )
 
 

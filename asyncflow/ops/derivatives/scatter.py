@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import OPAQUE, Op, derivative, inputs_from, register
+from asyncflow.graph.op import OPAQUE, define, derivative, inputs_from
 from asyncflow.graph.shapes import format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
@@ -196,8 +196,8 @@ def _checked(rows: Array, extent: int, axis: int) -> Array:
     return np.where(counted < 0, counted + extent, counted)
 
 
-SCATTER_TO = register(
-    Op("scatter_to", _scatter_spec, _scatter_kernel, flops=moving_all, host_inputs=host_places, traits=OPAQUE)
+SCATTER_TO = define(
+    "scatter_to", _scatter_spec, _scatter_kernel, flops=moving_all, host_inputs=host_places, traits=OPAQUE
 )
 
 
@@ -323,8 +323,8 @@ def _along_kernel(xp: Namespace, *, axis: int, distinct: bool, shape: Shape) -> 
     return scatter
 
 
-SCATTER_ALONG_AXIS = register(
-    Op("scatter_along_axis", _along_spec, _along_kernel, flops=moving_all, host_inputs=inputs_from(2), traits=OPAQUE)
+SCATTER_ALONG_AXIS = define(
+    "scatter_along_axis", _along_spec, _along_kernel, flops=moving_all, host_inputs=inputs_from(2), traits=OPAQUE
 )
 
 

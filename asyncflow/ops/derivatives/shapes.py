@@ -9,7 +9,7 @@ import numpy as np
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import reopened
-from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Op, Traits, derivative, inputs_from, register
+from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Traits, define, derivative, inputs_from
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape, merge
 from asyncflow.graph.spec import Spec
@@ -70,7 +70,7 @@ def _sum_to_kernel(xp: Namespace, *, shape: Shape) -> Kernel:
     return sum_to_shape
 
 
-SUM_TO = register(Op("sum_to", _sum_to_spec, _sum_to_kernel, host_inputs=inputs_from(1), traits=KERNELS))
+SUM_TO = define("sum_to", _sum_to_spec, _sum_to_kernel, host_inputs=inputs_from(1), traits=KERNELS)
 """The sum over the axes along which a value of the given shape was broadcast: the transpose of `broadcast_to`."""
 
 
@@ -98,13 +98,11 @@ def _sum_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 # -- what is known of a shape ----------------------------------------------------------------------------------------
 
-ENSURE_SHAPE = register(
-    Op(
-        "ensure_shape",
-        lambda x, *, shape: Spec(x.dtype, merge(x.shape, shape)),
-        lambda xp, *, shape: _same,
-        traits=Traits(Memory.ANY, is_capturable=False, is_cheap=True),
-    )
+ENSURE_SHAPE = define(
+    "ensure_shape",
+    lambda x, *, shape: Spec(x.dtype, merge(x.shape, shape)),
+    lambda xp, *, shape: _same,
+    traits=Traits(Memory.ANY, is_capturable=False, is_cheap=True),
 )
 """Its input, which is known to have a shape that inference could not tell."""
 
@@ -139,8 +137,8 @@ def _check_shape_kernel(xp: Namespace, *, shape: Shape, what: str) -> Kernel:
     return check
 
 
-CHECK_SHAPE = register(
-    Op("check_shape", _check_shape_spec, _check_shape_kernel, flops=free, host_inputs=inputs_from(1), traits=OPAQUE)
+CHECK_SHAPE = define(
+    "check_shape", _check_shape_spec, _check_shape_kernel, flops=free, host_inputs=inputs_from(1), traits=OPAQUE
 )
 """Its input, once it is found to have that shape. It is not broadcast: what it is used for would be wrong."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import OPAQUE, Op, derivative, inputs_from, register
+from asyncflow.graph.op import OPAQUE, define, derivative, inputs_from
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
@@ -41,8 +41,8 @@ def _diff_transpose_kernel(xp: Namespace, *, axis: int, n: int, shape: Shape) ->
     return run
 
 
-DIFF_TRANSPOSE = register(
-    Op("diff_transpose", _diff_transpose_spec, _diff_transpose_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
+DIFF_TRANSPOSE = define(
+    "diff_transpose", _diff_transpose_spec, _diff_transpose_kernel, host_inputs=inputs_from(1), traits=OPAQUE
 )
 """The gradient of values, given that of their differences: the transpose of `diff`."""
 
