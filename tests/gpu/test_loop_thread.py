@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.vertex.schedule import schedule
 from tests.gpu import cupti
 from tests.gpu.card import Card
 from tests.gpu.figures import Figures
@@ -47,6 +48,28 @@ async def test_t14_the_loops_thread_never_waits_for_the_card(card: Card, regions
         await service.run(12)
         with card.never_blocks():
             await service.run(12)
+
+
+@pytest.mark.parametrize("regions", [True, False], ids=["regions", "interpreted"])
+@on_loop
+async def test_t14_a_loop_over_sets_of_vertices_never_waits_for_the_card(card: Card, regions: bool) -> None:
+    """The order is made on the host, and so are the numbers by which the loop goes on and rows are sliced."""
+    data = af.InputGraph.batch([af.InputGraph.from_nested((("a", "b"), "c"))[0]] * 3)
+    with af.Graph():
+        graph, x = af.InputGraph.placeholder(), af.placeholder("float32", (None, 2))
+        found = schedule(graph, arity=2)
+
+        def body(k: af.Tensor, total: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            members = found.order[found.set_starts[k] : found.set_starts[k + 1]]
+            return k + 1, total + af.sum(af.take(x, members, axis=0))
+
+        n_sets = af.size(found.set_starts) - 1
+        _, total = af.while_loop(lambda k, _: k < n_sets, body, (0, np.float32(0)))
+    feeds = {**graph.feeds(data), x: np.ones((data.n_vertices, 2), np.float32)}
+    async with af.Session(devices=["cuda:0"], regions=regions) as session:
+        await session.run(total, feeds)
+        with card.never_blocks():
+            assert await session.run(total, feeds) == 2 * data.n_vertices
 
 
 @pytest.mark.needs("card", "torch")
