@@ -228,10 +228,7 @@ def _add_simulate(commands: _Commands) -> None:
     )
     _add_target_and_output(simulated)
     simulated.add_argument(
-        "--devices",
-        metavar="MACHINE",
-        type=_machine,
-        help='cards and links, such as "8 x v100, nvlink2"',
+        "--devices", metavar="MACHINE", type=_machine, help='cards and links, such as "8 x v100, nvlink2"'
     )
     simulated.set_defaults(refuse=simulated.error)
     simulated.add_argument(

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 from asyncflow.profiler.lanes import TimelineLane, firing_lanes, time_bounds
@@ -135,7 +136,7 @@ class _Keys:
             self.title = "iteration" if last < len(PALETTE) or self._block > 1 else f"iteration mod {len(PALETTE)}"
             self.colors = dict(zip(names, PALETTE, strict=False)) | {OUTSIDE: GREY}
         else:
-            self._name: Callable[[Firing], str] = _op if color_by == "op" else _node
+            self._name: Callable[[Firing], str] = _op if color_by == "op" else attrgetter("node")
             self.title = color_by
             times: Counter[str] = Counter()
             for firing in firings:
@@ -173,10 +174,6 @@ class _Keys:
 def _op(firing: Firing) -> str:
     """Of what ran as a whole, its name."""
     return firing.node if firing.op in WHOLE else firing.op
-
-
-def _node(firing: Firing) -> str:
-    return firing.node
 
 
 def _bars(lane: TimelineLane, keys: _Keys, origin: int, column: int) -> Iterable[Bar]:

@@ -29,14 +29,7 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import Access, Effects, Op, define, register
 from asyncflow.graph.operators import Operators
 from asyncflow.graph.resource import Resource
-from asyncflow.graph.shapes import (
-    ShapeLike,
-    as_shape,
-    broadcast,
-    format_shape,
-    is_compatible,
-    merge,
-)
+from asyncflow.graph.shapes import ShapeLike, as_shape, broadcast, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
 from asyncflow.state.immutable import sealed

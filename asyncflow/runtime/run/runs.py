@@ -60,11 +60,7 @@ class Runs:
     """
 
     def __init__(
-        self,
-        devices: Mapping[str, Device],
-        plans: PlanCache,
-        compile: Compile,
-        options: SessionOptions,
+        self, devices: Mapping[str, Device], plans: PlanCache, compile: Compile, options: SessionOptions
     ) -> None:
         self.closed: str | None = None
         self.in_flight: set[Run] = set()

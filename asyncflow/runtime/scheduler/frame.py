@@ -39,6 +39,14 @@ class Frame:
         self.values, self.pending = self.info.values, self.info.pending
         self.pending_enters = self.info.n_enters
 
+    @property
+    def oldest(self) -> Iteration | None:
+        """The first iteration that has not ended; None before one has started and once all have ended."""
+        iteration = self.newest
+        while iteration is not None and iteration.previous is not None:
+            iteration = iteration.previous
+        return iteration
+
 
 class Iteration:
     """One iteration of a frame: the tag under which tokens meet.

@@ -6,14 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.errors import (
-    AsyncflowError,
-    DeviceLostError,
-    KernelError,
-    OutOfMemoryError,
-    TooManyIterations,
-    told,
-)
+from asyncflow.errors import AsyncflowError, DeviceLostError, KernelError, OutOfMemoryError, TooManyIterations, told
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.shapes import format_shape
 
@@ -81,13 +74,7 @@ def _place_in_region(wrapped: KernelError, code: RegionCode, error: BaseExceptio
 
 
 def with_provenance(
-    kind: type[KernelError],
-    reason: str,
-    node: PlanNode,
-    tag: str,
-    device: str,
-    inputs: tuple[str, ...],
-    **extra: Any,
+    kind: type[KernelError], reason: str, node: PlanNode, tag: str, device: str, inputs: tuple[str, ...], **extra: Any
 ) -> KernelError:
     """An error of `kind` that says which node failed, in which iteration, on which inputs."""
     return kind(

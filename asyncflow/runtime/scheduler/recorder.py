@@ -123,12 +123,7 @@ class Recorder:
         return started if since is None else since
 
     def spans(
-        self,
-        spans: Spans,
-        device: AsynchronousDevice,
-        node: PlanNode,
-        iteration: Iteration | None,
-        result: Value,
+        self, spans: Spans, device: AsynchronousDevice, node: PlanNode, iteration: Iteration | None, result: Value
     ) -> None:
         """The work of an asynchronous device for one firing (None: before any): the kernel, and copies.
 

@@ -46,7 +46,7 @@ from asyncflow.errors import TooManyIterations
 from asyncflow.runtime.scheduler.frame import Frame, Iteration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from asyncflow.compiler.plan import Dead, Partition, PlanNode
     from asyncflow.values import Value
@@ -108,10 +108,6 @@ class Scheduler:
         self.routed = 0
         """Primitives that were routed, since somebody set it to 0."""
         self._random = None if seed is None else Random(seed)
-        self._frames = 1
-        self._iterations = 0
-        self._running = 0
-        self._parked = 0
         self._root = Frame(partition.root, None)
 
     def start(self, feeds: Iterable[Value] = ()) -> None:
@@ -152,7 +148,6 @@ class Scheduler:
             values = iteration.values
             slot = node.slot
             if kind == _KERNEL:
-                self._running += 1
                 count = node.n_inputs
                 if count == 2:
                     inputs: Sequence[Value] = (values[slot], values[slot + 1])
@@ -209,7 +204,6 @@ class Scheduler:
 
     def complete(self, node: PlanNode, iteration: Iteration, result: Any) -> None:
         """Takes the result of a firing: the value, or the tuple of values if the node has several outputs."""
-        self._running -= 1
         if node.single:
             self._deliver(node, 0, result, iteration)
         else:
@@ -227,40 +221,42 @@ class Scheduler:
         self.ended.clear()
         # An error that somebody keeps leads here, and must not keep values as well.
         self.results = [None] * self.partition.n_fetches
-        frames = [self._root]
-        while frames:  # undoes every reference cycle, so that the values are freed now and not by the collector
-            frame = frames.pop()
-            iteration, frame.newest = frame.newest, None
-            while iteration is not None:
-                frames.extend(iteration.children.values())
-                iteration.children = {}
-                iteration.next = None
-                previous, iteration.previous = iteration.previous, None
-                iteration = previous
+        for iteration in list(self._live()):
+            # Undoes every reference cycle, so that the values are freed now and not by the collector.
+            iteration.frame.newest = iteration.next = iteration.previous = None
+            iteration.children = {}
         self._root = Frame(self.partition.root, None)
-        self._frames = self._iterations = self._running = self._parked = 0
         self.done = True
 
     def statistics(self) -> Statistics:
         """Counts of what is held right now."""
-        return Statistics(len(self.ready), self._running, self._frames, self._iterations, self._parked)
+        live, ready = list(self._live()), len(self.ready)
+        frames = {id(iteration.frame): iteration.frame for iteration in live}
+        parked = sum(len(frame.parked) for frame in frames.values())
+        running = sum(iteration.outstanding for iteration in live) - ready
+        return Statistics(ready, running, len(frames), len(live), parked)
 
-    def waiting(self) -> list[str]:
-        """For a run that stalls: which nodes have some of their inputs, and under which tag they miss the others."""
-        lines = []
+    def _live(self) -> Iterator[Iteration]:
+        """The iterations that have started and not ended, outer ones first."""
         stack = [] if self._root.newest is None else [self._root.newest]
         while stack:
             iteration = stack.pop()
-            for node in iteration.frame.info.nodes:
-                left, total = iteration.pending[node.position], iteration.frame.info.pending[node.position]
-                if 0 < left < total:
-                    where = f" in iteration {iteration.tag()}" if iteration.tag() else ""
-                    lines.append(f"{node.name}{where} has {total - left} of {total} inputs")
+            yield iteration
             for child in iteration.children.values():
                 newest = child.newest
                 while newest is not None:
                     stack.append(newest)
                     newest = newest.previous
+
+    def waiting(self) -> list[str]:
+        """For a run that stalls: which nodes have some of their inputs, and under which tag they miss the others."""
+        lines = []
+        for iteration in self._live():
+            for node in iteration.frame.info.nodes:
+                left, total = iteration.pending[node.position], iteration.frame.info.pending[node.position]
+                if 0 < left < total:
+                    where = f" in iteration {iteration.tag()}" if iteration.tag() else ""
+                    lines.append(f"{node.name}{where} has {total - left} of {total} inputs")
         return lines
 
     # -- delivering tokens ---------------------------------------------------------------------------------------
@@ -372,7 +368,6 @@ class Scheduler:
         frame = outer.children.get(info)
         if frame is None:
             frame = outer.children[info] = Frame(info, outer)
-            self._frames += 1
             self._start_iteration(frame)
         frame.pending_enters -= 1
         if dead is not None and frame.killer is None:
@@ -380,11 +375,8 @@ class Scheduler:
         if node.is_constant:
             self._enter_constant(node, value, dead, frame)
         else:
-            first = frame.newest
-            assert first is not None
-            while first.previous is not None:
-                first = first.previous
-            self._arrive(node, value, dead, first)
+            assert frame.oldest is not None
+            self._arrive(node, value, dead, frame.oldest)
         if frame.pending_enters == 0:
             # The last Enter may be all that held iteration 0 open.
             self._end_oldest(frame)
@@ -400,14 +392,9 @@ class Scheduler:
             frame.pending = frame.pending[:]
         plain, merges = node.targets[0]
         assert not merges
-        for position, slot, target in plain:
+        for _, slot, _ in plain:
             frame.values[slot] = value
-            frame.pending[position] -= 1
-            if dead is not None:
-                frame.dead.setdefault(position, dead)
-            if frame.pending[position] == 0:
-                frame.constant_ready.append(target)
-        for position, target in node.controls:
+        for position, target in (*((position, target) for position, _, target in plain), *node.controls):
             frame.pending[position] -= 1
             if dead is not None and target.kind not in (_MERGE, _TRIGGER):
                 frame.dead.setdefault(position, dead)
@@ -441,7 +428,6 @@ class Scheduler:
             frame = iteration.frame
             if frame.live >= frame.info.parallel_iterations:
                 frame.parked.append((node, value))
-                self._parked += 1
                 return
             following = self._start_iteration(frame, node)
         self._deliver(node, 0, value, following)
@@ -462,7 +448,6 @@ class Scheduler:
             previous.next = iteration
         frame.newest = iteration
         frame.live += 1
-        self._iterations += 1
         for ready in frame.constant_ready:
             self._make_ready(ready, iteration)
         return iteration
@@ -478,9 +463,7 @@ class Scheduler:
     def _end_oldest(self, frame: Frame, oldest: Iteration | None = None) -> None:
         """Ends the oldest iteration, and those after it, as far as rule 9 allows."""
         if oldest is None:
-            oldest = frame.newest
-            while oldest is not None and oldest.previous is not None:
-                oldest = oldest.previous
+            oldest = frame.oldest
         while oldest is not None:
             if oldest.outstanding or oldest.children or frame.pending_enters:
                 return
@@ -488,7 +471,6 @@ class Scheduler:
             if frame.info.acknowledges:
                 self.ended.append((frame.info.acknowledges, oldest.counters()))
             frame.live -= 1
-            self._iterations -= 1
             if frame.parked:
                 following = self._unpark(frame, oldest)
             if following is None:
@@ -500,7 +482,6 @@ class Scheduler:
     def _unpark(self, frame: Frame, ended: Iteration) -> Iteration:
         """Starts the iteration that parked tokens wait for; returns the one after `ended`."""
         parked, frame.parked = frame.parked, []
-        self._parked -= len(parked)
         started = self._start_iteration(frame, parked[0][0])
         # Not done before all its first tokens are there.
         started.outstanding += 1
@@ -513,7 +494,6 @@ class Scheduler:
     def _end_frame(self, frame: Frame) -> None:
         outer = frame.parent
         frame.newest = None  # an iteration and its frame refer to each other
-        self._frames -= 1
         if outer is None:
             self.done = True
             return

@@ -217,28 +217,25 @@ def _signature(fn: Callable[..., object]) -> inspect.Signature:
 _being_built: ContextVar[tuple[Callable[..., object], ...]] = ContextVar("asyncflow_being_built", default=())
 """The functions whose calls are being traced, outermost first."""
 
-_sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncGenerator[Session]] = WeakKeyDictionary()
-_open: WeakKeyDictionary[asyncio.AbstractEventLoop, Session] = WeakKeyDictionary()
+_sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[AsyncGenerator[Session], Session]] = WeakKeyDictionary()
 
 
 async def _loop_session() -> Session:
     """The session of functions awaited outside any session: it lives as long as the event loop."""
     loop = asyncio.get_running_loop()
-    session = _open.get(loop)
-    if session is None:
-        generator = _sessions[loop] = _session_until_loop_ends(loop)
-        session = await anext(generator)
-    return session
+    if loop not in _sessions:
+        generator = _session_until_loop_ends(loop)
+        _sessions[loop] = generator, await anext(generator)
+    return _sessions[loop][1]
 
 
 async def _session_until_loop_ends(loop: asyncio.AbstractEventLoop) -> AsyncGenerator[Session]:
     # `asyncio.run` and its like finish asynchronous generators before they close the loop: the one hook a library
     # has to end with the loop.
-    session = _open[loop] = Session()
+    session = Session()
     try:
         yield session
     finally:
-        del _open[loop]
         del _sessions[loop]
         await session.aclose()
 
