@@ -158,13 +158,6 @@ def test_clear_forgets_everything(rendezvous: Rendezvous, party: Party) -> None:
     assert party.heard == []
 
 
-def test_messages_are_counted(rendezvous: Rendezvous, party: Party) -> None:
-    for number in range(3):
-        rendezvous.send(node("send"), at(number), number)
-    rendezvous.receive(party, node("recv"), at(0))
-    assert rendezvous.messages == 3
-
-
 def test_what_waits_says_for_whom_and_where(rendezvous: Rendezvous, party: Party) -> None:
     rendezvous.receive(party, node("a/recv", 1, "cpu:1"), at())
     rendezvous.receive(party, node("b/recv", 2, "sim:0"), at(3, 7))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import Device
     from asyncflow.runtime.run.channel import Channel
     from asyncflow.runtime.scheduler.turn import Turn
+    from asyncflow.runtime.session.session_options import SessionOptions
     from asyncflow.runtime.trace import Trace
     from asyncflow.values import Value
 
@@ -40,25 +41,18 @@ class Run:
     """Counts the session's runs."""
     devices: Mapping[str, Device]
     """Those of the session, by name."""
-    loop: asyncio.AbstractEventLoop
     turn: Turn
     """The session's share of the event loop."""
-    now: Callable[[], int]
-    """Nanoseconds of the clock that a trace shows."""
+    options: SessionOptions
+    """Of the session."""
     seed: int
     """Of random ops."""
-    shuffle_seed: int | None
-    """Picks among ready firings; None for in order."""
-    max_iterations: int | None
-    """Most iterations of a loop."""
     trace: Trace | None
     """What to record into."""
     emitter: Channel | None = None
     """Takes streamed values."""
     staying: Collection[int | None] = ()
     """Indexes of the fetches whose values stay on their device."""
-    guard: bool = False
-    """Log kernels that hold the event loop."""
     on_end: Callable[[Run], None] | None = None
     id: int = field(default_factory=itertools.count(1).__next__, init=False)
     """Unique in the process."""
@@ -89,10 +83,8 @@ class Run:
         self.part = RunPart(self.turn, current_part())
         self.context.run(leave_graphs)
         self.context.run(own_context, self.part)
-        if self.shuffle_seed is not None:
-            self.shuffle_seed += self.number
         self.states = plan.states
-        self._started_ns = self.now() if self.trace is not None else 0
+        self._started_ns = self.turn.clock() if self.trace is not None else 0
         self._partitions = plan.partitions
         for partition in plan.partitions:
             executor = Executor(partition, self)
@@ -109,10 +101,10 @@ class Run:
             asked_s: when the run was asked for, in the event loop's time.
         """
         if timeout is not None:
-            if asked_s + timeout <= self.loop.time():
+            if asked_s + timeout <= self.turn.loop.time():
                 self._expire(timeout)
                 return
-            self._timer = self.loop.call_at(asked_s + timeout, self._expire, timeout)
+            self._timer = self.turn.loop.call_at(asked_s + timeout, self._expire, timeout)
         if len(self.executors) == 1:
             self.executors[0].start(list(map(feeds.__getitem__, self._partitions[0].feed_indexes)))
             return
@@ -131,14 +123,14 @@ class Run:
         """
         cancelled: asyncio.CancelledError | None = None
         while not self.is_finished:
-            self._finished = self.loop.create_future()
+            self._finished = self.turn.loop.create_future()
             try:
                 await self._finished
             except asyncio.CancelledError as error:
                 cancelled = error
                 self.stop("cancelled")
             except GeneratorExit:  # the coroutine is thrown away: there is nobody to wait
-                if not self.loop.is_closed():
+                if not self.turn.loop.is_closed():
                     self.stop("cancelled")
                 raise
         if self.trace is not None:
@@ -273,5 +265,5 @@ class Run:
             executor.recorder.finish()
         if self._status == "ok" and any(executor.failures for executor in self.executors):
             self._status = "error"
-        span = RunSpan(self.id, f"run {self.id}", self._started_ns, self.now(), self._status)
+        span = RunSpan(self.id, f"run {self.id}", self._started_ns, self.turn.clock(), self._status)
         trace.runs.append(span)

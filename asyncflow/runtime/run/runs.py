@@ -6,11 +6,9 @@ import asyncio
 import secrets
 from functools import partial
 from pathlib import Path
-from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import OutOfMemoryError, SessionClosedError
-from asyncflow.runtime.loop import burst_clock, clock_of
 from asyncflow.runtime.options import as_timeout, check_trace
 from asyncflow.runtime.run.admission import Admission, in_time
 from asyncflow.runtime.run.atomic import AtomicRuns
@@ -75,16 +73,12 @@ class Runs:
         self._random_seed = secrets.randbits(63)
         self._quiet = quiet_context()
         self._atomic = AtomicRuns()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._turn: Turn | None = None
-        self._now: Callable[[], int] = perf_counter_ns
         self._idle: asyncio.Event | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs are on this event loop from now on."""
-        self._loop = loop
-        self._turn = Turn(loop, burst_clock(loop))
-        self._now = clock_of(loop)
+        self._turn = Turn(loop)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -98,13 +92,13 @@ class Runs:
         atomic: bool,
     ) -> Nest:
         """Does what `Session.run` promises, once it is known what to run."""
-        assert self._loop is not None
+        assert self._turn is not None
         note_ask()
         if timeout is not None:
             timeout = as_timeout(timeout)
         if trace is not None:
             check_trace(trace, may_be_path=True)
-        asked_s = self._loop.time()
+        asked_s = self._turn.loop.time()
         recorder = Trace() if isinstance(trace, str | Path) else trace or current_trace()
         plan = call.plan
         is_planned = plan is not None and call.version == call.request.graph.version and recorder is None
@@ -160,14 +154,14 @@ class Runs:
         timeout = as_timeout(timeout)
         check_trace(trace, may_be_path=False)
         call, values = ask()
-        assert self._loop is not None
+        assert self._turn is not None
         checked, _ = call.check(values)
-        asked_s = self._loop.time()
+        asked_s = self._turn.loop.time()
         checked = await self._copied(checked, timeout, asked_s)
         recorder = trace or current_trace()
         plan, checked = await self._planned(call, checked, recorder, timeout)
         checked = await self._at_hand(plan, call, checked, timeout, asked_s)
-        channel = Channel(self._loop)
+        channel = Channel(self._turn.loop)
         checked = as_of_now(checked)
         ticket = await self._admitted(plan, timeout, asked_s)
         run: Run | None = None
@@ -263,11 +257,11 @@ class Runs:
         self, plan: Plan, call: SingleCall, values: list[Value], timeout: float | None, asked_s: float
     ) -> list[Value] | None:
         """The fetched values of a plan that is one call; None if that has to be left to the scheduler."""
-        assert self._turn is not None and self._loop is not None
+        assert self._turn is not None
         if self.closed is not None or self._options.debug or not self._turn.has_time():
             return None
         # It is over at once, so a deadline that has not passed will be kept.
-        if timeout is not None and self._loop.time() >= asked_s + timeout:
+        if timeout is not None and self._turn.loop.time() >= asked_s + timeout:
             return None
         if self._atomic.claims and self._atomic.holds_up(plan.states):
             return None
@@ -295,23 +289,19 @@ class Runs:
     ) -> Run:
         if self.closed is not None:  # while the plan was compiled
             raise SessionClosedError(self.closed)
-        assert self._loop is not None and self._turn is not None
+        assert self._turn is not None
         self.begun += 1
         plan.used = self.begun
         run = Run(
             plan,
             number=self.begun,
             devices=self._devices,
-            loop=self._loop,
             turn=self._turn,
-            now=self._now,
+            options=self._options,
             seed=self._random_seed if plan.graph.seed is None else plan.graph.seed,
-            shuffle_seed=self._options.seed,
-            max_iterations=self._options.max_iterations,
             trace=trace,
             emitter=channel,
             staying=staying,
-            guard=self._options.debug,
             on_end=self._forget,
         )
         if claim is not None:
@@ -336,7 +326,7 @@ class Runs:
         self.closed = why
         if self.admission is not None:
             self.admission.close(why)
-        if self._loop is not None and self._loop.is_closed():
+        if self._turn is not None and self._turn.loop.is_closed():
             self.in_flight.clear()  # none of them will ever hear of an end
 
     async def drain(self, grace_s: float) -> None:

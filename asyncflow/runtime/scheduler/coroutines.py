@@ -43,7 +43,7 @@ class Coroutines:
         """Starts a firing."""
         executor, run, device = self._executor, self._executor.run, self._executor.asynchronous
         spans = executor.new_spans()
-        started = run.now()
+        started = run.turn.clock()
         assert node.kernel is not None
         with ExitStack() as undone:
             with executor.recording(spans):
@@ -51,7 +51,7 @@ class Coroutines:
                 undone.callback(coroutine.close)
             undone.pop_all()
         # A real task, in the context of the caller: libraries look at current_task and at context variables.
-        task = run.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
+        task = run.turn.loop.create_task(coroutine, context=run.context.copy(), name=node.name)
 
         def take(result: Value, error: BaseException | None) -> None:
             del self._tasks[task]
@@ -59,7 +59,7 @@ class Coroutines:
             was_cancelled = task.cancelled() and executor.stopped
             if executor.recorder is not None:
                 status = "ok" if error is None else "cancelled" if was_cancelled else "error"
-                executor.recorder.firing(node, iteration, "async", started, run.now(), result, status)
+                executor.recorder.firing(node, iteration, "async", started, run.turn.clock(), result, status)
             if device is not None:
                 executor.record_spans(spans, device, node, iteration, result)
             if error is None and not executor.stopped:
@@ -75,7 +75,7 @@ class Coroutines:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            self._grace = self._executor.run.loop.call_later(GRACE_S, leave_behind, self._tasks)
+            self._grace = self._executor.run.turn.loop.call_later(GRACE_S, leave_behind, self._tasks)
 
     def close(self) -> None:
         """The run has ended, and all of them with it."""

@@ -87,11 +87,12 @@ class Executor:
 
     def __post_init__(self, partition: Partition) -> None:
         run = self.run
-        self.scheduler = Scheduler(partition, seed=run.shuffle_seed, max_iterations=run.max_iterations)
+        seed = None if run.options.seed is None else run.options.seed + run.number
+        self.scheduler = Scheduler(partition, seed=seed, max_iterations=run.options.max_iterations)
         self.device = run.devices[partition.device]
         self.asynchronous = self.device.asynchronous
         if run.trace is not None:
-            self.recorder = Recorder(run.trace, run.id, self.device, run.now)
+            self.recorder = Recorder(run.trace, run.id, self.device, run.turn.clock)
             self.scheduler.ready = self.recorder.ready
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -362,7 +363,7 @@ class Executor:
             return
         ended = perf_counter_ns()
         cost.observe(size, ended - started)
-        if self.run.guard and ended - started > BLOCKED_NS:
+        if self.run.options.debug and ended - started > BLOCKED_NS:
             _log.warning(
                 "%s (%s) held the event loop for %.1f ms; declare its cost=, or make it a coroutine\n  built at %s",
                 node.name,

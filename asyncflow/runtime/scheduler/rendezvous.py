@@ -44,15 +44,12 @@ class RendezvousStatistics(NamedTuple):
 class Rendezvous:
     """Matches the Sends and Recvs of one run."""
 
-    messages: int = 0
-    """Sends so far."""
     _sent: dict[Key, tuple[Value, int]] = field(default_factory=dict)
     _waiting: dict[Key, tuple[Party, PlanNode, Iteration]] = field(default_factory=dict)
     _unacknowledged: dict[Key, tuple[Party, PlanNode, Iteration]] = field(default_factory=dict)
 
     def send(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int = 0) -> None:
         """Hands `value` to the Recv, now or when it comes."""
-        self.messages += 1
         key = node.transfer, iteration.counters()
         receiver = self._waiting.pop(key, None)
         if receiver is None:

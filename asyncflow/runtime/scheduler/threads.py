@@ -86,7 +86,7 @@ def submit(
             work,
             args,
             deliver,
-            executor.run.loop,
+            executor.run.turn.loop,
             expected_ns=None if cost is None else cost.measured_ns(size),
             planned=node.stream,
             owner=node.source.op.alone,

@@ -7,45 +7,39 @@ it is spent waits in a queue, and the queue goes on in the next pass, first come
 from __future__ import annotations
 
 from collections import deque
-from time import perf_counter_ns
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from asyncflow.runtime.loop import burst_clock, clock_of
+
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
-    from collections.abc import Callable
+
+    from asyncflow.runtime.scheduler.executor import Executor
 
 BURST_NS = 1_000_000
 """How long a session's runs may hold the event loop at a time (1 ms)."""
 
 
-class Driven(Protocol):
-    """Something with work to do on the event loop."""
-
-    is_queued: bool
-
-    def drive(self, deadline_ns: int) -> bool:
-        """Works until nothing is ready (False) or the deadline has passed (True)."""
-        ...
-
-
 class Turn:
     """The queue of runs with ready work, and the budget of the current pass of the event loop."""
 
-    __slots__ = ("_burst_end", "_loop", "_queue", "_scheduled", "now", "number")
+    __slots__ = ("_burst_end", "_queue", "_scheduled", "clock", "loop", "now", "number")
 
-    def __init__(self, loop: AbstractEventLoop, now: Callable[[], int] = perf_counter_ns) -> None:
-        """`now` gives nanoseconds."""
-        self.now = now
-        self._loop = loop
-        self._queue: deque[Driven] = deque()
+    def __init__(self, loop: AbstractEventLoop) -> None:
+        self.loop = loop
+        self.now = burst_clock(loop)
+        """Nanoseconds by which the budget is measured."""
+        self.clock = clock_of(loop)
+        """Nanoseconds as a trace shows them."""
+        self._queue: deque[Executor] = deque()
         self._scheduled = False
         self._burst_end = 0
         self.number = 0
         """Counts passes, so that failures of one pass can be told from later ones."""
 
-    def drive_now(self, driven: Driven) -> None:
+    def drive_now(self, driven: Executor) -> None:
         """Drives at once if the current pass has time left; queues what remains."""
         if not self.has_time():
             self.enqueue(driven)
@@ -68,7 +62,7 @@ class Turn:
         self._schedule()
         return self.number
 
-    def enqueue(self, driven: Driven) -> None:
+    def enqueue(self, driven: Executor) -> None:
         """Drives in a later pass, or later in this one."""
         if not driven.is_queued:
             driven.is_queued = True
@@ -78,7 +72,7 @@ class Turn:
     def _schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self._pass)
+            self.loop.call_soon(self._pass)
 
     def _pass(self) -> None:
         self._scheduled = False
