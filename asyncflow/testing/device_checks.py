@@ -91,6 +91,12 @@ class _Subject:
         with af.Graph() as graph, af.device(self.names[0]):
             yield graph
 
+    @contextmanager
+    def fed(self, shape: tuple[int | None, ...], dtype: str = "float32") -> Iterator[af.Tensor]:
+        """A placeholder in such a graph."""
+        with self.graph():
+            yield af.placeholder(dtype, shape)
+
     async def expect(
         self, cases: Sequence[tuple[af.Tensor, Array]], feeds: Mapping[af.Tensor, object] | None = None
     ) -> None:
@@ -200,8 +206,7 @@ async def _shapes(subject: _Subject) -> None:
 
 async def _branches(subject: _Subject) -> None:
     """A branch is taken by what the device computed, and the other one is not."""
-    with subject.graph():
-        x = af.placeholder("float32", (2,))
+    with subject.fed((2,)) as x:
         y = af.cond(af.sum(x) > 0, lambda: x * 2.0, lambda: af.cond(x[0] > 0, lambda: x + 1.0, lambda: -x))
     for values, wanted in (([1, 2], [2, 4]), ([1, -2], [2, -1]), ([-1, -2], [1, 2])):
         await subject.expect([(y, np.array(wanted, "f4"))], {x: np.array(values, "f4")})
@@ -220,8 +225,7 @@ def _root(x: af.Tensor, parallel_iterations: int) -> af.Tensor:
 
 async def _loops(subject: _Subject) -> None:
     """Loops run as long as what the device computed says so: not at all, nested, with regions and without."""
-    with subject.graph():
-        x = af.placeholder("float64", (3,))
+    with subject.fed((3,), "float64") as x:
         roots = [_root(x, 1), _root(x, 8)]
 
         def inner(i: af.Tensor, total: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
@@ -237,8 +241,7 @@ async def _loops(subject: _Subject) -> None:
 
 async def _arrays(subject: _Subject) -> None:
     """A TensorArray that a loop fills keeps what was written."""
-    with subject.graph():
-        x = af.placeholder("float32", (2,))
+    with subject.fed((2,)) as x:
         array = af.TensorArray("float32", 5)
         _, array = af.while_loop(
             lambda i, _: i < 5, lambda i, a: (i + 1, a.write(i, x * af.astype(i, "float32"))), (0, array)
@@ -250,8 +253,7 @@ async def _arrays(subject: _Subject) -> None:
 
 async def _gradients(subject: _Subject) -> None:
     """A loop's gradient finds the values that its iterations saved."""
-    with subject.graph():
-        x = af.placeholder("float64", (3,))
+    with subject.fed((3,), "float64") as x:
         y = af.while_loop(lambda i, _: i < 3, lambda i, t: (i + 1, af.sin(t) * x), (0, x))[1]
         (gradient,) = af.gradients(af.sum(y), [x])
     values = np.array([0.5, 1.0, 1.5])
@@ -266,8 +268,7 @@ async def _gradients(subject: _Subject) -> None:
 
 async def _state(subject: _Subject) -> None:
     """A variable keeps what a run assigns, for the next one, and changes in the order that was written."""
-    with subject.graph():
-        x = af.placeholder("float32", (2,))
+    with subject.fed((2,)) as x:
         v = af.Variable(np.zeros(2, np.float32))
         before = v.read() + 0.0
         added = v.assign_add(x)
@@ -290,8 +291,7 @@ async def _awaited(x: Array) -> Array:
 
 async def _host_code(subject: _Subject) -> None:
     """The user's functions and coroutines get arrays of the host, and what they return is used on."""
-    with subject.graph():
-        x = af.placeholder("float32", (2,))
+    with subject.fed((2,)) as x:
         y = _awaited(_doubled(x * 3.0)) * 10.0
     async with subject.alone() as session:  # beside a CPU, that would do it
         result = await session.run(y, {x: np.array([1, 2], "f4")})
@@ -326,8 +326,7 @@ async def _several(subject: _Subject) -> None:
 
 async def _staying(subject: _Subject) -> None:
     """Values that stay on their device can be fed again."""
-    with subject.graph():
-        x = af.placeholder("float32", (3,))
+    with subject.fed((3,)) as x:
         y = x * 2.0
     values = np.array([1, 2, 3], "f4")
     kept = await subject.session.run(af.on_device(y), {x: values})
@@ -336,8 +335,7 @@ async def _staying(subject: _Subject) -> None:
 
 async def _results(subject: _Subject) -> None:
     """Results are the caller's own: whoever changes them changes nothing else."""
-    with subject.graph():
-        x = af.placeholder("float32", (3,))
+    with subject.fed((3,)) as x:
         constant = af.constant(np.ones(3, np.float32)) * 1.0
     for _ in range(2):
         first, second = await subject.session.run([x, constant], {x: np.ones(3, np.float32)})
@@ -348,8 +346,7 @@ async def _results(subject: _Subject) -> None:
 
 async def _many_runs(subject: _Subject) -> None:
     """Runs that are in flight together keep apart."""
-    with subject.graph():
-        x = af.placeholder("float32", (3,))
+    with subject.fed((3,)) as x:
         y = af.while_loop(lambda i, _: i < 5, lambda i, t: (i + 1, t + x), (0, x))[1]
     values = [np.full(3, k, "f4") for k in range(8)]
     results = await asyncio.gather(*(subject.session.run(y, {x: value}) for value in values))
@@ -364,8 +361,7 @@ def _failing(x: Array) -> Array:
 
 async def _errors(subject: _Subject) -> None:
     """A kernel's error ends its run, says where, and leaves the session as it was."""
-    with subject.graph():
-        x = af.placeholder("float32", (2,))
+    with subject.fed((2,)) as x:
         y, good = _failing(x * 2.0), x + 1.0
     async with subject.alone() as session:
         error = await _raised(session.run(y, {x: np.ones(2, "f4")}), af.KernelError)
@@ -376,8 +372,7 @@ async def _errors(subject: _Subject) -> None:
 
 async def _cancelling(subject: _Subject) -> None:
     """A run that would never end can be cancelled, has a deadline, and leaves the session as it was."""
-    with subject.graph():
-        x = af.placeholder("float32", (2,))
+    with subject.fed((2,)) as x:
         good = x + 1.0
         endless = af.while_loop(lambda t: af.sum(t) > -1.0, lambda t: af.abs(af.sin(t)), (x,))[0]
     feeds = {x: np.ones(2, "f4")}
@@ -393,8 +388,7 @@ async def _cancelling(subject: _Subject) -> None:
 async def _memory(subject: _Subject) -> None:
     """Memory is counted, given back after each run, and refused above the limit."""
     limit = 4 << 20
-    with subject.graph():
-        x = af.placeholder("float32", (None,))
+    with subject.fed((None,)) as x:
         y = af.sum(af.concat([x, x]) * 2.0)
     async with subject.alone(memory_limit=limit) as session:
         small, large = np.ones(1 << 10, "f4"), np.ones(limit // 8, "f4")
@@ -414,8 +408,7 @@ async def _memory(subject: _Subject) -> None:
 
 async def _timeline(subject: _Subject) -> None:
     """A traced run shows what the device did, and when."""
-    with subject.graph():
-        x = af.placeholder("float32", (64, 64))
+    with subject.fed((64, 64)) as x:
         y = af.tanh(x @ x)
     trace = af.Trace()
     async with subject.alone() as session:

@@ -174,7 +174,8 @@ class Parameters:
                 raise FeedError(f"it is annotated {spec}, so it takes an array; got None")
             return spec
         if name in self._static:
-            return _static(leaf, f"it is annotated {_annotation(self.signature.parameters[name])}")
+            annotation = inspect.formatannotation(self.signature.parameters[name].annotation)
+            return _static(leaf, f"it is annotated {annotation}")
         return _kind(leaf)
 
 
@@ -206,10 +207,6 @@ def _is_static(annotation: Any) -> bool:
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return all(member in (*_STATIC_TYPES, types.NoneType) for member in typing.get_args(annotation))
     return annotation in _STATIC_TYPES if isinstance(annotation, type) else False
-
-
-def _annotation(parameter: inspect.Parameter) -> str:
-    return inspect.formatannotation(parameter.annotation)
 
 
 def _kind(leaf: Value) -> Kind:
