@@ -87,10 +87,11 @@ def halving() -> tuple[af.Graph, af.Tensor, af.Tensor]:
 START = np.zeros(4, "float32")
 
 
-async def until(is_so: Callable[[], Any]) -> None:
+async def stepped(cupy: FakeCupy, is_so: Callable[[], Any]) -> None:
+    """Lets a paused card do one thing at a time until it is so: a card that ran on might have passed that by."""
     while not is_so():
-        for _ in range(10):
-            await asyncio.sleep(0)
+        cupy.step()
+        await asyncio.sleep(0)
 
 
 async def settled(quantity: Callable[[], int]) -> int:
@@ -372,9 +373,9 @@ async def test_a_run_is_cancelled_while_its_fetch_is_in_pieces(cupy: FakeCupy) -
     value = np.random.default_rng(0).random(PINNED)
     async with opened(graph, ["cuda:0"]) as session:
         await session.run(y, {x: value})
-        running = asyncio.ensure_future(session.run(y, {x: value}))
-        await until(lambda: session.devices[0].d2h.pending)
         cupy.pause()
+        running = asyncio.ensure_future(session.run(y, {x: value}))
+        await stepped(cupy, lambda: session.devices[0].d2h.pending)
         running.cancel()
         for _ in range(50):
             await asyncio.sleep(0)
@@ -391,8 +392,10 @@ async def test_a_session_closes_while_a_feed_is_in_pieces(cupy: FakeCupy) -> Non
         x = af.placeholder("float64", (None,))
         y = af.sum(x)
     async with opened(graph, ["cuda:0"]) as session:
+        cupy.pause()
         running = asyncio.ensure_future(session.run(y, {x: np.ones(4 * PINNED)}))
-        await until(lambda: session.devices[0].h2d.pending)
+        await stepped(cupy, lambda: session.devices[0].h2d.pending)
+        cupy.resume()
         await session.aclose(grace_s=0)
     with pytest.raises(af.SessionClosedError):
         await running
