@@ -109,6 +109,7 @@ class Dead:
     location: str
 
 
+@dataclass(slots=True, eq=False)
 class PlanNode:
     """A node as the scheduler sees it.
 
@@ -131,78 +132,56 @@ class PlanNode:
         is_small: shapes are known and small, so the kernel runs on the event loop without being timed.
     """
 
-    __slots__ = (
-        "blanks",
-        "child",
-        "controls",
-        "cost",
-        "crossing",
-        "dead",
-        "dead_targets",
-        "estimate",
-        "fetch_index",
-        "frame",
-        "hold",
-        "id",
-        "index_values",
-        "is_acknowledged",
-        "is_async",
-        "is_constant",
-        "is_small",
-        "is_suspect",
-        "is_user",
-        "kernel",
-        "kind",
-        "n_inputs",
-        "name",
-        "needs_context",
-        "peer",
-        "position",
-        "region",
-        "single",
-        "slot",
-        "source",
-        "stream",
-        "targets",
-        "transfer",
-        "uses_index",
-    )
+    source: Node
+    frame: PlanFrame
+    stream: int = 0
+    slot: int = 0
+    targets: tuple[_Targets, ...] = ()
+    dead_targets: tuple[_DeadTargets, ...] = ()
+    controls: tuple[tuple[int, PlanNode], ...] = ()
+    kernel: Kernel | None = None
+    cost: Any = None
+    child: PlanFrame | None = None
+    region: RegionCode | None = None
+    estimate: RegionEstimate | None = None
+    hold: Any = None
+    is_suspect: bool = False
+    fetch_index: int = -1
+    uses_index: bool = False
+    index_values: tuple[np.int32, ...] = ()
+    id: int = field(init=False)
+    name: str = field(init=False)
+    kind: int = field(init=False)
+    position: int = field(init=False)
+    n_inputs: int = field(init=False)
+    blanks: list[None] = field(init=False)
+    single: bool = field(init=False)
+    dead: Dead = field(init=False)
+    is_constant: bool = field(init=False)
+    is_async: bool = field(init=False)
+    is_user: bool = field(init=False)
+    needs_context: bool = field(init=False)
+    is_small: bool = field(init=False)
+    crossing: int = field(init=False)
+    transfer: int = field(init=False)
+    is_acknowledged: bool = field(init=False)
+    peer: str = field(init=False)
 
-    def __init__(self, source: Node, frame: PlanFrame, stream: int = 0) -> None:
-        self.source = source
-        self.id = source.id
-        self.name = source.name
+    def __post_init__(self) -> None:
+        source = self.source
+        self.id, self.name, self.single = source.id, source.name, source.single
         self.kind = int(_KINDS.get(source.op, Kind.KERNEL))
-        self.frame = frame
-        self.position = len(frame.nodes)
-        self.slot = 0
+        self.position = len(self.frame.nodes)
         self.n_inputs = len(source.inputs)
         self.blanks = [None] * self.n_inputs
-        self.single = source.single
-        self.targets: tuple[_Targets, ...] = ()
-        self.dead_targets: tuple[_DeadTargets, ...] = ()
-        self.controls: tuple[tuple[int, PlanNode], ...] = ()
-        self.kernel: Kernel | None = None
-        self.cost: Any = None
         self.dead = Dead(source.attrs.get("stands_for", source.name), str(source.location))
-        self.child: PlanFrame | None = None
         self.is_constant = bool(source.attrs.get("constant")) if source.op is ENTER else False
-        self.is_async = source.op.is_async
+        self.is_async, self.is_user = source.op.is_async, source.op.is_user
+        self.needs_context, self.is_small = source.op.needs_context, _is_small(source)
         self.crossing = int(_CROSSINGS.get(source.op, Crossing.NONE))
-        self.stream = stream
-        self.transfer: int = source.attrs.get("transfer", 0) if self.crossing else 0
+        self.transfer = source.attrs.get("transfer", 0) if self.crossing else 0
         self.is_acknowledged = bool(source.attrs.get("is_acknowledged")) if self.crossing else False
-        self.peer: str = source.attrs["target" if self.crossing == Crossing.SEND else "source"] if self.transfer else ""
-        self.is_user = source.op.is_user
-        self.needs_context = source.op.needs_context
-        self.region: RegionCode | None = None
-        self.estimate: RegionEstimate | None = None
-        self.hold: Any = None
-        self.is_suspect = False
-        self.is_small = _is_small(source)
-        self.fetch_index = -1
-        self.uses_index = False
-        self.index_values: tuple[np.int32, ...] = ()
+        self.peer = source.attrs["target" if self.crossing == Crossing.SEND else "source"] if self.transfer else ""
 
     def set_region(self, code: RegionCode, kernel: Kernel, region: Region) -> None:
         """Makes the node run generated code, by calling `kernel`."""
@@ -235,6 +214,7 @@ _Targets = tuple[_Plain, _Merges]
 _DeadTargets = tuple[tuple[tuple[int, PlanNode], ...], _Merges]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PlanFrame:
     """The tables of one loop, or of what lies outside all loops.
 
@@ -251,32 +231,20 @@ class PlanFrame:
             ended here; 0 where the predicate is made, and outside loops over several devices.
     """
 
-    __slots__ = (
-        "acknowledges",
-        "exits",
-        "initial",
-        "label",
-        "loop",
-        "n_enters",
-        "nodes",
-        "parallel_iterations",
-        "path",
-        "pending",
-        "values",
-    )
+    path: FramePath
+    parallel_iterations: int
+    loop: LoopIdentity
+    label: str = field(init=False)
+    nodes: list[PlanNode] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
+    initial: list[PlanNode] = field(default_factory=list)
+    exits: list[PlanNode] = field(default_factory=list)
+    n_enters: int = 0
+    acknowledges: int = 0
 
-    def __init__(self, path: FramePath, parallel_iterations: int, loop: LoopIdentity) -> None:
-        self.path = path
-        self.loop = loop
-        self.label = loop.label
-        self.parallel_iterations = parallel_iterations
-        self.nodes: list[PlanNode] = []
-        self.values: list[Value] = []
-        self.pending: list[int] = []
-        self.initial: list[PlanNode] = []
-        self.exits: list[PlanNode] = []
-        self.n_enters = 0
-        self.acknowledges = 0
+    def __post_init__(self) -> None:
+        self.label = self.loop.label
 
 
 @dataclass(slots=True, kw_only=True)

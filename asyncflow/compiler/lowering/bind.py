@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.lowering.layout import build_partition
-from asyncflow.compiler.program.extract import FEED
+from asyncflow.compiler.lowering.layout import Layout
 from asyncflow.compiler.program.frames import assign_frames, is_everywhere
 from asyncflow.compiler.program.kernels import bind_kernel, bind_launch, bind_member, bind_region
 from asyncflow.compiler.regions.capturable import can_capture
@@ -58,20 +57,13 @@ class Binding:
         positions = {node: position for position, node in enumerate(fetches)}
         frames = assign_frames(graph)
         used = [device for device in devices if device.name in nodes] or devices[:1]
-        return [
-            build_partition(
-                nodes.get(device.name, ()),
-                frames,
-                device=device.name,
-                streams=self.streams,
-                feeds={n: n.attrs["index"] for n in nodes.get(device.name, ()) if n.op is FEED},
-                fetches={n: position for n, position in positions.items() if n.device == device.name},
-                n_fetches=len(positions),
-                bind=partial(self.kernel, device),
-                bind_region=partial(self.region, device),
-            )
-            for device in used
-        ]
+        partitions = []
+        for device in used:
+            bind, bind_region = partial(self.kernel, device), partial(self.region, device)
+            layout = Layout(nodes.get(device.name, ()), frames, self.streams, bind, bind_region)
+            fetched = {node: position for node, position in positions.items() if node.device == device.name}
+            partitions.append(layout.build(device.name, fetched, len(positions)))
+        return partitions
 
     def kernel(self, device: Device, node: Node) -> Kernel:
         """The function that a firing of `node` calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,65 +29,49 @@ if TYPE_CHECKING:
     from asyncflow.values import Kernel, Value
 
 
-def build_partition(
-    nodes: Sequence[Node],
-    frames: Mapping[Node, FramePath],
-    *,
-    device: str,
-    streams: Mapping[Node, int],
-    feeds: Mapping[Node, int],
-    fetches: Mapping[Node, int],
-    n_fetches: int,
-    bind: Callable[[Node], Kernel],
-    bind_region: Callable[[Node], tuple[RegionCode, Kernel]],
-) -> Partition:
-    """The nodes of one device of a flat graph, laid out.
+@dataclass(slots=True)
+class Layout:
+    """Lays out the nodes of one device of a flat graph.
 
-    Args:
-        nodes: constants of all devices among them, since each partition has its own copy of what it uses.
-        frames: of every node.
-        device: its name.
+    Attributes:
+        sources: the nodes, and constants of all devices, since each partition has its own copy of what it uses.
+        frame_of: the frame of every node.
         streams: which compute stream a node runs on; 0 for those left out.
-        feeds: nodes that take fed values, with the position of each among the plan's feeds.
-        fetches: nodes that fetch, with their positions among the plan's fetched values.
-        n_fetches: how many those are in all.
         bind: gives a node's kernel.
         bind_region: gives a region's code, and what a firing of it calls.
     """
-    layout = _Layout(nodes, frames, streams, bind, bind_region)
-    return layout.build(device, feeds, fetches, n_fetches)
 
+    sources: Sequence[Node]
+    frame_of: Mapping[Node, FramePath]
+    streams: Mapping[Node, int]
+    bind: Callable[[Node], Kernel]
+    bind_region: Callable[[Node], tuple[RegionCode, Kernel]]
+    frames: dict[FramePath, PlanFrame] = field(default_factory=lambda: {(): PlanFrame((), 1, LoopIdentity(""))})
+    nodes: dict[Node, PlanNode] = field(default_factory=dict)
+    targets: dict[Tensor, tuple[list[Any], list[Any]]] = field(default_factory=dict)
+    control_targets: dict[Node, list[tuple[int, PlanNode]]] = field(default_factory=dict)
+    constants: dict[Node, Value] = field(default_factory=dict)
+    aliases: dict[Tensor, Tensor] = field(default_factory=dict)
+    """A LoopCond without control inputs only gives a name to its input."""
+    indexed_merges: set[Node] = field(default_factory=set)
 
-class _Layout:
-    def __init__(
-        self,
-        sources: Sequence[Node],
-        frames: Mapping[Node, FramePath],
-        streams: Mapping[Node, int],
-        bind: Callable[[Node], Kernel],
-        bind_region: Callable[[Node], tuple[RegionCode, Kernel]],
-    ) -> None:
-        self.sources = sources
-        self.frame_of = frames
-        self.streams = streams
-        self.bind = bind
-        self.bind_region = bind_region
-        self.frames: dict[FramePath, PlanFrame] = {(): PlanFrame((), 1, LoopIdentity(""))}
-        self.nodes: dict[Node, PlanNode] = {}
-        self.targets: dict[Tensor, tuple[list[Any], list[Any]]] = {}
-        self.control_targets: dict[Node, list[tuple[int, PlanNode]]] = {}
-        self.constants: dict[Node, Value] = {}
-        # A LoopCond without control inputs only gives a name to its input.
-        self.aliases: dict[Tensor, Tensor] = {}
-        self.indexed_merges = {
-            tensor.node for node in sources for tensor in node.inputs if tensor.node.op is MERGE and tensor.index == 1
-        }
-        controls = {control for node in sources for control in node.control_inputs}
-        for node in sources:
+    def __post_init__(self) -> None:
+        controls = {control for node in self.sources for control in node.control_inputs}
+        for node in self.sources:
+            for tensor in node.inputs:
+                if tensor.node.op is MERGE and tensor.index == 1:
+                    self.indexed_merges.add(tensor.node)
             if node.op is LOOP_COND and not node.control_inputs and node not in controls:
                 self.aliases[node.outputs[0]] = node.inputs[0]
 
-    def build(self, device: str, feeds: Mapping[Node, int], fetches: Mapping[Node, int], n_fetches: int) -> Partition:
+    def build(self, device: str, fetches: Mapping[Node, int], n_fetches: int) -> Partition:
+        """The partition of the device of that name.
+
+        Args:
+            device: its name.
+            fetches: nodes that fetch, with their positions among the plan's fetched values.
+            n_fetches: how many those are in all.
+        """
         for node in self.sources:
             if not is_everywhere(node):
                 self.place(node)
@@ -97,12 +82,13 @@ class _Layout:
         for fetch, index in fetches.items():
             self.nodes[fetch].fetch_index = index
         root = self.frames[()]
+        feeds = [node for node in root.nodes if node.kind == Kind.FEED]
         root.initial = [n for n in root.nodes if not root.pending[n.position] and n.kind != Kind.FEED]
         return Partition(
             device=device,
             root=root,
-            feeds=[self.nodes[feed] for feed in feeds],
-            feed_indexes=list(feeds.values()),
+            feeds=feeds,
+            feed_indexes=[feed.source.attrs["index"] for feed in feeds],
             n_fetches=n_fetches,
             fetch_indexes=list(fetches.values()),
             frames=self.frames,
@@ -199,11 +185,13 @@ class _Layout:
         frame.pending[planned.position] -= 1
 
     def constant(self, node: Node) -> Value:
+        """The value of a constant, made once."""
         if node not in self.constants:
             self.constants[node] = self.bind(node)()
         return self.constants[node]
 
     def finish(self, source: Node, planned: PlanNode) -> None:
+        """Gives the node the lists of what it feeds."""
         targets, dead_targets = [], []
         for tensor in source.outputs:
             plain, merges = self.targets.get(tensor, ([], []))
