@@ -19,8 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from asyncflow.compiler.placement.assign_streams import has_no_stream
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, SMALL_NBYTES, NodeCosts, tensor_nbytes
 
 if TYPE_CHECKING:
@@ -65,26 +66,21 @@ def region_costs(devices: Sequence[Device]) -> RegionCosts:
     return RegionCosts(calls, kernel_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
-    """Nodes to be clustered, with what tells how they wait for each other; sets are of tensors of the graph.
+class Body(NamedTuple):
+    """A graph or body whose nodes are clustered, and what tells how they wait for each other.
 
     Attributes:
-        graph: all of them.
+        graph: all nodes.
         carried: for a loop's body, each variable where it stands, and the result that is its next value.
-        is_loop: whether it is a loop's body.
         wanted: results that somebody wants as soon as they are there: who decides on the next iteration, or users of
             a branch.
-        on_host: tensors whose values the host computes; they never keep anybody waiting.
-        is_early: whether a node's value is there before anything runs.
+        is_loop: whether it is a loop's body.
     """
 
     graph: Graph
-    carried: Sequence[tuple[Tensor, Tensor]]
-    is_loop: bool
-    wanted: Sequence[Tensor]
-    on_host: AbstractSet[Tensor]
-    is_early: Callable[[Node], bool]
+    carried: Sequence[tuple[Tensor, Tensor]] = ()
+    wanted: Sequence[Tensor] = ()
+    is_loop: bool = False
 
 
 def join_regions(
@@ -92,6 +88,7 @@ def join_regions(
     clusters: Sequence[Sequence[Node]],
     lane_of: Callable[[Sequence[Node]], ComputeStream | None],
     costs: RegionCosts,
+    on_host: AbstractSet[Tensor],
     largest: int,
 ) -> list[list[Node]]:
     """`clusters`, some of them joined.
@@ -101,6 +98,7 @@ def join_regions(
         clusters: nodes that may be in a region, single ones too; they do not wait for each other in a circle.
         lane_of: where a cluster runs; None if it has to stay as it is.
         costs: those of the devices.
+        on_host: tensors whose values the host computes; they never keep anybody waiting.
         largest: nodes in a region.
     """
     numbers: dict[ComputeStream, list[int]] = {}
@@ -109,10 +107,10 @@ def join_regions(
             numbers.setdefault(lane, []).append(number)
     lanes = {lane: found for lane, found in numbers.items() if 1 < len(found) <= _MOST_IN_LANE}
     inside = {node for cluster in clusters for node in cluster}
-    alone = [[node] for node in body.graph.nodes if node not in inside and not body.is_early(node)]
+    alone = [[node] for node in body.graph.nodes if node not in inside and not has_no_stream(node)]
     if not lanes or len(clusters) + len(alone) > _MOST_UNITS:
         return [list(cluster) for cluster in clusters]
-    units = _Units(body, [*clusters, *alone], costs.kernel_ns)
+    units = _Units(body, [*clusters, *alone], costs.kernel_ns, on_host)
     for lane, found in lanes.items():
         units.join(found, costs.call_ns[lane.device or ""], largest)
     position = {node: index for index, node in enumerate(body.graph.nodes)}
@@ -152,23 +150,29 @@ class _JoinedUnit:
 
 
 class _Units:
-    def __init__(self, body: Body, clusters: Sequence[Sequence[Node]], kernel_ns: Callable[[Node], float]) -> None:
+    def __init__(
+        self,
+        body: Body,
+        clusters: Sequence[Sequence[Node]],
+        kernel_ns: Callable[[Node], float],
+        on_host: AbstractSet[Tensor],
+    ) -> None:
         self.is_loop = body.is_loop
         self.units = [
             _JoinedUnit(list(nodes), sum(map(kernel_ns, nodes)), 1 << index) for index, nodes in enumerate(clusters)
         ]
         self.owner = {node: index for index, nodes in enumerate(clusters) for node in nodes}
-        self.find_edges(body)
+        self.find_edges(body, on_host)
         self.close()
 
-    def find_edges(self, body: Body) -> None:
+    def find_edges(self, body: Body, on_host: AbstractSet[Tensor]) -> None:
         outside = 1 << len(self.units)
         given_by = dict(body.carried)
         for node, index in self.owner.items():
             for control in node.control_inputs:
                 self.add_edge(control, index)
             for tensor in node.inputs:
-                is_awaited = tensor not in body.on_host
+                is_awaited = tensor not in on_host
                 if tensor in given_by:
                     self.add_carried(given_by[tensor], index, is_awaited)
                 else:

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from asyncflow.compiler.placement.assign_streams import ComputeStream, has_no_stream
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.frames import has_primitives, is_everywhere
 from asyncflow.compiler.program.host_values import mixes_vectors
+from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.join_regions import Body, join_regions
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
@@ -108,7 +109,7 @@ def make_regions(
         `streams`, with the region nodes added.
     """
     clustering = _Clustering(streams, asynchronous, enqueuing, on_host, costs)
-    clustering.cluster(graph, _RegionLevel())
+    clustering.cluster(Body(graph))
     return {**streams, **clustering.regions}
 
 
@@ -128,22 +129,6 @@ def _nesting(node: Node) -> int:
     return 1 + max(inside, default=0) if node.subgraphs else 0
 
 
-class _RegionLevel(NamedTuple):
-    """Facts about a graph or body as a whole.
-
-    Attributes:
-        results: of a body.
-        carried: the variables of a loop's body: where each stands, and the result that it gets its next value from.
-        wanted: results that others wait for than the next iteration of the body.
-        is_loop: whether it is a loop's body.
-    """
-
-    results: Sequence[Tensor] = ()
-    carried: Sequence[tuple[Tensor, Tensor]] = ()
-    wanted: Sequence[Tensor] = ()
-    is_loop: bool = False
-
-
 @dataclass(slots=True)
 class _Clustering:
     streams: Mapping[Node, int]
@@ -153,8 +138,9 @@ class _Clustering:
     costs: RegionCosts | None
     regions: dict[Node, int] = field(default_factory=dict)
 
-    def cluster(self, graph: Graph, level: _RegionLevel) -> None:
+    def cluster(self, body: Body) -> None:
         """Makes the regions of one level, and of the bodies that are not part of one."""
+        graph = body.graph
         if has_primitives(graph.nodes):
             return
         lanes = {node: self.lane(node) for node in graph.nodes}
@@ -165,23 +151,23 @@ class _Clustering:
         barriers = [node for node in graph.nodes if node not in joins and self.is_barrier(node, lanes[node])]
         if len(barriers) > _MOST_BARRIERS:
             return
-        crossings = _crossings(graph, lanes, joins, set(barriers), level.carried)
+        crossings = _crossings(graph, lanes, joins, set(barriers), body.carried)
         keys = _keys(graph, barriers, crossings)
         clusters: dict[Hashable, list[Node]] = {}
         for node in graph.nodes:
             if node in joins and node.op is not PARAMETER and not is_everywhere(node):
                 clusters.setdefault((lanes[node], keys[node]), []).append(node)
         cut = [part for cluster in clusters.values() for part in _cut(cluster)]
-        chosen = [part for part in self.joined(graph, level, cut, lanes) if _worthwhile(part)]
+        chosen = [part for part in self.joined(body, cut, lanes) if _worthwhile(part)]
         if chosen:
-            made = _replace(graph, chosen, set(level.results))
+            made = _replace(graph, chosen)
             for region, part in zip(made, chosen, strict=True):
                 lane = lanes[part[0]]
                 assert lane is not None
                 region.device, self.regions[region] = lane
 
     def joined(
-        self, graph: Graph, level: _RegionLevel, clusters: list[list[Node]], lanes: Mapping[Node, ComputeStream | None]
+        self, body: Body, clusters: list[list[Node]], lanes: Mapping[Node, ComputeStream | None]
     ) -> list[list[Node]]:
         """`clusters`; those of cards are fewer where it does not pay to call so many."""
         if self.costs is None:
@@ -195,19 +181,18 @@ class _Clustering:
             is_ahead = all(tensor in self.on_host for node in cluster for tensor in node.outputs)
             return None if is_ahead else lane
 
-        body = Body(graph, level.carried, level.is_loop, level.wanted, self.on_host, has_no_stream)
-        return join_regions(body, clusters, lane_of, self.costs, _LARGEST)
+        return join_regions(body, clusters, lane_of, self.costs, self.on_host, _LARGEST)
 
     def cluster_bodies(self, node: Node) -> None:
         for body in node.subgraphs:
-            level = _RegionLevel(body.results, wanted=body.results)
             if isinstance(node, WhileNode) and body is node.body:
                 asked = {tensor for inner in node.predicate.nodes for tensor in inner.inputs}
                 pairs = zip(node.predicate.inputs, body.results, strict=False)
                 decisive = [result for variable, result in pairs if variable in asked]
                 # The result of a loop's body that a variable takes over stands at the variable's own place.
-                level = _RegionLevel(body.results, node.carried, decisive, is_loop=True)
-            self.cluster(body, level)
+                self.cluster(Body(body, node.carried, decisive, is_loop=True))
+            else:
+                self.cluster(Body(body, wanted=body.results))
 
     def lane(self, node: Node) -> ComputeStream | None:
         """Where the node runs; None for a branch or loop that is spread over several lanes."""
@@ -352,32 +337,23 @@ def _worthwhile(cluster: Sequence[Node]) -> bool:
     return len(cluster) > 1 or bool(cluster[0].subgraphs)
 
 
-def _replace(graph: Graph, clusters: Sequence[Sequence[Node]], results: set[Tensor]) -> list[Node]:
+def _replace(graph: Graph, clusters: Sequence[Sequence[Node]]) -> list[Node]:
     """Puts one `region` node, which it returns, in the place of each cluster, in an order in which all can run."""
     owner = {node: index for index, cluster in enumerate(clusters) for node in cluster}
-    used: dict[Tensor, None] = dict.fromkeys(results)
+    used: dict[Tensor, None] = dict.fromkeys(graph.results if isinstance(graph, Subgraph) else ())
     for node in graph.nodes:
         used.update((tensor, None) for tensor in node.inputs if owner.get(node, -1) != owner.get(tensor.node, -2))
-    renamed: dict[Tensor, Tensor] = {}
-    replaced: dict[Node, Node] = {}
-    made = [_add_region(graph, cluster, used, renamed, replaced) for cluster in clusters]
+    replaced = Replacements()
+    made = [_add_region(graph, cluster, used, replaced) for cluster in clusters]
     kept = [node for node in graph.nodes if node not in owner]
     for node in kept:
-        node.inputs = [renamed.get(tensor, tensor) for tensor in node.inputs]
-        node.control_inputs = list(dict.fromkeys(replaced.get(control, control) for control in node.control_inputs))
+        replaced.apply(node)
     graph.nodes[:] = _in_order(kept)
-    if isinstance(graph, Subgraph):
-        graph.results = [renamed.get(tensor, tensor) for tensor in graph.results]
+    replaced.apply_to_results(graph)
     return made
 
 
-def _add_region(
-    graph: Graph,
-    cluster: Sequence[Node],
-    used: dict[Tensor, None],
-    renamed: dict[Tensor, Tensor],
-    replaced: dict[Node, Node],
-) -> Node:
+def _add_region(graph: Graph, cluster: Sequence[Node], used: Mapping[Tensor, None], replaced: Replacements) -> Node:
     members = set(cluster)
     inputs = dict.fromkeys(
         tensor
@@ -393,8 +369,8 @@ def _add_region(
     node.control_inputs = list(
         dict.fromkeys(control for member in cluster for control in member.control_inputs if control not in members)
     )
-    renamed.update(zip(outputs, node.outputs, strict=True))
-    replaced.update(dict.fromkeys(cluster, node))
+    replaced.tensors.update(zip(outputs, node.outputs, strict=True))
+    replaced.nodes.update(dict.fromkeys(cluster, node))
     return node
 
 
