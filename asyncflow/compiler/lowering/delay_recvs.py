@@ -23,7 +23,6 @@ of other nodes are wrong or the device is busy: the path itself takes longer tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -123,7 +122,6 @@ def _last_before(recv: Node, schedule: _Schedule, places: Mapping[Node, object])
     return max(shared, key=schedule.ends.__getitem__, default=None)
 
 
-@dataclass(slots=True)
 class _Schedule:
     """When every node starts and ends if it runs as soon as it can, in ns; of a loop, one iteration.
 
@@ -134,29 +132,21 @@ class _Schedule:
         times: how long each takes.
     """
 
-    graph: Graph
-    devices: Sequence[Device]
-    by_name: Mapping[str, int]
-    measured: Mapping[str, float]
-    positions: dict[Node, int] = field(init=False)
-    sends: dict[int, Node] = field(init=False)
-    users: dict[Node, list[Node]] = field(init=False)
-    times: dict[Node, float] = field(init=False)
-    starts: dict[Node, float] = field(init=False)
-    ends: dict[Node, float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        nodes = self.graph.nodes
-        self.positions = {node: position for position, node in enumerate(nodes)}
-        self.sends = {node.attrs["transfer"]: node for node in nodes if node.op is SEND}
-        self.users = {node: [] for node in nodes}
-        self.times, self.starts, self.ends = {}, {}, {}
-        costs = NodeCosts(self.devices, self.measured)
-        for node in nodes:
+    def __init__(
+        self, graph: Graph, devices: Sequence[Device], by_name: Mapping[str, int], measured: Mapping[str, float]
+    ) -> None:
+        self.nodes, self.by_name, self.measured = graph.nodes, by_name, measured
+        self.positions = {node: position for position, node in enumerate(self.nodes)}
+        self.sends = {node.attrs["transfer"]: node for node in self.nodes if node.op is SEND}
+        self.users: dict[Node, list[Node]] = {node: [] for node in self.nodes}
+        costs = NodeCosts(devices, measured)
+        self.times = {node: self.time(node, costs) for node in self.nodes}
+        self.starts: dict[Node, float] = {}
+        self.ends: dict[Node, float] = {}
+        for node in self.nodes:
             sources = self.sources(node)
             for source in sources:
                 self.users[source].append(node)
-            self.times[node] = self.time(node, costs)
             self.starts[node] = max((self.ends[source] for source in sources), default=0.0)
             self.ends[node] = self.starts[node] + self.times[node]
 
@@ -192,14 +182,13 @@ class _Schedule:
         What runs next on the way to `user` does not count: it is ready as soon as the node is done, as a Recv that
         waits for that node would be, and is launched first; a copy into the same device's memory then waits for it.
         """
-        nodes = self.graph.nodes
         latest = {user: 0.0}  # how long before `user` starts a node has to have ended
         margins = {user: 0.0}  # the same for what runs next after the node
         queue = [-self.positions[user]]
         for _ in range(_MOST_VISITED):
             if not queue:
                 return
-            node = nodes[-heappop(queue)]  # all that come after it and before `user` have been here
+            node = self.nodes[-heappop(queue)]  # all that come after it and before `user` have been here
             if node is not user and margins[node] >= needed:
                 yield node
                 if is_enough(node):

@@ -86,7 +86,7 @@ class _Lowering(FlatBuilder):
     def put_nodes(self, source: Graph, place: Place) -> None:
         if has_primitives(source.nodes):
             found = HandWritten(source)
-            if not found.is_whole:
+            if not found.whole_because:
                 self.put_by_hand(source, PlacesByHand(self, found, place))
                 return
         for node in source.nodes:

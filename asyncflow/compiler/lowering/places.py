@@ -225,37 +225,15 @@ class FlatBuilder:
         self, source: Node, sent: Sequence[Tensor], spec: Spec, place: Place, device: Device
     ) -> tuple[Tensor, ...]:
         """A Send beside `source` and a Recv on `device`; without anything sent, the news that `source` has run."""
-        self.n_transfers += 1
+        number = self.n_transfers = self.n_transfers + 1
         is_acknowledged = source in self.drivers and len(sent) > 0  # not for the news, which may come besides
         controls = [] if sent else [source]
         if source.op is CONTROL_TRIGGER and place.open is not None:
             controls.append(self.pivot(place, source.device))  # it runs where nobody receives that it has, too
-        self.put(
-            source,
-            "send",
-            SEND,
-            sent,
-            place,
-            device=source.device,
-            specs=(),
-            controls=controls,
-            transfer=self.n_transfers,
-            target=device,
-            is_acknowledged=is_acknowledged,
-        )
-        return self.put(
-            source,
-            "recv",
-            RECV,
-            (),
-            place,
-            device=device,
-            specs=spec,
-            transfer=self.n_transfers,
-            source=source.device,
-            spec=spec,
-            is_acknowledged=is_acknowledged,
-        )
+        there: Attrs = {"transfer": number, "target": device, "is_acknowledged": is_acknowledged}
+        self.put(source, "send", SEND, sent, place, device=source.device, specs=(), controls=controls, **there)
+        here: Attrs = {"transfer": number, "source": source.device, "spec": spec, "is_acknowledged": is_acknowledged}
+        return self.put(source, "recv", RECV, (), place, device=device, specs=spec, **here)
 
     def feed(self, tensor: Tensor, device: Device) -> Tensor:
         """Fed values come from outside, so each device takes its own copy."""

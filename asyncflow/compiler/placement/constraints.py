@@ -140,7 +140,7 @@ class _Groups:
 
     def _add_hand_written(self, part: Graph) -> None:
         found = HandWritten(part)
-        if isinstance(part, Subgraph) and found.is_whole:
+        if isinstance(part, Subgraph) and found.whole_because:
             self.notes.append(f"{part.label} stays on one device: {found.whole_because}")
             for node in part.walk():
                 self._join(node.name, part, f"{node.name} is in a body whose {found.whole_because}")
@@ -242,9 +242,8 @@ class _Groups:
 
     def _conflict(self, asking: Sequence[Node], devices: Sequence[Device]) -> PlacementError:
         listed = "\n".join(f"  {node.device!r} asked for by {_described(node)}" for node in asking)
-        first, second = next(
-            (a, b) for a in asking for b in asking if not set(_asked(a, devices)) & set(_asked(b, devices))
-        )
+        fitting = {node: set(_matching(node.device, devices)) for node in asking}
+        first, second = next((a, b) for a in asking for b in asking if not fitting[a] & fitting[b])
         reasons = "\n".join(f"  {why}" for why in self._path(first.name, second.name))
         return PlacementError(
             f"nodes that have to be on one device ask for different ones; this session has {_names(devices)}"
@@ -298,10 +297,6 @@ def _parse(node: Node) -> DeviceSpec:
         return DeviceSpec.parse(node.device)
     except PlacementError as error:
         raise PlacementError(f"{error}\n  asked for by {_described(node)}") from None
-
-
-def _asked(node: Node, devices: Sequence[Device]) -> tuple[int, ...]:
-    return _matching(node.device, devices)
 
 
 def _matching(request: str | None, devices: Sequence[Device]) -> tuple[int, ...]:

@@ -114,14 +114,9 @@ class HandWritten:
         self.dead_results = [result.node for result in results if self.live_of(result) != Live(())]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether nothing of a body can be cut, as a result of it may be dead."""
-        return bool(self.dead_results)
-
-    @property
     def whole_because(self) -> str:
-        """Why it is whole."""
-        return f"results may be dead: {_listed(self.dead_results)}"
+        """Why nothing of a body can be cut; empty if it can."""
+        return f"results may be dead: {_listed(self.dead_results)}" if self.dead_results else ""
 
     def live_of(self, tensor: Tensor) -> Live | None:
         """When a value is live; None: that is not known."""
@@ -202,7 +197,9 @@ class HandWritten:
             inside = output_frame(node, path)
             return runs, None if runs is None or self.held(inside) is not None else Live(inside)
         if node.op is EXIT:
-            return runs, None if runs is None or node in self._odd_exits else self._around(self.frames[path], runs)
+            if runs is None or node in self._odd_exits or len(runs.sides) != bool(self.frames[path].following):
+                return runs, None
+            return runs, self.frames[path].around  # that it leaves a loop by the other side is checked later
         return runs, runs
 
     def _runs(self, node: Node, path: FramePath) -> Live | None:
@@ -218,10 +215,6 @@ class HandWritten:
                 return None  # of a branch or loop with one dead input, the rest may be live
             sides |= live.sides
         return Live(path, sides)
-
-    def _around(self, frame: HandFrame, runs: Live) -> Live | None:
-        """When an Exit of a frame is live; that it leaves a loop by the other side of its driver is checked later."""
-        return frame.around if len(runs.sides) == bool(frame.following) else None
 
     def _needs(self, node: Node) -> frozenset[Side]:
         if node.op is ENTER:

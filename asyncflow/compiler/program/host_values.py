@@ -89,16 +89,20 @@ def mixes_vectors(node: Node, found: AbstractSet[Tensor]) -> bool:
 def find_host_values(graph: Graph) -> set[Tensor]:
     """The tensors of a structured graph, those in branches and loops included, whose values are on the host."""
     found: set[Tensor] = set()
-    _visit(graph.nodes, found)
+    add_host_values(graph.nodes, found)
     return found
 
 
-def _visit(nodes: Iterable[Node], found: set[Tensor]) -> None:
+def add_host_values(nodes: Iterable[Node], found: set[Tensor], *, in_buffers: bool = False) -> None:
+    """Adds those of `nodes` to the tensors on the host that are `found` before them.
+
+    In a loop that a device runs, variables and what it decides about are `in_buffers` of the device.
+    """
     for node in nodes:
         if isinstance(node, CondNode):
-            _visit_cond(node, found)
+            _visit_cond(node, found, in_buffers)
         elif isinstance(node, WhileNode):
-            _visit_while(node, found)
+            _visit_while(node, found, in_buffers)
         elif is_on_host(node, found):
             found.update(node.outputs)
 
@@ -118,23 +122,24 @@ def is_on_host(node: Node, found: AbstractSet[Tensor]) -> bool:
     return computes_on_host(node, found)
 
 
-def _visit_cond(node: CondNode, found: set[Tensor]) -> None:
+def _visit_cond(node: CondNode, found: set[Tensor], in_buffers: bool) -> None:
     for branch in node.subgraphs:
         found.update(captured_on_host(node, branch, found))
-        _visit(branch.nodes, found)
-    results = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
-    found.update(output for output, *each in results if all(result in found for result in each))
+        add_host_values(branch.nodes, found, in_buffers=in_buffers)
+    if not in_buffers or node.predicate in found:
+        results = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
+        found.update(output for output, *each in results if all(result in found for result in each))
 
 
-def _visit_while(node: WhileNode, found: set[Tensor]) -> None:
+def _visit_while(node: WhileNode, found: set[Tensor], in_buffers: bool) -> None:
     # A variable is on the host if it starts there, and each iteration that finds it there leaves it there.
-    stay = [tensor in found for tensor in node.inputs[: node.n_vars]]
+    stay = [tensor in found and not in_buffers for tensor in node.inputs[: node.n_vars]]
     while True:
         inside = set(found)
         for part in node.subgraphs:
             inside.update(captured_on_host(node, part, found))
             inside.update(variable for variable, stays in zip(part.inputs, stay, strict=False) if stays)
-            _visit(part.nodes, inside)
+            add_host_values(part.nodes, inside, in_buffers=in_buffers)
         after = [stays and result in inside for stays, result in zip(stay, node.body.results, strict=False)]
         if after == stay:
             break
@@ -149,6 +154,7 @@ def captured_on_host(node: StructuredNode, body: Subgraph, found: AbstractSet[Te
 
 
 __all__ = [
+    "add_host_values",
     "find_host_values",
     "is_metadata",
     "is_scalar_spec",

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.program.host_values import captured_on_host, computes_on_host, is_on_host
+from asyncflow.compiler.program.host_values import add_host_values, computes_on_host
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.shapes import is_static
-from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
+from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.indexing import GETITEM
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from asyncflow.compiler.regions.regions import Region
-    from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.values import Kernel, Namespace
 
@@ -171,22 +170,9 @@ def host_values_inside(loop: WhileNode, there: Collection[int]) -> set[Tensor]:
     """
     found: set[Tensor] = set()
     for part in loop.subgraphs:
-        _enter(part, (part.inputs[place] for place in there), found)
+        found.update(part.inputs[place] for place in there)
+        add_host_values(part.nodes, found, in_buffers=True)
     return found
-
-
-def _enter(part: Subgraph, given: Iterable[Tensor], found: set[Tensor]) -> None:
-    """Adds to `found` what is on the host in a body, of whose inputs those `given` are."""
-    found.update(given)
-    for node in part.nodes:
-        if isinstance(node, StructuredNode):
-            for inner in node.subgraphs:
-                _enter(inner, captured_on_host(node, inner, found), found)
-            if isinstance(node, CondNode) and node.predicate in found:  # otherwise the results are in buffers
-                results = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
-                found.update(output for output, *each in results if all(result in found for result in each))
-        elif is_on_host(node, found):
-            found.update(node.outputs)
 
 
 __all__ = [

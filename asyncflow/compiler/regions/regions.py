@@ -20,6 +20,7 @@ Loops that stay primitives get regions inside their bodies, so their iterations 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import add, or_
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.structured import StructuredNode, WhileNode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from asyncflow.compiler.regions.join_regions import RegionCosts
@@ -288,7 +289,9 @@ def _keys(graph: Graph, barriers: Sequence[Node], crossings: _Crossings) -> dict
     into = {node: 1 << index for index, node in enumerate(barriers)}
     if crossings.count * len(graph.nodes) > _MOST_BITS:
         sets = _before_and_behind(graph, into, into)
-        longest = _longest_chains(graph, crossings)
+        # The most crossings on a path to each node, and on one from it; these too only grow and shrink along edges.
+        ones, out = dict.fromkeys(crossings.into, 1), dict.fromkeys(crossings.out_of, 1)
+        longest = _before_and_behind(graph, ones, out, max, add)
         return {node: (sets[node], longest[node]) for node in graph.nodes}
     out_of = dict(into)
     for bits, crossed in ((into, crossings.into), (out_of, crossings.out_of)):
@@ -298,34 +301,24 @@ def _keys(graph: Graph, barriers: Sequence[Node], crossings: _Crossings) -> dict
 
 
 def _before_and_behind(
-    graph: Graph, into: Mapping[Node, int], out_of: Mapping[Node, int]
+    graph: Graph,
+    into: Mapping[Node, int],
+    out_of: Mapping[Node, int],
+    joined: Callable[[int, int], int] = or_,
+    more: Callable[[int, int], int] = or_,
 ) -> dict[Node, tuple[int, int]]:
-    """The nodes passed before each node and those passed behind it, as sets of bits."""
+    """Those passed before each node and those passed behind it: sets of bits, unless they are joined otherwise."""
     before: dict[Node, int] = {}
     behind: dict[Node, int] = {}
     for node in graph.nodes:
-        found = into.get(node, 0)
+        found = 0
         for source in node.sources:
-            found |= before.get(source, 0)
-        before[node] = found
+            found = joined(found, before.get(source, 0))
+        before[node] = more(found, into.get(node, 0))
     for node in reversed(graph.nodes):
-        found = behind[node] = behind.get(node, 0) | out_of.get(node, 0)
+        found = behind[node] = more(behind.get(node, 0), out_of.get(node, 0))
         for source in node.sources:
-            behind[source] = behind.get(source, 0) | found
-    return {node: (before[node], behind[node]) for node in graph.nodes}
-
-
-def _longest_chains(graph: Graph, crossings: _Crossings) -> dict[Node, tuple[int, int]]:
-    """The most crossings on a path to each node, and on one from it; these too only grow and shrink along edges."""
-    before: dict[Node, int] = {}
-    behind: dict[Node, int] = {}
-    for node in graph.nodes:
-        most = max((before.get(source, 0) for source in node.sources), default=0)
-        before[node] = most + (node in crossings.into)
-    for node in reversed(graph.nodes):
-        most = behind[node] = behind.get(node, 0) + (node in crossings.out_of)
-        for source in node.sources:
-            behind[source] = max(behind.get(source, 0), most)
+            behind[source] = joined(behind.get(source, 0), found)
     return {node: (before[node], behind[node]) for node in graph.nodes}
 
 
