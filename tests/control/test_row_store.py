@@ -106,7 +106,6 @@ async def test_append_take_slice_and_stack(graph: af.Graph, run: Run, dtype: str
         store.take(3),
         store.slice(1, 4),
         store.take([]),
-        store.size(),
     ]
     found = await run(fetches, {fed: values[2:], indices: places})
     expected = [values[:0], values, values[places], values[3], values[1:4], values[:0]]

@@ -143,3 +143,21 @@ def test_a_sum_of_gradients_counts_beside_what_it_is_made_of(kind: str) -> None:
 
     _, peak = held_by(kind, build, regions=True)
     assert peak >= 3 * N * ELEMENT
+
+
+@pytest.mark.parametrize("regions", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_count_with_the_room_that_is_made_for_them(kind: str, regions: bool) -> None:
+    def build(look: Look) -> af.Tensor:
+        _, store = af.while_loop(
+            lambda i, _: i < N,
+            lambda i, store: (i + 1, store.append(af.reshape(numbers(look(i)), (1, SIDE, SIDE)))),
+            (0, af.RowStore("float64", (SIDE, SIDE))),
+            parallel_iterations=1,
+        )
+        return af.sum(store.stack())
+
+    seen, peak = held_by(kind, build, regions=regions)
+    assert [held >= i * ELEMENT for i, held in enumerate(seen)] == [True] * N, seen
+    assert all(held <= (2 * i + 1) * ELEMENT + SMALL for i, held in enumerate(seen)), seen
+    assert peak >= N * ELEMENT

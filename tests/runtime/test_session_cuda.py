@@ -532,3 +532,37 @@ def test_importing_the_package_does_not_import_cupy(tmp_path: Any) -> None:
         timeout=200,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("regions", [False, True])
+async def test_rows_of_a_store_never_make_the_host_wait(cupy: FakeCupy, regions: bool) -> None:
+    """Where rows are is a matter of the host, which rows are taken one of the card; so it is for their gradients."""
+    with af.Graph() as graph:
+        x, children = af.placeholder("float32", (None, 4)), af.placeholder("int64", (None, 2))
+
+        def level(i: af.Tensor, store: af.RowStore) -> tuple[af.Tensor, af.RowStore]:
+            below = store.take(children[4 * i : 4 * i + 4])
+            return i + 1, store.append(af.tanh(af.sum(below, axis=1)))
+
+        first = af.RowStore("float32", (4,)).append(x)
+        _, store = af.while_loop(lambda i, _: i < 5, level, (0, first))
+        y = store.stack()
+        fetches = [y, af.gradients(af.sum(y), x)]
+    rng = np.random.default_rng(0)
+    below = np.array([rng.integers(0, 4 + 4 * (i // 4), 2) for i in range(20)])
+    feeds = {x: rng.normal(size=(4, 4)).astype("float32"), children: below}
+    async with opened(graph, ["cuda:0"], regions=regions) as session:
+        await session.run(fetches, feeds)
+        warm = len(cupy.blocking())
+        cupy.pause()
+        running = asyncio.ensure_future(session.run(fetches, feeds))
+        before = len(cupy.engine.launches)
+        launched = await settled(lambda: len(cupy.engine.launches)) - before
+        assert launched > 50
+        cupy.resume()
+        states, _ = await running
+        assert [name for name in cupy.blocking()[warm:] if name != "malloc"] == []
+    expected = list(feeds[x])
+    for left, right in below:
+        expected.append(np.tanh(expected[left] + expected[right]))
+    np.testing.assert_allclose(states, expected, rtol=1e-5)

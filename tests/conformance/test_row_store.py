@@ -1,0 +1,71 @@
+"""Rows appended by a loop and read by later iterations, with gradients, wherever the loop runs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+
+Run = Callable[..., Awaitable[Any]]
+
+CHILDREN = np.array([[0, 1], [2, 2], [4, 3], [5, 0], [7, 6]])
+"""Of rows 4 to 8: some have two parents, one is both children of another."""
+STARTS = np.array([4, 6, 8, 9])
+
+
+def embedded(x: af.Tensor, w: af.Tensor) -> af.Tensor:
+    """The states of a graph, level by level."""
+    children, starts = af.constant(CHILDREN), af.constant(STARTS)
+
+    def level(i: af.Tensor, store: af.RowStore) -> tuple[af.Tensor, af.RowStore]:
+        start, stop = starts[i], starts[i + 1]
+        below = store.take(children[start - 4 : stop - 4])
+        return i + 1, store.append(af.tanh(af.matmul(af.reshape(below, (-1, 6)), w)))
+
+    store = af.RowStore(x.dtype, (3,)).append(x)
+    return af.while_loop(lambda i, _: i < 3, level, (0, store))[1].stack()
+
+
+def by_hand(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    rows = list(x)
+    for left, right in CHILDREN:
+        rows.append(np.tanh(np.concatenate([rows[left], rows[right]]) @ w))
+    return np.array(rows)
+
+
+@pytest.fixture
+def values() -> list[np.ndarray]:
+    rng = np.random.default_rng(80)
+    return [rng.normal(size=(4, 3)), rng.normal(size=(6, 3))]
+
+
+async def test_states_of_a_graph(graph: af.Graph, run: Run, values: list[np.ndarray]) -> None:
+    x, w = af.placeholder("float64", (None, 3)), af.placeholder("float64", (6, 3))
+    np.testing.assert_allclose(await run(embedded(x, w), dict(zip((x, w), values, strict=True))), by_hand(*values))
+
+
+async def test_their_gradients(graph: af.Graph, run: Run, values: list[np.ndarray]) -> None:
+    """Held against differences: along one direction, to the second order."""
+    x, w = af.placeholder("float64", (None, 3)), af.placeholder("float64", (6, 3))
+    grads = af.gradients(af.sum(embedded(x, w) ** 2), [x, w])
+    second = af.gradients(sum(af.sum(af.sin(grad)) for grad in grads), [x, w])
+    rng = np.random.default_rng(81)
+    along = [rng.normal(size=value.shape) for value in values]
+    feeds = [{x: values[0] + h * along[0], w: values[1] + h * along[1]} for h in (-1e-5, 0.0, 1e-5)]
+    before, (first, again), after = [await run((grads, second), fed) for fed in feeds]
+
+    def loss(fed: dict[af.Tensor, np.ndarray]) -> float:
+        return float((by_hand(fed[x], fed[w]) ** 2).sum())
+
+    def slope(found: Any) -> float:
+        return float(sum((grad * direction).sum() for grad, direction in zip(found, along, strict=True)))
+
+    def sines(found: Any) -> float:
+        return float(sum(np.sin(grad).sum() for grad in found))
+
+    assert slope(first) == pytest.approx((loss(feeds[2]) - loss(feeds[0])) / 2e-5, rel=1e-5)
+    assert slope(again) == pytest.approx((sines(after[0]) - sines(before[0])) / 2e-5, rel=1e-5)
