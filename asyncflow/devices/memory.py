@@ -49,11 +49,9 @@ class Held(Protocol):
 
     def since(self, count: int) -> Sequence[object]:
         """The values put in behind the first `count` values; None for one that is not there, or in one of `buffers`."""
-        ...
 
     def buffers(self) -> Sequence[Buffer]:
         """Arrays that it has made for values to come."""
-        ...
 
 
 class LiveBuffer(NamedTuple):

@@ -162,73 +162,55 @@ class Device(Protocol):
     ``h2d``, ``d2h``, another device or the host, orders that with an event (`asyncflow.streams`).
     """
 
-    @property
-    def name(self) -> str:
-        """Such as ``cpu:0``."""
-        ...
+    name: str
+    """Such as ``cpu:0``."""
 
-    @property
-    def kind(self) -> str:
-        """The name of its kind, such as ``cpu``."""
-        ...
+    kind: str
+    """The name of its kind, such as ``cpu``."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Its abilities."""
-        ...
+    capabilities: Capabilities
+    """Its abilities."""
 
-    @property
-    def xp(self) -> ModuleType:
-        """The array namespace its kernels compute in, such as `numpy`."""
-        ...
+    xp: ModuleType
+    """The array namespace its kernels compute in, such as `numpy`."""
 
     @property
     def compute(self) -> Stream:
         """The first stream of kernels."""
-        ...
 
     @property
     def compute_streams(self) -> Sequence[Stream]:
         """The streams of kernels; independent kernels on different ones overlap."""
-        ...
 
     @property
     def streams(self) -> Sequence[Stream]:
         """Every stream there is."""
-        ...
 
     @property
     def h2d(self) -> Stream:
         """The stream of copies from host memory."""
-        ...
 
     @property
     def d2h(self) -> Stream:
         """The stream of copies to host memory."""
-        ...
 
     @property
     def memory(self) -> MemoryAccount:
         """The bytes it holds, and their limit."""
-        ...
 
     @property
     def asynchronous(self) -> AsynchronousDevice | None:
         """The device itself, if a kernel's result is there only in the order of its stream, not when it returns."""
-        ...
 
     def kernel_ns(self, flops: float, nbytes: float) -> float:
         """The expected time of a kernel that does so many operations on so many bytes; for placement."""
-        ...
 
     def transfer_ns(self, nbytes: float, target: Device) -> float:
         """The expected time until a value of so many bytes made here is there on `target`; for placement."""
-        ...
 
     @property
     def handover_ns(self) -> float:
         """The expected time until what one of its streams has made is there on another."""
-        ...
 
     def check_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Raise unless the device can work for this event loop.
@@ -236,7 +218,6 @@ class Device(Protocol):
         Raises:
             RuntimeError: it is on another time than the device.
         """
-        ...
 
     def check_loops(self) -> None:
         """Raise if the device `runs_loops` and there is nothing here to make them with.
@@ -244,15 +225,12 @@ class Device(Protocol):
         Raises:
             PlacementError: what is missing.
         """
-        ...
 
     async def aclose(self, grace_s: float) -> bool:
         """Take no more work and wait up to ``grace_s`` seconds for its streams to end; True if all did. Idempotent."""
-        ...
 
     def describe(self) -> str:
         """One line for people: name, limit, what is in use."""
-        ...
 
 
 class AsynchronousDevice(Device, Protocol):
@@ -265,7 +243,6 @@ class AsynchronousDevice(Device, Protocol):
     @property
     def region_ns(self) -> float:
         """The expected time that calling a region takes the host, without its kernels."""
-        ...
 
     @property
     def charge(self) -> Callable[[Any, int], None] | None:
@@ -273,23 +250,18 @@ class AsynchronousDevice(Device, Protocol):
 
         It is ``"run"``, for a run that begins on the device, or ``"primitive"``.
         """
-        ...
 
     def now_ns(self) -> int:
         """The time of the thread that launches, in nanoseconds: how long launching takes is measured by it."""
-        ...
 
     async def open(self) -> None:
         """Get ready for the first call, without blocking the event loop. Idempotent."""
-        ...
 
     def start(self) -> None:
         """`open` for those who cannot await: may block. Idempotent."""
-        ...
 
     def activate(self) -> AbstractContextManager[object]:
         """A context in which the device's calls cost less; nothing may wait inside."""
-        ...
 
     def bind(self, kernel: Kernel, info: KernelInfo) -> Kernel:
         """A function that launches `kernel` on device values, and gives device values.
@@ -297,14 +269,12 @@ class AsynchronousDevice(Device, Protocol):
         For a coroutine function (``info.is_async``) it is one again: it waits for its inputs and calls it on NumPy
         arrays.
         """
-        ...
 
     def bind_region(self, function: Kernel, info: KernelInfo, *, is_generator: bool) -> Kernel:
         """A function that runs a region's generated one on device values; only for a device that `runs_regions`.
 
         With `is_generator` it gives a generator, each step of which enqueues some of the region.
         """
-        ...
 
     def bind_loop(
         self,
@@ -324,26 +294,21 @@ class AsynchronousDevice(Device, Protocol):
             identity: of the loop, for errors.
             limit: most iterations of a loop, this one or one inside.
         """
-        ...
 
     def constant(self, value: Value) -> Placed:
         """A device value that has been there from the start."""
-        ...
 
     def resident(self, constant: Value, stream: int) -> Placed:
         """The form of such a value in regions of one compute stream; only for a device that `runs_regions`."""
-        ...
 
     def feed(self, value: Value, deliver: Deliver) -> None:
         """Copy a host value in: ``deliver(device_value, error)`` is called once, now or later.
 
         Kernels wait for the copy by themselves; `value` must not change before it is delivered.
         """
-        ...
 
     def send(self) -> int:
         """When what is said now to another device is on its way, in nanoseconds of the event loop's clock."""
-        ...
 
     def receive(
         self,
@@ -357,22 +322,18 @@ class AsynchronousDevice(Device, Protocol):
         `sent_ns` is what `send` of the source said (None: it is sent now). `value` is kept referenced until the copy
         is done, whatever becomes of the run. What goes wrong is delivered, not raised: the caller is the sender.
         """
-        ...
 
     def require_data(self, value: Value, name: str) -> None:
         """Raise unless Python can look at `value`, as the node `name` has to: a simulation may know its shape alone."""
-        ...
 
     def throttle(self, resume: Callable[[], None]) -> bool:
         """Whether so much is launched and not done that launching has to pause; then calls ``resume()`` once, later.
 
         Without this a loop could be launched to its end before anything has happened, or for ever.
         """
-        ...
 
     def mark(self) -> Mark:
         """The point up to which work is launched now, for `when_done`."""
-        ...
 
     def when_done(
         self, done: Callable[[BaseException | None], None], mark: Mark = None, *, elsewhere: bool = False
@@ -382,18 +343,15 @@ class AsynchronousDevice(Device, Protocol):
         Without a mark that is all launched by now. The error is None unless the device failed, after which none of its
         values is worth anything. With `elsewhere` another device is told, which may take the time of a message.
         """
-        ...
 
     def record_into(self, spans: Spans | None) -> Spans | None:
         """Add the work launched from here on to `spans`; None: nobody wants to know. Gives what it was added to.
 
         What a coroutine kernel launches goes where it would have gone when it was called. `spans` is for `settle`.
         """
-        ...
 
     def settle(self, spans: Spans) -> Sequence[Span]:
         """The spans that were recorded, once the work has ended."""
-        ...
 
 
 @contextmanager

@@ -24,7 +24,6 @@ class Event(Protocol):
 
     def done(self) -> bool:
         """Whether all work before this point is done; never blocks, and says nothing of its success."""
-        ...
 
     async def wait(self) -> None:
         """Return when the work before this point is done.
@@ -34,7 +33,6 @@ class Event(Protocol):
 
         Cancellation: leaves the event and the stream as they were.
         """
-        ...
 
 
 class Stream(Protocol):
@@ -43,12 +41,10 @@ class Stream(Protocol):
     @property
     def name(self) -> str:
         """Such as ``cpu:0/compute``."""
-        ...
 
     @property
     def pending(self) -> int:
         """How many items were given to the stream and are not done yet."""
-        ...
 
     def enqueue(self, work: Callable[..., object], *args: object) -> None:
         """Do ``work(*args)`` after all earlier work; its result is dropped, its failure surfaces at an event.
@@ -56,7 +52,6 @@ class Stream(Protocol):
         Raises:
             SessionClosedError: the stream is closed, or this process is a fork of its owner.
         """
-        ...
 
     def submit(
         self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, loop: asyncio.AbstractEventLoop
@@ -66,20 +61,15 @@ class Stream(Protocol):
         Raises:
             SessionClosedError: the stream is closed, or this process is a fork of its owner.
         """
-        ...
 
     def record(self) -> Event:
         """An event that completes when all work given so far is done."""
-        ...
 
     def wait(self, event: Event) -> None:
         """Make work given from here on wait for ``event`` of another stream."""
-        ...
 
     def stop(self) -> None:
         """Take no more work; what was given is still done. Idempotent, never blocks."""
-        ...
 
     async def aclose(self, grace_s: float) -> bool:
         """`stop`, then wait up to ``grace_s`` seconds for the work to end; True if it did. Idempotent."""
-        ...

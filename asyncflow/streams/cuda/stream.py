@@ -45,7 +45,6 @@ class Pool(Protocol):
 
     def malloc(self, nbytes: int) -> Raw:
         """A ``cupy.cuda.MemoryPointer`` to `nbytes` bytes."""
-        ...
 
 
 capturing = threading.RLock()

@@ -26,12 +26,10 @@ class Bindings(Protocol):
     @property
     def driver(self) -> Raw:
         """Its functions give ``(error, *results)``."""
-        ...
 
     @property
     def runtime(self) -> Raw:
         """Likewise."""
-        ...
 
 
 _stand_ins: list[Bindings] = []

@@ -126,11 +126,9 @@ class GatedPlace(Protocol):
 
     def decide(self, pred: Value) -> None:
         """Let the value that `pred`, a boolean array with one element, then has decide."""
-        ...
 
     def bodies(self) -> Sequence[AbstractContextManager[None]]:
         """One for a loop, two for a branch: what is launched inside, in this order, runs where that was decided."""
-        ...
 
 
 class Nodes(Protocol):
@@ -138,15 +136,12 @@ class Nodes(Protocol):
 
     def loop(self) -> GatedPlace:
         """The loop of a launch."""
-        ...
 
     def inner_loop(self) -> GatedPlace:
         """A loop inside."""
-        ...
 
     def branch(self) -> GatedPlace:
         """A branch inside."""
-        ...
 
 
 class Rehearsal:
