@@ -14,6 +14,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
+from asyncflow.streams.failures import without_this_frame
 from asyncflow.streams.latch import Latch
 from asyncflow.streams.virtual import VirtualClockLoop
 
@@ -52,8 +53,7 @@ class _SideWork(Generic[_Result]):
         try:
             self._result = self._work()
         except BaseException as error:
-            # Without this frame, which would be a cycle.
-            self._error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+            self._error = without_this_frame(error)  # which would be a cycle
         finally:
             self.ended.set()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams.latch import Latch
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Lifecycle:
     """The state that a stream and its thread both know of its end; the base of what they share.
 
@@ -21,15 +23,13 @@ class Lifecycle:
         after_fork: what to say in a child.
     """
 
-    __slots__ = ("__weakref__", "ended", "forked", "name", "stopped")
-
+    name: str
+    stopped: bool = field(default=False, init=False)
+    forked: bool = field(default=False, init=False)
+    ended: Latch = field(default_factory=Latch, init=False)
     after_fork: ClassVar[str]
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.stopped = False
-        self.forked = False
-        self.ended = Latch()
+    def __post_init__(self) -> None:
         _alive.add(self)
 
     def refuse_if_closed(self) -> None:

@@ -5,36 +5,37 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from asyncflow.streams.handover import handover_of
+from asyncflow.streams.handover import Handover, handover_of
 
 Item = TypeVar("Item")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Mailbox(Generic[Item]):
     """Completions of one stream on their way to one loop.
 
     Waking a loop costs a system call and two thread switches, so a wake-up that has been sent and not yet answered
     stands for every completion that follows it. `collect` clears ``_waking`` *before* it looks at the queue: a
     completion that came too late to be seen therefore finds the flag clear, and sends its own wake-up.
+
+    Attributes:
+        loop: where items are delivered.
+        deliver: called with each item, on the loop.
+        discard: called instead once the loop is closed.
     """
 
-    __slots__ = ("_deliver", "_discard", "_handover", "_items", "_waking", "loop")
+    loop: asyncio.AbstractEventLoop
+    deliver: Callable[[Item], object]
+    discard: Callable[[Item], object]
+    _items: deque[Item] = field(default_factory=deque)
+    _waking: bool = False
+    _handover: Handover = field(init=False)
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        deliver: Callable[[Item], object],
-        discard: Callable[[Item], object],
-    ) -> None:
-        """Make an empty one; ``deliver(item)`` is called on the loop, ``discard(item)`` once that is closed."""
-        self.loop = loop
-        self._deliver = deliver
-        self._discard = discard
-        self._items: deque[Item] = deque()
-        self._waking = False
-        self._handover = handover_of(loop)
+    def __post_init__(self) -> None:
+        self._handover = handover_of(self.loop)
 
     def expect(self) -> None:
         """One more item is to come; on the loop's thread."""
@@ -62,7 +63,7 @@ class Mailbox(Generic[Item]):
             for _ in range(len(items)):
                 item = items.popleft()
                 self._handover.arrived()
-                self._deliver(item)
+                self.deliver(item)
         finally:
             if items:
                 self._wake()
@@ -92,4 +93,4 @@ class Mailbox(Generic[Item]):
                 item = self._items.popleft()
             except IndexError:
                 return
-            self._discard(item)
+            self.discard(item)

@@ -36,7 +36,7 @@ class Bench:
         self.events = EventPool(cupy)
         self.raw = cupy.cuda.Stream(non_blocking=True)
         self.lost: list[BaseException] = []
-        self.reaper = Reaper(cupy, 0, self.raw, name, self.events, self.lost.append)
+        self.reaper = Reaper(name, cupy, 0, self.raw, self.events, self.lost.append)
 
     def launch(self, work: Callable[[], None]) -> None:
         engine = self.cupy.engine
@@ -87,7 +87,7 @@ class GatedEvent(PooledEvent):
 
     def __init__(self, pool: EventPool) -> None:
         self.taken = pool.take()
-        super().__init__(pool, self.taken.raw, sleeps=False)
+        super().__init__(pool, self.taken.raw, False)
         self.entered = threading.Event()
         self.gate = threading.Event()
 
@@ -355,7 +355,7 @@ async def test_an_error_found_by_the_loop_reaches_pending_tickets_in_order(bench
 
 async def test_the_device_is_told_before_the_tickets(bench: Bench) -> None:
     order: list[str] = []
-    bench.reaper._on_lost = lambda error: order.append(f"lost, {error.__traceback__} refers to frames")
+    bench.reaper.on_lost = lambda error: order.append(f"lost, {error.__traceback__} refers to frames")
     bench.cupy.fail_stream(bench.raw)
     bench.reaper.give(Ticket(lambda error: order.append("ticket")))
     with pytest.raises(CUDARuntimeError):

@@ -20,12 +20,11 @@ NumPy and BLAS release the GIL inside large kernels, which is what makes a threa
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import Protocol
@@ -33,12 +32,11 @@ from typing import Protocol
 import numpy as np
 
 from asyncflow.errors import SessionClosedError
+from asyncflow.streams.failures import as_one, log_unreported, without_this_frame
 from asyncflow.streams.latch import Latch
 from asyncflow.streams.lifecycle import Lifecycle
 from asyncflow.streams.mailbox import Mailbox
 from asyncflow.streams.protocol import Deliver, Event
-
-_log = logging.getLogger("asyncflow.streams")
 
 
 class ThreadStream:
@@ -47,20 +45,18 @@ class ThreadStream:
     All methods but `close` belong to the thread of the event loop that owns the stream; none of them blocks.
     Work runs with NumPy's floating-point warnings off: in a graph, inf and nan are values.
     A stream must be closed; one that is dropped instead warns, and its thread ends after the work it has.
+
+    Attributes:
+        name: as given, such as ``cpu:0/compute``; the thread's name is ``asyncflow:<name>``.
     """
 
-    __slots__ = ("__weakref__", "_mailbox", "_name", "_queue", "_thread")
+    __slots__ = ("__weakref__", "_mailbox", "_queue", "_thread", "name")
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._queue = _Queue(name)
         self._thread: threading.Thread | None = None
         self._mailbox: Mailbox[_ThreadSubmission] | None = None
-
-    @property
-    def name(self) -> str:
-        """The name given, such as ``cpu:0/compute``; the thread's name is ``asyncflow:<name>``."""
-        return self._name
 
     @property
     def pending(self) -> int:
@@ -116,7 +112,7 @@ class ThreadStream:
             TypeError: ``event`` is of a kind that a thread cannot wait for.
         """
         if not isinstance(event, ThreadEvent):
-            raise TypeError(f"stream {self._name} can wait for a ThreadEvent, not for {type(event).__name__}")
+            raise TypeError(f"stream {self.name} can wait for a ThreadEvent, not for {type(event).__name__}")
         self._queue.refuse_if_closed()
         if event.queue is not self._queue and not event.done():
             self._give(_Wait(event))
@@ -156,10 +152,10 @@ class ThreadStream:
         if self._thread is None:
             self._start()
         jobs.given += 1
-        jobs.put(job)
+        jobs.jobs.put(job)
 
     def _start(self) -> None:
-        thread = threading.Thread(target=_serve, args=(self._queue,), name=f"asyncflow:{self._name}", daemon=True)
+        thread = threading.Thread(target=_serve, args=(self._queue,), name=f"asyncflow:{self.name}", daemon=True)
         thread.start()
         self._thread = thread
         # Not at exit: the interpreter drops daemon threads without help, and there is nobody left to warn.
@@ -205,46 +201,35 @@ class ThreadEvent(Latch):
             await super().wait()
         if self._failures:
             self.queue.report(self._failures)
-            raise _as_one(self._failures, self.queue.name)
+            raise as_one(self._failures, self.queue.name)
 
 
 class _ThreadJob(Protocol):
     def run(self, jobs: _Queue) -> None: ...
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Queue(Lifecycle):
     """State that a stream, its events and its thread share.
 
     ``given`` is written by the owner's thread alone, ``finished`` by the stream's thread alone, and ``finished``
-    counts a job only when all its effects can be seen; so ``given == finished`` means an idle stream.
+    counts a job only when all its effects can be seen; so ``given == finished`` means an idle stream. ``jobs`` ends
+    with None.
     """
 
-    __slots__ = ("_failures", "_jobs", "_lock", "abandoned", "finished", "given")
-
+    given: int = 0
+    finished: int = 0
+    abandoned: bool = False
+    jobs: SimpleQueue[_ThreadJob | None] = field(default_factory=SimpleQueue)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _failures: list[BaseException] = field(default_factory=list)
     after_fork = "its thread did not survive the fork; open a new session in the child"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.given = 0
-        self.finished = 0
-        self.abandoned = False
-        self._jobs: SimpleQueue[_ThreadJob | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._failures: list[BaseException] = []
-
-    def put(self, job: _ThreadJob) -> None:
-        """Append a job."""
-        self._jobs.put(job)
-
-    def get(self) -> _ThreadJob | None:
-        """The next job, or None when the queue was stopped; blocks."""
-        return self._jobs.get()
 
     def stop(self) -> None:
         """Refuse further jobs and let the thread end after those it has."""
         if not self.stopped:
             self.stopped = True
-            self._jobs.put(None)
+            self.jobs.put(None)
 
     def fail(self, failure: BaseException) -> None:
         """Keep the failure of fire-and-forget work until an awaited event has raised it."""
@@ -261,20 +246,13 @@ class _Queue(Lifecycle):
         with self._lock:
             self._failures = [kept for kept in self._failures if not any(kept is failure for failure in failures)]
 
-    def log_unreported(self) -> None:
-        """Say what would be lost with the thread."""
-        for failure in self.unreported():
-            _log.error("work on stream %s failed and no event was awaited", self.name, exc_info=failure)
 
-
+@dataclass(slots=True, eq=False)
 class _Posted:
     """Fire-and-forget work."""
 
-    __slots__ = ("args", "work")
-
-    def __init__(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
-        self.work = work
-        self.args = args
+    work: Callable[..., object]
+    args: tuple[object, ...]
 
     def run(self, jobs: _Queue) -> None:
         if jobs.abandoned:
@@ -283,7 +261,7 @@ class _Posted:
             try:
                 self.work(*self.args)
             except BaseException as exc:
-                jobs.fail(_without_this_frame(exc))
+                jobs.fail(without_this_frame(exc))
         jobs.finished += 1
 
 
@@ -312,7 +290,7 @@ class _ThreadSubmission:
             try:
                 self.result = self.work(*self.args)
             except BaseException as exc:
-                self.error = _without_this_frame(exc)
+                self.error = without_this_frame(exc)
         self.ended_ns = perf_counter_ns()
         del self.work, self.args  # freed before the loop is told, so that an account it then reads is right
         jobs.finished += 1
@@ -333,26 +311,22 @@ class _ThreadSubmission:
         self.deliver = self.result = self.error = None
 
 
+@dataclass(slots=True, eq=False)
 class _Mark:
     """A recorded event."""
 
-    __slots__ = ("event",)
-
-    def __init__(self, event: ThreadEvent) -> None:
-        self.event = event
+    event: ThreadEvent
 
     def run(self, jobs: _Queue) -> None:
         jobs.finished += 1
         self.event.complete()
 
 
+@dataclass(slots=True, eq=False)
 class _Wait:
     """A pause until another stream's event."""
 
-    __slots__ = ("event",)
-
-    def __init__(self, event: ThreadEvent) -> None:
-        self.event = event
+    event: ThreadEvent
 
     def run(self, jobs: _Queue) -> None:
         self.event.block()
@@ -363,10 +337,10 @@ def _serve(jobs: _Queue) -> None:
     """The thread: do jobs in order until the queue is stopped."""
     np.seterr(all="ignore")  # of this thread's context only
     try:
-        while (job := jobs.get()) is not None:
+        while (job := jobs.jobs.get()) is not None:
             job.run(jobs)
             del job  # hold no buffer while blocked in get
-        jobs.log_unreported()
+        log_unreported(jobs.unreported(), jobs.name)
     finally:
         jobs.ended.set()
 
@@ -381,16 +355,5 @@ def _dropped(jobs: _Queue) -> None:
         )
 
 
-def _without_this_frame(exc: BaseException) -> BaseException:
-    """The exception with a traceback that begins in the work: our frame would keep the arguments alive."""
-    return exc.with_traceback(exc.__traceback__.tb_next if exc.__traceback__ else None)
-
-
 def _abandonment(jobs: _Queue) -> SessionClosedError:
     return SessionClosedError(f"stream {jobs.name} was closed, and its grace passed, before this work could start")
-
-
-def _as_one(failures: tuple[BaseException, ...], name: str) -> BaseException:
-    if len(failures) == 1:
-        return failures[0]
-    return BaseExceptionGroup(f"{len(failures)} failures on stream {name}", failures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import sleep
 from typing import TYPE_CHECKING
 
@@ -48,34 +49,33 @@ class EventPool:
         except IndexError:
             raw = self._cuda.Event(block=sleeps, disable_timing=True)
             self._made.append(raw)
-        return PooledEvent(self, raw, sleeps=sleeps)
+        return PooledEvent(self, raw, sleeps)
 
     def __len__(self) -> int:
         """How many are free."""
         return sum(map(len, self.free))
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PooledEvent:
     """A CUDA event that returns to its pool with the last reference to this, on whatever thread.
 
     Recording an event anew while a thread sleeps on it would keep that thread asleep; so whoever waits refers to it.
 
     Attributes:
+        pool: where it returns to.
         raw: the ``cupy.cuda.Event``.
         sleeps: whether a thread can sleep on it; else it looks now and then.
         seen_done: someone has found the work before this point done.
     """
 
-    __slots__ = ("_pool", "raw", "seen_done", "sleeps")
-
-    def __init__(self, pool: EventPool, raw: Raw, *, sleeps: bool) -> None:
-        self.raw = raw
-        self.sleeps = sleeps
-        self._pool = pool
-        self.seen_done = False
+    pool: EventPool
+    raw: Raw
+    sleeps: bool
+    seen_done: bool = False
 
     def __del__(self) -> None:
-        self._pool.free[self.sleeps].append(self.raw)
+        self.pool.free[self.sleeps].append(self.raw)
 
     def done(self) -> bool:
         """Whether all work before this point is done; never blocks.
@@ -84,7 +84,7 @@ class PooledEvent:
             CUDARuntimeError: the device failed. (``cupy.cuda.Event.done`` would say "not yet" for ever.)
         """
         if not self.seen_done:
-            runtime = self._pool.runtime
+            runtime = self.pool.runtime
             status = runtime.eventQuery(self.raw.ptr)
             if status not in (DONE, NOT_READY):
                 raise runtime.CUDARuntimeError(status)
@@ -98,7 +98,7 @@ class PooledEvent:
             CUDARuntimeError: the device failed.
         """
         if self.sleeps:
-            self._pool.runtime.eventSynchronize(self.raw.ptr)
+            self.pool.runtime.eventSynchronize(self.raw.ptr)
             self.seen_done = True
             return
         pause_s = FIRST_PAUSE_S

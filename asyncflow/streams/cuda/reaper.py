@@ -25,6 +25,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from queue import Empty, SimpleQueue
@@ -49,10 +50,13 @@ MAX_BATCH = 256
 """So many tickets at most before the loop is told of them: a stream of tiny work must not hold up the first."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Ticket:
     """A point in a stream's order that someone on the event loop waits for.
 
     Attributes:
+        deliver: what to call then; None until then, and where nobody is to be told.
+        holds: what to refer to until then.
         event: the point; None until the ticket is given, and where a lost stream could record none.
         error: what the stream failed with, if the work before the point did not end well.
         counts: whether its event is one of those a thread can sleep on, which are few.
@@ -60,34 +64,30 @@ class Ticket:
         ended_ns: when the reaper saw it done, on `time.perf_counter_ns` as are all times.
     """
 
-    __slots__ = ("_deliver", "counts", "ended_ns", "error", "event", "holds", "mailbox", "started_ns")
-
-    def __init__(
-        self, deliver: Notice | None, holds: tuple[object, ...] = (), event: PooledEvent | None = None
-    ) -> None:
-        self._deliver = deliver
-        self.holds = holds
-        self.event = event
-        self.error: BaseException | None = None
-        self.counts = False
-        self.mailbox: Mailbox[Ticket] | None = None
-        self.started_ns = perf_counter_ns()
-        self.ended_ns = 0
+    deliver: Notice | None
+    holds: tuple[object, ...] = ()
+    event: PooledEvent | None = None
+    error: BaseException | None = None
+    counts: bool = False
+    mailbox: Mailbox[Ticket] | None = None
+    started_ns: int = field(default_factory=perf_counter_ns)
+    ended_ns: int = 0
 
     def finish(self) -> None:
         """Let go of what was held, then call; on the event loop."""
-        deliver = self._deliver
+        deliver = self.deliver
         self.drop()  # first, so that an account which `deliver` reads is right
         if deliver is not None:
             deliver(self.error)
 
     def drop(self) -> None:
         """Refer to nothing any more: a thread may still refer to the ticket."""
-        self._deliver = None
+        self.deliver = None
         self.holds = ()
         self.event = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Reaper(Lifecycle):
     """The tickets of one CUDA stream, and the thread that completes them in order.
 
@@ -95,67 +95,38 @@ class Reaper(Lifecycle):
     the event loop that owns the stream, and none of them blocks.
 
     Attributes:
-        name: of the stream; the thread's name is ``asyncflow:<name>``.
+        name: of the stream, such as ``cuda:0/d2h``; the thread's name is ``asyncflow:<name>``.
         stopped: takes no more tickets.
         ended: set when all work is done and all tickets are on their way to the loop.
+        cupy: the module.
+        physical: the device's CUDA ordinal.
+        raw: the ``cupy.cuda.Stream``.
+        events: of the same device.
+        on_lost: called once, on the event loop and before any ticket is failed, with what the device failed with.
         lost: what the device failed with, if it did.
     """
 
-    __slots__ = (
-        "_asleep",
-        "_device",
-        "_end",
-        "_events",
-        "_free_ns",
-        "_held",
-        "_in_flight",
-        "_mailbox",
-        "_on_lost",
-        "_physical",
-        "_queue",
-        "_raw",
-        "_thread",
-        "_told",
-        "lost",
-    )
-
+    cupy: Cupy
+    physical: int
+    raw: Raw
+    events: EventPool
+    on_lost: Callable[[BaseException], object]
+    lost: BaseException | None = None
+    _device: Raw = None
+    _told: bool = False
+    _asleep: int = 0
+    _in_flight: deque[Ticket] = field(default_factory=deque)
+    _held: list[object] = field(default_factory=list)
+    _mailbox: Mailbox[Ticket] | None = None
+    _queue: SimpleQueue[Ticket | None] = field(default_factory=SimpleQueue)
+    _end: PooledEvent | None = None
+    _thread: threading.Thread | None = None
+    _free_ns: int = 0
     after_fork = "CUDA does not survive a fork; start processes that use GPUs by 'spawn'"
 
-    def __init__(
-        self,
-        cupy: Cupy,
-        physical: int,
-        raw: Raw,
-        name: str,
-        events: EventPool,
-        on_lost: Callable[[BaseException], object],
-    ) -> None:
-        """Make a reaper; its thread starts with the first ticket.
-
-        Args:
-            cupy: the module.
-            physical: the device's CUDA ordinal.
-            raw: the ``cupy.cuda.Stream``.
-            name: of the stream, such as ``cuda:0/d2h``.
-            events: of the same device.
-            on_lost: called once, on the event loop and before any ticket is failed, with what the device failed with.
-        """
-        super().__init__(name)
-        self.lost: BaseException | None = None
-        self._device = cupy.cuda.Device(physical)
-        self._physical = physical
-        self._raw = raw
-        self._events = events
-        self._on_lost = on_lost
-        self._told = False
-        self._asleep = 0
-        self._in_flight: deque[Ticket] = deque()
-        self._held: list[object] = []
-        self._mailbox: Mailbox[Ticket] | None = None
-        self._queue: SimpleQueue[Ticket | None] = SimpleQueue()
-        self._end: PooledEvent | None = None
-        self._thread: threading.Thread | None = None
-        self._free_ns = 0
+    def __post_init__(self) -> None:
+        Lifecycle.__post_init__(self)
+        self._device = self.cupy.cuda.Device(self.physical)
 
     # -- on the loop's thread ------------------------------------------------------------------------------------
 
@@ -226,8 +197,8 @@ class Reaper(Lifecycle):
             raise self.lost.with_traceback(None)
         try:
             with self._device:
-                event = self._events.take(sleeps=for_ticket and self._asleep < MOST_ASLEEP)
-                self._events.runtime.eventRecord(event.raw.ptr, self._raw.ptr)
+                event = self.events.take(sleeps=for_ticket and self._asleep < MOST_ASLEEP)
+                self.events.runtime.eventRecord(event.raw.ptr, self.raw.ptr)
         except Exception as exc:
             self.lose(exc)
             raise
@@ -242,7 +213,7 @@ class Reaper(Lifecycle):
         if self.lost is not None:
             raise self.lost.with_traceback(None)
         try:
-            self._events.runtime.streamWaitEvent(self._raw.ptr, event.raw.ptr)
+            self.events.runtime.streamWaitEvent(self.raw.ptr, event.raw.ptr)
         except Exception as exc:
             self.lose(exc)
             raise
@@ -316,9 +287,9 @@ class Reaper(Lifecycle):
 
     def _is_idle(self) -> bool:
         """Whether the stream has no work, or the device does none any more."""
-        status: int = self._events.runtime.streamQuery(self._raw.ptr)
+        status: int = self.events.runtime.streamQuery(self.raw.ptr)
         if status not in (DONE, NOT_READY):
-            self.lose(self._events.runtime.CUDARuntimeError(status))
+            self.lose(self.events.runtime.CUDARuntimeError(status))
         return status != NOT_READY
 
     def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox[Ticket]:
@@ -345,14 +316,14 @@ class Reaper(Lifecycle):
     def _tell(self) -> None:
         if self.lost is not None and not self._told:
             self._told = True
-            self._on_lost(self.lost)
+            self.on_lost(self.lost)
 
     # -- on the reaper's thread ----------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Complete tickets in order until stopped, and then see all other work done."""
         try:
-            self._events.runtime.setDevice(self._physical)  # of this thread
+            self.events.runtime.setDevice(self.physical)  # of this thread
         except Exception as exc:
             self._lose(exc)
         ticket = self._queue.get()

@@ -19,11 +19,11 @@ stream reads or writes must therefore be kept, with `notify` or `hold`, until th
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -31,13 +31,12 @@ from typing import TYPE_CHECKING, Protocol
 from asyncflow.errors import InternalError
 from asyncflow.streams.cuda.pooled_event import EventPool, PooledEvent
 from asyncflow.streams.cuda.reaper import Notice, Reaper, Ticket
+from asyncflow.streams.failures import as_one, log_unreported, without_this_frame
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.protocol import Deliver, Event
 
 if TYPE_CHECKING:
     from asyncflow.streams.cuda.cupy_types import Cupy, Raw
-
-_log = logging.getLogger("asyncflow.streams")
 
 
 class Pool(Protocol):
@@ -67,6 +66,7 @@ active = _Active()
 """``active.stream`` is that of the calling thread."""
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class CudaStream:
     """A non-blocking CUDA stream, whose completions arrive on the event loop.
 
@@ -80,51 +80,38 @@ class CudaStream:
     stream itself lives as long as the process, because memory pools tell streams apart by their address; a later
     `CudaStream` of the same device takes it over.
 
+    Making one takes a CUDA stream of the device, or makes that, too.
+
     Attributes:
-        name: such as ``cuda:0/compute``.
+        cupy: the module.
         physical: the device's CUDA ordinal; several logical devices may share one.
-        raw: the ``cupy.cuda.Stream``.
-        pool: where allocations come from while the stream is active.
+        name: such as ``cuda:0/compute``.
+        pool: where allocations come from while the stream is active; may be set later.
         on_lost: called with the error, once and on the event loop, when the device has failed.
+        raw: the ``cupy.cuda.Stream``.
+
+    Raises:
+        CUDARuntimeError: there is no such device, or it fails.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_card",
-        "_closed",
-        "_device",
-        "_failures",
-        "_reaper",
-        "name",
-        "on_lost",
-        "physical",
-        "pool",
-        "raw",
-    )
+    cupy: Cupy
+    physical: int
+    name: str
+    pool: Pool | None = None
+    on_lost: Callable[[BaseException], object] | None = None
+    raw: Raw = field(init=False)
+    _failures: tuple[BaseException, ...] = ()
+    _closed: bool = False
+    _card: _PhysicalCard = field(init=False)
+    _device: Raw = field(init=False)
+    _reaper: Reaper = field(init=False)
 
-    def __init__(self, cupy: Cupy, physical: int, name: str, pool: Pool | None = None) -> None:
-        """Take a stream of the device, or make one.
-
-        Args:
-            cupy: the module.
-            physical: the CUDA ordinal.
-            name: such as ``cuda:0/compute``.
-            pool: where allocations come from while the stream is active; may be set later.
-
-        Raises:
-            CUDARuntimeError: there is no such device, or it fails.
-        """
-        self._card = _card(cupy, physical)
-        self._device = cupy.cuda.Device(physical)
+    def __post_init__(self) -> None:
+        self._card = _card(self.cupy, self.physical)
+        self._device = self.cupy.cuda.Device(self.physical)
         self.raw = self._card.take_stream()
-        self.physical = physical
-        self.name = name
-        self.pool = pool
-        self.on_lost: Callable[[BaseException], object] | None = None
-        self._failures: tuple[BaseException, ...] = ()
-        self._closed = False
         tell = partial(_tell, weakref.ref(self))
-        self._reaper = Reaper(cupy, physical, self.raw, name, self._card.events, tell)
+        self._reaper = Reaper(self.name, self.cupy, self.physical, self.raw, self._card.events, tell)
         # Not at exit: the interpreter drops daemon threads without help, and there is nobody left to warn.
         weakref.finalize(self, _dropped, self._reaper).atexit = False
 
@@ -195,7 +182,7 @@ class CudaStream:
             with self:
                 work(*args)
         except Exception as exc:
-            self._failures += (_without_this_frame(exc),)
+            self._failures += (without_this_frame(exc),)
 
     def submit(
         self, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver, loop: asyncio.AbstractEventLoop
@@ -212,12 +199,12 @@ class CudaStream:
             RuntimeError: tickets of a different loop are pending.
         """
         self._reaper.refuse_if_closed()
-        submission = _CudaSubmission(deliver, args)
+        submission = _CudaSubmission(None, args, outcome=deliver)
         try:
             with self:
                 submission.result = work(*args)
         except Exception as exc:
-            submission.failure = _without_this_frame(exc)
+            submission.failure = without_this_frame(exc)
         self._reaper.give(submission, loop)
 
     def record(self) -> CudaEvent:
@@ -275,8 +262,7 @@ class CudaStream:
             self._closed = True
             if reaper.lost is None:
                 self._card.give_back(self.raw)
-        for failure in self._failures:
-            _log.error("work on stream %s failed and no event was awaited", self.name, exc_info=failure)
+        log_unreported(self._failures, self.name)
         self._failures = ()
         return True
 
@@ -354,6 +340,7 @@ class CudaStream:
         return mine
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class CudaEvent:
     """A point in a `CudaStream`'s order.
 
@@ -364,13 +351,10 @@ class CudaEvent:
             depends on time, does not count.
     """
 
-    __slots__ = ("_failures", "point", "seen_done", "stream")
-
-    def __init__(self, stream: CudaStream, point: PooledEvent, failures: tuple[BaseException, ...]) -> None:
-        self.stream = stream
-        self.point = point
-        self.seen_done = False
-        self._failures = failures
+    stream: CudaStream
+    point: PooledEvent
+    _failures: tuple[BaseException, ...]
+    seen_done: bool = False
 
     def done(self) -> bool:
         """Whether all work before this point is done; never blocks.
@@ -401,55 +385,48 @@ class CudaEvent:
             self.seen_done = True
         if self._failures:
             failures = self.stream.report(self._failures)
-            if len(failures) == 1:
-                raise failures[0]
             if failures:
-                raise BaseExceptionGroup(f"{len(failures)} failures on stream {self.stream.name}", failures)
+                raise as_one(failures, self.stream.name)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _CudaSubmission(Ticket):
     """A ticket for the outcome of submitted work."""
 
-    __slots__ = ("_outcome", "failure", "result")
-
-    def __init__(self, outcome: Deliver, args: tuple[object, ...]) -> None:
-        super().__init__(None, args)
-        self._outcome: Deliver | None = outcome
-        self.result: object = None
-        self.failure: BaseException | None = None
+    outcome: Deliver | None = None
+    result: object = None
+    failure: BaseException | None = None
 
     def finish(self) -> None:
-        outcome, result = self._outcome, self.result
+        outcome, result = self.outcome, self.result
         error = self.error if self.failure is None else self.failure
         self.drop()
         assert outcome is not None  # only `drop` takes it away, and then nobody finishes the ticket
         outcome(result if error is None else None, error, self.started_ns, self.ended_ns)
 
     def drop(self) -> None:
-        super().drop()
-        self._outcome = None
+        Ticket.drop(self)
+        self.outcome = None
         self.result = None
         self.failure = None
 
 
+@dataclass(slots=True, eq=False)
 class _PhysicalCard:
     """The CUDA streams and events of one physical device, which outlive the sessions that use them."""
 
-    __slots__ = ("_cupy", "_free", "_made", "_physical", "events")
-
-    def __init__(self, cupy: Cupy, physical: int) -> None:
-        self._cupy = cupy
-        self._physical = physical
-        self._free: list[Raw] = []
-        self._made: list[Raw] = []  # also those that never come back: none is ever destroyed
-        self.events = EventPool(cupy)
+    cupy: Cupy
+    physical: int
+    events: EventPool
+    _free: list[Raw] = field(default_factory=list)
+    _made: list[Raw] = field(default_factory=list)  # also those that never come back: none is ever destroyed
 
     def take_stream(self) -> Raw:
         """A ``cupy.cuda.Stream`` that nobody uses."""
         if self._free:
             return self._free.pop()
-        with self._cupy.cuda.Device(self._physical):
-            raw = self._cupy.cuda.Stream(non_blocking=True)
+        with self.cupy.cuda.Device(self.physical):
+            raw = self.cupy.cuda.Stream(non_blocking=True)
         self._made.append(raw)
         return raw
 
@@ -465,7 +442,7 @@ _cards: dict[tuple[Cupy, int], _PhysicalCard] = {}
 def _card(cupy: Cupy, physical: int) -> _PhysicalCard:
     card = _cards.get((cupy, physical))
     if card is None:
-        card = _cards[cupy, physical] = _PhysicalCard(cupy, physical)
+        card = _cards[cupy, physical] = _PhysicalCard(cupy, physical, EventPool(cupy))
     return card
 
 
@@ -483,8 +460,3 @@ def _dropped(reaper: Reaper) -> None:
             ResourceWarning,
             stacklevel=2,
         )
-
-
-def _without_this_frame(exc: Exception) -> Exception:
-    """The exception with a traceback that begins in the work: our frame would keep the arguments alive."""
-    return exc.with_traceback(exc.__traceback__.tb_next if exc.__traceback__ else None)

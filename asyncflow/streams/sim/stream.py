@@ -13,22 +13,22 @@ A's end first proves nothing, because on a real device the times are others.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from asyncflow.errors import SessionClosedError
+from asyncflow.streams.failures import as_one, log_unreported, without_this_frame
 from asyncflow.streams.futures import resolve
 from asyncflow.streams.protocol import Deliver, Event
 from asyncflow.streams.virtual import VirtualClockLoop
-
-_log = logging.getLogger("asyncflow.streams")
 
 _Seen: TypeAlias = "Mapping[SimStream, int]"
 """Up to which count of each other stream work comes before. Never changed, only replaced: events share it."""
 
 
+@dataclass(slots=True, eq=False)
 class HostClock:
     """Knowledge that the host has of every stream, and what time it is.
 
@@ -38,12 +38,9 @@ class HostClock:
         version: goes up when `seen` changes, so that streams need not compare.
     """
 
-    __slots__ = ("loop", "seen", "version")
-
-    def __init__(self, loop: VirtualClockLoop) -> None:
-        self.loop = loop
-        self.seen: _Seen = {}
-        self.version = 0
+    loop: VirtualClockLoop
+    seen: _Seen = field(default_factory=dict)
+    version: int = 0
 
     def now_ns(self) -> int:
         """The virtual time."""
@@ -69,6 +66,7 @@ class HostClock:
         self.seen = {stream: count for stream, count in self.seen.items() if not stream.is_over}
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SimEvent:
     """A point in a `SimStream`'s order, and the work that ends there.
 
@@ -78,21 +76,17 @@ class SimEvent:
         seen: what the stream knew of the others.
         started_ns: when the work began.
         time_ns: when it ends, and the event is done.
+        jobs: how many functions the stream had been given.
         label: what the work is.
     """
 
-    __slots__ = ("_jobs", "count", "label", "seen", "started_ns", "stream", "time_ns")
-
-    def __init__(
-        self, stream: SimStream, count: int, seen: _Seen, started_ns: int, time_ns: int, jobs: int, label: str
-    ) -> None:
-        self.stream = stream
-        self.count = count
-        self.seen = seen
-        self.started_ns = started_ns
-        self.time_ns = time_ns
-        self.label = label
-        self._jobs = jobs
+    stream: SimStream
+    count: int
+    seen: _Seen
+    started_ns: int
+    time_ns: int
+    jobs: int
+    label: str
 
     def __repr__(self) -> str:
         return f"<SimEvent {self.stream.name} #{self.count} {self.label} done at {self.time_ns} ns>"
@@ -114,7 +108,7 @@ class SimEvent:
         Cancellation: leaves the event and the stream as they were.
         """
         await self.passed()
-        self.stream.raise_failures(self._jobs)
+        self.stream.raise_failures(self.jobs)
 
     async def passed(self) -> None:
         """Return when the work before this point is done, whether or not it failed.
@@ -136,6 +130,7 @@ class SimEvent:
         return (*self.seen.items(), (self.stream, self.count))
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class SimStream:
     """A FIFO queue of work on virtual time.
 
@@ -143,45 +138,28 @@ class SimStream:
     function when the stream gets there, which takes no virtual time.
 
     Attributes:
+        name: such as ``sim:0/compute``.
         host: the clock that all streams of a machine share.
         free_at_ns: when all work given so far has ended.
         is_over: it is closed, and all know that its work is done.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_count",
-        "_ends",
-        "_failures",
-        "_host_version",
-        "_jobs",
-        "_jobs_given",
-        "_name",
-        "_seen",
-        "_stopped",
-        "_waits_ns",
-        "free_at_ns",
-        "host",
-        "is_over",
-    )
-
-    def __init__(self, name: str, host: HostClock) -> None:
-        self._name = name
-        self.host = host
-        self.free_at_ns = 0
-        self.is_over = False
-        self._waits_ns = 0
-        self._count = 0
-        self._seen: _Seen = {}
-        self._host_version = 0
-        self._ends: deque[int] = deque()
-        self._jobs: deque[_SimJob] = deque()
-        self._jobs_given = 0
-        self._failures: list[tuple[int, BaseException]] = []
-        self._stopped = False
+    name: str
+    host: HostClock
+    free_at_ns: int = 0
+    is_over: bool = False
+    _waits_ns: int = 0
+    _count: int = 0
+    _seen: _Seen = field(default_factory=dict)
+    _host_version: int = 0
+    _ends: deque[int] = field(default_factory=deque)
+    _jobs: deque[_SimJob] = field(default_factory=deque)
+    _jobs_given: int = 0
+    _failures: list[tuple[int, BaseException]] = field(default_factory=list)
+    _stopped: bool = False
 
     def __repr__(self) -> str:
-        return f"<SimStream {self._name} free at {self.free_at_ns} ns>"
+        return f"<SimStream {self.name} free at {self.free_at_ns} ns>"
 
     # -- on virtual time -----------------------------------------------------------------------------------------
 
@@ -221,11 +199,6 @@ class SimStream:
     # -- the `Stream` protocol -----------------------------------------------------------------------------------
 
     @property
-    def name(self) -> str:
-        """Such as ``sim:0/compute``."""
-        return self._name
-
-    @property
     def pending(self) -> int:
         """How many items were given to the stream and are not done yet."""
         self._settle()
@@ -249,7 +222,7 @@ class SimStream:
             ValueError: `loop` is not the one whose time this is.
         """
         if loop is not self.host.loop:
-            raise ValueError(f"stream {self._name} runs on a virtual clock and delivers on that clock's loop only")
+            raise ValueError(f"stream {self.name} runs on a virtual clock and delivers on that clock's loop only")
         self._give(work, args, deliver)
 
     def record(self) -> SimEvent:
@@ -274,7 +247,7 @@ class SimStream:
             SessionClosedError: the stream is closed.
         """
         if not isinstance(event, SimEvent):
-            raise TypeError(f"stream {self._name} can wait for a SimEvent, not for {type(event).__name__}")
+            raise TypeError(f"stream {self.name} can wait for a SimEvent, not for {type(event).__name__}")
         self._refuse_if_stopped()
         # Who has seen an event has waited for it, or for one after it: its time counts already.
         if not self.has_seen(event):
@@ -298,8 +271,7 @@ class SimStream:
         except TimeoutError:
             return False
         self._settle()
-        for _, failure in self._failures:
-            _log.error("work on stream %s failed and no event was awaited", self._name, exc_info=failure)
+        log_unreported((failure for _, failure in self._failures), self.name)
         self._failures.clear()
         return True
 
@@ -307,12 +279,9 @@ class SimStream:
         """Raise what the first `jobs` functions failed with and nobody was told; used by events."""
         self._settle()
         failures = [failure for number, failure in self._failures if number <= jobs]
-        if not failures:
-            return
         self._failures = [kept for kept in self._failures if kept[0] > jobs]
-        if len(failures) == 1:
-            raise failures[0]
-        raise BaseExceptionGroup(f"{len(failures)} failures on stream {self._name}", failures)
+        if failures:
+            raise as_one(failures, self.name)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -349,22 +318,18 @@ class SimStream:
 
     def _refuse_if_stopped(self) -> None:
         if self._stopped:
-            raise SessionClosedError(f"stream {self._name} is closed and takes no more work; open a new session")
+            raise SessionClosedError(f"stream {self.name} is closed and takes no more work; open a new session")
 
 
+@dataclass(slots=True, eq=False)
 class _SimJob:
     """A function that a stream calls."""
 
-    __slots__ = ("args", "deliver", "due_ns", "number", "work")
-
-    def __init__(
-        self, due_ns: int, number: int, work: Callable[..., object], args: tuple[object, ...], deliver: Deliver | None
-    ) -> None:
-        self.due_ns = due_ns
-        self.number = number
-        self.work = work
-        self.args = args
-        self.deliver = deliver
+    due_ns: int
+    number: int
+    work: Callable[..., object]
+    args: tuple[object, ...]
+    deliver: Deliver | None
 
     def run(self) -> BaseException | None:
         """Call it, and deliver its outcome or, if nobody takes it, return its failure."""
@@ -373,7 +338,7 @@ class _SimJob:
         try:
             result = self.work(*self.args)
         except BaseException as exc:
-            error = exc.with_traceback(exc.__traceback__.tb_next if exc.__traceback__ else None)
+            error = without_this_frame(exc)
         if self.deliver is None:
             return error
         self.deliver(result, error, self.due_ns, self.due_ns)
