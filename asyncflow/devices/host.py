@@ -8,7 +8,7 @@ one, and a program whose launches keep it busy does not get faster with more of 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ COSTS: Final = tuple(field.name for field in fields(Host) if field.name.endswith
 """The names of the costs of a `Host`."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HostThread:
     """One thread of the host on virtual time: it does one thing after another, in the order in which it is asked to.
 
@@ -88,16 +89,13 @@ class HostThread:
         saved_by_graphs_ns: how much less it would have taken if regions that can be had been CUDA graphs.
     """
 
-    __slots__ = ("_clock", "_ns", "busy_ns", "calls", "free_at_ns", "host", "saved_by_graphs_ns")
-
-    def __init__(self, host: Host, clock: HostClock) -> None:
-        self.host = host
-        self.free_at_ns = 0
-        self.calls: Counter[Call] = Counter()
-        self.busy_ns: Counter[Call] = Counter()
-        self.saved_by_graphs_ns = 0
-        self._clock = clock
-        self._ns: dict[Call, float] = {}
+    host: Host
+    _clock: HostClock
+    free_at_ns: int = 0
+    calls: Counter[Call] = field(default_factory=Counter)
+    busy_ns: Counter[Call] = field(default_factory=Counter)
+    saved_by_graphs_ns: int = 0
+    _ns: dict[Call, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<HostThread of {self.host.name}, free at {self.free_at_ns} ns>"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,15 +85,13 @@ class CudaLauncher:
             raise device.cause_of(error)  # noqa: B904 - which has its cause
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CudaHostLauncher(CoroutineKernel):
     """A kernel that a CUDA device leaves to the host: calling it gives a coroutine."""
 
-    __slots__ = ("_device", "_info", "_kernel")
-
-    def __init__(self, device: CudaDevice, kernel: Kernel, info: KernelInfo) -> None:
-        self._device = device
-        self._kernel = kernel
-        self._info = info
+    _device: CudaDevice
+    _kernel: Kernel
+    _info: KernelInfo
 
     def __call__(self, *args: Value) -> Coroutine[object, object, Placed]:
         """Copy the inputs to the host, run the kernel there, and copy its outputs in.

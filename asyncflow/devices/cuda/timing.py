@@ -7,6 +7,7 @@ show.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
@@ -97,25 +98,25 @@ class PendingSpan:
         return Span(self._label, self._role, started, max(started, ended), self._nbytes)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HostSpan:
     """A kernel that the host computes, between entering and leaving this as a context manager."""
 
-    __slots__ = ("_ended_ns", "_into", "_label", "_started_ns")
-
-    def __init__(self, label: str, into: Spans) -> None:
-        self._label = label
-        self._into = into
+    label: str
+    into: Spans
+    started_ns: int = 0
+    ended_ns: int = 0
 
     def __enter__(self) -> None:
-        self._started_ns = perf_counter_ns()
+        self.started_ns = perf_counter_ns()
 
     def __exit__(self, *exc: object) -> None:
-        self._ended_ns = perf_counter_ns()
-        self._into.append(self)
+        self.ended_ns = perf_counter_ns()
+        self.into.append(self)
 
     def settled(self) -> Span:
         """The span."""
-        return Span(self._label, "host", self._started_ns, self._ended_ns, 0)
+        return Span(self.label, "host", self.started_ns, self.ended_ns, 0)
 
 
 __all__ = ["Clock", "HostSpan", "PendingSpan"]

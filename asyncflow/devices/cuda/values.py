@@ -5,6 +5,7 @@ Anything that is neither a `CudaArray` nor a `CudaOpaque` is a *host value*: cou
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncflow.devices.values import DeviceArray, DeviceValue, DType
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Value
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Landing:
     """Memory that a copy fills: a ticket of the copy keeps it, since its home stream may not use it again before.
 
@@ -27,20 +29,19 @@ class Landing:
 
     Attributes:
         array: CuPy's; None once the home stream waits.
+        home: that stream.
     """
 
-    __slots__ = ("_home", "array")
-
-    def __init__(self, array: CupyArray, home: CudaStream) -> None:
-        self.array = array
-        self._home = home
+    array: CupyArray
+    home: CudaStream
 
     def awaited_by(self, stream: CudaStream) -> None:
         """Take note that work given to `stream` from now on comes after the copy."""
-        if stream is self._home:
+        if stream is self.home:
             self.array = None
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class CudaArray(DeviceArray):
     """An array in a CUDA device's memory.
 
@@ -54,26 +55,14 @@ class CudaArray(DeviceArray):
         name: of the node that made it.
     """
 
-    __slots__ = ("__weakref__", "_event", "_followers", "_landing", "array", "home", "name", "stream")
-
+    array: CupyArray
+    home: CudaDevice
+    stream: CudaStream
+    name: str
+    _event: CudaEvent | None = None
+    _landing: Landing | None = None
+    _followers: tuple[CudaStream, ...] = ()  # streams that wait for `_event` already
     can_lend = True
-
-    def __init__(
-        self,
-        array: CupyArray,
-        home: CudaDevice,
-        stream: CudaStream,
-        name: str,
-        event: CudaEvent | None = None,
-        landing: Landing | None = None,
-    ) -> None:
-        self.array = array
-        self.home = home
-        self.stream = stream
-        self.name = name
-        self._event = event
-        self._followers: tuple[CudaStream, ...] = ()  # streams that wait for `_event` already
-        self._landing = landing
 
     @property
     def device(self) -> str:
@@ -133,6 +122,7 @@ class CudaArray(DeviceArray):
         return FetchError(f"{who} reads {self.name!r}, which is in the memory of {self.device}; fetch the value first")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CudaOpaque(DeviceValue):
     """Something that is no array but holds some, such as a state of a TensorArray; valid in the order of compute.
 
@@ -141,11 +131,8 @@ class CudaOpaque(DeviceValue):
         home: the logical device it is on.
     """
 
-    __slots__ = ("home", "value")
-
-    def __init__(self, value: Value, home: CudaDevice) -> None:
-        self.value = value
-        self.home = home
+    value: Value
+    home: CudaDevice
 
     def to_host(self, deliver: Deliver) -> None:
         """Deliver the object once all that compute has been given is done."""

@@ -12,6 +12,7 @@ a pattern, so that whoever still reads it shows in the results.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,6 +63,7 @@ class SimMemoryAccount(ChargedAccount):
                 at_once(charge)
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Storage:
     """A piece of a device's memory; it is freed when the last reference to it goes.
 
@@ -75,28 +77,16 @@ class Storage:
             state keeps, constants, what has no data.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_charge",
-        "array",
-        "home",
-        "nbytes",
-        "pool",
-        "readers",
-        "written",
-    )
+    home: SimDevice
+    pool: SimStream
+    written: SimEvent
+    nbytes: int
+    array: Array | None = None
+    readers: dict[SimStream, SimEvent] = field(default_factory=dict)
+    _charge: int = 0
 
-    def __init__(
-        self, home: SimDevice, pool: SimStream, written: SimEvent, nbytes: int, array: Array | None = None
-    ) -> None:
-        self._charge = 0
-        self.home = home
-        self.pool = pool
-        self.nbytes = nbytes
-        self.written = written
-        self.readers: dict[SimStream, SimEvent] = {}
-        self.array = array
-        self._charge = home.memory.charge(nbytes, written.label)
+    def __post_init__(self) -> None:
+        self._charge = self.home.memory.charge(self.nbytes, self.written.label)
 
     def __repr__(self) -> str:
         return f"<Storage of {self.written.label} on {self.home.name}, {self.nbytes} B>"
@@ -174,6 +164,7 @@ class SimArray(DeviceArray):
         )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SimOpaque(DeviceValue):
     """Something that is no array but was made of some, such as a state of a TensorArray.
 
@@ -183,12 +174,9 @@ class SimOpaque(DeviceValue):
         home: the device it is on.
     """
 
-    __slots__ = ("events", "home", "value")
-
-    def __init__(self, value: Value, events: tuple[SimEvent, ...], home: SimDevice) -> None:
-        self.value = value
-        self.events = events
-        self.home = home
+    value: Value
+    events: tuple[SimEvent, ...]
+    home: SimDevice
 
     def to_host(self, deliver: Deliver) -> None:
         """Deliver the object once the work is done."""

@@ -144,6 +144,7 @@ class Nodes(Protocol):
         """A branch inside."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Rehearsal:
     """Runs each body once, whatever was decided, so that everything is compiled, and all that is unfit shows up.
 
@@ -151,11 +152,8 @@ class Rehearsal:
         depth: how many nodes were inside one another.
     """
 
-    __slots__ = ("_depth", "depth")
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self.depth = 0
+    depth: int = 0
+    _depth: int = 0
 
     def loop(self) -> GatedPlace:
         """See `Nodes`."""
@@ -180,18 +178,16 @@ class Rehearsal:
             self._depth -= 1
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _RehearsedNode:
-    __slots__ = ("_rehearsal", "_size")
-
-    def __init__(self, rehearsal: Rehearsal, size: int) -> None:
-        self._rehearsal = rehearsal
-        self._size = size
+    rehearsal: Rehearsal
+    size: int
 
     def decide(self, pred: Value) -> None:
         pass
 
     def bodies(self) -> Sequence[AbstractContextManager[None]]:
-        return [self._rehearsal.body() for _ in range(self._size)]
+        return [self.rehearsal.body() for _ in range(self.size)]
 
 
 class ConditionalNodes:
@@ -272,16 +268,14 @@ class ConditionalNodes:
         ok(ended)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _ConditionalNode:
-    __slots__ = ("_nodes", "_params", "decide")
-
-    def __init__(self, nodes: ConditionalNodes, params: Raw, decide: Callable[[Value], None]) -> None:
-        self._nodes = nodes
-        self._params = params
-        self.decide = decide
+    nodes: ConditionalNodes
+    params: Raw
+    decide: Callable[[Value], None]
 
     def bodies(self) -> Sequence[AbstractContextManager[None]]:
-        return self._nodes.add(self._params)
+        return self.nodes.add(self.params)
 
 
 def node_params(driver: Raw, kind: str, size: int, handle: Raw, context: Raw) -> Raw:

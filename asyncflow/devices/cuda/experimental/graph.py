@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -185,52 +186,42 @@ class RegionGraph:
         return tuple(results)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CapturedRegion:
     """A region's function, which becomes a CUDA graph for each kind of inputs it is called with again and again.
 
-    All calls belong inside ``with stream:``.
+    All calls belong inside ``with stream:``. Nothing is captured before the first ones.
+
+    Attributes:
+        cupy: the module.
+        stream: the compute stream that the region runs on.
+        pool: where the device's memory comes from.
+        function: takes CuPy's arrays and host values, launches on the current stream, and gives a tuple of them.
+        label: for logs, and for what the memory of its graphs is called.
+        is_generator: `function` gives a generator that returns the tuple; it is sent how much to do at a time.
     """
 
-    __slots__ = ("_cupy", "_function", "_graphs", "_is_generator", "_label", "_pool", "_stream")
+    cupy: Cupy
+    stream: CudaStream
+    pool: CudaPool
+    function: Kernel
+    label: str
+    is_generator: bool = False
+    _graphs: GraphCache[RegionGraph] = field(init=False)
 
-    def __init__(
-        self,
-        cupy: Cupy,
-        stream: CudaStream,
-        pool: CudaPool,
-        function: Kernel,
-        label: str,
-        *,
-        is_generator: bool = False,
-    ) -> None:
-        """Nothing is captured before the first calls.
-
-        Args:
-            cupy: the module.
-            stream: the compute stream that the region runs on.
-            pool: where the device's memory comes from.
-            function: takes CuPy's arrays and host values, launches on the current stream, and gives a tuple of them.
-            label: for logs, and for what the memory of its graphs is called.
-            is_generator: `function` gives a generator that returns the tuple; it is sent how much to do at a time.
-        """
-        self._cupy = cupy
-        self._stream = stream
-        self._pool = pool
-        self._function = function
-        self._label = label
-        self._is_generator = is_generator
-        self._graphs: GraphCache[RegionGraph] = GraphCache(label)
+    def __post_init__(self) -> None:
+        self._graphs = GraphCache(self.label)
 
     def __call__(self, *inputs: Value) -> tuple[Placed, ...]:
         """The results of `function` for these inputs."""
         outputs: tuple[Value, ...] | None = self._launched(inputs)
-        return self._function(*inputs) if outputs is None else outputs
+        return self.function(*inputs) if outputs is None else outputs
 
     def steps(self, *inputs: Value) -> Generator[bool | None, int | None, tuple[Placed, ...]]:
         """`__call__`, for a function that gives a generator: it is driven as that is, and a graph is one step."""
         outputs: tuple[Value, ...] | None = self._launched(inputs)
         if outputs is None:
-            outputs = yield from self._function(*inputs)
+            outputs = yield from self.function(*inputs)
         return outputs
 
     def release(self) -> None:
@@ -241,7 +232,7 @@ class CapturedRegion:
         """The outputs of a graph; None if there is none for such inputs, or no room for it."""
         if self._graphs.is_refused:
             return None
-        key = key_of(inputs, self._cupy.ndarray)
+        key = key_of(inputs, self.cupy.ndarray)
         graph = None if key is None else self._graphs.get(key, lambda: self._captured(inputs))
         if graph is None:
             return None
@@ -253,9 +244,9 @@ class CapturedRegion:
             return None
 
     def _captured(self, inputs: Sequence[Value]) -> RegionGraph:
-        function = driven(self._function) if self._is_generator else self._function
-        with PrivateMemory(self._stream, self._pool, f"CUDA graph of {self._label}"):
-            return RegionGraph(self._cupy, self._stream.raw, function, inputs)
+        function = driven(self.function) if self.is_generator else self.function
+        with PrivateMemory(self.stream, self.pool, f"CUDA graph of {self.label}"):
+            return RegionGraph(self.cupy, self.stream.raw, function, inputs)
 
 
 def captured(

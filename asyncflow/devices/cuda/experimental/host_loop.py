@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncflow.devices.decisions import Ended, Loop, advance, decisions
@@ -19,54 +20,42 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HostDriver:
     """One call of a loop: work is launched in blocks, and between them the host waits for what it decides by.
 
     Arguments and results of its methods are CuPy's arrays and host values.
+
+    Attributes:
+        device: where it runs.
+        values: of its stream.
+        info: of the node.
+        args: of the call: device values and host values.
+        spans: what is launched goes there.
+        limit: most iterations of a loop; None for no limit.
     """
 
-    __slots__ = ("_args", "_device", "_info", "_limit", "_spans", "_values")
-
-    def __init__(
-        self,
-        device: CudaDevice,
-        values: Values,
-        info: KernelInfo,
-        args: Sequence[Value],
-        spans: list[Span] | None,
-        limit: int | None,
-    ) -> None:
-        """Nothing is launched yet.
-
-        Args:
-            device: where it runs.
-            values: of its stream.
-            info: of the node.
-            args: of the call: device values and host values.
-            spans: what is launched goes there.
-            limit: most iterations of a loop; None for no limit.
-        """
-        self._device = device
-        self._values = values
-        self._info = info
-        self._args = args
-        self._spans = spans
-        self._limit = limit
+    device: CudaDevice
+    values: Values
+    info: KernelInfo
+    args: Sequence[Value]
+    spans: list[Span] | None
+    limit: int | None
 
     def in_one_block(self, launch: Callable[..., Result], *arguments: Value) -> Result:
         """``launch(*arguments)``, with the stream active."""
-        device, info, values = self._device, self._info, self._values
+        device, info, values = self.device, self.info, self.values
         device.check()
         device.pool.label = info.name
-        values.hold(self._args)
-        with recording(device, self._spans), values.stream, device.timed(values.stream, info.name):
+        values.hold(self.args)
+        with recording(device, self.spans), values.stream, device.timed(values.stream, info.name):
             device.launched += info.launches
             return launch(*arguments)
 
     async def fetched(self, value: Value) -> Placed:
         """The value on the host."""
-        with recording(self._device, self._spans):
-            found = self._device.fetched(self._values.wrapped(value, self._info.name))
+        with recording(self.device, self.spans):
+            found = self.device.fetched(self.values.wrapped(value, self.info.name))
         return await found if isinstance(found, asyncio.Future) else found
 
     async def looped(self, loop: Loop, done: int = 0) -> Sequence[Placed]:
@@ -74,7 +63,7 @@ class HostDriver:
         variables = loop.variables
         while await self.fetched(await self._results(loop.condition, (*variables, *loop.captures))):
             done += 1
-            loop.identity.check(done, self._limit)
+            loop.identity.check(done, self.limit)
             variables = await self._results(loop.body, (*variables, *loop.captures))
         return variables
 

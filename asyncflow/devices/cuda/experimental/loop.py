@@ -14,6 +14,7 @@ calls it looks at its state and goes on with the values it gave.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -53,18 +54,16 @@ class Iterated(NamedTuple):
     state: Raw
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Interpreter:
     """Runs functions that decide by arrays on the current stream, with `Nodes` for what they decide."""
 
-    __slots__ = ("_cupy", "_nodes")
-
-    def __init__(self, cupy: Cupy, nodes: Nodes) -> None:
-        self._cupy = cupy
-        self._nodes = nodes
+    cupy: Cupy
+    nodes: Nodes
 
     def run(self, loop: Loop, buffers: Sequence[CupyArray]) -> None:
         """The loop of a launch, whose variables are in `buffers`."""
-        self._repeat(loop, buffers, self._nodes.loop())
+        self._repeat(loop, buffers, self.nodes.loop())
 
     def _values(self, function: Kernel, arguments: Sequence[Value]) -> Placed:
         """The result of ``function(*arguments)``."""
@@ -79,9 +78,9 @@ class Interpreter:
 
     def _branched(self, branch: Branch) -> Sequence[Placed]:
         """The results of a branch, in buffers that either side writes."""
-        if not isinstance(branch.pred, self._cupy.ndarray):
+        if not isinstance(branch.pred, self.cupy.ndarray):
             return list(self._values(branch.on_true if branch.pred else branch.on_false, branch.arguments))
-        node = self._nodes.branch()
+        node = self.nodes.branch()
         node.decide(self._checked(branch.pred))
         buffers = None
         for function, side in zip((branch.on_true, branch.on_false), node.bodies(), strict=True):
@@ -95,7 +94,7 @@ class Interpreter:
 
     def _looped(self, loop: Loop) -> Sequence[Placed]:
         """The variables of a loop inside, in buffers of its own."""
-        node = self._nodes.inner_loop()
+        node = self.nodes.inner_loop()
         buffers = [self.buffer_for(value) for value in loop.variables]
         self.put(buffers, loop.variables)
         self._repeat(loop, buffers, node)
@@ -110,14 +109,14 @@ class Interpreter:
             node.decide(self._checked(self._values(loop.condition, arguments)))
 
     def _checked(self, pred: Value) -> Placed:
-        if not isinstance(pred, self._cupy.ndarray) or pred.dtype != np.bool_ or pred.size != 1:
+        if not isinstance(pred, self.cupy.ndarray) or pred.dtype != np.bool_ or pred.size != 1:
             raise NotCapturableError("a predicate is not computed on the device")
         return pred
 
     def buffer_for(self, value: Value) -> CupyArray:
         """New memory for `value`, an array or a number of the host."""
-        is_array = isinstance(value, self._cupy.ndarray)
-        return empty_as(self._cupy, value) if is_array else self._cupy.empty((), np.asarray(value).dtype)
+        is_array = isinstance(value, self.cupy.ndarray)
+        return empty_as(self.cupy, value) if is_array else self.cupy.empty((), np.asarray(value).dtype)
 
     def put(self, buffers: Sequence[CupyArray], values: Sequence[Value]) -> None:
         """Write each value into its buffer, as if all at once."""
@@ -126,13 +125,13 @@ class Interpreter:
         for index, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
             _check_fits(buffer, value)
             # One variable's next value may be another's current one, or a view of its own.
-            if isinstance(value, self._cupy.ndarray) and value is not buffer and value.data.mem.ptr in places:
+            if isinstance(value, self.cupy.ndarray) and value is not buffer and value.data.mem.ptr in places:
                 values[index] = value.copy()
         for buffer, value in zip(buffers, values, strict=True):
-            if not isinstance(value, self._cupy.ndarray):
+            if not isinstance(value, self.cupy.ndarray):
                 buffer.fill(value)
             elif value is not buffer:
-                self._cupy.copyto(buffer, value)
+                self.cupy.copyto(buffer, value)
 
 
 def _check_fits(buffer: CupyArray, value: Value) -> None:
@@ -212,48 +211,35 @@ def _state_of(cupy: Cupy, limits: Limits) -> Raw:
     return array
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DeviceLoop:
     """A loop over raw arrays; for each kind of values it is captured once, and one launch runs it.
 
-    All calls belong inside ``with stream:``.
+    All calls belong inside ``with stream:``. Nothing is captured before the first launch.
 
     Attributes:
-        condition, body: as given.
+        cupy: the module.
+        stream: the compute stream that the loop runs on.
+        pool: where the device's memory comes from.
+        bindings: see `cuda_bindings`; None: nothing is captured.
+        condition: with `body`, what the loop does. Both launch on the current stream, and yield what they decide by
+            arrays; dtypes and shapes of variables and results never change. Each body and each side of a branch is
+            run beforehand, whatever the values are.
+        body: see `condition`.
+        label: for logs, and for what the memory of its graphs is called.
     """
 
-    __slots__ = ("_bindings", "_cupy", "_graphs", "_label", "_pool", "_stream", "body", "condition")
+    cupy: Cupy
+    stream: CudaStream
+    pool: CudaPool
+    bindings: Bindings | None
+    condition: Condition
+    body: Body
+    label: str
+    _graphs: GraphCache[LoopGraph] = field(init=False)
 
-    def __init__(
-        self,
-        cupy: Cupy,
-        stream: CudaStream,
-        pool: CudaPool,
-        bindings: Bindings | None,
-        condition: Condition,
-        body: Body,
-        label: str,
-    ) -> None:
-        """Nothing is captured before the first launch.
-
-        Args:
-            cupy: the module.
-            stream: the compute stream that the loop runs on.
-            pool: where the device's memory comes from.
-            bindings: see `cuda_bindings`; None: nothing is captured.
-            condition: with `body`, what the loop does. Both launch on the current stream, and yield what they decide by
-                arrays; dtypes and shapes of variables and results never change. Each body and each side of a branch is
-                run beforehand, whatever the values are.
-            body: see `condition`.
-            label: for logs, and for what the memory of its graphs is called.
-        """
-        self._cupy = cupy
-        self._stream = stream
-        self._pool = pool
-        self._bindings = bindings
-        self.condition = condition
-        self.body = body
-        self._label = label
-        self._graphs: GraphCache[LoopGraph] = GraphCache(label, warm_ups=0)
+    def __post_init__(self) -> None:
+        self._graphs = GraphCache(self.label, warm_ups=0)
 
     def launch(
         self, variables: Sequence[Value], captures: Sequence[Value] = (), limits: Limits = _DEFAULT_LIMITS
@@ -268,7 +254,7 @@ class DeviceLoop:
             The variables after the launch, all of them arrays; None where the loop cannot be captured, or has no room,
             and the host has to drive it.
         """
-        bindings = self._bindings
+        bindings = self.bindings
         if bindings is None or self._graphs.is_refused:
             return None
         key = self._key(variables, captures)
@@ -289,7 +275,7 @@ class DeviceLoop:
         self._graphs.clear()
 
     def _key(self, variables: Sequence[Value], captures: Sequence[Value]) -> Hashable:
-        ndarray = self._cupy.ndarray
+        ndarray = self.cupy.ndarray
         shapes: list[Hashable] = []
         for value in variables:
             shape = array_key(value) if isinstance(value, ndarray) else _scalar_key(value)
@@ -301,8 +287,8 @@ class DeviceLoop:
 
     def _captured(self, bindings: Bindings, variables: Sequence[Value], captures: Sequence[Value]) -> LoopGraph:
         functions = self.condition, self.body
-        with PrivateMemory(self._stream, self._pool, f"CUDA graph of {self._label}"):
-            return LoopGraph(self._cupy, self._stream.raw, bindings, functions, variables, captures)
+        with PrivateMemory(self.stream, self.pool, f"CUDA graph of {self.label}"):
+            return LoopGraph(self.cupy, self.stream.raw, bindings, functions, variables, captures)
 
 
 def _scalar_key(value: Placed) -> Hashable:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.cuda.values import CudaArray, Landing
@@ -36,6 +37,7 @@ CUDA_MEMORY = frozenset({2, 13})
 """DLPack's numbers of memory that a card's kernels read: the card's, and what CUDA moves by itself."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ForeignArray:
     """An array in a card's memory that another library made.
 
@@ -47,14 +49,11 @@ class ForeignArray:
         written: completes when the array is written; None if the library's current stream says so itself.
     """
 
-    __slots__ = ("card", "dtype", "shape", "value", "written")
-
-    def __init__(self, value: Any, dtype: DType, shape: tuple[int, ...], card: int, written: Raw = None) -> None:
-        self.value = value
-        self.written = written
-        self.dtype = dtype
-        self.shape = shape
-        self.card = card
+    value: Any
+    dtype: DType
+    shape: tuple[int, ...]
+    card: int
+    written: Raw = None
 
     @property
     def ndim(self) -> int:
@@ -97,20 +96,18 @@ def _event_after(cupy: Cupy, value: Value, card: int) -> Raw:
     return event
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Loan:
     """Keeps memory of a device for as long as anybody else has an array in it, and then hands it back.
 
     The last reference may go on any thread, at any bytecode: `give_back` has to be a bare ``deque.append``.
     """
 
-    __slots__ = ("_array", "_give_back")
-
-    def __init__(self, array: CupyArray, give_back: Raw) -> None:
-        self._array = array
-        self._give_back = give_back
+    array: CupyArray
+    give_back: Raw
 
     def __del__(self) -> None:
-        self._give_back(self._array)
+        self.give_back(self.array)
 
 
 def view(cupy: Cupy, foreign: ForeignArray) -> tuple[CupyArray, Raw]:

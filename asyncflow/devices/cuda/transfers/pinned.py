@@ -17,6 +17,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -43,6 +44,7 @@ _PORTABLE = 1  # cudaHostAllocPortable: page-locked for every card, not just the
 Call: TypeAlias = "Callable[[PinnedBuffer], object]"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PinnedBuffer:
     """A piece of pinned memory on loan.
 
@@ -54,15 +56,12 @@ class PinnedBuffer:
         ptr: its address, for copies.
     """
 
-    __slots__ = ("_offset", "_region", "_size", "_slab", "nbytes", "ptr")
-
-    def __init__(self, slab: PinnedSlab, region: _PinnedAllocation, offset: int, size: int, nbytes: int) -> None:
-        self._slab = slab
-        self._region: _PinnedAllocation | None = region
-        self._offset = offset
-        self._size = size
-        self.nbytes = nbytes
-        self.ptr = region.address + offset
+    _slab: PinnedSlab
+    _region: _PinnedAllocation | None
+    _offset: int
+    _size: int
+    nbytes: int
+    ptr: int
 
     @property
     def __array_interface__(self) -> dict[str, object]:
@@ -236,7 +235,7 @@ class PinnedSlab:
         for region in self._regions:
             offset = region.take(size)
             if offset is not None:
-                return PinnedBuffer(self, region, offset, size, nbytes)
+                return PinnedBuffer(self, region, offset, size, nbytes, region.address + offset)
         return None
 
     def _settle(self) -> None:
