@@ -130,6 +130,3 @@ def driven(function: Kernel) -> Kernel:
         raise NotCapturableError("its loops are too long to be captured")
 
     return run
-
-
-__all__ = ["MOST_KEYS", "WARM_UPS", "GraphCache", "NotCapturableError", "driven", "host_key"]

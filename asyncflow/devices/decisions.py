@@ -91,6 +91,3 @@ def advance(running: Generator[Decision, Any, Any], results: Sequence[Value] | N
         return running.send(results)
     except StopIteration as stop:
         return Ended(stop.value)
-
-
-__all__ = ["Body", "Branch", "Condition", "Decision", "Ended", "Loop", "advance", "decisions"]

@@ -120,6 +120,3 @@ class HostThread:
         """Note that a region took so long that could have been a CUDA graph with so many buffers."""
         graph_ns = round((self.host.graph_s + arrays * self.host.buffer_s) * 1e9)
         self.saved_by_graphs_ns += max(taken_ns - graph_ns, 0)
-
-
-__all__ = ["COSTS", "LAUNCHES", "Call", "Host", "HostThread", "Launches"]

@@ -134,6 +134,3 @@ def _load(offered: EntryPoint) -> None:
             f"the kind of device {offered.name!r}, which the entry point {offered.value!r} offers, cannot be used: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-__all__ = ["DeviceDescription", "DeviceKind", "DeviceOptions", "find_kind", "kind_names", "register_kind"]

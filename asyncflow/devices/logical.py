@@ -205,6 +205,3 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     def settle(self, spans: Spans) -> Sequence[Span]:
         """`spans`: they were known when they were recorded."""
         return spans
-
-
-__all__ = ["LaunchingDevice", "LogicalDevice"]

@@ -99,6 +99,3 @@ def available_devices() -> tuple[DeviceDescription, ...]:
     """The devices that this machine has, and for those it has not, why."""
     kinds = [find_kind(name) for name in kind_names()]
     return tuple(line for kind in kinds if kind is not None for line in kind.describe())
-
-
-__all__ = ["available_devices", "open_devices"]

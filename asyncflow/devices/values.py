@@ -123,6 +123,3 @@ def as_scalar(value: Placed) -> Placed:
     """A NumPy scalar for an array of rank 0 of numbers, which CuPy would refuse; anything else as it is."""
     is_number = isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind not in "OSUT"
     return value[()] if is_number else value
-
-
-__all__ = ["DType", "DeviceArray", "DeviceValue", "as_scalar", "is_array", "is_plain", "is_shape", "stays_on_host"]

@@ -69,6 +69,3 @@ class _SideWork(Generic[_Result]):
 
 def _name(work: object) -> str:
     return getattr(work, "__name__", type(work).__name__).strip("_")
-
-
-__all__ = ["call_beside"]

@@ -92,6 +92,3 @@ def awaiting_a_thread() -> Iterator[None]:
         yield
     finally:
         handover.arrived()
-
-
-__all__ = ["Handover", "awaiting_a_thread", "handover_of"]

@@ -116,17 +116,3 @@ def refuse_to_queue(context: Context) -> None:
             "might wait for itself, for ever; make that function a coroutine (async def) that awaits session.run(...), "
             "put what it runs into its own graph, or use another session"
         )
-
-
-__all__ = [
-    "RunPart",
-    "ThreadHold",
-    "current_part",
-    "enclosing_parts",
-    "holding",
-    "is_within",
-    "may_wait_for_itself",
-    "note_ask",
-    "own_context",
-    "refuse_to_queue",
-]

@@ -32,6 +32,3 @@ class CpuKind(DeviceKind):
             hardware.blas_library(),
         )
         return (DeviceDescription(name="cpu:0", available=True, detail=", ".join(parts)),)
-
-
-__all__ = ["CpuKind"]

@@ -95,6 +95,3 @@ def _describe(cupy: Cupy, *, try_kernel: bool = False) -> CudaBackend:
         name = runtime.getDeviceProperties(card)["name"]
         lines.append(f"{name.decode() if isinstance(name, bytes) else name}, {format_bytes(total)}")
     return CudaBackend(cupy, tuple(lines))
-
-
-__all__ = ["CudaBackend", "cuda_backend", "using_cupy"]

@@ -397,5 +397,3 @@ def _is_on_loop() -> bool:
 
 
 _UNTIMED = nullcontext()
-
-__all__ = ["CudaDevice"]

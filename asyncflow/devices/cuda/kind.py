@@ -37,6 +37,3 @@ class CudaKind(DeviceKind):
             DeviceDescription(name=f"cuda:{card}", available=True, detail=line)
             for card, line in enumerate(backend.cards)
         )
-
-
-__all__ = ["CudaKind"]

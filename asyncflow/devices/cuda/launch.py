@@ -223,6 +223,3 @@ async def _all(values: Sequence[Value]) -> list[Placed]:
 def is_coroutine_function(kernel: Kernel) -> bool:
     """Whether a kernel must be called on the event loop, since what it gives is to be awaited."""
     return any(inspect.iscoroutinefunction(x) for x in (kernel, getattr(kernel, "__call__", None)))  # noqa: B004
-
-
-__all__ = ["LONG_ELEMENTS", "CudaHostLauncher", "CudaLauncher", "CudaRegionLauncher"]

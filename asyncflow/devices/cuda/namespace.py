@@ -145,6 +145,3 @@ def cuda_namespace(
         holder: what keeps values of variables in the device's memory; None for a namespace without variables.
     """
     return _CudaNamespace(cupy, upload, holder)
-
-
-__all__ = ["cuda_namespace"]

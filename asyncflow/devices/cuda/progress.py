@@ -168,6 +168,3 @@ class Progress(LaunchingDevice["CudaStream"]):
             deliver(None, self.cause_of(error))
         else:
             deliver(made, None)
-
-
-__all__ = ["MARK_EVERY", "MOST_AHEAD", "Progress"]

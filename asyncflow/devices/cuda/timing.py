@@ -117,6 +117,3 @@ class HostSpan:
     def settled(self) -> Span:
         """The span."""
         return Span(self.label, "host", self.started_ns, self.ended_ns, 0)
-
-
-__all__ = ["Clock", "HostSpan", "PendingSpan"]

@@ -140,6 +140,3 @@ class CudaOpaque(DeviceValue):
 
     def __repr__(self) -> str:
         return f"<CudaOpaque {self.value!r}>"
-
-
-__all__ = ["CudaArray", "CudaOpaque", "Landing"]

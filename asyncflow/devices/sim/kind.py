@@ -46,6 +46,3 @@ class SimKind(DeviceKind):
     def describe(self) -> tuple[DeviceDescription, ...]:
         """Nothing: this machine has none."""
         return ()
-
-
-__all__ = ["SimKind"]

@@ -423,6 +423,3 @@ def _nbytes(spec: ArraySpec) -> int:
     for extent in shape:
         size *= extent
     return size
-
-
-__all__ = ["SimHostLauncher", "SimLauncher"]

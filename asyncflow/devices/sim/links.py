@@ -49,6 +49,3 @@ def first_common_gap(lanes: Sequence[CopyLane], earliest_ns: int, duration_ns: i
     while (later := max((lane.first_gap(start, duration_ns) for lane in lanes), default=start)) > start:
         start = later
     return start
-
-
-__all__ = ["CopyLane", "first_common_gap"]

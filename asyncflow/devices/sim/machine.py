@@ -207,6 +207,3 @@ def use_machine(machine: SimMachine) -> Iterator[SimMachine]:
         yield machine
     finally:
         _current.leave(machine)
-
-
-__all__ = ["SimMachine", "check_chance", "check_launches", "current_machine", "use_machine"]

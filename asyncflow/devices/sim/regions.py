@@ -121,6 +121,3 @@ def _key(value: Value) -> Hashable:
     if isinstance(value, SimArray):
         return value.dtype, value.shape
     return None if isinstance(value, SimOpaque) else host_key(value)
-
-
-__all__ = ["SimRegionLauncher"]

@@ -173,6 +173,3 @@ def _observe(event: SimEvent, call: Callable[..., object], args: tuple[Value, ..
 
 def _drop(_references: object) -> None:
     """Called with what was held; afterwards nobody holds it."""
-
-
-__all__ = ["Timeline"]

@@ -206,14 +206,3 @@ def no_data(dtype: DType, shape: Shape) -> Placed:
         return element[()]
     element.flags.writeable = False  # all that look into it are known to be read-only: state need not copy it
     return np.broadcast_to(element, shape)
-
-
-__all__ = [
-    "SMALL_BYTES",
-    "SimArray",
-    "SimMemoryAccount",
-    "SimOpaque",
-    "Storage",
-    "no_data",
-    "poison",
-]

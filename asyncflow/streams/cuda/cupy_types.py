@@ -12,5 +12,3 @@ CupyArray: TypeAlias = Any
 
 Raw: TypeAlias = Any
 """An event, a stream, a pointer, a graph: as CuPy or the driver gives it."""
-
-__all__ = ["Cupy", "CupyArray", "Raw"]

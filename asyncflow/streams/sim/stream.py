@@ -352,6 +352,3 @@ def _merged(seen: _Seen, counts: Iterable[tuple[SimStream, int]], own: SimStream
         if stream is not own and not stream.is_over and merged.get(stream, 0) < count:
             merged[stream] = count
     return merged
-
-
-__all__ = ["HostClock", "SimEvent", "SimStream"]

@@ -63,6 +63,3 @@ def _imported() -> Bindings | None:
         _log.info("cuda.bindings cannot be used", exc_info=True)
         return None
     return None if major < LEAST_VERSION else bindings
-
-
-__all__ = ["LEAST_VERSION", "Bindings", "cuda_bindings", "using_bindings"]

@@ -298,19 +298,3 @@ def ok(result: tuple[Raw, ...]) -> tuple[Raw, ...]:
     if int(code):
         raise NotCapturableError(f"CUDA says {code!r}")
     return tuple(values)
-
-
-__all__ = [
-    "ENDED",
-    "GIVEN_UP",
-    "MOST_ITERATIONS",
-    "SOURCE",
-    "STOPPED",
-    "TOO_LONG",
-    "ConditionalNodes",
-    "GatedPlace",
-    "Limits",
-    "Nodes",
-    "Rehearsal",
-    "node_params",
-]

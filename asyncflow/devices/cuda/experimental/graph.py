@@ -255,17 +255,3 @@ def captured(
     """`function` with graphs, to be called as it is: see `CapturedRegion`."""
     region = CapturedRegion(cupy, stream, pool, function, label, is_generator=is_generator)
     return region.steps if is_generator else region
-
-
-__all__ = [
-    "CapturedRegion",
-    "PrivateMemory",
-    "RegionGraph",
-    "array_key",
-    "capture",
-    "captured",
-    "copy_into",
-    "empty_as",
-    "key_of",
-    "without_gaps",
-]

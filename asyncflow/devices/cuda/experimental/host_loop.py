@@ -80,6 +80,3 @@ class HostDriver:
         while not isinstance(decision, Ended):
             decision = self.in_one_block(advance, running, await self._decided(decision))
         return decision.value
-
-
-__all__ = ["HostDriver"]

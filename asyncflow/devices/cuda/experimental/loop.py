@@ -295,6 +295,3 @@ def _scalar_key(value: Placed) -> Hashable:
     """Of a variable's first value, which is copied in: its dtype."""
     is_number = isinstance(value, np.generic) and (value.dtype.kind in "biufc" or value.dtype.name == "bfloat16")
     return (value.dtype, (), "C") if is_number else None
-
-
-__all__ = ["DeviceLoop", "Interpreter", "Iterated", "LoopGraph"]

@@ -147,6 +147,3 @@ class WhileLauncher(CoroutineKernel):
             rest = Loop(self._loop.condition, self._loop.body, variables, captures, self._identity)
             variables = await host.looped(rest, done)
         return tuple([self._values.wrapped(value, self._info.name) for value in variables])
-
-
-__all__ = ["FIRST_ITERATIONS", "LONG_S", "SHORT_S", "Patience", "WhileLauncher"]

@@ -428,6 +428,3 @@ def _freeing_after(buffer: PinnedBuffer) -> Callable[[asyncio.Future[None]], Non
         buffer.free()
 
     return free
-
-
-__all__ = ["COPY_INLINE_BYTES", "PIECE_BYTES", "CudaCopies", "enable_peer_access"]

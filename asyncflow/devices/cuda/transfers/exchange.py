@@ -245,6 +245,3 @@ class Exchange:
 def _is_torch(value: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
-
-
-__all__ = ["CUDA_MEMORY", "HOST_MEMORY", "Exchange", "ForeignArray", "read", "view"]

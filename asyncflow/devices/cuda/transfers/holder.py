@@ -119,6 +119,3 @@ class CudaHolder:
             event = cupy.cuda.Event(block=True, disable_timing=True)
             cupy.cuda.runtime.eventRecord(event.ptr, handle.stream.raw.ptr)
         return event
-
-
-__all__ = ["CudaHolder"]

@@ -315,15 +315,3 @@ def default_pinned_bytes() -> int:
     """`PINNED_BYTES`, or `PINNED_SHARE` of the memory that this process may use if that is less."""
     memory = usable_memory()
     return PINNED_BYTES if memory is None else min(PINNED_BYTES, int(memory * PINNED_SHARE))
-
-
-__all__ = [
-    "ALIGNMENT",
-    "PINNED_BYTES",
-    "PINNED_SHARE",
-    "PinnedBuffer",
-    "PinnedSlab",
-    "close_shared_slab",
-    "default_pinned_bytes",
-    "shared_slab",
-]
