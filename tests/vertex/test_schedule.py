@@ -273,3 +273,37 @@ def test_no_python_runs_for_a_vertex(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls(af.InputGraph.batch([tree] * 100)) == calls(af.InputGraph.batch([tree] * 2))
     assert SCHEDULE.runs_on_host
     assert SCHEDULE.is_pure
+
+
+@pytest.mark.parametrize(("policy", "arity"), [("breadth_first", 3), ("depth", None)])
+async def test_a_loop_over_sets_finds_the_rows_of_children(session: af.Session, policy: str, arity: int | None) -> None:
+    """Each vertex adds its own row to twice those of its children, of which a missing one has 0."""
+    edges = [(4, 3), (4, 2), (3, 0), (3, 1), (2, 1), (2, 0), (2, 5)]
+    data = af.InputGraph.batch([af.InputGraph.from_edges(6, edges), af.InputGraph.chain([3])[0]])
+    own = np.arange(1.0, 10.0).reshape(9, 1)
+    with af.Graph():
+        graph, x = af.InputGraph.placeholder(), af.placeholder("float64", (None, 1))
+        found = schedule(graph, policy, arity=arity)
+
+        def body(k: Any, store: af.RowStore) -> Any:
+            first, end = found.set_starts[k], found.set_starts[k + 1]
+            rows = af.take(x, found.order[first:end], axis=0)
+            if found.child_starts is None or found.child_positions is None:
+                below = af.sum(store.take(found.child_ranks[first:end]), axis=1)
+            else:
+                edges = slice(found.child_starts[first], found.child_starts[end])
+                taken = store.take(found.child_ranks[edges])
+                below = af.segment_sum(taken, found.child_positions[edges] - first, end - first)
+            return k + 1, store.append(rows + 2.0 * below)
+
+        store = af.RowStore("float64", (1,)).append(np.zeros((1, 1)))
+        _, store = af.while_loop(lambda k, _: k < af.size(found.set_starts) - 1, body, (0, store))
+        everything, roots = af.take(store.stack(), found.positions + 1, axis=0), store.take(found.root_ranks)
+        (grad,) = af.gradients(af.sum(roots), [x])
+    states = [[0.0] for _ in range(9)]
+    for vertex in ordered(data).order:
+        states[vertex] = own[vertex] + 2 * sum((states[child] for child in children_of(data)[vertex]), np.zeros(1))
+    got, got_roots, got_grad = await session.run((everything, roots, grad), {**graph.feeds(data), x: own})
+    np.testing.assert_array_equal(got, states)
+    np.testing.assert_array_equal(got_roots, [states[root] for root in data.roots])
+    np.testing.assert_array_equal(got_grad[:, 0], [8.0, 8.0, 2.0, 2.0, 1.0, 4.0, 4.0, 2.0, 1.0])
