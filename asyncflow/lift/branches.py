@@ -83,7 +83,9 @@ def split_rows(predicate: Tensor) -> tuple[Tensor, Tensor]:
 
 def some_rows(rows: RowAxis, numbers: Tensor) -> RowAxis:
     """The axis of the rows with these numbers."""
-    return RowAxis(size(numbers), None, lambda: gather(rows.numbers(), numbers), rows.loops)
+    return RowAxis(
+        size(numbers), None, lambda: gather(rows.numbers(), numbers), loops=rows.loops, own_loops=rows.own_loops
+    )
 
 
 def taken(values: Sequence[LiftedValue], numbers: Tensor) -> list[LiftedValue]:

@@ -83,7 +83,9 @@ class Lifting:
 
     def over(self, rows: RowAxis) -> Lifting:
         """The same over other rows, such as some of these."""
-        return Lifting(rows, self.label)
+        other = Lifting(rows, self.label)
+        other._made = self._made
+        return other
 
     def spread(self, values: Iterable[LiftedValue], flags: Iterable[bool]) -> list[Tensor]:
         """Values as tensors, with a row axis where the flag says so."""
@@ -103,9 +105,22 @@ class Lifting:
         """
         return self.values(body, dict(zip(body.inputs, inputs, strict=True)), body.results)
 
-    def values(self, body: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor]) -> list[LiftedValue]:
-        """Values of `body`, some of which are known, and what has effects in it; see `results`."""
-        for node in _needed(body, known, wanted):
+    def values(
+        self,
+        body: Subgraph,
+        known: dict[Tensor, LiftedValue],
+        wanted: Sequence[Tensor],
+        among: Collection[Node] | None = None,
+    ) -> list[LiftedValue]:
+        """Values of `body`, some of which are known, and what has effects in it; see `results`.
+
+        Args:
+            body: as it was built.
+            known: gets what is built, too.
+            wanted: the values.
+            among: the nodes that may be built; None: all of the body's.
+        """
+        for node in _needed(body, known, wanted, body.nodes if among is None else among):
             outputs = self._lifted(node, [known[x] for x in node.inputs], body)
             known.update(zip(node.outputs, outputs, strict=True))
         return [known[x] for x in wanted]
@@ -139,7 +154,7 @@ class Lifting:
 
     def _controls(self, node: Node, graph: Graph) -> tuple[Node, ...]:
         before = [made for each in node.control_inputs for made in self._made.get(each, ())]
-        local = [graph.import_control(each) for each in before]
+        local = [graph.import_control(each) for each in before if graph.can_use(each.graph)]
         return tuple(each for each in local if each is not None)
 
     def _outputs(self, node: Node, inputs: list[LiftedValue]) -> Sequence[LiftedValue]:
@@ -180,11 +195,11 @@ def _writes(node: Node) -> bool:
     return any(access is Access.WRITE for _, access in node_effects(node))
 
 
-def _needed(body: Subgraph, known: Collection[Tensor], wanted: Iterable[Tensor]) -> list[Node]:
+def _needed(body: Subgraph, known: Collection[Tensor], wanted: Iterable[Tensor], among: Collection[Node]) -> list[Node]:
     """The nodes behind what is wanted and what has effects, in order, as far as they are not known."""
     needed = {x.node for x in wanted if x not in known}
     for node in reversed(body.nodes):
-        if node in needed or _writes(node):
+        if node in needed or (_writes(node) and node in among):
             needed.add(node)
             needed.update(x.node for x in node.inputs if x not in known)
             needed.update(node.control_inputs)

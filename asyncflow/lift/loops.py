@@ -64,7 +64,7 @@ def _together(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], 
 
 def _inside(rows: RowAxis) -> RowAxis:
     """The same rows, inside of a loop."""
-    return RowAxis(rows.count, rows.extent, rows.numbers, rows.loops + 1)
+    return RowAxis(rows.count, rows.extent, rows.numbers, loops=rows.loops + 1, own_loops=rows.own_loops)
 
 
 class _RowsLoop:

@@ -48,8 +48,16 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
         has_rows=tuple(value.has_rows for value in inputs),
         specs=tuple(Spec(y.dtype, rows.shape(y.shape)) for y in node.outputs),
         single=node.single,
-        **({"loops": (rows.loops,)} if draws else {"host": tuple(sorted(host_inputs(node)))}),
+        **({"loops": (_place(rows),)} if draws else {"host": tuple(sorted(host_inputs(node)))}),
     )
+
+
+def _place(rows: RowAxis) -> tuple[int, int, int]:
+    """The place of a row's numbers in a tag; see `_tag`."""
+    shape = rows.numbers().shape
+    assert shape is not None
+    assert shape[1] is not None
+    return shape[1], rows.loops, rows.own_loops
 
 
 def op_of(node: Node) -> Op:
@@ -88,7 +96,7 @@ def _drawing_kernel(
     has_rows: Sequence[bool],
     specs: Sequence[Spec],
     single: bool,
-    loops: Sequence[int],
+    loops: Sequence[tuple[int, int, int]],
 ) -> Kernel:
     of_row = bound_kernel(_op(calls), np, arguments, of_scalars=False)
 
@@ -100,11 +108,20 @@ def _drawing_kernel(
     return run
 
 
-def _tag(tag: tuple[int, ...], numbers: Sequence[int], loops: Sequence[int]) -> tuple[int, ...]:
-    """The tag that a row has in a loop over rows: its numbers stand before those of the loops inside."""
-    found = list(tag)
-    for number, inside in sorted(zip(numbers, loops, strict=True), key=lambda pair: pair[1]):
-        found.insert(len(tag) - inside, number)
+def _tag(tag: tuple[int, ...], numbers: Sequence[int], loops: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    """The tag that a row has in a loop over rows: its numbers stand before those of the loops inside.
+
+    Args:
+        tag: of the firing.
+        numbers: of the row, outer axes first.
+        loops: for each axis how many of the numbers are its own, how many loops are inside of it, and how many around
+            bring its rows in turn: what rows draw does not depend on their numbers.
+    """
+    found, end = list(tag), len(numbers)
+    for width, inside, around in reversed(loops):
+        place = len(tag) - inside
+        found[place - around : place] = numbers[end - width : end]
+        end -= width
     return tuple(found)
 
 
@@ -195,7 +212,7 @@ def _rows_of_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> S
     if draws:
         outer = _flattened(LiftedValue(rows.numbers(), True), False, rows, inner)
         leading = concat([outer, _flattened(first, True, rows, inner)], axis=1)
-        attrs["loops"] = (rows.loops, *attrs["loops"])
+        attrs["loops"] = (_place(rows), *attrs["loops"])
     else:
         leading = rows.count * inner
     attrs["has_rows"] = tuple(

@@ -60,12 +60,22 @@ class RowAxis:
         count: how many rows there are: an int64 scalar.
         extent: the same, where it is known while the graph is built.
         loops: how many lifted loops are around, inside of what was lifted.
+        own_loops: how many loops are around those that bring rows in turn, and have nothing to do with what a row is.
     """
 
-    def __init__(self, count: Tensor, extent: int | None, numbers: Callable[[], Tensor], loops: int = 0) -> None:
+    def __init__(
+        self,
+        count: Tensor,
+        extent: int | None,
+        numbers: Callable[[], Tensor],
+        *,
+        loops: int = 0,
+        own_loops: int = 0,
+    ) -> None:
         self.count = count
         self.extent = extent
         self.loops = loops
+        self.own_loops = own_loops
         self._numbers = numbers
 
     def numbers(self) -> Tensor:

@@ -1,0 +1,196 @@
+"""All children of a vertex together: `Vertex.gather_all`, for many vertices at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from asyncflow.graph.build import apply, constant
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.op import OPAQUE, Op, derivative, register
+from asyncflow.graph.spec import Spec
+from asyncflow.lift.lifting import Lifting
+from asyncflow.ops.add_at import add_at
+from asyncflow.ops.cost import per_input_element
+from asyncflow.ops.creation import arange, zeros
+from asyncflow.ops.datatypes import astype
+from asyncflow.ops.elementwise import divide, maximum, multiply, subtract
+from asyncflow.ops.indexing import gather
+from asyncflow.ops.logic import equal
+from asyncflow.ops.manipulation import concat, expand_dims, reshape
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
+from asyncflow.ops.shape import size
+from asyncflow.vertex.function import REDUCE_CHILDREN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncflow.control.row_store import RowStore
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.values import Array, Kernel, Namespace
+    from asyncflow.vertex.function import TracedFunction
+
+
+class Children(Protocol):
+    """The children of a set of vertices."""
+
+    def known(self, traced: TracedFunction) -> dict[Tensor, LiftedValue]:
+        """The values of a traced function that are known of them."""
+        ...
+
+
+class NoChildren:
+    """Those of vertices that have none: what is gathered is the same for all of them."""
+
+    def __init__(self, initial: Sequence[Tensor]) -> None:
+        self.initial = initial
+
+    def known(self, traced: TracedFunction) -> dict[Tensor, LiftedValue]:
+        """See `Children.known`."""
+        found = {
+            inner: outer
+            for tensors in traced.gathers.values()
+            for inner, outer in zip(tensors, self.initial, strict=True)
+        }
+        for node in traced.body.nodes:
+            if node.op is REDUCE_CHILDREN:
+                found.update((x, zeros(_static(x), dtype=x.dtype)) for x in node.outputs)
+        found.update((x, constant(True)) for x in traced.is_leaf)
+        return {x: LiftedValue(value, has_rows=False) for x, value in found.items()}
+
+
+class SlottedChildren:
+    """Those that are told apart by number; `table` has a row of ranks for each vertex."""
+
+    def __init__(self, states: Sequence[RowStore], table: Tensor) -> None:
+        self.states = states
+        self.table = table
+
+    def known(self, traced: TracedFunction) -> dict[Tensor, LiftedValue]:
+        """See `Children.known`."""
+        return {
+            x: LiftedValue(store.take(self.table[:, child]), has_rows=True)
+            for child, tensors in traced.gathers.items()
+            for x, store in zip(tensors, self.states, strict=True)
+        }
+
+
+class AllChildren(NamedTuple):
+    """Those of vertices that have any number, one after the other.
+
+    Attributes:
+        states: of all vertices so far.
+        ranks: of the children.
+        owners: for each the row of its vertex.
+        starts: where the children of each vertex begin, and where the last ones end.
+    """
+
+    states: Sequence[RowStore]
+    ranks: Tensor
+    owners: Tensor
+    starts: Tensor
+
+    def known(self, traced: TracedFunction) -> dict[Tensor, LiftedValue]:
+        """See `Children.known`."""
+        return {}
+
+
+class VertexAxis(RowAxis):
+    """The vertices of a set as rows; `children` are theirs."""
+
+    def __init__(self, count: Tensor, numbers: Callable[[], Tensor], children: Children, *, in_loop: bool) -> None:
+        super().__init__(count, None, numbers, own_loops=int(in_loop))
+        self.children = children
+
+
+@row_rule(REDUCE_CHILDREN)
+def _reduce(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    if not isinstance(rows, VertexAxis) or not isinstance(rows.children, AllChildren):
+        raise CannotLift(f"{node.name} reads all children in a branch or loop")
+    children = rows.children
+    edges = RowAxis(size(children.owners), None, lambda: _edge_numbers(rows, children), own_loops=rows.own_loops)
+    states = [LiftedValue(store.take(children.ranks), has_rows=True) for store in children.states]
+    captures = [LiftedValue(gather(x.tensor, children.owners), True) if x.has_rows else x for x in inputs]
+    found = Lifting(edges, f"{node.name}/each").results(node.attrs["each"], [*states, *captures])
+    return [_reduced(edges.spread(x), children, node.attrs["reduce"]) for x in found]
+
+
+def _edge_numbers(rows: VertexAxis, children: AllChildren) -> Tensor:
+    """The numbers of each child's vertex, and which of its children it is."""
+    own = gather(rows.numbers(), children.owners)
+    place = subtract(arange(size(children.owners), dtype=int64), gather(children.starts, children.owners))
+    return concat([own, expand_dims(place, axis=1)], axis=1)
+
+
+def _static(x: Tensor) -> tuple[int, ...]:
+    if x.shape is None or None in x.shape:
+        raise CannotLift(f"{x.name} {x.spec}, which all children give, is of a shape that is not known in full")
+    return tuple(extent or 0 for extent in x.shape)
+
+
+def _reduced(x: Tensor, children: AllChildren, reduce: str) -> Tensor:
+    """Rows of children, reduced to one for each vertex; zeros where there are no children."""
+    if reduce == "mean":
+        count = children.starts[1:] - children.starts[:-1]
+        total = _reduced(x, children, "sum")
+        each = reshape(astype(maximum(count, 1), x.dtype), (-1, *(1,) * ((x.ndim or 1) - 1)))
+        return divide(total, each)
+    return apply(REDUCE_SEGMENTS, x, children.starts, children.owners, reduce=reduce)[0]
+
+
+# -- segments --------------------------------------------------------------------------------------------------------
+
+
+def _segments_spec(x: Spec, starts: Spec, owners: Spec, *, reduce: str) -> Spec:
+    ends = starts.shape[0] if starts.shape else None
+    return Spec(x.dtype, None if x.shape is None else (None if ends is None else ends - 1, *x.shape[1:]))
+
+
+def _segments_kernel(xp: Namespace, *, reduce: str) -> Kernel:
+    def on_host(x: Array, starts: Array, owners: Array) -> Array:
+        reduced = np.zeros((len(starts) - 1, *x.shape[1:]), x.dtype)
+        filled = np.flatnonzero(starts[1:] > starts[:-1])
+        if len(filled) == len(reduced):
+            (np.add if reduce == "sum" else np.maximum).reduceat(x, starts[:-1], axis=0, out=reduced)
+        elif len(filled):
+            reduced[filled] = (np.add if reduce == "sum" else np.maximum).reduceat(x, starts[filled], axis=0)
+        return reduced
+
+    def elsewhere(x: Array, starts: Array, owners: Array) -> Array:
+        reduced = xp.zeros((len(starts) - 1, *x.shape[1:]), x.dtype)
+        if reduce == "sum":
+            add_at(xp, reduced, owners, x)
+            return reduced
+        # Each child in its turn among its siblings, so that no two of a turn are of one vertex.
+        turns = np.arange(len(x)) - starts[np.repeat(np.arange(len(starts) - 1), np.diff(starts))]
+        for turn in range(int(turns.max(initial=-1)) + 1):
+            chosen = xp.asarray(np.flatnonzero(turns == turn))
+            places = owners[chosen]
+            reduced[places] = x[chosen] if turn == 0 else xp.maximum(reduced[places], x[chosen])
+        return reduced
+
+    return on_host if xp is np else elsewhere
+
+
+REDUCE_SEGMENTS = register(
+    Op(
+        "reduce_segments",
+        _segments_spec,
+        _segments_kernel,
+        host_inputs=(1,),
+        flops=per_input_element,
+        traits=OPAQUE,
+    )
+)
+"""The sum or the largest of each of several rows that stand side by side; zeros for none."""
+
+
+@derivative(REDUCE_SEGMENTS)
+def _segments(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, starts, owners = node.inputs
+    if node.attrs["reduce"] == "sum":
+        return [gather(grad, owners), None, None]
+    is_largest = astype(equal(x, gather(node.outputs[0], owners)), x.dtype)
+    ties = apply(REDUCE_SEGMENTS, is_largest, starts, owners, reduce="sum")[0]
+    return [multiply(gather(divide(grad, maximum(ties, 1.0)), owners), is_largest), None, None]

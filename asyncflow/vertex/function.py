@@ -1,0 +1,262 @@
+"""`vertex_function`: what one vertex computes from its inputs and its children's states (Cavs §3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from asyncflow.control.body import result_tensor, user_function
+from asyncflow.errors import DTypeError, GraphError, ShapeError, located_at
+from asyncflow.graph import nest
+from asyncflow.graph.build import TensorLike, refuse_coroutines
+from asyncflow.graph.dtypes import bool_, dtype_name
+from asyncflow.graph.graph import Graph, Subgraph, current_graph
+from asyncflow.graph.op import Op, register
+from asyncflow.graph.shapes import format_shape, is_static, is_subshape
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.axes import static_int
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.values import Nest
+
+
+REDUCTIONS: Final = ("sum", "mean", "max")
+REDUCE_CHILDREN = register(
+    Op("reduce_children", lambda *captures, each, reduce: tuple(x.spec for x in each.results), is_random=True)
+)
+"""What all children give, together: `each` is computed for every child. `vertex_map` builds it for all vertices."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedFunction:
+    """A vertex function as a body over one vertex.
+
+    Attributes:
+        body: its nodes.
+        pulls: the values that it pulls, by name.
+        gathers: the states of single children, by slot.
+        is_leaf: the value that says whether the vertex has no children.
+        scattered: the state.
+        pushes: the values that it pushes, by name.
+    """
+
+    body: Subgraph
+    pulls: dict[str, Tensor] = field(default_factory=dict)
+    gathers: dict[int, list[Tensor]] = field(default_factory=dict)
+    is_leaf: list[Tensor] = field(default_factory=list)
+    scattered: list[Tensor] = field(default_factory=list)
+    pushes: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Vertex:
+    """The vertex that a vertex function is called with: what it reads, and what it gives."""
+
+    def __init__(self, function: VertexFunction, traced: TracedFunction, pulls: Mapping[str, Spec]) -> None:
+        self._function = function
+        self._traced = traced
+        self._pulls = pulls
+
+    def gather(self, child: int) -> Nest:
+        """The state of a child, by its number; `initial` where the vertex has no such child.
+
+        Raises:
+            GraphError: the function does not say that vertices have so many children.
+        """
+        arity = self._function.children
+        if arity is None:
+            raise GraphError(
+                f"{self._function} has any number of children; v.gather_all() reads them all, and children=2 says that "
+                "there are at most two"
+            )
+        if not 0 <= static_int(child, "v.gather(child): child") < arity:
+            raise GraphError(f"{self._function} has children 0 to {arity - 1}; got v.gather({child!r})")
+        gathers = self._traced.gathers
+        if child not in gathers:
+            gathers[child] = [self._traced.body.add_input(spec, f"child_{child}") for spec in self._function.specs]
+        return self._function.structure.unflatten(gathers[child])
+
+    def gather_all(self, fn: Callable[[Nest], Nest] | None = None, *, reduce: str = "sum") -> Nest:
+        """The states of all children, reduced to one; zeros where there are none.
+
+        Args:
+            fn: computed for each child's state before they are reduced, of that and of values of the vertex; such as a
+                forget gate for each child. None: the state itself.
+            reduce: ``"sum"``, ``"mean"`` or ``"max"``.
+
+        Raises:
+            GraphError: there is no such reduction, or `fn` gives nothing.
+        """
+        if reduce not in REDUCTIONS:
+            raise GraphError(f"v.gather_all(reduce={reduce!r}): reductions are {', '.join(map(repr, REDUCTIONS))}")
+        body = self._here("gather_all")
+        each = Subgraph(body, f"{body.label}/each")
+        with each:
+            child = [each.add_input(spec, "child") for spec in self._function.specs]
+            state = self._function.structure.unflatten(child)
+            leaves, structure = nest.flatten(state if fn is None else fn(state))
+            refuse_coroutines(*leaves)
+            each.results = [result_tensor(each, leaf) for leaf in leaves]
+        if not leaves:
+            raise GraphError(f"{self._function}: the function of v.gather_all gives nothing to reduce")
+        specs = tuple(x.spec for x in each.results)
+        attrs = {"each": each, "reduce": reduce}
+        node = body.add_node(REDUCE_CHILDREN, list(each.captures), attrs, specs, name="children")
+        return structure.unflatten(node.outputs)
+
+    def scatter(self, state: Nest) -> None:
+        """Gives the state of the vertex, which its parents gather.
+
+        Raises:
+            GraphError: it is given a second time, or is another nest than was declared.
+            DTypeError, ShapeError: it does not fit what was declared.
+        """
+        body = self._here("scatter")
+        function, traced = self._function, self._traced
+        if traced.scattered:
+            raise GraphError(f"{function} scatters a second time; a vertex has one state")
+        try:
+            leaves = nest.flatten_like(function.structure, state)
+        except nest.StructureMismatch as error:
+            raise GraphError(f"{function} scatters another state than it declares: {error}") from None
+        for path, leaf, spec in zip(function.structure.paths("state"), leaves, function.specs, strict=True):
+            traced.scattered.append(_fitting(function, path, result_tensor(body, leaf), spec))
+
+    def pull(self, name: str = "x") -> Tensor:
+        """An input of the vertex, by name: a row of what `vertex_map` is given under it.
+
+        Raises:
+            GraphError: it is given nothing under that name.
+        """
+        if name not in self._pulls:
+            known = ", ".join(map(repr, self._pulls)) or "none"
+            raise GraphError(f"{self._function} pulls {name!r}, and vertex_map is given {known}")
+        pulls = self._traced.pulls
+        if name not in pulls:
+            pulls[name] = self._traced.body.add_input(self._pulls[name], f"pull_{name}")
+        return pulls[name]
+
+    def push(self, value: TensorLike, name: str = "y") -> None:
+        """Gives a result of the vertex, by name; `vertex_map` returns those of all vertices.
+
+        Raises:
+            GraphError: something was pushed under that name.
+        """
+        body = self._here("push")
+        if name in self._traced.pushes:
+            raise GraphError(f"{self._function} pushes {name!r} a second time; give it another name")
+        self._traced.pushes[name] = result_tensor(body, value)
+
+    @property
+    def is_leaf(self) -> Tensor:
+        """Whether the vertex has no children: a boolean scalar."""
+        if not self._traced.is_leaf:
+            self._traced.is_leaf.append(self._traced.body.add_input(Spec(bool_, ()), "is_leaf"))
+        return self._traced.is_leaf[0]
+
+    def _here(self, what: str) -> Graph:
+        body = self._traced.body
+        if current_graph() is not body:
+            raise GraphError(
+                f"{self._function}: v.{what} stands in a branch or loop; return the value from it, and call it outside"
+            )
+        return body
+
+
+def _fitting(function: VertexFunction, path: str, value: Tensor, spec: Spec) -> Tensor:
+    if value.dtype != spec.dtype:
+        raise DTypeError(
+            f"{function} scatters {dtype_name(value.dtype)} as {path}, which is declared as {dtype_name(spec.dtype)}; "
+            "convert it with af.astype"
+        )
+    if not is_subshape(value.shape, spec.shape):
+        raise ShapeError(
+            f"{function} scatters shape {format_shape(value.shape)} as {path}, which is declared as "
+            f"{format_shape(spec.shape)}"
+        )
+    return value
+
+
+class VertexFunction:
+    """A function of a vertex; made by the decorator `vertex_function`.
+
+    Attributes:
+        function: what was decorated.
+        children: how many a vertex may have; None for any number.
+        specs: of the parts of a state.
+        structure: their nest.
+    """
+
+    def __init__(self, function: Callable[[Vertex], None], state: Nest, children: int | None) -> None:
+        self.name = getattr(function, "__name__", "vertex function")
+        self.function = user_function(function, "a vertex function", 1, "the vertex")
+        self.specs, self.structure = nest.flatten(state)
+        for path, spec in zip(self.structure.paths("state"), self.specs, strict=True):
+            if not isinstance(spec, Spec) or not is_static(spec.shape):
+                raise GraphError(
+                    f"vertex_function({self.name}): {path} is described by af.spec(dtype, shape), with a shape that is "
+                    f"known in full; got {spec!r}"
+                )
+        if not self.specs:
+            raise GraphError(f"vertex_function({self.name}): a state has at least one part; got {state!r}")
+        self.children = None if children is None else static_int(children, f"vertex_function({self.name}): children")
+        if self.children is not None and self.children < 0:
+            raise GraphError(f"vertex_function({self.name}): children is a number, or None for any; got {children}")
+        self.__doc__, self.__wrapped__ = function.__doc__, function
+
+    def __repr__(self) -> str:
+        return f"vertex function {self.name}"
+
+    def trace(self, graph: Graph, label: str, pulls: Mapping[str, Spec]) -> TracedFunction:
+        """The function as a body over one vertex; it is called once.
+
+        Args:
+            graph: around the body.
+            label: of the body.
+            pulls: specs of what each vertex may pull.
+
+        Raises:
+            GraphError: it does not scatter, or does something that a vertex cannot.
+        """
+        traced = TracedFunction(Subgraph(graph, label))
+        with traced.body, located_at(self.__wrapped__):
+            returned = self.function(Vertex(self, traced, pulls))
+        refuse_coroutines(returned)
+        if returned is not None:
+            raise GraphError(f"{self} returns {returned!r}; it gives its state by v.scatter, and results by v.push")
+        if not traced.scattered:
+            raise GraphError(f"{self} scatters nothing; v.scatter gives the state that parents gather")
+        return traced
+
+
+def vertex_function(
+    *, state: Nest, children: int | None = None
+) -> Callable[[Callable[[Vertex], None]], VertexFunction]:
+    """Declares what a vertex computes, once, for input graphs of any structure (Cavs, ATC '18).
+
+    The function gets a vertex `v`. It reads inputs by ``v.pull(name)`` and its children's states by ``v.gather(k)`` or
+    ``v.gather_all()``, gives its own by ``v.scatter``, and results by ``v.push``. It may use any tensors around it, as
+    weights are, and any operations, branches and loops. `vertex_map` runs it over the vertices of an `InputGraph`, many
+    at once.
+
+    Args:
+        state: a `Spec`, or a nest of them: what a vertex scatters, and its parents gather.
+        children: how many a vertex may have at most, told apart by number; None: any number, all alike.
+
+    Raises:
+        GraphError: it takes no vertex, or the state is described by something else.
+
+    >>> import asyncflow as af
+    >>> @af.vertex_function(state=af.spec("float64", ()))
+    ... def total(v):
+    ...     v.scatter(v.pull("x") + v.gather_all())
+    >>> with af.Graph():
+    ...     tree, values = af.InputGraph.from_nested(((1.0, 2.0), 3.0))
+    ...     x = af.scatter_update(af.zeros(5), tree.leaves, values)
+    ...     af.vertex_map(total, tree, {"x": x}).roots
+    <Tensor vertex_map/row_store_take:0 float64[?]>
+    """
+    return lambda function: VertexFunction(function, state, children)

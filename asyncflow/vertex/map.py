@@ -1,0 +1,385 @@
+"""`vertex_map`: vertex functions over the vertices of input graphs, many at once (Cavs §3).
+
+It has no executor of its own: it builds eager operations over all vertices, a loop over sets of vertices whose children
+are done, and lazy operations over all vertices. States stand in row stores in execution order, behind a row 0 that
+stands for children that are missing, so that a set's states are written behind the others, and read by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from asyncflow.control.case import switch_case
+from asyncflow.control.cond import cond
+from asyncflow.control.row_store import RowStore
+from asyncflow.control.while_loop import while_loop
+from asyncflow.errors import GraphError, ShapeError
+from asyncflow.graph import nest
+from asyncflow.graph.build import TensorLike, as_tensor, constant, graph_for, is_symbolic
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.scopes import name_scope
+from asyncflow.graph.shapes import is_static
+from asyncflow.graph.spec import Spec
+from asyncflow.lift.lifting import Lifting
+from asyncflow.ops.creation import arange, zeros
+from asyncflow.ops.datatypes import astype, broadcast_to
+from asyncflow.ops.elementwise import add, minimum, multiply, subtract
+from asyncflow.ops.indexing import gather, scatter_update
+from asyncflow.ops.logic import equal, less
+from asyncflow.ops.manipulation import concat, expand_dims, stack
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis
+from asyncflow.ops.searching import nonzero, searchsorted
+from asyncflow.ops.shape import size
+from asyncflow.ops.statistical import cumulative_sum
+from asyncflow.ops.utility import all as all_of
+from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis
+from asyncflow.vertex.function import TracedFunction, VertexFunction
+from asyncflow.vertex.schedule import schedule
+from asyncflow.vertex.split import Parts, split
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.values import Nest
+    from asyncflow.vertex.input_graph import InputGraph
+
+
+class VertexResults(NamedTuple):
+    """What vertices give: `vertex_map` returns it."""
+
+    pushes: dict[str, Tensor]
+    """What was pushed, by name: a row for each vertex, in the order of their numbers."""
+    roots: Nest
+    """The states of the roots, in the order of their numbers; a nest like a state, of rows."""
+
+
+def vertex_map(
+    function: VertexFunction | Mapping[str, VertexFunction],
+    graph: InputGraph,
+    pulls: Mapping[str, TensorLike] | TensorLike | None = None,
+    *,
+    initial: Nest = 0,
+    policy: str = "breadth_first",
+    lift_parts: bool = True,
+    name: str | None = None,
+) -> VertexResults:
+    """Runs a vertex function over all vertices of a batch of graphs, set by set: children before their parents.
+
+    All vertices of a set are computed at once, whatever graphs they are of. What a gather does not reach is computed
+    once for all vertices before the sets, and what no state needs once after them. Results do not depend on the policy,
+    nor, but for rounding, on what else is in the batch.
+
+    Args:
+        function: what each vertex computes. With a mapping, vertices of type 0 compute the first, those of type 1 the
+            second, and so on; their states are alike.
+        graph: the structure of the batch: data, or tensors that are fed.
+        pulls: what vertices pull, by name: a row for each vertex, in the order of their numbers. A single tensor goes
+            by the name "x".
+        initial: the state of a child that is not there: a nest like a state, or one number for all of it.
+        policy: the order of the vertices: "breadth_first", "depth" or "agenda"; the last is for several types.
+        lift_parts: whether eager and lazy operations leave the loop; False keeps all of it in the loop, which computes
+            the same with less memory and more time.
+        name: what names of its nodes begin with.
+
+    Raises:
+        GraphError: a function does not scatter, pulls what is not given, or does what cannot be computed for several
+            vertices at once, such as awaiting or changing a variable; the message names it and its line.
+        DTypeError, ShapeError: what a function scatters, or `initial`, does not fit the state that is declared.
+        GraphError: (in the run, as the cause of a KernelError) the graph has a cycle, too many children, or a type that
+            there is not; the message names sample and vertex.
+    """
+    functions = list(function.values()) if isinstance(function, Mapping) else [function]
+    for each in functions:
+        if not isinstance(each, VertexFunction):
+            raise GraphError(f"vertex_map takes what @af.vertex_function gives; got {each!r}")
+    given: Mapping[str, TensorLike] = {}
+    if pulls is not None:
+        given = pulls if isinstance(pulls, Mapping) else {"x": pulls}
+    with graph_for(*given.values(), graph.offsets), name_scope("vertex_map" if name is None else name) as scope:
+        tensors = {key: as_tensor(value) for key, value in given.items()}
+        mapping = _VertexMap(scope.rstrip("/"), functions, graph, tensors, initial, policy)
+        try:
+            return mapping.build(
+                [
+                    mapping.kind(number, each, lift_parts=lift_parts, is_only=len(functions) == 1)
+                    for number, each in enumerate(functions)
+                ]
+            )
+        except CannotLift as reason:
+            raise GraphError(f"vertex_map: {reason}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One of the functions, and the vertices that compute it, in execution order.
+
+    Attributes:
+        number: of the type.
+        function: what they compute.
+        traced: the same as a body over one vertex.
+        parts: its eager, core and lazy nodes.
+        vertices: their numbers.
+        places: their positions among all vertices in execution order; None: all of them.
+        starts: how many of them stand before each set.
+    """
+
+    number: int
+    function: VertexFunction
+    traced: TracedFunction
+    parts: Parts
+    vertices: Tensor
+    places: Tensor | None
+    starts: Tensor
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What the core gives to the lazy part, beside states."""
+        states = set(self.traced.scattered)  # a list would compare tensors, which builds nodes
+        return [x for x in self.parts.kept if x not in states]
+
+
+_Stores = tuple[list[RowStore], list[list[RowStore]]]
+"""Of each part of a state, and for each kind of what its core gives to its lazy part."""
+
+
+class _VertexMap:
+    """The parts of a `vertex_map` while it is built."""
+
+    def __init__(
+        self,
+        label: str,
+        functions: Sequence[VertexFunction],
+        graph: InputGraph,
+        pulls: dict[str, Tensor],
+        initial: Nest,
+        policy: str,
+    ) -> None:
+        self.label = label
+        self.graph = graph
+        self.pulls = pulls
+        self.function = functions[0]
+        self.arity = _arity(functions)
+        self.initial = _initial(initial, self.function)
+        if len(functions) > 1 and graph.types is None:
+            raise GraphError(f"vertex_map of {len(functions)} functions needs a graph with types; this one has none")
+        for key, x in pulls.items():
+            if not x.shape:
+                raise ShapeError(f"vertex_map: pulls[{key!r}] has a row for each vertex; got {x!r}")
+        self.schedule = schedule(graph, policy, arity=self.arity, n_types=len(functions))
+        self.n_sets = subtract(size(self.schedule.set_starts), 1)
+
+    def kind(self, number: int, function: VertexFunction, *, lift_parts: bool, is_only: bool) -> _Kind:
+        """Traces a function, and finds its vertices."""
+        graph = graph_for()
+        specs = {key: Spec(x.dtype, x.shape and x.shape[1:]) for key, x in self.pulls.items()}
+        traced = function.trace(graph, graph.unique_name(function.name), specs)
+        parts = split(traced, all_in_core=not lift_parts)
+        plan = self.schedule
+        if is_only:
+            return _Kind(number, function, traced, parts, plan.order, None, plan.set_starts)
+        assert plan.set_types is not None
+        (places,) = nonzero(equal(gather(as_tensor(self.graph.types), plan.order), number))
+        own = astype(equal(plan.set_types, number), int64)
+        sizes = subtract(plan.set_starts[1:], plan.set_starts[:-1])
+        starts = cumulative_sum(multiply(sizes, own), include_initial=True)
+        return _Kind(number, function, traced, parts, gather(plan.order, places), places, starts)
+
+    def build(self, kinds: Sequence[_Kind]) -> VertexResults:
+        """Adds the sets and what stands before and after them."""
+        before = [self._before(kind) for kind in kinds]
+        states, kept = self._sets(kinds, before)
+        after = [self._after(*each, states) for each in zip(kinds, before, kept, strict=True)]
+        roots = [store.take(self.schedule.root_ranks) for store in states]
+        names = dict.fromkeys(name for kind in kinds for name in kind.traced.pushes)
+        pushes = {name: self._in_order(kinds, [values.get(name) for values in after]) for name in names}
+        return VertexResults(pushes, self.function.structure.unflatten(roots))
+
+    # -- for all vertices of a kind --------------------------------------------------------------------------------
+
+    def _numbers(self, vertices: Tensor) -> Tensor:
+        """The sample of each vertex, and its number there: random draws are counted by these."""
+        samples = as_tensor(self.graph.samples)
+        sample = subtract(searchsorted(samples, vertices, side="right"), 1)
+        return stack([sample, subtract(vertices, gather(samples, sample))], axis=1)
+
+    def _all(self, kind: _Kind) -> Lifting:
+        rows = RowAxis(size(kind.vertices), None, lambda: self._numbers(kind.vertices))
+        return Lifting(rows, f"{self.label}/{kind.function.name}")
+
+    def _table(self, kind: _Kind) -> Tensor:
+        """The ranks of the children of each vertex, by slot."""
+        ranks = self.schedule.child_ranks
+        return ranks if kind.places is None else gather(ranks, kind.places)
+
+    def _is_leaf(self, kind: _Kind) -> Tensor:
+        starts = self.schedule.child_starts
+        if starts is None:
+            return all_of(equal(self._table(kind), 0), axis=1)
+        counts = subtract(starts[1:], starts[:-1])
+        return equal(counts if kind.places is None else gather(counts, kind.places), 0)
+
+    def _before(self, kind: _Kind) -> dict[Tensor, LiftedValue]:
+        """Values of the body that no gather reaches, for all vertices: pulls, and what eager nodes make of them."""
+        known = {x: LiftedValue(gather(self.pulls[name], kind.vertices), True) for name, x in kind.traced.pulls.items()}
+        known.update((x, LiftedValue(self._is_leaf(kind), True)) for x in kind.traced.is_leaf)
+        body = kind.traced.body
+        known.update((inner, LiftedValue(outer, False)) for outer, inner in body.captures.items())
+        wanted = list(kind.parts.before)
+        self._all(kind).values(body, known, wanted, kind.parts.eager)
+        return known
+
+    def _after(
+        self, kind: _Kind, known: dict[Tensor, LiftedValue], kept: Sequence[RowStore], states: Sequence[RowStore]
+    ) -> dict[str, Tensor]:
+        """What vertices push, for all of them, in execution order."""
+        traced = kind.traced
+        if not traced.pushes and not kind.parts.lazy:
+            return {}
+        known = dict(known)
+        known.update((x, LiftedValue(store.stack(), True)) for x, store in zip(kind.kept, kept, strict=True))
+        for x, store in zip(traced.scattered, states, strict=True):
+            rows = store.slice(1, store.size()) if kind.places is None else store.take(add(kind.places, 1))
+            known.setdefault(x, LiftedValue(rows, True))
+        for child, tensors in traced.gathers.items():
+            ranks = self._table(kind)[:, child]
+            known.update((x, LiftedValue(store.take(ranks), True)) for x, store in zip(tensors, states, strict=True))
+        lifting = self._all(kind)
+        found = lifting.values(traced.body, known, list(traced.pushes.values()), kind.parts.lazy)
+        return {name: lifting.rows.spread(x) for name, x in zip(traced.pushes, found, strict=True)}
+
+    def _in_order(self, kinds: Sequence[_Kind], values: Sequence[Tensor | None]) -> Tensor:
+        """Pushed values in the order of the vertices; zeros for those that push nothing by that name."""
+        if kinds[0].places is None:
+            assert values[0] is not None
+            return gather(values[0], self.schedule.positions)
+        given = [(kind, x) for kind, x in zip(kinds, values, strict=True) if x is not None]
+        shape = given[0][1].shape
+        if shape is None or not is_static(shape[1:]):
+            raise GraphError("vertex_map: what several functions push has rows of a shape that is known in full")
+        nothing = zeros((1, *(extent or 0 for extent in shape[1:])), dtype=given[0][1].dtype)
+        places, count = zeros((size(self.schedule.order),), dtype=int64), constant(1, int64)
+        for kind, _ in given:
+            own = size(kind.vertices)
+            places = scatter_update(places, kind.vertices, add(arange(own, dtype=int64), count))
+            count = add(count, own)
+        return gather(concat([nothing, *(x for _, x in given)]), places)
+
+    # -- set by set ------------------------------------------------------------------------------------------------
+
+    def _sets(self, kinds: Sequence[_Kind], before: Sequence[dict[Tensor, LiftedValue]]) -> _Stores:
+        capacity = add(size(self.schedule.order), 1)
+        states = [RowStore(x.dtype, x.shape, capacity).append(expand_dims(x, axis=0)) for x in self.initial]
+        kept = [[_store(kind, x) for x in kind.kept] for kind in kinds]
+        # Nothing is before the first set, so all that it gathers is `initial`, and computed once.
+        stores = self._set(kinds, before, constant(0, int64), (states, kept), is_first=True)
+        done: tuple[Tensor, _Stores] = while_loop(
+            lambda number, stores: less(number, self.n_sets),
+            lambda number, stores: (add(number, 1), self._set(kinds, before, number, stores, is_first=False)),
+            (constant(1, int64), stores),
+            name="sets",
+        )
+        return done[1]
+
+    def _set(
+        self,
+        kinds: Sequence[_Kind],
+        before: Sequence[dict[Tensor, LiftedValue]],
+        number: Tensor,
+        stores: _Stores,
+        *,
+        is_first: bool,
+    ) -> _Stores:
+        """The stores with one more set: that of the number, which is of one kind."""
+
+        def of(kind: _Kind) -> _Stores:
+            return self._computed(kind, before[kind.number], number, stores, is_first=is_first)
+
+        if len(kinds) == 1:
+            return of(kinds[0])
+        types = self.schedule.set_types
+        assert types is not None
+
+        def chosen() -> _Stores:
+            stores: _Stores = switch_case(types[number], [partial(of, kind) for kind in kinds])
+            return stores
+
+        return cond(less(0, self.n_sets), chosen, lambda: stores) if is_first else chosen()
+
+    def _computed(
+        self, kind: _Kind, before: dict[Tensor, LiftedValue], number: Tensor, stores: _Stores, *, is_first: bool
+    ) -> _Stores:
+        states, kept = stores
+        after = minimum(add(number, 1), self.n_sets) if is_first else add(number, 1)
+        own = slice(kind.starts[number], kind.starts[after])
+        known = {x: LiftedValue(y.tensor[own], True) if y.has_rows else y for x, y in before.items()}
+        children = NoChildren(self.initial) if is_first else self._children(number, states)
+        known.update(children.known(kind.traced))
+        rows = VertexAxis(
+            subtract(own.stop, own.start), lambda: self._numbers(kind.vertices[own]), children, in_loop=not is_first
+        )
+        lifting = Lifting(rows, f"{self.label}/{kind.function.name}")
+        wanted = [*kind.traced.scattered, *kind.kept]
+        found = [rows.spread(x) for x in lifting.values(kind.traced.body, known, wanted, kind.parts.core)]
+        given = found[len(states) :]
+        return (
+            [store.append(x) for store, x in zip(states, found, strict=False)],
+            [
+                [store.append(x) for store, x in zip(each, given, strict=True)] if place == kind.number else each
+                for place, each in enumerate(kept)
+            ],
+        )
+
+    def _children(self, number: Tensor, states: Sequence[RowStore]) -> Children:
+        plan = self.schedule
+        first, last = plan.set_starts[number], plan.set_starts[add(number, 1)]
+        if plan.child_starts is None or plan.child_positions is None:
+            return SlottedChildren(states, plan.child_ranks[first:last])
+        starts = plan.child_starts[first : add(last, 1)]
+        edges = slice(plan.child_starts[first], plan.child_starts[last])
+        return AllChildren(
+            states,
+            plan.child_ranks[edges],
+            subtract(plan.child_positions[edges], first),
+            subtract(starts, edges.start),
+        )
+
+
+def _store(kind: _Kind, x: Tensor) -> RowStore:
+    """A store for values that the core of a function gives to its lazy part."""
+    if not is_static(x.shape):
+        raise GraphError(
+            f"{kind.function} uses {x.name} {x.spec} for what it pushes, and its shape is not known in full; say "
+            "lift_parts=False, or use af.reshape"
+        )
+    return RowStore(x.dtype, x.shape, size(kind.vertices))
+
+
+def _arity(functions: Sequence[VertexFunction]) -> int | None:
+    """How many children a vertex may have, if they are told apart."""
+    first = functions[0]
+    for other in functions:
+        if (other.structure, other.specs) != (first.structure, first.specs):
+            raise GraphError(f"states of {first} and {other} differ; vertices gather those of any of their children")
+        if (other.children is None) != (first.children is None):
+            raise GraphError(f"{first} and {other}: both have any number of children, or neither")
+    return None if first.children is None else max(each.children or 0 for each in functions)
+
+
+def _initial(initial: Nest, function: VertexFunction) -> list[Tensor]:
+    """The state of a child that is not there."""
+    leaves, structure = nest.flatten(initial)
+    if structure.kind is None and len(function.specs) > 1:
+        leaves = leaves * len(function.specs)
+    elif structure.kind is not None:
+        try:
+            leaves = nest.flatten_like(function.structure, initial)
+        except nest.StructureMismatch as error:
+            raise GraphError(f"vertex_map: initial is no nest like the state of {function}: {error}") from None
+    return [
+        broadcast_to(as_tensor(leaf, spec.dtype) if not is_symbolic(leaf) else as_tensor(leaf), spec.shape)
+        for leaf, spec in zip(leaves, function.specs, strict=True)
+    ]

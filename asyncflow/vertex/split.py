@@ -1,0 +1,80 @@
+"""The three parts of a vertex function: eager before the sets, the core in them, lazy after them (Cavs §3.3).
+
+What no gather reaches is *eager*: it is computed once for all vertices. What a gather reaches and the state does not
+need is *lazy*: it is computed once for all vertices when their states are there. The rest is the *core*, which has to
+go set by set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asyncflow.graph.builtin import PARAMETER
+from asyncflow.vertex.function import REDUCE_CHILDREN
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.vertex.function import TracedFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The nodes of each part, and the values that cross from one to another.
+
+    Attributes:
+        eager: nodes that no gather reaches.
+        core: nodes behind a gather that the state needs.
+        lazy: the other nodes behind a gather.
+        before: what eager nodes and pulls give to the core and to lazy ones.
+        kept: what the core gives to lazy nodes and pushes, beside states.
+    """
+
+    eager: frozenset[Node]
+    core: frozenset[Node]
+    lazy: frozenset[Node]
+    before: tuple[Tensor, ...]
+    kept: tuple[Tensor, ...]
+
+
+def split(traced: TracedFunction, *, all_in_core: bool) -> Parts:
+    """Parts a vertex function; `all_in_core` leaves everything in the core."""
+    nodes = [node for node in traced.body.nodes if node.op is not PARAMETER]
+    behind = set(nodes) if all_in_core else _behind_gathers(traced, nodes)
+    # What reads all children does so while their set is at hand.
+    held = [x for node in nodes if node.op is REDUCE_CHILDREN for x in node.outputs]
+    core = behind if all_in_core else behind & _needed(nodes, [*traced.scattered, *held])
+    eager, lazy = set(nodes) - behind, behind - core
+    results = tuple(traced.pushes.values())
+    of_vertex = {x for tensors in traced.gathers.values() for x in tensors}
+    before = [
+        x
+        for x in _read_by(core | lazy, (*traced.scattered, *results))
+        if x.node in eager or (x.node.op is PARAMETER and x not in of_vertex)
+    ]
+    kept = [x for x in _read_by(lazy, results) if x.node in core]
+    return Parts(frozenset(eager), frozenset(core), frozenset(lazy), tuple(before), tuple(kept))
+
+
+def _behind_gathers(traced: TracedFunction, nodes: Iterable[Node]) -> set[Node]:
+    reached = {x.node for tensors in traced.gathers.values() for x in tensors}
+    for node in nodes:
+        if node.op is REDUCE_CHILDREN or any(source in reached for source in node.sources):
+            reached.add(node)
+    return {node for node in reached if node.op is not PARAMETER}
+
+
+def _needed(nodes: list[Node], wanted: Iterable[Tensor]) -> set[Node]:
+    needed = {x.node for x in wanted}
+    for node in reversed(nodes):
+        if node in needed:
+            needed.update(node.sources)
+    return needed
+
+
+def _read_by(nodes: Collection[Node], results: Iterable[Tensor]) -> list[Tensor]:
+    """What nodes read, and results, each once and in the order of the body."""
+    read = {x for node in nodes for x in node.inputs} | set(results)
+    return sorted(read, key=lambda x: (x.node.id, x.index))
