@@ -28,7 +28,7 @@ REDUCTIONS: Final = ("sum", "mean", "max")
 REDUCE_CHILDREN = register(
     Op("reduce_children", lambda *captures, each, reduce: tuple(x.spec for x in each.results), is_random=True)
 )
-"""What all children give, together: `each` is computed for every child. `vertex_map` builds it for all vertices."""
+"""The results of all children together: `each` is computed for every child. `vertex_map` builds it for all vertices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from asyncflow.ops.utility import all as all_of
 from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis
 from asyncflow.vertex.function import TracedFunction, VertexFunction
 from asyncflow.vertex.schedule import schedule
-from asyncflow.vertex.split import Parts, split
+from asyncflow.vertex.split import FunctionParts, split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 
 
 class VertexResults(NamedTuple):
-    """What vertices give: `vertex_map` returns it."""
+    """Results of vertices: `vertex_map` gives them."""
 
     pushes: dict[str, Tensor]
-    """What was pushed, by name: a row for each vertex, in the order of their numbers."""
+    """Pushed values, by name: a row for each vertex, in the order of their numbers."""
     roots: Nest
     """The states of the roots, in the order of their numbers; a nest like a state, of rows."""
 
@@ -114,7 +114,7 @@ def vertex_map(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _VertexKind:
     """One of the functions, and the vertices that compute it, in execution order.
 
     Attributes:
@@ -130,14 +130,14 @@ class _Kind:
     number: int
     function: VertexFunction
     traced: TracedFunction
-    parts: Parts
+    parts: FunctionParts
     vertices: Tensor
     places: Tensor | None
     starts: Tensor
 
     @property
     def kept(self) -> list[Tensor]:
-        """What the core gives to the lazy part, beside states."""
+        """Values that the core gives to the lazy part, beside states."""
         states = set(self.traced.scattered)  # a list would compare tensors, which builds nodes
         return [x for x in self.parts.kept if x not in states]
 
@@ -172,7 +172,7 @@ class _VertexMap:
         self.schedule = schedule(graph, policy, arity=self.arity, n_types=len(functions))
         self.n_sets = subtract(size(self.schedule.set_starts), 1)
 
-    def kind(self, number: int, function: VertexFunction, *, lift_parts: bool, is_only: bool) -> _Kind:
+    def kind(self, number: int, function: VertexFunction, *, lift_parts: bool, is_only: bool) -> _VertexKind:
         """Traces a function, and finds its vertices."""
         graph = graph_for()
         specs = {key: Spec(x.dtype, x.shape and x.shape[1:]) for key, x in self.pulls.items()}
@@ -180,15 +180,15 @@ class _VertexMap:
         parts = split(traced, all_in_core=not lift_parts)
         plan = self.schedule
         if is_only:
-            return _Kind(number, function, traced, parts, plan.order, None, plan.set_starts)
+            return _VertexKind(number, function, traced, parts, plan.order, None, plan.set_starts)
         assert plan.set_types is not None
         (places,) = nonzero(equal(gather(as_tensor(self.graph.types), plan.order), number))
         own = astype(equal(plan.set_types, number), int64)
         sizes = subtract(plan.set_starts[1:], plan.set_starts[:-1])
         starts = cumulative_sum(multiply(sizes, own), include_initial=True)
-        return _Kind(number, function, traced, parts, gather(plan.order, places), places, starts)
+        return _VertexKind(number, function, traced, parts, gather(plan.order, places), places, starts)
 
-    def build(self, kinds: Sequence[_Kind]) -> VertexResults:
+    def build(self, kinds: Sequence[_VertexKind]) -> VertexResults:
         """Adds the sets and what stands before and after them."""
         before = [self._before(kind) for kind in kinds]
         states, kept = self._sets(kinds, before)
@@ -206,23 +206,23 @@ class _VertexMap:
         sample = subtract(searchsorted(samples, vertices, side="right"), 1)
         return stack([sample, subtract(vertices, gather(samples, sample))], axis=1)
 
-    def _all(self, kind: _Kind) -> Lifting:
+    def _all(self, kind: _VertexKind) -> Lifting:
         rows = RowAxis(size(kind.vertices), None, lambda: self._numbers(kind.vertices))
         return Lifting(rows, f"{self.label}/{kind.function.name}")
 
-    def _table(self, kind: _Kind) -> Tensor:
+    def _table(self, kind: _VertexKind) -> Tensor:
         """The ranks of the children of each vertex, by slot."""
         ranks = self.schedule.child_ranks
         return ranks if kind.places is None else gather(ranks, kind.places)
 
-    def _is_leaf(self, kind: _Kind) -> Tensor:
+    def _is_leaf(self, kind: _VertexKind) -> Tensor:
         starts = self.schedule.child_starts
         if starts is None:
             return all_of(equal(self._table(kind), 0), axis=1)
         counts = subtract(starts[1:], starts[:-1])
         return equal(counts if kind.places is None else gather(counts, kind.places), 0)
 
-    def _before(self, kind: _Kind) -> dict[Tensor, LiftedValue]:
+    def _before(self, kind: _VertexKind) -> dict[Tensor, LiftedValue]:
         """Values of the body that no gather reaches, for all vertices: pulls, and what eager nodes make of them."""
         known = {x: LiftedValue(gather(self.pulls[name], kind.vertices), True) for name, x in kind.traced.pulls.items()}
         known.update((x, LiftedValue(self._is_leaf(kind), True)) for x in kind.traced.is_leaf)
@@ -233,9 +233,9 @@ class _VertexMap:
         return known
 
     def _after(
-        self, kind: _Kind, known: dict[Tensor, LiftedValue], kept: Sequence[RowStore], states: Sequence[RowStore]
+        self, kind: _VertexKind, known: dict[Tensor, LiftedValue], kept: Sequence[RowStore], states: Sequence[RowStore]
     ) -> dict[str, Tensor]:
-        """What vertices push, for all of them, in execution order."""
+        """The pushed values of all vertices of a kind, in execution order."""
         traced = kind.traced
         if not traced.pushes and not kind.parts.lazy:
             return {}
@@ -251,7 +251,7 @@ class _VertexMap:
         found = lifting.values(traced.body, known, list(traced.pushes.values()), kind.parts.lazy)
         return {name: lifting.rows.spread(x) for name, x in zip(traced.pushes, found, strict=True)}
 
-    def _in_order(self, kinds: Sequence[_Kind], values: Sequence[Tensor | None]) -> Tensor:
+    def _in_order(self, kinds: Sequence[_VertexKind], values: Sequence[Tensor | None]) -> Tensor:
         """Pushed values in the order of the vertices; zeros for those that push nothing by that name."""
         if kinds[0].places is None:
             assert values[0] is not None
@@ -270,7 +270,7 @@ class _VertexMap:
 
     # -- set by set ------------------------------------------------------------------------------------------------
 
-    def _sets(self, kinds: Sequence[_Kind], before: Sequence[dict[Tensor, LiftedValue]]) -> _Stores:
+    def _sets(self, kinds: Sequence[_VertexKind], before: Sequence[dict[Tensor, LiftedValue]]) -> _Stores:
         capacity = add(size(self.schedule.order), 1)
         states = [RowStore(x.dtype, x.shape, capacity).append(expand_dims(x, axis=0)) for x in self.initial]
         kept = [[_store(kind, x) for x in kind.kept] for kind in kinds]
@@ -286,7 +286,7 @@ class _VertexMap:
 
     def _set(
         self,
-        kinds: Sequence[_Kind],
+        kinds: Sequence[_VertexKind],
         before: Sequence[dict[Tensor, LiftedValue]],
         number: Tensor,
         stores: _Stores,
@@ -295,7 +295,7 @@ class _VertexMap:
     ) -> _Stores:
         """The stores with one more set: that of the number, which is of one kind."""
 
-        def of(kind: _Kind) -> _Stores:
+        def of(kind: _VertexKind) -> _Stores:
             return self._computed(kind, before[kind.number], number, stores, is_first=is_first)
 
         if len(kinds) == 1:
@@ -310,7 +310,7 @@ class _VertexMap:
         return cond(less(0, self.n_sets), chosen, lambda: stores) if is_first else chosen()
 
     def _computed(
-        self, kind: _Kind, before: dict[Tensor, LiftedValue], number: Tensor, stores: _Stores, *, is_first: bool
+        self, kind: _VertexKind, before: dict[Tensor, LiftedValue], number: Tensor, stores: _Stores, *, is_first: bool
     ) -> _Stores:
         states, kept = stores
         after = minimum(add(number, 1), self.n_sets) if is_first else add(number, 1)
@@ -348,7 +348,7 @@ class _VertexMap:
         )
 
 
-def _store(kind: _Kind, x: Tensor) -> RowStore:
+def _store(kind: _VertexKind, x: Tensor) -> RowStore:
     """A store for values that the core of a function gives to its lazy part."""
     if not is_static(x.shape):
         raise GraphError(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class FunctionParts:
     """The nodes of each part, and the values that cross from one to another.
 
     Attributes:
@@ -39,8 +39,8 @@ class Parts:
     kept: tuple[Tensor, ...]
 
 
-def split(traced: TracedFunction, *, all_in_core: bool) -> Parts:
-    """Parts a vertex function; `all_in_core` leaves everything in the core."""
+def split(traced: TracedFunction, *, all_in_core: bool) -> FunctionParts:
+    """FunctionParts a vertex function; `all_in_core` leaves everything in the core."""
     nodes = [node for node in traced.body.nodes if node.op is not PARAMETER]
     behind = set(nodes) if all_in_core else _behind_gathers(traced, nodes)
     # What reads all children does so while their set is at hand.
@@ -55,7 +55,7 @@ def split(traced: TracedFunction, *, all_in_core: bool) -> Parts:
         if x.node in eager or (x.node.op is PARAMETER and x not in of_vertex)
     ]
     kept = [x for x in _read_by(lazy, results) if x.node in core]
-    return Parts(frozenset(eager), frozenset(core), frozenset(lazy), tuple(before), tuple(kept))
+    return FunctionParts(frozenset(eager), frozenset(core), frozenset(lazy), tuple(before), tuple(kept))
 
 
 def _behind_gathers(traced: TracedFunction, nodes: Iterable[Node]) -> set[Node]:
@@ -75,6 +75,6 @@ def _needed(nodes: list[Node], wanted: Iterable[Tensor]) -> set[Node]:
 
 
 def _read_by(nodes: Collection[Node], results: Iterable[Tensor]) -> list[Tensor]:
-    """What nodes read, and results, each once and in the order of the body."""
+    """Values that nodes read, and results, each once and in the order of the body."""
     read = {x for node in nodes for x in node.inputs} | set(results)
     return sorted(read, key=lambda x: (x.node.id, x.index))

@@ -30,6 +30,7 @@ from asyncflow.ops import nn as ops_nn
 from asyncflow.ops.derivatives.linalg import fit_to
 from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
 from asyncflow.ops.derivatives.shapes import checked_shape, ensure_shape
+from asyncflow.vertex.children import REDUCE_SEGMENTS
 from asyncflow.vertex.schedule import schedule
 from tests.ops.device_arrays import XP, DeviceArray, on_device, values_of
 
@@ -339,6 +340,11 @@ def _lifted(x: Tensor) -> list[Tensor]:
     return [*af.map_fn(body, x, lift=True), *joined]
 
 
+def _segments(x: Tensor) -> list[Tensor]:
+    starts, owners = constant([0, 2, 2]), constant([0, 0])
+    return [apply(REDUCE_SEGMENTS, x, starts, owners, reduce=reduce)[0] for reduce in ("sum", "max")]
+
+
 PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_unary, (X,), False),
     (_binary, (X, X[:, ::-1].copy()), False),
@@ -358,6 +364,7 @@ PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_on_host, (X, N), False),
     (_ordering, (np.array([0, 0, 0, 2]), np.array([0, 1])), False),
     (_lifted, (X,), False),
+    (_segments, (X,), False),
     (af.unstack, (X,), True),
 )
 
