@@ -261,6 +261,14 @@ def derivative(*ops: Op) -> Callable[[Derivative], Derivative]:
     return install
 
 
+def gradient_of_first(op: Op, find: Callable[[Node, Tensor], Tensor | None]) -> None:
+    """Makes ``find(node, grad)`` that which reaches the first input of `op`; nothing reaches the others."""
+
+    @derivative(op)
+    def rule(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+        return [find(node, grad), *[None] * (len(node.inputs) - 1)]
+
+
 def not_differentiable(*ops: Op, because: str) -> None:
     """Marks `ops`: nothing flows back through them, as their outputs are integers, constant almost everywhere, …"""
     _not_differentiable.update(dict.fromkeys(ops, because))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, identity
-from asyncflow.graph.op import OPAQUE, define, derivative, inputs_from
+from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
@@ -135,9 +135,7 @@ def _take_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return place_rows(grad, rows, extent_of(x, 0)), None
 
 
-@derivative(PLACE_ROWS)
-def _place_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [take_rows(grad, node.inputs[1]), *[None] * (len(node.inputs) - 1)]
+gradient_of_first(PLACE_ROWS, lambda node, grad: take_rows(grad, node.inputs[1]))
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncflow.graph.op import derivative, not_differentiable
+from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
 from asyncflow.ops.creation import ARANGE, EYE, FULL, FULL_LIKE, LINSPACE, MESHGRID, TRIL, TRIU, linspace, tril, triu
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
 from asyncflow.ops.derivatives.shapes import shape_of
@@ -21,9 +21,7 @@ not_differentiable(ARANGE, because="its bounds say how many values there are, wh
 not_differentiable(EYE, because="it is made of sizes alone")
 
 
-@derivative(FULL)
-def _full(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [sum_of(grad), *[None] * (len(node.inputs) - 1)]
+gradient_of_first(FULL, lambda node, grad: sum_of(grad))
 
 
 @derivative(FULL_LIKE)
@@ -41,14 +39,10 @@ def _linspace(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [*own, *[None] * len(size)]
 
 
-@derivative(TRIL)
-def _tril(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [tril(grad, k=node.attrs["k"])]
+gradient_of_first(TRIL, lambda node, grad: tril(grad, k=node.attrs["k"]))
 
 
-@derivative(TRIU)
-def _triu(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [triu(grad, k=node.attrs["k"])]
+gradient_of_first(TRIU, lambda node, grad: triu(grad, k=node.attrs["k"]))
 
 
 @derivative(MESHGRID)

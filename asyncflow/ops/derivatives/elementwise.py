@@ -12,9 +12,10 @@ At kinks: `abs` and `hypot` pass nothing at 0, and `atan2` nothing at the origin
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
-from asyncflow.graph.op import derivative, not_differentiable
+from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
 from asyncflow.ops import elementwise as ew
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.datatypes import conjugated, in_dtype_of
@@ -23,7 +24,7 @@ from asyncflow.ops.derivatives.shapes import carries_gradient, sum_to_like, zero
 from asyncflow.ops.elementwise import log, negative, sign, sqrt, square
 from asyncflow.ops.erf import ERF
 from asyncflow.ops.extents import static_value
-from asyncflow.ops.logic import isinf, logical_and, logical_or
+from asyncflow.ops.logic import greater_equal, isinf, less_equal, logical_and, logical_or
 from asyncflow.ops.nn import sigmoid
 from asyncflow.ops.promotion import kind_of
 from asyncflow.ops.searching import where
@@ -46,6 +47,11 @@ def _shared(x: Tensor, others: Sequence[Tensor], grad: Callable[[], Tensor]) -> 
         return None
     found = grad()
     return in_dtype_of(sum_to_like(found, x) if _may_stretch(x, others) else found, x)
+
+
+def _both(node: Node, by_x: Callable[[], Tensor], by_y: Callable[[], Tensor]) -> Sequence[Tensor | None]:
+    """The gradients for two inputs that were promoted and broadcast with one another."""
+    return [_shared(x, node.inputs, grad) for x, grad in zip(node.inputs, (by_x, by_y), strict=True)]
 
 
 def _may_stretch(x: Tensor, others: Sequence[Tensor]) -> bool:
@@ -124,14 +130,10 @@ _divided(ew.LOG10, lambda x, y: x * math.log(10))
 _divided(ew.SQRT, lambda x, y: 2 * y)
 
 
-@derivative(ew.NEGATIVE)
-def _negative(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [reaching(node.inputs[0], lambda: negative(grad))]
+gradient_of_first(ew.NEGATIVE, lambda node, grad: reaching(node.inputs[0], lambda: negative(grad)))
 
 
-@derivative(ew.POSITIVE)
-def _positive(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [reaching(node.inputs[0], lambda: grad)]
+gradient_of_first(ew.POSITIVE, lambda node, grad: reaching(node.inputs[0], lambda: grad))
 
 
 @derivative(ew.ABS)
@@ -152,19 +154,13 @@ def _sign(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [where(size == 0, 0, across / where(size == 0, 1, size))]
 
 
-@derivative(ew.CONJ)
-def _conj(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [conjugated(grad)]
+gradient_of_first(ew.CONJ, lambda node, grad: conjugated(grad))
 
 
-@derivative(ew.REAL)
-def _real(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [astype(grad, node.inputs[0].dtype)]
+gradient_of_first(ew.REAL, lambda node, grad: astype(grad, node.inputs[0].dtype))
 
 
-@derivative(ew.IMAG)
-def _imag(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [astype(grad, node.inputs[0].dtype) * 1j]
+gradient_of_first(ew.IMAG, lambda node, grad: astype(grad, node.inputs[0].dtype) * 1j)
 
 
 # -- arithmetic ------------------------------------------------------------------------------------------------------
@@ -185,10 +181,7 @@ def _subtract(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 @derivative(ew.MULTIPLY, ew.COMPLEX_MULTIPLY)
 def _multiply(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, y = node.inputs
-    return [
-        _shared(x, node.inputs, lambda: grad * conjugated(y)),
-        _shared(y, node.inputs, lambda: grad * conjugated(x)),
-    ]
+    return _both(node, lambda: grad * conjugated(y), lambda: grad * conjugated(x))
 
 
 @derivative(ew.DIVIDE)
@@ -202,10 +195,7 @@ def _divide(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 @derivative(ew.REMAINDER)
 def _remainder(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, y = node.inputs
-    return [
-        _shared(x, node.inputs, lambda: grad),
-        _shared(y, node.inputs, lambda: grad * negative(ew.floor_divide(x, y))),
-    ]
+    return _both(node, lambda: grad, lambda: grad * negative(ew.floor_divide(x, y)))
 
 
 @derivative(ew.POW)
@@ -220,7 +210,7 @@ def _pow(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
         base = x if x.dtype == power.dtype else astype(x, power.dtype)
         return grad * conjugated(power * log(where(base == 0, 1, base)))
 
-    return [_shared(x, node.inputs, lambda: _by_base(x, y, grad)), _shared(y, node.inputs, by_exponent)]
+    return _both(node, lambda: _by_base(x, y, grad), by_exponent)
 
 
 def _by_base(x: Tensor, y: Tensor, grad: Tensor) -> Tensor:
@@ -248,10 +238,7 @@ def _atan2(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     length = ew.hypot(x, y)  # whose square may be no number
     length = where(length == 0, 1, length)
     scaled = grad / length
-    return [
-        _shared(y, node.inputs, lambda: scaled * (x / length)),
-        _shared(x, node.inputs, lambda: scaled * negative(y / length)),
-    ]
+    return _both(node, lambda: scaled * (x / length), lambda: scaled * negative(y / length))
 
 
 @derivative(ew.HYPOT)
@@ -259,7 +246,7 @@ def _hypot(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """0 at the origin."""
     (x, y), (length,) = node.inputs, node.outputs
     length = where(length == 0, 1, length)
-    return [_shared(item, node.inputs, lambda: grad * (item / length)) for item in (x, y)]  # noqa: B023
+    return _both(node, lambda: grad * (x / length), lambda: grad * (y / length))
 
 
 @derivative(ew.COPYSIGN)
@@ -274,56 +261,38 @@ def _logaddexp(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Half each where both are the same infinity."""
     x, y = node.inputs
     ahead = where(logical_and(isinf(x), x == y), 0, x - y)
-    return [
-        _shared(x, node.inputs, lambda: grad * sigmoid(ahead)),
-        _shared(y, node.inputs, lambda: grad * sigmoid(negative(ahead))),
-    ]
+    return _both(node, lambda: grad * sigmoid(ahead), lambda: grad * sigmoid(negative(ahead)))
 
 
-@derivative(ew.MAXIMUM)
-def _maximum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+@derivative(ew.MAXIMUM, ew.MINIMUM)
+def _extreme(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Half each where they tie."""
     x, y = node.inputs
     share = where(x == y, 0.5 * grad, grad)
-    return [
-        _shared(x, node.inputs, lambda: where(x >= y, share, 0)),
-        _shared(y, node.inputs, lambda: where(y >= x, share, 0)),
-    ]
-
-
-@derivative(ew.MINIMUM)
-def _minimum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """Half each where they tie."""
-    x, y = node.inputs
-    share = where(x == y, 0.5 * grad, grad)
-    return [
-        _shared(x, node.inputs, lambda: where(x <= y, share, 0)),
-        _shared(y, node.inputs, lambda: where(y <= x, share, 0)),
-    ]
+    wins = greater_equal if node.op is ew.MAXIMUM else less_equal
+    return _both(node, lambda: where(wins(x, y), share, 0), lambda: where(wins(y, x), share, 0))
 
 
 @derivative(ew.CLIP)
 def _clip(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """To the bound that applies, and to the value where it lies between them or on one."""
-    x, *bounds = node.inputs
-    low = bounds[0] if node.attrs["low"] else None
-    high = bounds[-1] if node.attrs["high"] else None
-    if high is None:
-        assert low is not None
-        return [
-            _shared(x, node.inputs, lambda: where(x >= low, grad, 0)),
-            _shared(low, node.inputs, lambda: where(x < low, grad, 0)),
+    x, low, high = node.inputs[0], node.inputs[1], node.inputs[-1]
+    masks: list[Callable[[], Tensor]]
+    if not node.attrs["high"]:
+        masks = [lambda: x >= low, lambda: x < low]
+    elif not node.attrs["low"]:
+        masks = [lambda: x <= high, lambda: x > high]
+    else:
+        masks = [
+            lambda: logical_and(x >= low, x <= high),
+            lambda: logical_and(x < low, low <= high),
+            lambda: logical_or(x > high, low > high),
         ]
-    if low is None:
-        return [
-            _shared(x, node.inputs, lambda: where(x <= high, grad, 0)),
-            _shared(high, node.inputs, lambda: where(x > high, grad, 0)),
-        ]
-    return [
-        _shared(x, node.inputs, lambda: where(logical_and(x >= low, x <= high), grad, 0)),
-        _shared(low, node.inputs, lambda: where(logical_and(x < low, low <= high), grad, 0)),
-        _shared(high, node.inputs, lambda: where(logical_or(x > high, low > high), grad, 0)),
-    ]
+
+    def chosen(mask: Callable[[], Tensor]) -> Tensor:
+        return where(mask(), grad, 0)
+
+    return [_shared(each, node.inputs, partial(chosen, mask)) for each, mask in zip(node.inputs, masks, strict=True)]
 
 
 @derivative(ew.NEXTAFTER)

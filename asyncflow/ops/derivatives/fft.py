@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import OPAQUE, Op, define, derivative
+from asyncflow.graph.op import OPAQUE, Op, define, derivative, gradient_of_first
 from asyncflow.ops.derivatives.indexing import sliced
 from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
 from asyncflow.ops.elementwise import real
@@ -37,14 +37,10 @@ def _inverse(op: Op, node: Node, grad: Tensor, *size: Tensor, n: int | None = No
     return apply(op, grad, *size, n=n, axis=attrs["axis"], norm=OPPOSITE[attrs["norm"]])[0]
 
 
-@derivative(FFT)
-def _fft(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [_fitted(node, _inverse(IFFT, node, grad))]
+gradient_of_first(FFT, lambda node, grad: _fitted(node, _inverse(IFFT, node, grad)))
 
 
-@derivative(IFFT)
-def _ifft(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [_fitted(node, _inverse(FFT, node, grad)), *[None] * (len(node.inputs) - 1)]
+gradient_of_first(IFFT, lambda node, grad: _fitted(node, _inverse(FFT, node, grad)))
 
 
 @derivative(RFFT)
@@ -78,9 +74,7 @@ These two stand for themselves in the half that `irfft` takes, and each other on
 """
 
 
-@derivative(DOUBLED)
-def _doubled(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [apply(DOUBLED, grad, **node.attrs)[0]]
+gradient_of_first(DOUBLED, lambda node, grad: apply(DOUBLED, grad, **node.attrs)[0])
 
 
 @derivative(IRFFT)

@@ -13,7 +13,7 @@ from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import OPAQUE, Op, define, derivative, inputs_from
+from asyncflow.graph.op import OPAQUE, Op, define, derivative, gradient_of_first, inputs_from
 from asyncflow.graph.shapes import is_static, merge, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops import linalg
@@ -171,9 +171,7 @@ def _matmul_right(x: Tensor, grad: Tensor, y: Tensor) -> Tensor:
     return sum_to_like(found, y) if x.ndim > 2 else found
 
 
-@derivative(linalg.MATRIX_TRANSPOSE)
-def _matrix_transpose(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [reaching(node.inputs[0], lambda: matrix_transpose(grad))]
+gradient_of_first(linalg.MATRIX_TRANSPOSE, lambda node, grad: reaching(node.inputs[0], lambda: matrix_transpose(grad)))
 
 
 # -- tensordot -------------------------------------------------------------------------------------------------------
@@ -290,9 +288,7 @@ def fit_to(x: Tensor, shape: ExtentsLike) -> Tensor:
     return apply(FIT_TO, x, *sizes, shape=template)[0]
 
 
-@derivative(FIT_TO)
-def _fit_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [fit_to(grad, shape_of(node.inputs[0])), *[None] * (len(node.inputs) - 1)]
+gradient_of_first(FIT_TO, lambda node, grad: fit_to(grad, shape_of(node.inputs[0])))
 
 
 @derivative(linalg.EINSUM)

@@ -10,9 +10,10 @@ import numpy as np
 from asyncflow.graph.build import apply
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import float32, int64
-from asyncflow.graph.op import OPAQUE, define, derivative, inputs_from, not_differentiable
+from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from, not_differentiable
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
+from asyncflow.ops import manipulation as m
 from asyncflow.ops.add_at import add_at
 from asyncflow.ops.cost import per_input_element
 from asyncflow.ops.creation import zeros_like
@@ -22,30 +23,6 @@ from asyncflow.ops.derivatives.indexing import at_position, sliced
 from asyncflow.ops.derivatives.shapes import Extents, carries_gradient, ensure_shape, shape_of, zeros_of
 from asyncflow.ops.elementwise import negative
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
-from asyncflow.ops.manipulation import (
-    CONCAT,
-    EXPAND_DIMS,
-    FLIP,
-    PERMUTE_DIMS,
-    REPEAT,
-    RESHAPE,
-    RESHAPE_TO,
-    ROLL,
-    SQUEEZE,
-    STACK,
-    TILE,
-    UNSTACK,
-    concat,
-    expand_dims,
-    flip,
-    permute_dims,
-    reshape,
-    roll,
-    squeeze,
-    stack,
-    tile,
-    unstack,
-)
 from asyncflow.ops.padding import PAD, inner_key
 from asyncflow.ops.shape import RANK, SHAPE, SIZE
 from asyncflow.ops.splitting import SPLIT
@@ -64,7 +41,7 @@ not_differentiable(RANK, SHAPE, SIZE, because="they are integers")
 # -- joining ---------------------------------------------------------------------------------------------------------
 
 
-@derivative(CONCAT)
+@derivative(m.CONCAT)
 def _concat(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     axis = node.attrs["axis"]
     starts: list[int | Tensor] = [0]
@@ -73,7 +50,7 @@ def _concat(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     grads: list[Tensor | None] = []
     for x, start, stop in zip(node.inputs, starts, [*starts[1:], None], strict=True):
         part = in_dtype_of(sliced(grad, axis or 0, start, stop), x) if carries_gradient(x.spec) else None
-        grads.append(reshape(part, shape_of(x)) if axis is None and part is not None else part)
+        grads.append(m.reshape(part, shape_of(x)) if axis is None and part is not None else part)
     return grads
 
 
@@ -90,28 +67,28 @@ def _size(x: Tensor) -> int | Tensor:
     return math.prod(extents) if isinstance(extents, tuple) else prod(extents)
 
 
-@derivative(STACK)
+@derivative(m.STACK)
 def _stack(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     axis, inputs = node.attrs["axis"], node.inputs
     if grad.shape is not None and grad.shape[axis] == len(inputs):
-        parts = unstack(grad, axis=axis)
+        parts = m.unstack(grad, axis=axis)
     else:
         parts = tuple(at_position(grad, axis, place) for place in range(len(inputs)))
     return [in_dtype_of(part, x) for part, x in zip(parts, inputs, strict=True)]
 
 
-@derivative(UNSTACK)
+@derivative(m.UNSTACK)
 def _unstack(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
     # All outputs have one shape: that of a gradient needs no value of the forward pass.
     missing = zeros_like(next(grad for grad in grads if grad is not None))
-    return [stack([missing if grad is None else grad for grad in grads], axis=node.attrs["axis"])]
+    return [m.stack([missing if grad is None else grad for grad in grads], axis=node.attrs["axis"])]
 
 
 @derivative(SPLIT)
 def _split(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
     pairs = zip(grads, node.outputs, strict=True)
     parts = [zeros_of(output) if grad is None else grad for grad, output in pairs]
-    return [ensure_shape(concat(parts, axis=node.attrs["axis"]), node.inputs[0].shape)]
+    return [ensure_shape(m.concat(parts, axis=node.attrs["axis"]), node.inputs[0].shape)]
 
 
 @derivative(PAD)
@@ -124,46 +101,36 @@ def _pad(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 # -- axes and order --------------------------------------------------------------------------------------------------
 
 
-@derivative(EXPAND_DIMS)
-def _expand_dims(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [squeeze(grad, node.attrs["axis"])]
+gradient_of_first(m.EXPAND_DIMS, lambda node, grad: m.squeeze(grad, node.attrs["axis"]))
 
 
-@derivative(SQUEEZE)
-def _squeeze(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [expand_dims(grad, axis=node.attrs["axis"])]
+gradient_of_first(m.SQUEEZE, lambda node, grad: m.expand_dims(grad, axis=node.attrs["axis"]))
 
 
-@derivative(PERMUTE_DIMS)
+@derivative(m.PERMUTE_DIMS)
 def _permute_dims(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     axes = [axis % len(node.attrs["axes"]) for axis in node.attrs["axes"]]
-    return [permute_dims(grad, [axes.index(axis) for axis in range(len(axes))])]
+    return [m.permute_dims(grad, [axes.index(axis) for axis in range(len(axes))])]
 
 
-@derivative(FLIP)
-def _flip(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [flip(grad, axis=node.attrs["axis"])]
+gradient_of_first(m.FLIP, lambda node, grad: m.flip(grad, axis=node.attrs["axis"]))
 
 
-@derivative(ROLL)
+@derivative(m.ROLL)
 def _roll(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     _, *by = node.inputs
     shift, axis = node.attrs["shift"], node.attrs["axis"]
     if by:
         # An unsigned shift has no negative.
-        return [roll(grad, negative(astype(by[0], int64)), axis=axis), None]
+        return [m.roll(grad, negative(astype(by[0], int64)), axis=axis), None]
     back = tuple(-places for places in shift) if isinstance(shift, tuple) else -shift
-    return [roll(grad, back, axis=axis)]
+    return [m.roll(grad, back, axis=axis)]
 
 
-@derivative(RESHAPE)
-def _reshape(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [reshape(grad, shape_of(node.inputs[0]))]
+gradient_of_first(m.RESHAPE, lambda node, grad: m.reshape(grad, shape_of(node.inputs[0])))
 
 
-@derivative(RESHAPE_TO)
-def _reshape_to(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [reshape(grad, shape_of(node.inputs[0])), None]
+gradient_of_first(m.RESHAPE_TO, lambda node, grad: m.reshape(grad, shape_of(node.inputs[0])))
 
 
 # -- repeating -------------------------------------------------------------------------------------------------------
@@ -205,14 +172,10 @@ def sum_tiles(x: Tensor, repetitions: tuple[int, ...], shape: Extents) -> Tensor
     return apply(SUM_TILES, x, *sizes, repetitions=repetitions, shape=template)[0]
 
 
-@derivative(TILE)
-def _tile(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [sum_tiles(grad, node.attrs["repetitions"], shape_of(node.inputs[0]))]
+gradient_of_first(m.TILE, lambda node, grad: sum_tiles(grad, node.attrs["repetitions"], shape_of(node.inputs[0])))
 
 
-@derivative(SUM_TILES)
-def _sum_tiles(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [tile(grad, node.attrs["repetitions"]), *[None] * (len(node.inputs) - 1)]
+gradient_of_first(SUM_TILES, lambda node, grad: m.tile(grad, node.attrs["repetitions"]))
 
 
 def _sum_repeats_spec(x: Spec, *rest: Spec, repeats: int | None, axis: int | None, shape: Shape) -> Spec:
@@ -265,7 +228,7 @@ def sum_repeats(x: Tensor, repeats: int | Tensor, shape: Extents, *, axis: int |
     return apply(SUM_REPEATS, x, repeats, *sizes, repeats=None, axis=axis, shape=template)[0]
 
 
-@derivative(REPEAT)
+@derivative(m.REPEAT)
 def _repeat(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     x, *counts = node.inputs
     repeats = counts[0] if counts else node.attrs["repeats"]
@@ -277,4 +240,4 @@ def _sum_repeats(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     attrs = node.attrs
     attributes = {"repeats": attrs["repeats"], "axis": attrs["axis"]}
     counts = node.inputs[1:2] if attrs["repeats"] is None else []
-    return [apply(REPEAT, grad, *counts, **attributes)[0], *[None] * (len(node.inputs) - 1)]
+    return [apply(m.REPEAT, grad, *counts, **attributes)[0], *[None] * (len(node.inputs) - 1)]

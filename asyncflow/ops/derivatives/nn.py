@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.dtypes import float32
-from asyncflow.graph.op import derivative, not_differentiable
+from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
 from asyncflow.ops import nn
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.scatter import scatter_to
@@ -60,9 +60,7 @@ def _silu(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [grad * (s * (1 + x * (1 - s)))]
 
 
-@derivative(nn.SOFTPLUS)
-def _softplus(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [grad * sigmoid(node.inputs[0])]
+gradient_of_first(nn.SOFTPLUS, lambda node, grad: grad * sigmoid(node.inputs[0]))
 
 
 @derivative(nn.GELU)

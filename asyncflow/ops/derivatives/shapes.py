@@ -9,7 +9,7 @@ import numpy as np
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import reopened
-from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Traits, define, derivative, inputs_from
+from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Traits, define, derivative, gradient_of_first, inputs_from
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape, merge
 from asyncflow.graph.spec import Spec
@@ -116,9 +116,7 @@ def ensure_shape(x: Tensor, shape: Shape) -> Tensor:
     return x if is_subshape(x.shape, shape) else apply(ENSURE_SHAPE, x, shape=shape)[0]
 
 
-@derivative(ENSURE_SHAPE)
-def _ensure_shape(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [grad]
+gradient_of_first(ENSURE_SHAPE, lambda node, grad: grad)
 
 
 def _check_shape_spec(x: Spec, *sizes: Spec, shape: Shape, what: str) -> Spec:
@@ -154,6 +152,4 @@ def checked_shape(x: Tensor, like: Tensor, what: str) -> Tensor:
     return ensure_shape(apply(CHECK_SHAPE, x, *sizes, shape=template, what=what)[0], like.shape)
 
 
-@derivative(CHECK_SHAPE)
-def _check_shape(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [grad, *[None] * (len(node.inputs) - 1)]
+gradient_of_first(CHECK_SHAPE, lambda node, grad: grad)

@@ -13,6 +13,7 @@ from asyncflow.graph.build import constant
 from asyncflow.graph.dtypes import float16, float32, float64
 from asyncflow.graph.op import derivative
 from asyncflow.graph.shapes import is_static
+from asyncflow.ops import statistical as s
 from asyncflow.ops.axes import Axes, normalize_axes
 from asyncflow.ops.creation import ones_like
 from asyncflow.ops.datatypes import astype, broadcast_to
@@ -26,22 +27,6 @@ from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import expand_dims, flip, reshape
 from asyncflow.ops.promotion import real_dtype
 from asyncflow.ops.searching import where
-from asyncflow.ops.statistical import (
-    CUMULATIVE_PROD,
-    CUMULATIVE_SUM,
-    MAX,
-    MEAN,
-    MIN,
-    PROD,
-    STD,
-    SUM,
-    VAR,
-    cumulative_prod,
-    cumulative_sum,
-    mean,
-    prod,
-)
-from asyncflow.ops.statistical import sum as sum_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,13 +50,13 @@ def _spread(grad: Tensor, node: Node) -> Tensor:
 # -- sums and means --------------------------------------------------------------------------------------------------
 
 
-@derivative(SUM)
+@derivative(s.SUM)
 def _sum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     own = in_dtype_of(grad, node.inputs[0])
     return [None if own is None else _spread(own, node)]
 
 
-@derivative(MEAN)
+@derivative(s.MEAN)
 def _mean(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     (x,) = node.inputs
     return [_spread(_divided(grad, node, 0.0, 1.0), node) if carries_gradient(x.spec) else None]
@@ -99,11 +84,11 @@ def _count(node: Node) -> int | Tensor:
             return math.prod(extent for extent in extents if extent is not None)
     whole = shape_of(x)
     if axis is None:
-        return prod(whole)
-    return prod(gather(whole, constant(axis if isinstance(axis, tuple) else (axis,), "int64")))
+        return s.prod(whole)
+    return s.prod(gather(whole, constant(axis if isinstance(axis, tuple) else (axis,), "int64")))
 
 
-@derivative(VAR)
+@derivative(s.VAR)
 def _var(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     (x,) = node.inputs
     if not carries_gradient(x.spec):
@@ -111,7 +96,7 @@ def _var(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     return [_deviations(node) * _with_axes(_divided(2 * grad, node, node.attrs["correction"], 0.0), node)]
 
 
-@derivative(STD)
+@derivative(s.STD)
 def _std(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Gives a slice whose elements are all equal a gradient of 0."""
     (x,) = node.inputs
@@ -126,18 +111,18 @@ def _std(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 def _deviations(node: Node) -> Tensor:
     (x,) = node.inputs
-    return x - mean(x, axis=node.attrs["axis"], keepdims=True)
+    return x - s.mean(x, axis=node.attrs["axis"], keepdims=True)
 
 
 # -- extremes --------------------------------------------------------------------------------------------------------
 
 
-@derivative(MAX, MIN)
+@derivative(s.MAX, s.MIN)
 def _extreme(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Equal extremes share the gradient equally."""
     (x,) = node.inputs
     chosen = equal(x, _with_axes(node.outputs[0], node))
-    ties = sum_of(chosen, axis=node.attrs["axis"], keepdims=node.attrs["keepdims"])
+    ties = s.sum(chosen, axis=node.attrs["axis"], keepdims=node.attrs["keepdims"])
     share = grad / astype(maximum(ties, 1), real_dtype(grad.dtype))
     return [where(chosen, _with_axes(share, node), constant(0, grad.dtype))]
 
@@ -145,7 +130,7 @@ def _extreme(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 # -- products --------------------------------------------------------------------------------------------------------
 
 
-@derivative(PROD)
+@derivative(s.PROD)
 def _prod(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """Each element's gradient is the product of all others, found without dividing by it."""
     (x,) = node.inputs
@@ -165,13 +150,13 @@ def _products_of_others(x: Tensor, axis: Axes) -> Tensor:
     others, rest = ones_like(x), x
     for item in axis if isinstance(axis, tuple) else (axis,):
         others = others * _products_along(rest, item)
-        rest = prod(rest, axis=item, keepdims=True)
+        rest = s.prod(rest, axis=item, keepdims=True)
     return others
 
 
 def _products_along(x: Tensor, axis: int) -> Tensor:
-    before = sliced(cumulative_prod(x, axis=axis, include_initial=True), axis, None, -1)
-    after = sliced(cumulative_prod(flip(x, axis=axis), axis=axis, include_initial=True), axis, None, -1)
+    before = sliced(s.cumulative_prod(x, axis=axis, include_initial=True), axis, None, -1)
+    after = sliced(s.cumulative_prod(flip(x, axis=axis), axis=axis, include_initial=True), axis, None, -1)
     return before * flip(after, axis=axis)
 
 
@@ -184,16 +169,16 @@ def _running(node: Node, grad: Tensor) -> tuple[int, Tensor]:
     return axis, sliced(grad, axis, 1, None) if node.attrs["include_initial"] else grad
 
 
-@derivative(CUMULATIVE_SUM)
+@derivative(s.CUMULATIVE_SUM)
 def _cumulative_sum(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     (x,) = node.inputs
     if not carries_gradient(x.spec):
         return [None]
     axis, own = _running(node, grad)
-    return [in_dtype_of(flip(cumulative_sum(flip(own, axis=axis), axis=axis), axis=axis), x)]
+    return [in_dtype_of(flip(s.cumulative_sum(flip(own, axis=axis), axis=axis), axis=axis), x)]
 
 
-@derivative(CUMULATIVE_PROD)
+@derivative(s.CUMULATIVE_PROD)
 def _cumulative_prod(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     """The product before each element times what the later products pass back; zeros need no care."""
     (x,) = node.inputs
