@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.no_value import NoValue, refusal
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12")
 """Versions of the Array API standard, each of which has all that the ones before it have."""
 
+_Binary: TypeAlias = "Callable[[Operators, object], Tensor]"
 _functions: dict[str, Callable[..., Any]] = {}
 
 
@@ -38,6 +39,15 @@ def install(**functions: Callable[..., Any]) -> None:
 def _call(name: str, *operands: object) -> Tensor:
     result: Tensor = _functions[name](*operands)
     return result
+
+
+def _binary(name: str) -> tuple[_Binary, _Binary]:
+    """The operator that calls the function of that name, and the one for when the value stands on the right."""
+    return lambda self, other: _call(name, self, other), lambda self, other: _call(name, other, self)
+
+
+def _unary(name: str) -> Callable[[Operators], Tensor]:
+    return lambda self: _call(name, self)
 
 
 # NumPy's operators are ufuncs, and those of the names below bear other names than the Array API gives them.
@@ -109,107 +119,27 @@ class Operators(NoValue):
             )
         return cast("Tensor", result)
 
-    def __add__(self, other: object) -> Tensor:
-        return _call("add", self, other)
-
-    def __radd__(self, other: object) -> Tensor:
-        return _call("add", other, self)
-
-    def __sub__(self, other: object) -> Tensor:
-        return _call("subtract", self, other)
-
-    def __rsub__(self, other: object) -> Tensor:
-        return _call("subtract", other, self)
-
-    def __mul__(self, other: object) -> Tensor:
-        return _call("multiply", self, other)
-
-    def __rmul__(self, other: object) -> Tensor:
-        return _call("multiply", other, self)
-
-    def __truediv__(self, other: object) -> Tensor:
-        return _call("divide", self, other)
-
-    def __rtruediv__(self, other: object) -> Tensor:
-        return _call("divide", other, self)
-
-    def __floordiv__(self, other: object) -> Tensor:
-        return _call("floor_divide", self, other)
-
-    def __rfloordiv__(self, other: object) -> Tensor:
-        return _call("floor_divide", other, self)
-
-    def __mod__(self, other: object) -> Tensor:
-        return _call("remainder", self, other)
-
-    def __rmod__(self, other: object) -> Tensor:
-        return _call("remainder", other, self)
-
-    def __pow__(self, other: object) -> Tensor:
-        return _call("pow", self, other)
-
-    def __rpow__(self, other: object) -> Tensor:
-        return _call("pow", other, self)
-
-    def __matmul__(self, other: object) -> Tensor:
-        return _call("matmul", self, other)
-
-    def __rmatmul__(self, other: object) -> Tensor:
-        return _call("matmul", other, self)
-
-    def __and__(self, other: object) -> Tensor:
-        return _call("bitwise_and", self, other)
-
-    def __rand__(self, other: object) -> Tensor:
-        return _call("bitwise_and", other, self)
-
-    def __or__(self, other: object) -> Tensor:
-        return _call("bitwise_or", self, other)
-
-    def __ror__(self, other: object) -> Tensor:
-        return _call("bitwise_or", other, self)
-
-    def __xor__(self, other: object) -> Tensor:
-        return _call("bitwise_xor", self, other)
-
-    def __rxor__(self, other: object) -> Tensor:
-        return _call("bitwise_xor", other, self)
-
-    def __lshift__(self, other: object) -> Tensor:
-        return _call("bitwise_left_shift", self, other)
-
-    def __rlshift__(self, other: object) -> Tensor:
-        return _call("bitwise_left_shift", other, self)
-
-    def __rshift__(self, other: object) -> Tensor:
-        return _call("bitwise_right_shift", self, other)
-
-    def __rrshift__(self, other: object) -> Tensor:
-        return _call("bitwise_right_shift", other, self)
-
-    def __neg__(self) -> Tensor:
-        return _call("negative", self)
-
-    def __pos__(self) -> Tensor:
-        return _call("positive", self)
-
-    def __abs__(self) -> Tensor:
-        return _call("abs", self)
-
-    def __invert__(self) -> Tensor:
-        return _call("bitwise_invert", self)
-
-    def __lt__(self, other: object) -> Tensor:
-        return _call("less", self, other)
-
-    def __le__(self, other: object) -> Tensor:
-        return _call("less_equal", self, other)
-
-    def __gt__(self, other: object) -> Tensor:
-        return _call("greater", self, other)
-
-    def __ge__(self, other: object) -> Tensor:
-        return _call("greater_equal", self, other)
+    __add__, __radd__ = _binary("add")
+    __sub__, __rsub__ = _binary("subtract")
+    __mul__, __rmul__ = _binary("multiply")
+    __truediv__, __rtruediv__ = _binary("divide")
+    __floordiv__, __rfloordiv__ = _binary("floor_divide")
+    __mod__, __rmod__ = _binary("remainder")
+    __pow__, __rpow__ = _binary("pow")
+    __matmul__, __rmatmul__ = _binary("matmul")
+    __and__, __rand__ = _binary("bitwise_and")
+    __or__, __ror__ = _binary("bitwise_or")
+    __xor__, __rxor__ = _binary("bitwise_xor")
+    __lshift__, __rlshift__ = _binary("bitwise_left_shift")
+    __rshift__, __rrshift__ = _binary("bitwise_right_shift")
+    __lt__ = _binary("less")[0]
+    __le__ = _binary("less_equal")[0]
+    __gt__ = _binary("greater")[0]
+    __ge__ = _binary("greater_equal")[0]
+    __neg__ = _unary("negative")
+    __pos__ = _unary("positive")
+    __abs__ = _unary("abs")
+    __invert__ = _unary("bitwise_invert")
 
     def __eq__(self, other: object) -> Tensor:  # type: ignore[override]
         return _call("equal", self, other)
