@@ -54,10 +54,15 @@ def steps(edges: Edges, before: Array, after: Array, turns: Array | None = None)
     firsts, released = counts.cumsum() - counts, after[np.argsort(before, kind="stable")]
     pending = np.bincount(after, minlength=edges.size)
     step, place = np.full(edges.size, -1), np.empty(edges.size, np.int64)
-    waiting: list[list[Array]] = [[] for _ in range(1 if turns is None else int(turns.max(initial=0)) + 1)]
-    _queue(np.flatnonzero(pending == 0), turns, waiting)
-    now = 0
-    while (chosen := next(filter(None, waiting), None)) is not None:
+    waiting: list[list[Array]] = [[] for _ in range(0 if turns is None else int(turns.max(initial=0)) + 1)]
+    ready, now = np.flatnonzero(pending == 0), 0
+    while True:
+        if turns is not None:
+            for turn in np.flatnonzero(np.bincount(turns[ready])):
+                waiting[turn].append(ready[turns[ready] == turn])
+        chosen = next(filter(None, waiting), [ready])
+        if not chosen[0].size:
+            break
         computed = np.concatenate(chosen)
         chosen.clear()
         step[computed] = now
@@ -66,18 +71,10 @@ def steps(edges: Edges, before: Array, after: Array, turns: Array | None = None)
         np.subtract.at(pending, freed, 1)
         freed = freed[pending[freed] == 0]
         place[freed] = np.arange(len(freed))
-        _queue(freed[place[freed] == np.arange(len(freed))], turns, waiting)  # each once, though several waited for
+        ready = freed[place[freed] == np.arange(len(freed))]  # each once, though it has waited for several
     if (step < 0).any():
         raise edges.cycle(_on_cycle(before, after, step < 0))
     return step
-
-
-def _queue(ready: Array, turns: Array | None, waiting: list[list[Array]]) -> None:
-    if turns is None and ready.size:
-        waiting[0].append(ready)
-    elif turns is not None:
-        for turn in np.flatnonzero(np.bincount(turns[ready])):
-            waiting[turn].append(ready[turns[ready] == turn])
 
 
 def ranges(starts: Array, lengths: Array) -> Array:
