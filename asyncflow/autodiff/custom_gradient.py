@@ -168,8 +168,8 @@ def _refuse_arrays(name: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor
     for tensor in (*inputs, *outputs):
         if tensor.dtype == VARIANT:
             raise GraphError(
-                f"custom_gradient: {name} takes and returns tensors; {tensor!r} is a TensorArray: stack it, or "
-                f"unstack inside"
+                f"custom_gradient: {name} takes and returns tensors; {tensor!r} is a TensorArray or RowStore: "
+                f"stack it, or unstack inside"
             )
 
 

@@ -104,8 +104,8 @@ def _tensor(graph: Graph, leaf: TensorLike, what: str) -> Tensor:
         raise GraphError(f"gradients: {what} are tensors and variables; got {leaf!r}")
     if tensor.dtype == VARIANT and what != "stop_gradients":
         raise GraphError(
-            f"gradients: {what} are tensors and variables; {tensor!r} is a TensorArray: use what is read from it or "
-            f"written to it"
+            f"gradients: {what} are tensors and variables; {tensor!r} is a TensorArray or RowStore: use what is "
+            f"read from it or written to it"
         )
     if graph.can_use(tensor.graph):
         return tensor

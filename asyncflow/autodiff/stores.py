@@ -36,6 +36,7 @@ class StoreLog(list[Entry]):
 
     __slots__ = ("__weakref__", "lock")
     entry_nbytes = 8
+    gives_views = False
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         super().__init__()

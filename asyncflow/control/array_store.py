@@ -185,6 +185,7 @@ class Store:
     """The table behind the states of one lineage. Invariant: no version in it is above `latest`."""
 
     __slots__ = ("__weakref__", "block", "elements", "family", "kind", "latest", "rows", "xp")
+    gives_views = False
     entry_nbytes = 150  # an entry of the table, its index and its `Element`
 
     def __init__(self, xp: Namespace, kind: ArrayKind, family: Family) -> None:

@@ -51,6 +51,7 @@ class RowBlock:
 
     __slots__ = ("__weakref__", "array", "filled", "kind", "lock", "readable", "xp")
     entry_nbytes = 0
+    gives_views = True
 
     def __init__(self, xp: Namespace, kind: RowKind, capacity: int) -> None:
         self.xp = xp

@@ -43,9 +43,11 @@ class Held(Protocol):
 
     Attributes:
         entry_nbytes: what an entry takes beside its value.
+        gives_views: values that are read may be views of parts of `buffers`.
     """
 
     entry_nbytes: int
+    gives_views: bool
 
     def since(self, count: int) -> Sequence[object]:
         """The values put in behind the first `count` values; None for one that is not there, or in one of `buffers`."""

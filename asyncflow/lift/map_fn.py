@@ -122,7 +122,8 @@ class _MapLoop:
         for path, value in zip(structure.paths("result"), values, strict=True):
             if value.dtype == VARIANT:
                 raise DTypeError(
-                    f"{path} of map_fn is a TensorArray, and arrays cannot be stacked; return array.stack() instead"
+                    f"{path} of map_fn is a TensorArray or RowStore, and these cannot be stacked; return what stack() "
+                    f"gives instead"
                 )
 
     def lifted(self, rows: RowOrder) -> list[Tensor]:

@@ -161,3 +161,24 @@ def test_rows_count_with_the_room_that_is_made_for_them(kind: str, regions: bool
     assert [held >= i * ELEMENT for i, held in enumerate(seen)] == [True] * N, seen
     assert all(held <= (2 * i + 1) * ELEMENT + SMALL for i, held in enumerate(seen)), seen
     assert peak >= N * ELEMENT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_view_of_rows_takes_no_room(kind: str) -> None:
+    """Not even while it is made."""
+
+    async def main() -> float:
+        devices = [f"{kind.rpartition(' ')[2]}:0"]
+        async with af.Session(devices=devices, memory_limit=(N + 3) * ELEMENT) as session:
+            store = af.RowStore("float64", (SIDE, SIDE), N)
+            _, store = af.while_loop(
+                lambda i, _: i < N,
+                lambda i, store: (i + 1, store.append(af.reshape(numbers(i), (1, SIDE, SIDE)))),
+                (0, store),
+                parallel_iterations=1,
+            )
+            views = [store.slice(0, i + 1) for i in range(N)]
+            return float(await session.run(sum(view[-1, 0, 0] for view in views)))
+
+    with af.Graph(), loops(kind) as run:
+        assert run(main()) == sum(i + 1.0 for i in range(N))

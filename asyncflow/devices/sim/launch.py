@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncflow.devices.memory import owner_of
 from asyncflow.devices.protocol import CoroutineKernel, recording
-from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimOpaque, Storage, StoreBuffer
+from asyncflow.devices.sim.values import SMALL_BYTES, BlockStorage, SimArray, SimOpaque, Storage, StoreBuffer
 from asyncflow.devices.values import DeviceValue, is_array
 from asyncflow.errors import InternalError, ShapeError
 from asyncflow.streams.futures import resolve
@@ -271,6 +271,8 @@ class SimLauncher:
         if home is None:
             home = self._new_home(output, event or self._join(events), homes)
         storage, written = home
+        if type(storage) is BlockStorage:
+            written = self._join(events)
         data = output
         if self._device.machine.shapes_only and output.nbytes > SMALL_BYTES:
             data = storage.array = None
@@ -279,11 +281,14 @@ class SimLauncher:
     def _count_buffers(self, output: object) -> None:
         """Count what a store has made for itself; what it was given is kept, and counts by itself."""
         held: Held | None = getattr(output, "held", None)
+        if held is None:
+            return
         device, stream = self._device, self._stream
-        for buffer in () if held is None else held.buffers():
+        for buffer in held.buffers():
             if device.machine.kept(buffer) is None:
+                kind = BlockStorage if held.gives_views else StoreBuffer
                 origin = stream.origin(self._info.name)
-                made = StoreBuffer(device, stream, origin, buffer.nbytes)
+                made = kind(device, stream, origin, buffer.nbytes)
                 made.keep(buffer)
 
     def _view(self) -> None:
@@ -385,7 +390,7 @@ class _Homes:
         home = self._known.get(id(owner))
         if home is None and self._keeps:
             storage = self._device.machine.kept(owner)
-            if type(storage) is Storage and storage.home is self._device:
+            if storage is not None and type(storage) is not StoreBuffer and storage.home is self._device:
                 home = (storage, storage.written)
         return home
 

@@ -115,6 +115,12 @@ class StoreBuffer(Storage):
     __slots__ = ()
 
 
+class BlockStorage(Storage):
+    """Memory that a store fills part by part, and of which it gives views: they depend on all that the store does."""
+
+    __slots__ = ()
+
+
 class SimArray(DeviceArray):
     """An array on a simulated device; a view shares the `Storage` of what it looks into.
 
