@@ -355,7 +355,7 @@ class _Kept:
         """The device asked for by the node that makes a value of the forward body, or the next of a loop variable."""
         if tensor.node.op is PARAMETER:
             tensor = self.forward.results[self._place(tensor)]
-        # What is asked for a branch or loop is not asked for what it gives.
+        # A request for a branch or loop as a whole is none for the values that it gives.
         return None if isinstance(tensor.node, StructuredNode) else tensor.node.device
 
     def _place(self, parameter: Tensor) -> int:

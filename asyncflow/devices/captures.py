@@ -92,7 +92,7 @@ class GraphCache(Generic[Graph]):
         try:
             return make()
         except Exception as error:
-            # If the device is lost or full, the caller hears of it when it goes on without a graph.
+            # If the device is lost or full, that shows again when the caller goes on without a graph.
             self.refuse(error)
             return None
 

@@ -1,4 +1,4 @@
-"""The loop frame that a node runs in, told from its inputs (EuroSys '18 §4.1).
+"""The loop frame that a node runs in, derived from its inputs (EuroSys '18 §4.1).
 
 A frame is the path of frame names from the outermost loop inward; ``()`` is outside all loops. Enter's output is one
 frame further in, Exit's one further out; every other node stays in the frame of its inputs, which must agree.

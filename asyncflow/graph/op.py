@@ -40,7 +40,7 @@ class Memory(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Answers of an op to passes; each is answered for every op, as a fact that is forgotten would only make it slow.
+    """Answers of an op to passes; every op has to give all of them, since one that is missing would only make it slow.
 
     Attributes:
         memory: what kernels do with it.

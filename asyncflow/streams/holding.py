@@ -45,7 +45,7 @@ class ThreadHold:
 
     Attributes:
         owner: whose run it is part of; None before it has begun and once it has ended.
-        has_asked: it has asked for a run. On the event loop's own thread it would wait for ever for what it holds up,
+        has_asked: it has asked for a run. On the event loop's thread it would block the very run that it waits for,
             however short its waits were so far.
     """
 

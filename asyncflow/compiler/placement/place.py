@@ -169,7 +169,7 @@ class _Placer:
     # -- branches and loops --------------------------------------------------------------------------------------
 
     def inside(self, node: StructuredNode, home: Callable[[Tensor], int | None]) -> Whole | Split:
-        """Whether a branch or loop stays whole, and else where its nodes are."""
+        """Decides whether a branch or loop stays whole, or else where each of its nodes goes."""
         inner = [member for body in node.subgraphs for member in body.walk()]
         common = self.choices.common(inner)
         summary = self.summary(node)

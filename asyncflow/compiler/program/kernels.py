@@ -133,8 +133,8 @@ def bind_member(
 ) -> Kernel:
     """The function called for a node of a region: a kernel on the device's arrays and host values.
 
-    Where the arrays of a device are NumPy's, as those of a simulated one, they have to be told from the host's: such a
-    region is made of device values, and its kernels launch themselves.
+    Where the arrays of a device are NumPy's, as a simulated one's are, they have to be told apart from the host's: such
+    a region is made of device values, and its kernels launch themselves.
     """
     if device.xp is np:
         return bind_launch(node, bare, device, stream, in_region=True)

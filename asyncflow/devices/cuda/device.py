@@ -353,7 +353,7 @@ class CudaDevice(Progress):
 
     def _future_of(self, ask: Callable[[Deliver], object]) -> asyncio.Future[Placed]:
         future: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
-        # Whoever waits for several hears of the first failure only.
+        # Of several futures that fail, only the first one's error is awaited; asyncio would complain about the others.
         future.add_done_callback(lambda future: future.cancelled() or future.exception())
         ask(partial(resolve, future))
         return future

@@ -259,7 +259,7 @@ class Dispatch:
 def install_allocator(cupy: Cupy) -> None:
     """Make allocations inside ``with stream:`` come from that stream's pool; others go where they went before.
 
-    Does nothing where that is so already. It stays for the life of the process: it is one lookup to others.
+    Does nothing if it is installed already. It stays for the life of the process, and costs other users one lookup.
 
     Raises:
         ValueError: the caller is inside ``cupy.cuda.using_allocator``, where CuPy refuses it.

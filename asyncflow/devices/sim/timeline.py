@@ -148,7 +148,7 @@ class Timeline(LaunchingDevice[SimStream]):
     # -- when ----------------------------------------------------------------------------------------------------
 
     def _told(self, call: Callable[..., object], *args: Value) -> None:
-        """Call a function once the host has found the time to hear of what has just happened."""
+        """Call a function once the host has had time to notice what has just happened."""
         self._call_at(self.thread.spend("delivery"), call, *args)
 
     def _call_at(self, when_ns: int, call: Callable[..., object], *args: Value) -> None:

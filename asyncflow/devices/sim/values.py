@@ -109,7 +109,7 @@ class Storage:
 class StoreBuffer(Storage):
     """Memory that a store has filled by itself, such as a sum of gradients: it counts, and no output looks into it.
 
-    The kernel that first gives it out takes the time of filling new memory, which then counts in place of this.
+    The kernel that first returns it takes as long as filling new memory, and that memory is then counted instead.
     """
 
     __slots__ = ()

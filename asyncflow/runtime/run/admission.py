@@ -1,4 +1,4 @@
-"""Which runs may start: limits, queueing and deadlines in front of `Runs._start`, and runs that are one step.
+"""Which runs may start: limits, queueing and deadlines in front of `Runs._start`.
 
 With `Session(max_runs=, max_queued=)`, a run that is asked for
 
@@ -8,7 +8,7 @@ and would end too late, after those in flight and before it     is refused at on
 while `max_queued` wait                                         is refused at once: `OverloadedError`
 else                                                            waits its turn, first come, first served
 and whose turn comes too late for it to end in time             is not started: `DeadlineExceeded`
-and whose caller is gone by then                                is forgotten
+and whose caller has been cancelled by then                     is forgotten
 ==============================================================  ====================================================
 
 How long a run will take is the median of what the last runs of its plan took, so that one slow run refuses no others.

@@ -327,7 +327,7 @@ class Runs:
         if self.admission is not None:
             self.admission.close(why)
         if self._turn is not None and self._turn.loop.is_closed():
-            self.in_flight.clear()  # none of them will ever hear of an end
+            self.in_flight.clear()  # no callback will ever say that they have ended
 
     async def drain(self, grace_s: float) -> None:
         """Gives runs in flight so many seconds to end, but for streams whose consumers have gone: those are stopped."""

@@ -91,7 +91,7 @@ def _outcome(task: asyncio.Task[object]) -> tuple[Value, BaseException | None]:
 
 
 def leave_behind(tasks: Mapping[asyncio.Task[object], Callable[..., None]]) -> None:
-    """Ends the waiting for cancelled tasks that have not ended; each callback hears of it as of a failure."""
+    """Stops waiting for cancelled tasks that have not ended, and reports each as a failure."""
     for task, deliver in list(tasks.items()):
         place = _waits_at(task)
         message = (

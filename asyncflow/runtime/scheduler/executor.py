@@ -57,7 +57,7 @@ class Executor:
     """Executes one partition once.
 
     Invariants: ``in_flight`` counts firings launched and not completed, on threads, in tasks and as copies; after a
-    failure or a stop no firing starts, and the owner hears of the end once ``in_flight`` is 0 and nobody is inside
+    failure or a stop no firing starts, and the owner is notified once ``in_flight`` is 0 and nobody is inside
     `drive`. What its ports wait for without anything being in flight (Recvs without a value, items nobody has taken) a
     stop does not wait for.
     """
@@ -151,13 +151,13 @@ class Executor:
         next_firing = scheduler.next_firing
         complete = scheduler.complete
         quick = self.recorder is None
-        # Where nothing is waited for, an iteration has ended when it is launched, and others wait to hear of it.
+        # Where nothing is waited for, an iteration has ended when it is launched, and other partitions wait to be told.
         is_eager = self.asynchronous is not None
         charge = None if self.asynchronous is None else self.asynchronous.charge
         # A clock costs as much as a small firing, so it is looked at once in a while: `budget` counts down by 1 for a
-        # small firing, by 8 for one that is launched with more ado, and by all for a region, which is a slice long.
+        # small firing, by 8 for one that takes `_launch`, and by all for a region, which is a slice long.
         budget = _CHECK_EVERY
-        # The firing at hand, whose failure it is if something raises; None where it would be nobody's.
+        # The current firing, which has failed if something raises; None where no firing would be to blame.
         node = iteration = None
         inputs: Sequence[Value] = ()
         try:
@@ -239,7 +239,7 @@ class Executor:
     def expect(self, take: Callable[..., None], then: Callable[[], None] | None = None) -> Callable[..., None]:
         """A callback for something in flight, to be called once it has ended: `take` gets ``(value, error, ...)``.
 
-        Then the run goes on, by ``then()`` if it is given. Whoever is asked may fail after it has accepted: of later
+        Then the run goes on, by ``then()`` if it is given. A device may accept a request and fail afterwards: of later
         calls only an error counts.
         """
         self.in_flight += 1

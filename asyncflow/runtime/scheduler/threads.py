@@ -71,7 +71,7 @@ def submit(
     """Gives work to a thread of a CPU; ``take(result, error, times)`` is called at its end.
 
     Args:
-        executor: which hears of its end.
+        executor: is notified when it ends.
         node: whose firing it is.
         size: how many elements it is on.
         work: what to call.

@@ -357,7 +357,7 @@ class Session(NotPickled):
 
         Raises:
             SessionClosedError: the session, or its event loop, is closed.
-            RuntimeError: the session has no event loop yet, or this is its thread, where waiting would be for ever.
+            RuntimeError: the session has no event loop yet, or this is its thread, where waiting would never end.
         """
         if self._runs.closed is not None:
             raise SessionClosedError(self._runs.closed)

@@ -157,7 +157,7 @@ def feed_value(tensor: Tensor, value: Value) -> Value:
         and value.ndim
         and value.flags.writeable
     ):
-        # Most feeds: what the rest would find out, at a fifth of its cost.
+        # Most feeds end here, with what the rest would give, at a fifth of its cost.
         if not is_compatible(value.shape, spec.shape):
             raise _wrong_shape(tensor, value, value.shape)
         copy = value.copy()

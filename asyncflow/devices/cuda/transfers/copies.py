@@ -202,7 +202,7 @@ class CudaCopies:
             else:
                 try:
                     result = read()
-                except Exception as failure:  # no memory; whoever waits has to hear of it
+                except Exception as failure:  # no memory: those who wait get this error
                     error = failure
             deliver(result, error)
 
