@@ -69,7 +69,7 @@ def blas_library() -> str:
 def blas_hindrance() -> str | None:
     """Says what keeps NumPy's BLAS from the kernels that it would choose by itself; None if nothing does.
 
-    Another process, without the variables, says what it would choose: variables that set the very same kernels do no harm.
+    Another process, without the variables, says what it would choose: to ask for the very same kernels does no harm.
     """
     given = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
     if not given:

@@ -1,8 +1,8 @@
 """What does the thread that drives simulated devices spend its time on?
 
 On this runtime one thread, that of the event loop, does all that is not computed on a card: it starts runs, interprets
-nodes, launches kernels, gives copies to streams, and is notified when they end. There is one such thread, however many cards there
-are, and a program whose launches keep it busy does not get faster with more of them.
+nodes, launches kernels, gives copies to streams, and is notified when they end. However many cards there are, there is
+one such thread, and a program whose launches keep it busy does not get faster with more of them.
 """
 
 from __future__ import annotations

@@ -37,14 +37,14 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
     mark_tids = {device: tid for tid, device in enumerate(marked, start=first_tid + len(lanes))}
     requests_tid = first_tid + len(lanes) + len(marked)
     if trace.runs:
-        yield from _name_process(REQUESTS_PID, "requests")
-        yield from _name_thread(REQUESTS_PID, requests_tid, "runs")
+        yield from _named("requests", pid=REQUESTS_PID)
+        yield from _named("runs", pid=REQUESTS_PID, tid=requests_tid)
     for device, pid in pids.items():
-        yield from _name_process(pid, device)
+        yield from _named(device, pid=pid)
     for tid, lane in enumerate(lanes, start=first_tid):
-        yield from _name_thread(pids[lane.device], tid, lane.label)
+        yield from _named(lane.label, pid=pids[lane.device], tid=tid)
     for device, tid in mark_tids.items():
-        yield from _name_thread(pids[device], tid, "transfers")
+        yield from _named("transfers", pid=pids[device], tid=tid)
     for tid, lane in enumerate(lanes, start=first_tid):
         yield from _lane_events(lane, pids[lane.device], tid, origin)
     for device, tid in mark_tids.items():
@@ -78,28 +78,23 @@ def render_chrome(trace: Trace) -> Iterator[str]:
     yield "\n]}\n"
 
 
-def _name_process(pid: int, name: str) -> Iterator[Event]:
-    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-
-
-def _name_thread(pid: int, tid: int, name: str) -> Iterator[Event]:
-    yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
-    yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+def _named(name: str, **place: int) -> Iterator[Event]:
+    """The name of a process, or of a thread in one, which stands where its number says."""
+    kind = "thread" if "tid" in place else "process"
+    yield {"ph": "M", "name": f"{kind}_name", **place, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{kind}_sort_index", **place, "args": {"sort_index": place.get("tid", place["pid"])}}
 
 
 def _lane_events(lane: TimelineLane, pid: int, tid: int, origin: int) -> Iterator[Event]:
     for firing in lane.firings:
-        yield {
-            "ph": "X",
-            "name": firing.label,
-            "cat": firing.op,
-            "pid": pid,
-            "tid": tid,
-            "ts": _microseconds(firing.started_ns - origin),
-            "dur": _microseconds(firing.ended_ns - firing.started_ns),
-            "args": _firing_args(firing),
-        }
+        spent = firing.started_ns - origin, firing.ended_ns - firing.started_ns
+        yield _slice(firing.label, firing.op, pid, tid, spent, _firing_args(firing))
+
+
+def _slice(name: str, category: str, pid: int, tid: int, spent: tuple[int, int], args: Event) -> Event:
+    """A complete event: `spent` is when it began, and for how long."""
+    time = {"ts": _microseconds(spent[0]), "dur": _microseconds(spent[1])}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **time, "args": args}
 
 
 def _firing_args(firing: Firing) -> Event:
@@ -130,16 +125,8 @@ def _mark_events(arrows: Iterable[Arrow], device: str, pid: int, tid: int, origi
             started = time_ns
         marks[started].append(name)
     for time_ns, names in marks.items():
-        yield {
-            "ph": "X",
-            "name": names[0] if len(names) == 1 else f"{len(names)} transfers",
-            "cat": "transfer",
-            "pid": pid,
-            "tid": tid,
-            "ts": _microseconds(time_ns - origin),
-            "dur": _microseconds(MARK_NS),
-            "args": {"transfers": names},
-        }
+        name = names[0] if len(names) == 1 else f"{len(names)} transfers"
+        yield _slice(name, "transfer", pid, tid, (time_ns - origin, MARK_NS), {"transfers": names})
 
 
 def _flow_event(arrow: Arrow, phase: str, flow_id: int, pid: int, tid: int, time_ns: int) -> Event:

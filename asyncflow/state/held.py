@@ -6,6 +6,7 @@ a variable there leaves a `HeldValue`; whoever reads it anywhere else, in anothe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
@@ -58,6 +59,7 @@ class Holder(Protocol):
 
 
 @final
+@dataclass(slots=True, eq=False, repr=False)
 class HeldValue:
     """A value in the memory of a device.
 
@@ -67,12 +69,9 @@ class HeldValue:
         host: a read-only copy for the host, once somebody has needed one there.
     """
 
-    __slots__ = ("handle", "holder", "host")
-
-    def __init__(self, handle: object, holder: Holder) -> None:
-        self.handle = handle
-        self.holder = holder
-        self.host: Array | None = None
+    handle: object
+    holder: Holder
+    host: Array | None = None
 
     def __repr__(self) -> str:
         return f"<HeldValue on {self.holder.device}>"

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 from asyncflow.errors import DeadlineExceeded, OverloadedError, SessionClosedError
@@ -75,21 +75,19 @@ class AdmissionTicket:
         return self.deadline_s is not None and start_s + self.likely_s > self.deadline_s
 
 
+@dataclass(slots=True, eq=False)
 class Admission:
     """Counts the runs in flight and queues the others.
 
     Invariant: nobody waits while fewer than `max_runs` are in flight.
     """
 
-    __slots__ = ("_in_flight", "_loop", "_max_queued", "_max_runs", "_queue", "refused")
-
-    def __init__(self, max_runs: int, max_queued: int | None) -> None:
-        self._max_runs = max_runs
-        self._max_queued = max_queued
-        self._in_flight: dict[AdmissionTicket, None] = {}
-        self._queue: deque[AdmissionTicket] = deque()
-        self.refused = 0
-        """How many runs were not started."""
+    max_runs: int
+    max_queued: int | None
+    refused: int = 0
+    """How many runs were not started."""
+    _in_flight: dict[AdmissionTicket, None] = field(default_factory=dict)
+    _queue: deque[AdmissionTicket] = field(default_factory=deque)
 
     @property
     def queued(self) -> int:
@@ -104,11 +102,11 @@ class Admission:
         """
         now = asyncio.get_running_loop().time()
         ticket = AdmissionTicket(plan, deadline_s)
-        if len(self._in_flight) < self._max_runs:
+        if len(self._in_flight) < self.max_runs:
             if self._in_flight and ticket.is_late(now):
                 self._refuse(now, "would take too long to end in time")
-        elif self._max_queued is not None and len(self._queue) >= self._max_queued:
-            self._refuse(now, f"would have to wait, as {len(self._queue)} do (max_queued={self._max_queued})")
+        elif self.max_queued is not None and len(self._queue) >= self.max_queued:
+            self._refuse(now, f"would have to wait, as {len(self._queue)} do (max_queued={self.max_queued})")
         elif ticket.may_be_late(now + self._wait_s(now)):
             self._refuse(now, "would have to wait too long to end in time")
         return ticket
@@ -125,7 +123,7 @@ class Admission:
         """
         ticket = self.apply(plan, deadline_s)
         loop = asyncio.get_running_loop()
-        if len(self._in_flight) < self._max_runs:
+        if len(self._in_flight) < self.max_runs:
             self._start(ticket, loop.time())
             return ticket
         ticket.turn = loop.create_future()
@@ -177,7 +175,7 @@ class Admission:
             self._queue.remove(ticket)
 
     def _advance(self, now: float) -> None:
-        while self._queue and len(self._in_flight) < self._max_runs:
+        while self._queue and len(self._in_flight) < self.max_runs:
             ticket = self._queue.popleft()
             assert ticket.turn is not None
             if ticket.turn.done():  # cancelled, in this pass of the event loop
@@ -191,14 +189,14 @@ class Admission:
     def _wait_s(self, now: float) -> float:
         """How long a run asked for now would wait."""
         left_s = sum(max(0.0, ticket.started_s + ticket.expected_s - now) for ticket in self._in_flight)
-        return (left_s + sum(ticket.expected_s for ticket in self._queue)) / self._max_runs
+        return (left_s + sum(ticket.expected_s for ticket in self._queue)) / self.max_runs
 
     def _refuse(self, now: float, why: str) -> NoReturn:
         self.refused += 1
         runs, queued = len(self._in_flight), len(self._queue)
         retry_after_s = max(self._wait_s(now), _LEAST_RETRY_S)
         raise OverloadedError(
-            f"the session is busy with {runs} runs (max_runs={self._max_runs}), and this one {why}; it did not start; "
+            f"the session is busy with {runs} runs (max_runs={self.max_runs}), and this one {why}; it did not start; "
             f"ask again in {retry_after_s:.2g} s, or ask another",
             retry_after_s=retry_after_s,
             runs=runs,

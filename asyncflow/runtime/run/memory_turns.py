@@ -13,6 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import OutOfMemoryError
@@ -21,16 +22,15 @@ if TYPE_CHECKING:
     from asyncflow.values import Value
 
 
+@dataclass(slots=True, eq=False)
 class MemoryTurns:
     """Whose turn it is. Invariant: if anybody waits, a run is active, which will wake the next when it ends."""
 
-    __slots__ = ("_active", "_begun", "_is_alone", "_waiting")
-
-    def __init__(self) -> None:
-        self._active = 0
-        self._begun = 0
-        self._is_alone = False  # whether the active run is one that is done again
-        self._waiting: deque[asyncio.Future[None]] = deque()
+    _active: int = 0
+    _begun: int = 0
+    _is_alone: bool = False
+    """Whether the active run is one that is done again."""
+    _waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
     async def values(
         self, attempt: Callable[[], Awaitable[list[Value]]], in_time: Callable[[], AbstractAsyncContextManager[None]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -115,22 +116,20 @@ class Call:
         return self.structure.unflatten(fetched)
 
 
+@dataclass(frozen=True, slots=True)
 class CallCache:
     """The calls a session remembers: a run that asks for the same as one before does not read it again.
 
     They are kept beside the plans of their graphs, and go with them.
     """
 
-    __slots__ = ("_graph", "_plans", "_regions")
-
-    def __init__(self, graph: Graph | None, plans: PlanCache, *, regions: bool) -> None:
-        self._graph = graph
-        self._plans = plans
-        self._regions = regions
+    graph: Graph | None
+    plans: PlanCache
+    regions: bool
 
     def new(self, fetches: Nest, feeds: Sequence[Value], *, streams: bool = False) -> Call:
         """A call that is not remembered."""
-        return Call(fetches, feeds, self._graph, regions=self._regions, streams=streams)
+        return Call(fetches, feeds, self.graph, regions=self.regions, streams=streams)
 
     def of_run(self, fetches: Nest, feeds: Feeds) -> Call:
         """The call of a run, remembered if it fetches a tensor or a flat list or tuple of tensors."""
@@ -144,7 +143,7 @@ class CallCache:
         tensor = first.fetch if isinstance(first, OnDevice) else first
         if not isinstance(tensor, Tensor):
             return self.new(fetches, tuple(feeds))
-        calls = self._plans.of(tensor.node.graph.root).calls
+        calls = self.plans.of(tensor.node.graph.root).calls
         call: Call | None = calls.get(key)
         if call is None:
             if len(calls) >= _MOST_CALLS:
@@ -154,10 +153,10 @@ class CallCache:
 
     def of_function(self, graph: Graph, outputs: Nest, feeds: Mapping[Tensor, Value]) -> Call:
         """The call of a traced `@af.function`, whose graph serves no other."""
-        calls = self._plans.of(graph).calls
+        calls = self.plans.of(graph).calls
         call: Call | None = calls.get(None)
         if call is None:
-            call = calls[None] = Call(outputs, tuple(feeds), graph, regions=self._regions, all_effects=True)
+            call = calls[None] = Call(outputs, tuple(feeds), graph, regions=self.regions, all_effects=True)
         return call
 
 

@@ -7,8 +7,8 @@ in place; they are the graph's.
 What CUDA refuses to capture spoils the capture, and if that is one of a conditional node's body, ending it ends the
 process (a bug of the drivers of CUDA 13, NVBUG 6805256). So all is captured once without conditional nodes before.
 
-A launch makes no more iterations than it is told to (`Limits`), so that no loop occupies the device for ever; its caller
-looks at its state, and launches it again with the values that it gave.
+A launch makes no more iterations than it is told to (`Limits`), so that no loop occupies the device for ever. Its
+caller looks at its state, and launches it again with the values that it gave.
 """
 
 from __future__ import annotations
