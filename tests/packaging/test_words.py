@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncflow"
-MODULES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+MODULES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
 
 
 def test_a_class_name_is_once_in_the_tree() -> None:
     """``_Node`` in one module and ``Node`` in another count as one name."""
-    classes = [node for tree in MODULES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    names = Counter(node.name.lstrip("_") for node in classes)
+    classes = [name for text in MODULES.values() for name in re.findall(r"^ *class _?(\w+)", text, re.MULTILINE)]
+    names = Counter(classes)
     assert len(names) > 300
     assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_docstrings_open_with_a_noun_or_a_verb() -> None:
-    named = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    documented = [(name, node) for name, tree in MODULES.items() for node in ast.walk(tree) if isinstance(node, named)]
-    opened = [
-        f"{name}: {node.name}" for name, node in documented if (ast.get_docstring(node) or "").startswith("What ")
-    ]
-    assert opened == []
+    opening = re.compile(r'^(.*):\n +"""(\w+)', re.MULTILINE)
+    opened = [(module, *found) for module, text in MODULES.items() for found in opening.findall(text)]
+    assert len(opened) > 2000
+    assert [each for each in opened if each[-1] == "What"] == []
