@@ -237,7 +237,7 @@ async def test_what_goes_on_for_too_long_inside_is_launched_again_or_driven(
     monkeypatch.setattr(cuda_while_launch, "FIRST_ITERATIONS", first)
     monkeypatch.setattr(cuda_while_launch, "MOST_ITERATIONS", most)
     launcher = bind(*rows.functions, n_vars=2)
-    for n in (2, 4, 24):
+    for n in (2, 4, 12):
         assert await rows.run(launcher, n) == [n, [rows.expected(n)] * 2]
 
 
