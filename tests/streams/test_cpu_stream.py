@@ -416,10 +416,12 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(write, _use_in_child(stream, unused, event).encode())
-            os._exit(0)
+            try:
+                os.write(write, _use_in_child(stream, unused, event).encode())
+            finally:  # else the child went on with all the tests after this one
+                os._exit(0)
         os.close(write)
-        killer = threading.Timer(60, os.kill, (child, signal.SIGKILL))  # reading and waiting end, at the latest
+        killer = threading.Timer(PATIENCE_S, os.kill, (child, signal.SIGKILL))  # reading and waiting end, at the latest
         killer.start()
         with os.fdopen(read) as pipe:
             lines = pipe.read().splitlines()

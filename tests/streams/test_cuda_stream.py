@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -673,12 +674,17 @@ async def test_a_forked_child_is_refused_and_the_parent_goes_on(cupy: FakeCupy) 
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(write, _use_in_child(stream, unused).encode())
-            os._exit(0)
+            try:
+                os.write(write, _use_in_child(stream, unused).encode())
+            finally:  # else the child went on with all the tests after this one
+                os._exit(0)
         os.close(write)
+        killer = threading.Timer(PATIENCE_S, os.kill, (child, signal.SIGKILL))  # reading and waiting end, at the latest
+        killer.start()
         with os.fdopen(read) as pipe:
             lines = pipe.read().splitlines()
         await asyncio.to_thread(os.waitpid, child, 0)
+        killer.cancel()
         assert lines[:2] == ["SessionClosedError"] * 2 and "belongs to the parent" in lines[2]
         cupy.resume()
         await future
