@@ -117,11 +117,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
     charge: Callable[[Any, int], None] | None = None
     handover_ns = 5_000.0  # streams wait for events by themselves
     region_ns = 0.0
-
-    def __init__(self, kind: str, index: int, capabilities: Capabilities, compute_streams: int) -> None:
-        """Name the device; the arguments are those of `LogicalDevice`."""
-        super().__init__(kind, index, capabilities, compute_streams)
-        self._spans: Spans | None = None
+    _spans: Spans | None = None
 
     @property
     def asynchronous(self) -> Any:  # type: ignore[override] # an attribute would be a cycle

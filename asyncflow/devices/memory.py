@@ -92,13 +92,17 @@ class MemoryLimitExceeded(Exception):
         self.used = used
         self.limit = limit
         self.top = top
-        largest = ", ".join(f"{buffer.label or 'unnamed'} {format_bytes(buffer.nbytes)}" for buffer in top)
-        held, most = format_bytes(used), format_bytes(limit)
-        if held == most:
-            held, most = f"{used} bytes", f"{limit} bytes"
         super().__init__(
-            f"{device} holds {held}, over its limit of {most}, after a value of "
-            f"{format_bytes(requested)}; largest now: {largest}; raise memory_limit=, or run fewer iterations or "
+            self._message(", ".join(f"{buffer.label or 'unnamed'} {format_bytes(buffer.nbytes)}" for buffer in top))
+        )
+
+    def _message(self, largest: str) -> str:
+        held, most = format_bytes(self.used), format_bytes(self.limit)
+        if held == most:
+            held, most = f"{self.used} bytes", f"{self.limit} bytes"
+        return (
+            f"{self.device} holds {held}, over its limit of {most}, after a value of "
+            f"{format_bytes(self.requested)}; largest now: {largest}; raise memory_limit=, or run fewer iterations or "
             "requests at once"
         )
 
@@ -174,19 +178,21 @@ class MemoryAccount:
                     self._check(nbytes, min(_SLACK_BYTES, self._limit // 8))
 
     def top(self, n: int = _TOP) -> tuple[LiveBuffer, ...]:
-        """The ``n`` largest tracked buffers that are alive, largest first."""
-        with self._lock:
-            self._settle()
-            buffers = [LiveBuffer(watch.nbytes, watch.label) for watch in self._live.values()]
-        return tuple(heapq.nlargest(n, buffers))
+        """The ``n`` largest buffers that are counted and alive, largest first."""
+        return tuple(heapq.nlargest(n, self._buffers()))
 
     def statistics(self) -> MemoryStatistics:
         """A snapshot."""
         with self._lock:
-            self._settle()
+            buffers = len(self._buffers())
             return MemoryStatistics(
-                device=self._device, used=self._used, peak=self._peak, limit=self._limit, buffers=len(self._live)
+                device=self._device, used=self._used, peak=self._peak, limit=self._limit, buffers=buffers
             )
+
+    def _buffers(self) -> list[LiveBuffer]:
+        with self._lock:
+            self._settle()
+            return [LiveBuffer(watch.nbytes, watch.label) for watch in self._live.values()]
 
     def _check(self, requested: int, slack: int = 0) -> None:
         """Raise if the limit is passed, after a look through the stores if `slack` has come since the last."""
@@ -320,18 +326,6 @@ class ChargedAccount(MemoryAccount):
         used = sum(buffer.nbytes for buffer in buffers)
         top = tuple(heapq.nlargest(_TOP, buffers))
         return kind(device=self._device, requested=nbytes, used=used, limit=limit, top=top)
-
-    def top(self, n: int = _TOP) -> tuple[LiveBuffer, ...]:
-        """The ``n`` largest buffers, largest first."""
-        return tuple(heapq.nlargest(n, self._buffers()))
-
-    def statistics(self) -> MemoryStatistics:
-        """A snapshot."""
-        with self._lock:
-            self._settle()
-            return MemoryStatistics(
-                device=self._device, used=self._used, peak=self._peak, limit=self._limit, buffers=len(self._charges)
-            )
 
     def _buffers(self) -> list[LiveBuffer]:
         with self._lock:

@@ -293,7 +293,7 @@ def test_memory_of_a_loop_counts_until_it_is_released(fake: FakeCupy, card: Card
         loop([np.int64(0), np.zeros(64)], [np.asarray(50)])
         assert [int(other.get()[0]) for other in others] == list(range(20))
         del others
-    loop.device.release()
+    loop.device._graphs.clear()
     gc.collect()
     assert card.pool.account.used == 0
 

@@ -367,11 +367,6 @@ class CudaDevice(Progress):
         before, self._spans = self._spans, spans
         return before
 
-    @property
-    def is_timed(self) -> bool:
-        """Whether somebody wants to know when work begins and ends."""
-        return self._spans is not None
-
     def recorded(self) -> Spans | None:
         """The list that the work launched now is added to."""
         return self._spans

@@ -73,10 +73,7 @@ class CudaLauncher:
                     convert = values.raw if index - first in info.host_inputs else values.uploaded
                     raw[index] = convert(args[index], info.name)
                 device.launched += 1
-                if device.is_timed:
-                    with device.timed(values.stream, info.name):
-                        result = self._kernel(*raw)
-                else:
+                with device.timed(values.stream, info.name):
                     result = self._kernel(*raw)
                 if info.single:
                     return values.wrapped(result, info.name)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asyncflow.devices.memory import ChargedAccount, LiveBuffer, MemoryLimitExceeded, format_bytes
+from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded, format_bytes
 from asyncflow.streams.cuda.stream import CudaStream, active
 
 if TYPE_CHECKING:
@@ -37,13 +37,12 @@ class DeviceMemoryExhausted(MemoryLimitExceeded):
     The free memory is in smaller pieces, or the card has less than the limit: other programs and other devices use it.
     """
 
-    def __init__(self, *, device: str, requested: int, used: int, limit: int, top: tuple[LiveBuffer, ...]) -> None:
-        super().__init__(device=device, requested=requested, used=used, limit=limit, top=top)
-        largest = ", ".join(f"{buffer.label or 'unnamed'} {format_bytes(buffer.nbytes)}" for buffer in top)
-        self.args = (
-            f"{device} has no {format_bytes(requested)} in one piece; it would hold {format_bytes(used)} of "
-            f"{format_bytes(limit)}, but what is free is in smaller pieces, or in use by others on the card; largest "
-            f"now: {largest}; lower memory_limit= to what the card has, or run fewer iterations or requests at once",
+    def _message(self, largest: str) -> str:
+        return (
+            f"{self.device} has no {format_bytes(self.requested)} in one piece; it would hold "
+            f"{format_bytes(self.used)} of {format_bytes(self.limit)}, but what is free is in smaller pieces, or in "
+            f"use by others on the card; largest now: {largest}; lower memory_limit= to what the card has, or run "
+            "fewer iterations or requests at once"
         )
 
 

@@ -224,10 +224,6 @@ class CapturedRegion:
             outputs = yield from self.function(*inputs)
         return outputs
 
-    def release(self) -> None:
-        """Drop all graphs, as memory is short; launches in flight are done first. Calls capture anew."""
-        self._graphs.clear()
-
     def _launched(self, inputs: Sequence[Value]) -> tuple[Placed, ...] | None:
         """The outputs of a graph; None if there is none for such inputs, or no room for it."""
         if self._graphs.is_refused:

@@ -270,10 +270,6 @@ class DeviceLoop:
             self._graphs.refuse(error)
             return None
 
-    def release(self) -> None:
-        """Drop all graphs, as memory is short; launches in flight are done first. Launches capture anew."""
-        self._graphs.clear()
-
     def _key(self, variables: Sequence[Value], captures: Sequence[Value]) -> Hashable:
         ndarray = self.cupy.ndarray
         shapes: list[Hashable] = []

@@ -276,25 +276,35 @@ class CudaCopies:
             raise source.cause_of(device.cause_of(error))  # noqa: B904 - which has its cause
 
     def _received(self, value: CudaArray, source: CudaDevice) -> CudaArray:
-        device = self._device
-        here = self.new(value.shape, value.dtype, value.name)
-        if not value.nbytes:
-            return CudaArray(here, device, device.compute, value.name)
-        there = source.copies.contiguous(value)
-        self._own(self._peer)
-        value.order(self._peer)
-        self.copy_from(source.physical, here, there, value.name)
-        landing = Landing(here, device.compute)
-        self._peer.hold(landing, there)
-        return CudaArray(here, device, self._peer, value.name, self._peer.record(), landing)
+        return self.copied(source.copies.contiguous(value), source.physical, value.name, value.order)
 
-    def copy_from(self, card: int, here: CupyArray, there: CupyArray, name: str) -> None:
-        """Copy, on `peer`, an array in C order that is on `card` to one that is here."""
-        target, origin, nbytes = here.data.ptr, there.data.ptr, there.nbytes
-        if card == self._device.physical:
-            self._copy(self._peer, target, origin, nbytes, self._runtime.memcpyDeviceToDevice, name)
+    def copied(
+        self, there: CupyArray, card: int, name: str, order: Callable[[CudaStream], object], *holds: object
+    ) -> CudaArray:
+        """A copy of an array in C order, made on `peer`.
+
+        Args:
+            there: the array, which is kept until the copy is made.
+            card: that it is on.
+            name: of the copy.
+            order: lets a stream wait until the array is written.
+            holds: what else to keep.
+        """
+        device, peer = self._device, self._peer
+        here = self.new(there.shape, there.dtype, name)
+        nbytes = there.nbytes
+        if not nbytes:
+            return CudaArray(here, device, device.compute, name)
+        self._own(peer)
+        order(peer)
+        target, origin = here.data.ptr, there.data.ptr
+        if card == device.physical:
+            self._copy(peer, target, origin, nbytes, self._runtime.memcpyDeviceToDevice, name)
         else:
             self._copy_from_card(card, target, origin, nbytes, name)
+        landing = Landing(here, device.compute)
+        peer.hold(landing, there, *holds)
+        return CudaArray(here, device, peer, name, peer.record(), landing)
 
     def _copy_from_card(self, card: int, target: int, origin: int, nbytes: int, name: str) -> None:
         device, stream = self._device, self._peer

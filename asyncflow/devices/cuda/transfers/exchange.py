@@ -18,9 +18,10 @@ import sys
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.devices.cuda.values import CudaArray, Landing
+from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.streams.cuda.stream import active
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from asyncflow.devices.protocol import Deliver
     from asyncflow.devices.values import DType
     from asyncflow.streams.cuda.cupy_types import Cupy, CupyArray, Raw
+    from asyncflow.streams.cuda.stream import CudaStream
     from asyncflow.values import Array, Value
 
 HOST_MEMORY = frozenset({1, 3})
@@ -129,6 +131,12 @@ def view(cupy: Cupy, foreign: ForeignArray) -> tuple[CupyArray, Raw]:
     return array, written
 
 
+def follow(stream: CudaStream, event: Raw) -> None:
+    """Let a stream of ours wait for a ``cupy.cuda.Event``."""
+    with stream:
+        stream.raw.wait_event(event)
+
+
 def hold_back(cupy: Cupy, card: int, event: Raw) -> None:
     """Let the current streams of those who may write to an array on the card next wait for ``event``."""
     for stream in current_streams(cupy, card):
@@ -179,20 +187,12 @@ class Exchange:
         self._device.answer(deliver, self._copied, foreign, name)
 
     def _copied(self, foreign: ForeignArray, name: str) -> CudaArray:
-        device = self._device
-        cupy, peer = device.cupy, device.peer
+        cupy = self._device.cupy
         there, written = view(cupy, foreign)
-        here = device.copies.new(there.shape, there.dtype, name)
-        peer.wait(device.compute.record())  # earlier kernels may still be using the memory
-        with peer:
-            peer.raw.wait_event(written)
+        copied = self._device.copies.copied(there, foreign.card, name, partial(follow, event=written), foreign)
         if there.nbytes:
-            device.copies.copy_from(foreign.card, here, there, name)
-        copied = peer.record()
-        landing = Landing(here, device.compute)
-        peer.hold(landing, there, foreign)
-        hold_back(cupy, foreign.card, copied.point.raw)
-        return CudaArray(here, device, peer, name, copied, landing)
+            hold_back(cupy, foreign.card, copied.written.point.raw)
+        return copied
 
     def lend(self, value: CudaArray) -> CupyArray:
         """The array itself as a ``cupy.ndarray``, for others, who must not write to it.

@@ -8,10 +8,11 @@ copies the array, which it refers to until the copy is done.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from asyncflow.devices.cuda.transfers.exchange import read
-from asyncflow.devices.cuda.values import CudaArray, Landing
+from asyncflow.devices.cuda.transfers.exchange import follow, read
+from asyncflow.devices.cuda.values import CudaArray
 from asyncflow.streams.cuda.stream import active, capturing
 
 if TYPE_CHECKING:
@@ -68,25 +69,12 @@ class CudaHolder:
         """
         self.check()
         source.check()
+        device = self._device
         try:
-            return self._received(handle, source)
+            order = partial(follow, event=source._written(handle))
+            return device.copies.copied(handle.array, source._device.physical, device.pool.label, order)
         except RuntimeError as error:
-            raise source._device.cause_of(self._device.cause_of(error))  # noqa: B904 - which has its cause
-
-    def _received(self, handle: CudaArray, source: CudaHolder) -> CudaArray:
-        device, there = self._device, handle.array
-        peer, label = device.peer, device.pool.label
-        here = device.copies.new(there.shape, there.dtype, label)
-        if not there.nbytes:
-            return CudaArray(here, device, device.compute, label)
-        written = source._written(handle)
-        peer.wait(device.compute.record())  # earlier kernels may still be using the memory
-        with peer:
-            peer.raw.wait_event(written)
-        device.copies.copy_from(source._device.physical, here, there, label)
-        landing = Landing(here, device.compute)
-        peer.hold(landing, there)
-        return CudaArray(here, device, peer, label, peer.record(), landing)
+            raise source._device.cause_of(device.cause_of(error))  # noqa: B904 - which has its cause
 
     def to_host(self, handle: CudaArray) -> Array:
         """A copy in the host's memory. Blocks until the writer's stream has done what it has been given by now.
