@@ -22,17 +22,7 @@ from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
-from asyncflow.ops.derivatives.scatter import (
-    SCATTER_ALONG_AXIS,
-    SCATTER_TO,
-    along_indices,
-    host_places,
-    index_count,
-    names_rows,
-    part_kernel,
-    parts_of,
-    sizes_of,
-)
+from asyncflow.ops.derivatives import scatter
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, ensure_shape, shape_of
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, host_indices, indexed_shape, is_flag
@@ -61,8 +51,8 @@ class _PartPlace:
 
     def __init__(self, xp: Namespace, key: Key) -> None:
         self._xp = xp
-        self._add = part_kernel(xp, key, is_first=False)
-        self._is_rows = names_rows(key)
+        self._add = scatter.part_kernel(xp, key, is_first=False)
+        self._is_rows = scatter.names_rows(key)
 
     def add(self, result: Array, parts: Sequence[_Part]) -> None:
         """Adds parts of this place to an array."""
@@ -181,24 +171,24 @@ class PartSum(StoreVersion[_Part]):
 
 def _add_kernel(xp: Namespace, *, keys: tuple[Key, ...], shape: Shape, known: Shape) -> Kernel:
     places, read = [None if key == _WHOLE else _PartPlace(xp, key) for key in keys], shape_reader(shape)
-    place, n_indices = places[0], index_count(keys[0])
+    place, n_indices = places[0], scatter.index_count(keys[0])
 
     def add(total: PartSum, *inputs: Array) -> PartSum:
         if len(places) == 1:
             parts: list[_Part] = [(place, inputs[0], inputs[1 : 1 + n_indices])]
         else:
-            parts = [(place, *part) for place, part in zip(places, parts_of(inputs, keys), strict=True)]
+            parts = [(place, *part) for place, part in zip(places, scatter.parts_of(inputs, keys), strict=True)]
         if total.length:
             grown: PartSum = total.with_parts(parts)
             return grown
-        extents = read(sizes_of(inputs, shape))
+        extents = read(scatter.sizes_of(inputs, shape))
         return PartSum.of(_PartedValue(xp, extents, inputs[0].dtype, prod(extents)), parts)
 
     return add
 
 
 def _part_kernel(xp: Namespace, *, key: Key, shape: Shape, dtype: DType) -> Kernel:
-    (static, build), n_indices, read = compile_key(key), index_count(key), shape_reader(shape)
+    (static, build), n_indices, read = compile_key(key), scatter.index_count(key), shape_reader(shape)
 
     def part(total: PartSum, *inputs: Array) -> Array:
         index = static if static is not None else build(*inputs[:n_indices])
@@ -213,13 +203,13 @@ def _part_kernel(xp: Namespace, *, key: Key, shape: Shape, dtype: DType) -> Kern
 
 
 def _part_spec(total: Spec, *inputs: Spec, key: Key, shape: Shape, dtype: DType) -> Spec:
-    n_indices = index_count(key)
+    n_indices = scatter.index_count(key)
     return Spec(dtype, indexed_shape(template_shape(shape, inputs[n_indices:]), key, inputs[:n_indices]))
 
 
 def _part_host_inputs(node: Node) -> Collection[int]:
     key = node.attrs["key"]
-    count = index_count(key)
+    count = scatter.index_count(key)
     read = host_indices(key, [x.spec for x in node.inputs[1 : 1 + count]])
     assert read is not None, "a single boolean names no part"
     return [*(1 + number for number in read), *range(1 + count, len(node.inputs))]
@@ -230,7 +220,7 @@ ADD_PARTS = define(
     lambda total, *inputs, **attrs: STORE,
     _add_kernel,
     flops=free,
-    host_inputs=lambda node: host_places(node, 1),
+    host_inputs=lambda node: scatter.host_places(node, 1),
     traits=OPAQUE,
 )
 PART_OF_SUM = define("part_of_sum", _part_spec, _part_kernel, host_inputs=_part_host_inputs, traits=READS_STORE)
@@ -241,12 +231,12 @@ def are_parts(grad: Tensor, whole: Shape) -> bool:
     node = _maker(grad)
     if node.op is PART_OF_SUM:
         return bool(node.attrs["key"] == _WHOLE)
-    if node.op is SCATTER_ALONG_AXIS:
+    if node.op is scatter.SCATTER_ALONG_AXIS:
         values, size = node.inputs[0].shape, size_of(whole)
         return values is not None and (size is None or (size_of(values) or 0) * _FEW <= size)
-    if node.op is not SCATTER_TO:
+    if node.op is not scatter.SCATTER_TO:
         return False
-    parts, size = parts_of(node.inputs, node.attrs["keys"]), size_of(whole)
+    parts, size = scatter.parts_of(node.inputs, node.attrs["keys"]), size_of(whole)
     if any(is_flag(index) for _, indices in parts for index in indices):
         return False
     sizes = [size_of(values.shape) for values, _ in parts]
@@ -258,9 +248,9 @@ def with_parts(total: Tensor, grad: Tensor) -> Tensor:
     node = _maker(grad)
     if node.op is PART_OF_SUM:
         return merge_gradients(total, node.inputs[0])
-    if node.op is SCATTER_ALONG_AXIS:
+    if node.op is scatter.SCATTER_ALONG_AXIS:
         values, _, *sizes = node.inputs
-        indices = along_indices(node)
+        indices = scatter.along_indices(node)
         key = tuple(("input", place) for place in range(len(indices)))
         shape = node.attrs["shape"]
         return apply(ADD_PARTS, total, values, *indices, *sizes, keys=(key,), shape=shape, known=None)[0]
@@ -287,9 +277,9 @@ def _maker(grad: Tensor) -> Node:
 def _add_parts(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
     _, *inputs = node.inputs
     keys, shape = node.attrs["keys"], node.attrs["shape"]
-    sizes = sizes_of(inputs, shape)
+    sizes = scatter.sizes_of(inputs, shape)
     reached: list[Tensor | None] = [grads]
-    for key, (values, indices) in zip(keys, parts_of(inputs, keys), strict=True):
+    for key, (values, indices) in zip(keys, scatter.parts_of(inputs, keys), strict=True):
         part = apply(PART_OF_SUM, grads, *indices, *sizes, key=key, shape=shape, dtype=values.dtype)[0]
         reached += [ensure_shape(part, values.shape), *[None] * len(indices)]
     return [*reached, *[None] * len(sizes)]

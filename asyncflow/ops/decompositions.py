@@ -113,13 +113,13 @@ def _cubic(factor: float) -> Callable[..., float]:
 
 
 def _of_linalg(name: str, infer: Callable[..., Spec | tuple[Spec, ...]], factor: float) -> Op:
-    """Registers the op that is the function of that name in ``xp.linalg``."""
+    """Defines the op that is the function of that name in ``xp.linalg``, with its attributes as options."""
 
-    def kernel(xp: Namespace) -> Kernel:
+    def kernel(xp: Namespace, **options: object) -> Kernel:
         function = getattr(xp.linalg, name)
 
         def run(x: Array) -> Value:
-            found = function(x)
+            found = function(x, **options)
             return tuple(found) if isinstance(found, tuple) else found
 
         return run
@@ -324,19 +324,13 @@ def _matrix_rank_kernel(xp: Namespace, *, rtol: float | None) -> Kernel:
     return kernel
 
 
-QR = define(
-    "qr", _qr_spec, lambda xp, mode: lambda x: tuple(xp.linalg.qr(x, mode=mode)), flops=_cubic(4.0), traits=OPAQUE
-)
-SVD = define(
-    "svd",
-    _svd_spec,
-    lambda xp, full_matrices: lambda x: tuple(xp.linalg.svd(x, full_matrices=full_matrices)),
-    flops=_cubic(20.0),
-    traits=OPAQUE,
-)
-SVDVALS = define(
-    "svdvals", _svdvals_spec, lambda xp: lambda x: xp.linalg.svd(x, compute_uv=False), flops=_cubic(4.0), traits=OPAQUE
-)
+def _svdvals_kernel(xp: Namespace) -> Kernel:
+    return lambda x: xp.linalg.svd(x, compute_uv=False)
+
+
+QR = _of_linalg("qr", _qr_spec, 4.0)
+SVD = _of_linalg("svd", _svd_spec, 20.0)
+SVDVALS = define("svdvals", _svdvals_spec, _svdvals_kernel, flops=_cubic(4.0), traits=OPAQUE)
 PINV = define("pinv", _pinv_spec, _pinv_kernel, flops=_cubic(24.0), traits=OPAQUE)
 MATRIX_RANK = define("matrix_rank", _matrix_rank_spec, _matrix_rank_kernel, flops=_cubic(4.0), traits=OPAQUE)
 

@@ -65,27 +65,13 @@ class TorchOp:
             _check_specs(self.name, outputs)
         # Without CUDA, PyTorch cannot read a card's memory: then nodes are like others of the user's functions, which
         # the host computes.
-        takes_cards: bool = self._torch.cuda.is_available()
-        self._takes_cards = takes_cards
-        self._op = Op(
-            self.name,
-            _infer,
-            self._forward,
-            is_user=True,
-            takes_any_arrays=takes_cards,
-            alone=self._torch,  # whose random numbers are one row for the process; and parameters are put in and out
-            flops=self._flops if self._is_module else None,
-            derivative=self._derivative,
-        )
-        self._gradient_op = Op(
-            f"{self.name}_gradient",
-            _infer,
-            self._backward,
-            is_user=True,
-            takes_any_arrays=takes_cards,
-            alone=self._torch,  # whose random numbers are one row for the process; and parameters are put in and out
-            flops=(lambda *shapes, **attrs: 3 * self._flops(*shapes, **attrs)) if self._is_module else None,
-        )
+        self._takes_cards: bool = self._torch.cuda.is_available()
+        # torch's random numbers are one row for the process; and parameters are put in and out.
+        make = functools.partial(Op, is_user=True, takes_any_arrays=self._takes_cards, alone=self._torch)
+        flops = self._flops if self._is_module else None
+        self._op = make(self.name, _infer, self._forward, flops=flops, derivative=self._derivative)
+        thrice = None if flops is None else lambda *shapes, **attrs: 3 * self._flops(*shapes, **attrs)
+        self._gradient_op = make(f"{self.name}_gradient", _infer, self._backward, flops=thrice)
 
     def __repr__(self) -> str:
         return f"<from_torch {self.name}>"

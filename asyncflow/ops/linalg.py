@@ -11,12 +11,13 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, graph_for
 from asyncflow.graph.dtypes import DType, float32
-from asyncflow.graph.op import OPAQUE, WHOLE_VIEW, Memory, Op, Traits, define
+from asyncflow.graph.op import OPAQUE, Memory, Op, Traits, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import normalize_axes, static_int
-from asyncflow.ops.cost import PASS, elements, free, per_input_element
+from asyncflow.ops.cost import PASS, elements, per_input_element
 from asyncflow.ops.datatypes import astype
+from asyncflow.ops.manipulation import view_op
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
 
 if TYPE_CHECKING:
@@ -109,13 +110,8 @@ def _matrix_transpose_spec(x: Spec) -> Spec:
     return Spec(x.dtype, (*x.shape[:-2], x.shape[-1], x.shape[-2]))
 
 
-MATRIX_TRANSPOSE = define(
-    "matrix_transpose",
-    _matrix_transpose_spec,
-    lambda xp: operator.methodcaller("swapaxes", -1, -2),
-    is_total=True,
-    flops=free,
-    traits=WHOLE_VIEW,
+MATRIX_TRANSPOSE = view_op(
+    "matrix_transpose", _matrix_transpose_spec, lambda xp: operator.methodcaller("swapaxes", -1, -2)
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -172,9 +172,12 @@ def _expand_dims_kernel(xp: Namespace, *, axis: tuple[int, ...]) -> Kernel:
     return operator.itemgetter(key if front else (..., *key))
 
 
-EXPAND_DIMS = define(
-    "expand_dims", _expand_dims_spec, _expand_dims_kernel, is_total=True, flops=free, traits=WHOLE_VIEW
-)
+def view_op(name: str, infer: Callable[..., Spec], kernel: Callable[..., Kernel]) -> Op:
+    """Defines an op whose result is another name for the memory of its input."""
+    return define(name, infer, kernel, is_total=True, flops=free, traits=WHOLE_VIEW)
+
+
+EXPAND_DIMS = view_op("expand_dims", _expand_dims_spec, _expand_dims_kernel)
 
 
 def expand_dims(x: TensorLike, /, axis: int | tuple[int, ...] = 0) -> Tensor:
@@ -192,14 +195,7 @@ def _squeeze_spec(x: Spec, *, axis: tuple[int, ...]) -> Spec:
     return Spec(x.dtype, tuple(dim for i, dim in enumerate(x.shape) if i not in axes))
 
 
-SQUEEZE = define(
-    "squeeze",
-    _squeeze_spec,
-    lambda xp, axis: operator.methodcaller("squeeze", axis),
-    is_total=True,
-    flops=free,
-    traits=WHOLE_VIEW,
-)
+SQUEEZE = view_op("squeeze", _squeeze_spec, lambda xp, axis: operator.methodcaller("squeeze", axis))
 
 
 def squeeze(x: TensorLike, /, axis: int | tuple[int, ...]) -> Tensor:
@@ -221,14 +217,7 @@ def _permute_spec(x: Spec, *, axes: tuple[int, ...]) -> Spec:
     return Spec(x.dtype, tuple(x.shape[i] for i in order))
 
 
-PERMUTE_DIMS = define(
-    "permute_dims",
-    _permute_spec,
-    lambda xp, axes: operator.methodcaller("transpose", axes),
-    is_total=True,
-    flops=free,
-    traits=WHOLE_VIEW,
-)
+PERMUTE_DIMS = view_op("permute_dims", _permute_spec, lambda xp, axes: operator.methodcaller("transpose", axes))
 
 
 def permute_dims(x: TensorLike, /, axes: Sequence[int]) -> Tensor:
@@ -424,14 +413,7 @@ def _reshaped(x: Spec, dims: Dims) -> Shape:
     return tuple((None if size is None else size // rest) if dim == -1 else dim for dim in dims)
 
 
-RESHAPE = define(
-    "reshape",
-    _reshape_spec,
-    lambda xp, shape: operator.methodcaller("reshape", shape),
-    is_total=True,
-    flops=free,
-    traits=WHOLE_VIEW,
-)
+RESHAPE = view_op("reshape", _reshape_spec, lambda xp, shape: operator.methodcaller("reshape", shape))
 
 
 def _reshape_to_spec(x: Spec, shape: Spec, *, dims: Dims | None) -> Spec:

@@ -16,6 +16,8 @@ from asyncflow.ops.cost import sorting
 from asyncflow.ops.promotion import require_kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asyncflow.values import Array, Kernel, Namespace
 
 
@@ -63,40 +65,26 @@ def _all_spec(x: Spec) -> tuple[Spec, ...]:
     return values, per_value, Spec(int64, x.shape), per_value
 
 
-def _all_kernel(xp: Namespace) -> Kernel:
-    unique = partial(xp.unique, return_index=True, return_inverse=True, return_counts=True, equal_nan=False)
+def _unique_op(name: str, infer: Callable[[Spec], Spec | tuple[Spec, ...]], *others: str) -> Op:
+    """Defines an op that gives the distinct values, and others of what NumPy's function may return."""
+    options = {f"return_{other}": True for other in others}
 
-    def kernel(x: Array) -> tuple[Array, ...]:
-        values, indices, inverse, counts = unique(x)
-        return values, indices, inverse.reshape(x.shape), counts
+    def kernel(xp: Namespace) -> Kernel:
+        unique = partial(xp.unique, equal_nan=False, **options)
 
-    return kernel
+        def run(x: Array) -> tuple[Array, ...]:
+            found = zip(("values", *others), unique(x), strict=True)
+            return tuple(each.reshape(x.shape) if of == "inverse" else each for of, each in found)
 
+        return run if others else unique
 
-def _inverse_kernel(xp: Namespace) -> Kernel:
-    unique = partial(xp.unique, return_inverse=True, equal_nan=False)
-
-    def kernel(x: Array) -> tuple[Array, ...]:
-        values, inverse = unique(x)
-        return values, inverse.reshape(x.shape)
-
-    return kernel
+    return define(name, infer, kernel, flops=sorting, runs_on_host=True)
 
 
-UNIQUE_ALL = define("unique_all", _all_spec, _all_kernel, flops=sorting, runs_on_host=True)
-UNIQUE_COUNTS = define(
-    "unique_counts",
-    lambda x: _all_spec(x)[:2],
-    lambda xp: partial(xp.unique, return_counts=True, equal_nan=False),
-    flops=sorting,
-    runs_on_host=True,
-)
-UNIQUE_INVERSE = define(
-    "unique_inverse", lambda x: _all_spec(x)[::2], _inverse_kernel, flops=sorting, runs_on_host=True
-)
-UNIQUE_VALUES = define(
-    "unique_values", _values_spec, lambda xp: partial(xp.unique, equal_nan=False), flops=sorting, runs_on_host=True
-)
+UNIQUE_ALL = _unique_op("unique_all", _all_spec, "index", "inverse", "counts")
+UNIQUE_COUNTS = _unique_op("unique_counts", lambda x: _all_spec(x)[::3], "counts")
+UNIQUE_INVERSE = _unique_op("unique_inverse", lambda x: _all_spec(x)[::2], "inverse")
+UNIQUE_VALUES = _unique_op("unique_values", _values_spec)
 
 
 def _distinct(op: Op, x: TensorLike) -> tuple[Tensor, ...]:

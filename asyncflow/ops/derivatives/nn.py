@@ -39,17 +39,8 @@ def _narrowed(x: Tensor, dtype: DType) -> Tensor:
 # -- activations -----------------------------------------------------------------------------------------------------
 
 
-@derivative(nn.RELU)
-def _relu(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    """0 at 0."""
-    (y,) = node.outputs
-    return [where(y > 0, grad, 0)]
-
-
-@derivative(nn.SIGMOID)
-def _sigmoid(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    (y,) = node.outputs
-    return [grad * (y * (1 - y))]
+gradient_of_first(nn.RELU, lambda node, grad: where(node.outputs[0] > 0, grad, 0))
+gradient_of_first(nn.SIGMOID, lambda node, grad: grad * (node.outputs[0] * (1 - node.outputs[0])))
 
 
 @derivative(nn.SILU)
