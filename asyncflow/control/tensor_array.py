@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.dtypes import DType, DTypeLike
     from asyncflow.graph.ir import Node
+    from asyncflow.graph.op import Effects
     from asyncflow.graph.shapes import Shape, ShapeLike
     from asyncflow.values import Array, Kernel, Namespace
 
@@ -39,11 +40,6 @@ ARRAY = Spec(VARIANT, ())
 
 
 # -- shape rules and kernels -----------------------------------------------------------------------------------------
-
-
-def _check_array(array: Spec) -> None:
-    if array.dtype != VARIANT:
-        raise DTypeError(f"the first input is the handle of a TensorArray; got {array}")
 
 
 def _check_integers(value: Spec, rank: int, what: str) -> None:
@@ -76,76 +72,56 @@ def _new_spec(size: Spec, *, element: Spec, dynamic_size: bool, clear_after_read
     return ARRAY
 
 
-def _write_spec(array: Spec, index: Spec, value: Spec, *, element: Spec) -> Spec:
-    _check_array(array)
+def _write_spec(index: Spec, value: Spec, *, element: Spec) -> Spec:
     _check_integers(index, 0, "an index")
     _check_element(value.dtype, value.shape, element)
     return ARRAY
 
 
-def _read_spec(array: Spec, index: Spec, *, element: Spec) -> Spec:
-    _check_array(array)
+def _read_spec(index: Spec, *, element: Spec) -> Spec:
     _check_integers(index, 0, "an index")
     return element
 
 
-def _unstack_spec(array: Spec, values: Spec, *, element: Spec) -> Spec:
-    _check_array(array)
+def _unstack_spec(values: Spec, *, element: Spec) -> Spec:
     _check_element(values.dtype, _row_shape(values), element)
     return ARRAY
 
 
-def _stack_spec(array: Spec, *, element: Spec, length: int | None) -> Spec:
-    _check_array(array)
+def _stack_spec(*, element: Spec, length: int | None) -> Spec:
     return Spec(element.dtype, None if element.shape is None else (length, *element.shape))
 
 
-def _scatter_spec(array: Spec, indices: Spec, values: Spec, *, element: Spec) -> Spec:
+def _scatter_spec(indices: Spec, values: Spec, *, element: Spec) -> Spec:
     _check_integers(indices, 1, "indices")
-    _unstack_spec(array, values, element=element)
+    _unstack_spec(values, element=element)
     if indices.shape and values.shape and not is_compatible(indices.shape, values.shape[:1]):
         raise ShapeError(f"{values.shape[0]} rows do not fit {indices.shape[0]} indices")
     return ARRAY
 
 
-def _gather_spec(array: Spec, indices: Spec, *, element: Spec) -> Spec:
+def _gather_spec(indices: Spec, *, element: Spec) -> Spec:
     _check_integers(indices, 1, "indices")
-    return _stack_spec(array, element=element, length=indices.shape[0] if indices.shape else None)
+    return _stack_spec(element=element, length=indices.shape[0] if indices.shape else None)
 
 
-def _split_spec(array: Spec, values: Spec, lengths: Spec, *, element: Spec) -> Spec:
-    _check_array(array)
+def _split_spec(values: Spec, lengths: Spec, *, element: Spec) -> Spec:
     _check_integers(lengths, 1, "lengths")
     rows = _row_shape(values)
     _check_element(values.dtype, None if rows is None else (None, *rows), element)
     return ARRAY
 
 
-def _concat_spec(array: Spec, *, element: Spec) -> tuple[Spec, Spec]:
-    _check_array(array)
+def _concat_spec(*, element: Spec) -> tuple[Spec, Spec]:
     if element.shape == ():
         raise ShapeError("scalars cannot be joined along their first axis; use stack")
     shape = None if element.shape is None else (None, *element.shape[1:])
     return Spec(element.dtype, shape), Spec(int64, (None,))
 
 
-def _size_spec(array: Spec) -> Spec:
-    _check_array(array)
-    return Spec(int64, ())
-
-
-def _close_spec(array: Spec) -> tuple[Spec, ...]:
-    _check_array(array)
-    return ()
-
-
 def _new_kernel(xp: Namespace, *, element: Spec, dynamic_size: bool, clear_after_read: bool) -> Kernel:
     kind = ArrayKind(element.dtype, element.shape, dynamic_size, clear_after_read)
     return lambda size: ArrayValue.create(xp, kind, int(size))
-
-
-def _size_kernel(xp: Namespace) -> Kernel:
-    return lambda array: np.int64(array.current_size())
 
 
 def _close(array: ArrayValue) -> tuple[()]:
@@ -159,12 +135,25 @@ def _array_op(
     method: Kernel,
     flops: Callable[..., float] | None = free,
     *,
+    effects: Callable[[Node], Effects] | None = None,
     host_inputs: Collection[int] = (),
     traits: Traits = OPAQUE,
 ) -> Op:
-    """An op whose kernel is a method of the array, which needs no attributes."""
+    """An op whose kernel is a method of the array, which needs no attributes; `infer` gets the inputs behind it."""
+
+    def checked(array: Spec, *inputs: Spec, **attrs: object) -> Spec | tuple[Spec, ...]:
+        if array.dtype != VARIANT:
+            raise DTypeError(f"the first input is the handle of a TensorArray; got {array}")
+        return infer(*inputs, **attrs)
+
     return define(
-        f"tensor_array_{name}", infer, lambda xp, **attrs: method, flops=flops, host_inputs=host_inputs, traits=traits
+        f"tensor_array_{name}",
+        checked,
+        lambda xp, **attrs: method,
+        effects=effects,
+        flops=flops,
+        host_inputs=host_inputs,
+        traits=traits,
     )
 
 
@@ -180,7 +169,7 @@ WRITE = _array_op("write", _write_spec, lambda array, index, value: array.write(
 READ = _array_op("read", _read_spec, lambda array, index: array.read(int(index)), host_inputs=(1,))
 ELEMENT_SHAPE = _array_op(
     "element_shape",
-    lambda array, index, *, element: Spec(int64, (element.rank,)),
+    lambda index, *, element: Spec(int64, (element.rank,)),
     lambda array, index: array.element_shape(int(index)),
     host_inputs=(1,),
     traits=Traits(Memory.METADATA, is_capturable=False, is_cheap=False),
@@ -196,15 +185,9 @@ GATHER = _array_op(
 )
 SPLIT = _array_op("split", _split_spec, ArrayValue.split, host_inputs=(2,))
 CONCAT = _array_op("concat", _concat_spec, ArrayValue.concat, flops=None)
-SIZE = define("tensor_array_size", _size_spec, _size_kernel, flops=free, traits=OPAQUE)
-CLOSE = define(
-    "tensor_array_close",
-    _close_spec,
-    lambda xp: _close,
-    # A resource of its own: never pruned from a body that runs, and not ordered with anything else.
-    effects=lambda node: ((node, Access.WRITE),),
-    flops=free,
-)
+SIZE = _array_op("size", lambda: Spec(int64, ()), lambda array: np.int64(array.current_size()))
+# A resource of its own: never pruned from a body that runs, and not ordered with anything else.
+CLOSE = _array_op("close", lambda: (), _close, effects=lambda node: ((node, Access.WRITE),))
 
 
 # -- the handle ------------------------------------------------------------------------------------------------------

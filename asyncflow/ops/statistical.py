@@ -207,11 +207,13 @@ def _mean_spec(x: Spec, *, axis: Axes, keepdims: bool, dtype: DType) -> Spec:
 
 
 def _mean_kernel(xp: Namespace, *, axis: Axes, keepdims: bool, dtype: DType) -> Kernel:
-    if dtype.name == "bfloat16":
-        kernel = _in_dtype("mean", dtype, axis=axis, keepdims=keepdims)
-    else:  # Without a dtype NumPy accumulates float16 in float32.
-        kernel = operator.methodcaller("mean", axis=axis, keepdims=keepdims)
-    return partial(_moment_or_nan, xp, kernel, axis, keepdims, dtype)
+    return partial(_moment_or_nan, xp, _moment_of("mean", dtype, axis=axis, keepdims=keepdims), axis, keepdims, dtype)
+
+
+def _moment_of(method: str, dtype: DType, **options: object) -> Kernel:
+    # Without a dtype NumPy accumulates float16 in float32.
+    is_narrow = dtype.name == "bfloat16"
+    return _in_dtype(method, dtype, **options) if is_narrow else operator.methodcaller(method, **options)
 
 
 def _moment_or_nan(xp: Namespace, kernel: Kernel, axis: Axes, keepdims: bool, dtype: DType, x: Array) -> Value:
@@ -228,10 +230,7 @@ def _spread_spec(x: Spec, *, axis: Axes, correction: float, keepdims: bool, dtyp
 
 def _spread(name: str) -> Callable[..., Kernel]:
     def factory(xp: Namespace, *, axis: Axes, correction: float, keepdims: bool, dtype: DType) -> Kernel:
-        if dtype.name == "bfloat16":
-            kernel = _in_dtype(name, dtype, axis=axis, ddof=correction, keepdims=keepdims)
-        else:
-            kernel = operator.methodcaller(name, axis=axis, ddof=correction, keepdims=keepdims)
+        kernel = _moment_of(name, dtype, axis=axis, ddof=correction, keepdims=keepdims)
         return partial(_moment_or_nan, xp, kernel, axis, keepdims, real_dtype(dtype))
 
     return factory
