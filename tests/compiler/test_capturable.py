@@ -10,8 +10,8 @@ import pytest
 import asyncflow as af
 from asyncflow.compiler.program.extract import extract
 from asyncflow.compiler.program.host_values import find_host_values
-from asyncflow.compiler.regions.capturable import can_capture, is_device_loop, may_be_captured
-from asyncflow.compiler.regions.device_loops import DEVICE_WHILE, make_device_loops
+from asyncflow.compiler.regions.capturable import DEVICE_WHILE, can_capture, is_device_loop, may_be_captured
+from asyncflow.compiler.regions.device_loops import make_device_loops
 from asyncflow.compiler.regions.regions import Region
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.verify import verify

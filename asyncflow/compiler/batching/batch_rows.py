@@ -44,9 +44,10 @@ def batch_rows(loop: WhileNode, block_bytes: int) -> list[Node]:
     """Makes products of `loop` ahead, in place; gives what is to stand in front of it."""
     moved: list[Node] = []
     for place, step in counters(loop):
-        found = _find(loop, place)
-        if found is not None:
-            moved += _Move(loop, place, step, found, block_bytes).run()
+        classes = classified(loop, place)
+        products = _find(loop, place, classes)
+        if products:
+            moved += _Move(loop, place, step, classes, products, block_bytes).run()
     return moved
 
 
@@ -146,21 +147,6 @@ def _is_cheap(node: Node) -> bool:
     return node.op.flops in (None, free) or node.op is GETITEM
 
 
-@dataclass(slots=True)
-class _Found:
-    """The products that can be made ahead by one counter.
-
-    Attributes:
-        classes: what the tensors of the body depend on.
-        program: all nodes that are needed for it, in order.
-        products: the products among them, and for each the nodes that it is made by.
-    """
-
-    classes: Classes
-    program: list[Node]
-    products: dict[Node, set[Node]]
-
-
 def classified(loop: WhileNode, place: int) -> Classes:
     """Dependencies of the tensors of a loop's body, of which the loop variable at `place` is the counter."""
     classes = Classes(loop.captured(loop.body))
@@ -171,19 +157,17 @@ def classified(loop: WhileNode, place: int) -> Classes:
     return classes
 
 
-def _find(loop: WhileNode, place: int) -> _Found | None:
-    body, classes = loop.body, classified(loop, place)
+def _find(loop: WhileNode, place: int, classes: Classes) -> dict[Node, set[Node]]:
+    """The products that can be made ahead by one counter, and for each the nodes that it is made by."""
     program: set[Node] = set()
     products: dict[Node, set[Node]] = {}
     for product in classes.products:
-        members = _ancestors(product, body.inputs[place].node, classes.captured)
+        members = _ancestors(product, loop.body.inputs[place].node, classes.captured)
         devices = {node.device for node in (*program, *members) if node.op is not CONSTANT}
         if len(devices) == 1:
             program |= members
             products[product] = members
-    if not products:
-        return None
-    return _Found(classes, [node for node in body.nodes if node in program], products)
+    return products
 
 
 def _ancestors(product: Node, counter: Node, captured: Iterable[Tensor]) -> set[Node]:
@@ -244,20 +228,29 @@ def _terms(predicate: Tensor) -> Iterator[Tensor]:
 class _Move:
     """Moves what was found by one counter out of a loop's body."""
 
-    def __init__(self, loop: WhileNode, place: int, step: int, found: _Found, block_bytes: int) -> None:
-        self.loop = loop
-        self.body = loop.body
-        self.place = place
-        self.step = step
-        self.found = found
+    def __init__(
+        self,
+        loop: WhileNode,
+        place: int,
+        step: int,
+        classes: Classes,
+        products: dict[Node, set[Node]],
+        block_bytes: int,
+    ) -> None:
+        self.loop, self.body = loop, loop.body
+        self.place, self.step = place, step
+        self.captured, self.varying = classes.captured, classes.varying
+        self.products = products
+        program = set().union(*products.values())
+        self.program = [node for node in loop.body.nodes if node in program]
         self.block_bytes = block_bytes
         self.outer: dict[Tensor, int] = {}
         """Tensors outside, and their numbers in the program."""
 
     def run(self) -> list[Node]:
-        like = next(iter(self.found.products))
+        like = next(iter(self.products))
         front: list[Node] = []
-        sources = [[self._source(node, tensor) for tensor in node.inputs] for node in self.found.program]
+        sources = [[self._source(node, tensor) for tensor in node.inputs] for node in self.program]
         outer = list(self.outer)
         bound = _bound(self.loop, self.place, self.step)
         if bound is not None:
@@ -266,10 +259,10 @@ class _Move:
                 front.append(detached_node(self.loop.graph, CONSTANT, (), value.node.attrs, like, value.spec))
                 value = front[-1].outputs[0]
             outer.append(value)
-        numbers = {node: 1 + len(outer) + place for place, node in enumerate(self.found.program)}
+        numbers = {node: 1 + len(outer) + place for place, node in enumerate(self.program)}
         steps = tuple(
             _as_step(node, tuple(each if isinstance(each, int) else numbers[each] for each in inputs))
-            for node, inputs in zip(self.found.program, sources, strict=True)
+            for node, inputs in zip(self.program, sources, strict=True)
         )
         counter = self.body.inputs[self.place]
         ahead = detached_node(self.loop.graph, PRODUCTS_AHEAD, outer, {}, like, Spec(VARIANT))
@@ -291,27 +284,26 @@ class _Move:
         """The number of an input of a node of the program, or the node that makes it."""
         if tensor is self.body.inputs[self.place]:
             return 0
-        captured = self.found.classes.captured
-        if tensor not in captured:
+        if tensor not in self.captured:
             return tensor.node
-        outer = captured[tensor]
+        outer = self.captured[tensor]
         if node.op is READ and tensor is node.inputs[0]:
             outer = outer.node.inputs[1]
         return self.outer.setdefault(outer, 1 + len(self.outer))
 
     def _replace(self, rows: Tensor, counter: Tensor) -> list[Node]:
         """Makes products of the body look at `rows`, and drops what is then not used; the products that are left."""
-        products = self.found.products
-        droppable = {node for node in self.found.program if cannot_fail(node)}
+        products = self.products
+        droppable = {node for node in self.program if cannot_fail(node)}
         for product, members in products.items():
             needed = {
                 node.outputs[0]: None
-                for node in self.found.program
+                for node in self.program
                 if node in members and node not in products and node not in droppable
             }
             if product not in droppable:
                 needed |= dict.fromkeys(product.inputs)
-            row = next(tensor for tensor in product.inputs if tensor in self.found.classes.varying)
+            row = next(tensor for tensor in product.inputs if tensor in self.varying)
             summed = (row.shape or (None,))[-1] or 1
             product.attrs = {"which": 0, "value": product.outputs[0].spec, "summed": summed}
             product.op = PRODUCT_AHEAD
@@ -337,6 +329,3 @@ def _as_step(node: Node, inputs: tuple[int, ...]) -> tuple[str, dict[str, object
     if node.op is READ:
         return GETITEM.name, {"key": (("input", 0),)}, inputs
     return node.op.name, node.attrs, inputs
-
-
-__all__ = ["FAST", "Classes", "batch_rows", "classified", "counters", "pays_ahead"]

@@ -171,20 +171,8 @@ def pays(rows: int, width: int, columns: int) -> bool:
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
-def _new_spec(*totals: Spec, block_bytes: int) -> Spec:
-    return Spec(VARIANT)  # of unknown shape: it may be large
-
-
-def _new_kernel(xp: Namespace, *, block_bytes: int) -> Kernel:
-    return lambda *totals: PendingSums(totals, block_bytes)
-
-
 Operands: TypeAlias = tuple[tuple[int, int], ...]
 """Per total, the numbers of its right operand among the inputs, and of its left one: -1 for a row of ones."""
-
-
-def _add_spec(pending: Spec, *inputs: Spec, operands: Operands) -> Spec:
-    return Spec(VARIANT)
 
 
 def _add_kernel(xp: Namespace, *, operands: Operands) -> Kernel:
@@ -204,14 +192,17 @@ def _add_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, operands: O
     )
 
 
-def _sums_spec(pending: Spec, *, values: tuple[Spec, ...]) -> tuple[Spec, ...]:
-    return values
-
-
-def _sums_kernel(xp: Namespace, *, values: tuple[Spec, ...]) -> Kernel:
-    return lambda pending: tuple(pending.settle())
-
-
-NEW_SUMS = Op("pending_sums", _new_spec, _new_kernel, is_random=True, flops=free)
-ADD_PRODUCTS = Op("add_products", _add_spec, _add_kernel, is_random=True, flops=_add_flops)
-SUMS = Op("sums", _sums_spec, _sums_kernel, is_random=True)
+NEW_SUMS = Op(
+    "pending_sums",
+    lambda *totals, block_bytes: Spec(VARIANT),  # of unknown shape: it may be large
+    lambda xp, *, block_bytes: lambda *totals: PendingSums(totals, block_bytes),
+    is_random=True,
+    flops=free,
+)
+ADD_PRODUCTS = Op("add_products", lambda *_, operands: Spec(VARIANT), _add_kernel, is_random=True, flops=_add_flops)
+SUMS = Op(
+    "sums",
+    lambda pending, *, values: values,
+    lambda xp, *, values: lambda pending: tuple(pending.settle()),
+    is_random=True,
+)

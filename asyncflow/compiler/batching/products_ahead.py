@@ -275,10 +275,6 @@ class ProductsAhead:
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
-def _ahead_spec(*inputs: Spec, **attrs: object) -> Spec:
-    return Spec(VARIANT)  # of unknown shape: it may be large
-
-
 def _ahead_kernel(
     xp: Namespace,
     *,
@@ -295,19 +291,18 @@ def _ahead_kernel(
     return lambda *inputs: ProductsAhead(program, course, block_bytes, inputs)
 
 
-def _row_kernel(xp: Namespace, *, which: int, value: Spec, summed: int) -> Kernel:
-    return lambda rows, counter, *needed: rows.row(which, int(counter))
-
-
-def _row_spec(rows: Spec, counter: Spec, *needed: Spec, which: int, value: Spec, summed: int) -> Spec:
-    return value
-
-
 def _row_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, which: int, value: Spec, summed: int) -> float:
     return 2.0 * elements(outputs[0]) * summed  # its share of what is done at once
 
 
-# Each belongs to one activation of one loop, so it is never shared with an equal one.
-PRODUCTS_AHEAD = Op("rows_ahead", _ahead_spec, _ahead_kernel, is_random=True, flops=free)
-PRODUCT_AHEAD = Op("row_ahead", _row_spec, _row_kernel, flops=_row_flops, traits=OPAQUE)
+# Each belongs to one activation of one loop, so it is never shared with an equal one. Its shape is unknown: it may be
+# large.
+PRODUCTS_AHEAD = Op("rows_ahead", lambda *_, **attrs: Spec(VARIANT), _ahead_kernel, is_random=True, flops=free)
+PRODUCT_AHEAD = Op(
+    "row_ahead",
+    lambda *_, which, value, summed: value,
+    lambda xp, *, which, value, summed: lambda rows, counter, *needed: rows.row(which, int(counter)),
+    flops=_row_flops,
+    traits=OPAQUE,
+)
 """One row of a `ProductsAhead`; further inputs are what fails in this iteration if its rows cannot be made."""

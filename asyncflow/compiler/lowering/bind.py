@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from asyncflow.compiler.lowering.layout import Layout
 from asyncflow.compiler.program.frames import assign_frames, is_everywhere
 from asyncflow.compiler.program.kernels import bind_kernel, bind_launch, bind_member, bind_region
-from asyncflow.compiler.regions.capturable import can_capture
+from asyncflow.compiler.regions.capturable import DEVICE_WHILE, can_capture
 from asyncflow.compiler.regions.codegen import generate
-from asyncflow.compiler.regions.device_loops import DEVICE_WHILE, bind_device_loop
+from asyncflow.compiler.regions.device_loops import bind_device_loop
 from asyncflow.graph.dtypes import VARIANT
 
 if TYPE_CHECKING:

@@ -92,8 +92,8 @@ class PlacementLevel:
     _tasks: dict[Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        limits, transfer, trials = self.choices.limits, self.costs.transfer, self.choices.trials
-        self.problem = Problem(tasks=[], values=[], groups=[], limits=limits, transfer=transfer, trials=trials)
+        choices = self.choices
+        self.problem = Problem(limits=choices.limits, transfer=self.costs.transfer, trials=choices.trials)
 
     def give(self, tensors: Iterable[Tensor], value: Value) -> int:
         """Lets a value that is there from the start be what these tensors stand for; returns its number."""
@@ -111,8 +111,7 @@ class PlacementLevel:
             elif isinstance(node, StructuredNode):
                 self._add_structured(node)
             elif node.op not in (PARAMETER, FETCH, EMIT):
-                group = self._group(node)
-                self._add_task(node, Task(group=group, times=self.costs.times(node), inputs=[], waits=[], outputs=[]))
+                self._add_task(node, Task(group=self._group(node), times=self.costs.times(node)))
 
     def task(self, tensor: Tensor) -> int | None:
         """The task that makes the tensor in the iteration at hand; None if it is there from the start."""
@@ -187,7 +186,7 @@ class PlacementLevel:
         if isinstance(inside, Whole):
             group = self._find_group(node, inside.allowed, ())
             self.problem.groups[group].held = inside.held
-            task = Task(group=group, times=inside.times, inputs=[], waits=[], outputs=[], workspace=inside.workspace)
+            task = Task(group=group, times=inside.times, workspace=inside.workspace)
         else:
             needed = {
                 self.index[tensor]: device
@@ -196,8 +195,7 @@ class PlacementLevel:
             }
             spread = Spread(loads=inside.loads, span=inside.span, inputs=needed, outputs=inside.outputs)
             none = (0.0,) * len(self.choices.limits)
-            group = self._find_group(node, (), ())
-            task = Task(group=group, times=none, inputs=[], waits=[], outputs=[], spread=spread)
+            task = Task(group=self._find_group(node, (), ()), times=none, spread=spread)
         self._add_task(node, task)
 
     def _add_task(self, node: Node, task: Task) -> None:

@@ -108,11 +108,7 @@ def spec_nbytes(spec: Spec) -> float:
     kind = spec.dtype.kind
     if kind == "O":
         return _VARIANT_NBYTES
-    return float(_elements(spec.shape) * (_STRING_NBYTES if kind == "T" else spec.dtype.itemsize))
-
-
-def _elements(shape: Shape) -> int:
-    return math.prod(assumed(shape))
+    return float(math.prod(assumed(spec.shape)) * (_STRING_NBYTES if kind == "T" else spec.dtype.itemsize))
 
 
 def kernel_ns(node: Node, input_shapes: Sequence[Shape], output_shapes: Sequence[Shape]) -> float:

@@ -76,9 +76,9 @@ class Task:
 
     group: int
     times: Sequence[float]
-    inputs: list[int]
-    waits: list[int]
-    outputs: list[int]
+    inputs: list[int] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
     workspace: float = 0.0
     spread: Spread | None = None
 
@@ -104,9 +104,9 @@ class Problem:
         trials: so many tasks in all may be simulated in a search that moves one group after the other.
     """
 
-    tasks: list[Task]
-    values: list[Value]
-    groups: list[Group]
+    tasks: list[Task] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     limits: Sequence[float | None]
     transfer: Callable[[float, int, int], float]
     trials: int

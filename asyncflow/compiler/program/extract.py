@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.program.shape_rules import ELEMENT_SHAPE, READ, SHAPE_BY_RULE, rule_of, shape_sources
+from asyncflow.compiler.program.shape_rules import SHAPE_BY_RULE, rule_of, shape_sources
+from asyncflow.control.tensor_array import ELEMENT_SHAPE, READ
 from asyncflow.errors import FeedError
 from asyncflow.graph.build import SupportsTensor
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
@@ -28,7 +29,6 @@ from asyncflow.ops.shape import SHAPE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from asyncflow.errors import SourceLocation
     from asyncflow.graph.ir import Attrs
 
 FEED = Op("feed", lambda *, spec, index: spec)
@@ -296,7 +296,7 @@ class _Copy:
 
     def _feed(self, tensor: Tensor, index: int) -> None:
         attrs = {"spec": tensor.spec, "index": index}
-        node = self.target.add_node(FEED, (), attrs, tensor.spec, name="feed", location=_where(tensor))
+        node = self.target.add_node(FEED, (), attrs, tensor.spec, name="feed", location=tensor.node.location)
         self.tensors[tensor] = node.outputs[0]
         if tensor.node.op is PLACEHOLDER:
             self.nodes[tensor.node] = node
@@ -309,7 +309,7 @@ class _Copy:
         else:
             with self.target:  # the last node to touch the variable, so it sees every effect of the run
                 value = fetch.__asyncflow_tensor__()
-        return self.target.add_node(FETCH, (value,), {}, (), name="fetch", location=_where(value))
+        return self.target.add_node(FETCH, (value,), {}, (), name="fetch", location=value.node.location)
 
     def _refuse_unfed(self, need: _Need) -> None:
         unfed = [node for node in need.nodes if node.op is PLACEHOLDER]
@@ -336,7 +336,7 @@ class _Copy:
                 self._add(node, target, node.inputs, node.attrs, node.specs, node.outputs)
         if self.streamed and self.streamed[0].graph is source:
             emitted = [self.tensors[tensor] for tensor in self.streamed]
-            target.add_node(EMIT, emitted, {}, (), name="emit", location=_where(self.streamed[0]))
+            target.add_node(EMIT, emitted, {}, (), name="emit", location=self.streamed[0].node.location)
 
     def _stand_in(self, node: Node, value: Tensor) -> None:
         self.tensors.setdefault(node.outputs[0], value)
@@ -412,7 +412,3 @@ class _Copy:
             self.tensors.setdefault(original, copy)  # a fed tensor keeps its feed
         if not is_closed:
             self.back_edges.append((copied, node))
-
-
-def _where(tensor: Tensor) -> SourceLocation:
-    return tensor.node.location

@@ -151,14 +151,3 @@ def _visit_while(node: WhileNode, found: set[Tensor], in_buffers: bool) -> None:
 def captured_on_host(node: StructuredNode, body: Subgraph, found: AbstractSet[Tensor]) -> list[Tensor]:
     """The inputs of a body that stand for captures on the host."""
     return [inner for inner, outer in node.captured(body).items() if outer in found]
-
-
-__all__ = [
-    "add_host_values",
-    "find_host_values",
-    "is_metadata",
-    "is_scalar_spec",
-    "may_be_host_vector",
-    "may_stay_on_host",
-    "mixes_vectors",
-]

@@ -60,6 +60,3 @@ class PlanOptions:
     """A node that has no kernel where it is asked to be goes elsewhere."""
     placement_seed: int | None
     """Places nodes at random where they may be; None where they finish first."""
-
-
-__all__ = ["Fetch", "PlanOptions", "PlanRequest"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.control.tensor_array import ELEMENT_SHAPE, READ
+from asyncflow.control.tensor_array import READ
 from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.op import Memory, Op, Traits, host_inputs, inputs_from, runs_on_host
@@ -114,5 +114,3 @@ SHAPE_BY_RULE = Op(
     traits=Traits(Memory.METADATA, is_capturable=False, is_cheap=False),
 )
 """The shape of a value, given those of its node's inputs that are not known beforehand."""
-
-__all__ = ["ELEMENT_SHAPE", "READ", "SHAPE_BY_RULE", "ShapeRule", "rule_of", "shape_sources"]

@@ -19,7 +19,7 @@ from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.indexing import GETITEM
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
     from collections.abc import Set as AbstractSet
 
     from asyncflow.compiler.regions.regions import Region
@@ -105,36 +105,32 @@ def is_device_loop(node: Node, on_host: AbstractSet[Tensor]) -> bool:
 def why_host_drives(loop: WhileNode, on_host: AbstractSet[Tensor]) -> str | None:
     """Why a device cannot run a loop by itself, in a few words; None if it can."""
     inside = host_values_inside(loop, captures_on_host(loop, on_host))
-    obstacle = _no_buffers(loop)
-    if obstacle is not None:
-        return obstacle
-    if loop.decision in inside:
-        return "its predicate is a number on the host"
-    if _holds_vector(loop.inputs[: loop.n_vars], on_host) or _holds_vector(loop.body.results, inside):
-        return f"a value of it is {_HOST_VECTOR}"
-    return _first_obstacle((inner for part in loop.subgraphs for inner in part.nodes), inside)
+    return (
+        _no_buffers(loop)
+        or ("its predicate is a number on the host" if loop.decision in inside else None)
+        or _host_vector(loop.inputs[: loop.n_vars], on_host)
+        or _host_vector(loop.body.results, inside)
+        or _first_obstacle(loop, inside)
+    )
+
+
+def _first_obstacle(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | None:
+    """Why the first of the nodes in a branch or loop that cannot be in a device's loop cannot; None if all can."""
+    # The device's own loops inside come last: another obstacle has made them so, and is the one to name.
+    nodes = (inner for body in node.subgraphs for inner in body.nodes)
+    for inner in sorted(nodes, key=lambda inner: inner.op is DEVICE_WHILE):
+        if isinstance(inner, StructuredNode):
+            obstacle = why_host_drives(inner, inside) if isinstance(inner, WhileNode) else _why_no_branch(inner, inside)
+            if obstacle is not None:
+                return f"in {inner.name}, {obstacle}"
+        elif not may_be_captured(inner, inside):
+            return f"{inner.name} ({inner.op.name}) cannot be in a CUDA graph"
+    return None
 
 
 def _why_no_branch(node: StructuredNode, inside: AbstractSet[Tensor]) -> str | None:
-    obstacle = _no_buffers(node)
-    if obstacle is not None:
-        return obstacle
-    if any(_holds_vector(branch.results, inside) for branch in node.subgraphs):
-        return f"a value of it is {_HOST_VECTOR}"
-    return _first_obstacle((inner for branch in node.subgraphs for inner in branch.nodes), inside)
-
-
-def _first_obstacle(nodes: Iterable[Node], inside: AbstractSet[Tensor]) -> str | None:
-    """Why the first of the nodes of a body that cannot be in a device's loop cannot; None if all can."""
-    # The device's own loops inside come last: another obstacle has made them so, and is the one to name.
-    for node in sorted(nodes, key=lambda node: node.op is DEVICE_WHILE):
-        if isinstance(node, StructuredNode):
-            obstacle = why_host_drives(node, inside) if isinstance(node, WhileNode) else _why_no_branch(node, inside)
-            if obstacle is not None:
-                return f"in {node.name}, {obstacle}"
-        elif not may_be_captured(node, inside):
-            return f"{node.name} ({node.op.name}) cannot be in a CUDA graph"
-    return None
+    results = [result for branch in node.subgraphs for result in branch.results]
+    return _no_buffers(node) or _host_vector(results, inside) or _first_obstacle(node, inside)
 
 
 def _no_buffers(node: Node) -> str | None:
@@ -148,12 +144,10 @@ def _no_buffers(node: Node) -> str | None:
     return None
 
 
-_HOST_VECTOR = "an array of the host's, such as a shape"
-
-
-def _holds_vector(tensors: Sequence[Tensor], on_host: AbstractSet[Tensor]) -> bool:
+def _host_vector(tensors: Sequence[Tensor], on_host: AbstractSet[Tensor]) -> str | None:
     """Whether one of them is an array of the host's, such as a shape, which is not copied to a device in a graph."""
-    return any(tensor in on_host and tensor.shape != () for tensor in tensors)
+    found = any(tensor in on_host and tensor.shape != () for tensor in tensors)
+    return "a value of it is an array of the host's, such as a shape" if found else None
 
 
 def captures_on_host(loop: WhileNode, on_host: AbstractSet[Tensor]) -> frozenset[int]:
@@ -173,14 +167,3 @@ def host_values_inside(loop: WhileNode, there: Collection[int]) -> set[Tensor]:
         found.update(part.inputs[place] for place in there)
         add_host_values(part.nodes, found, in_buffers=True)
     return found
-
-
-__all__ = [
-    "DEVICE_WHILE",
-    "can_capture",
-    "captures_on_host",
-    "host_values_inside",
-    "is_device_loop",
-    "may_be_captured",
-    "why_host_drives",
-]

@@ -62,6 +62,3 @@ class DeviceFunctions:
         condition, body, n_vars = self.condition(node.predicate), self.body(node.body), node.n_vars
         identity = LoopIdentity(node.name, node.location)
         return lambda *values: Loop(condition, body, values[:n_vars], values[n_vars:], identity)
-
-
-__all__ = ["DeviceFunctions"]

@@ -126,6 +126,3 @@ def bind_device_loop(
         identity=LoopIdentity(loop.name, loop.location),
         limit=max_iterations,
     )
-
-
-__all__ = ["DEVICE_WHILE", "bind_device_loop", "devices_of_loop", "make_device_loops"]

@@ -298,6 +298,3 @@ def _bits(numbers: int) -> Iterator[int]:
         lowest = numbers & -numbers
         yield lowest.bit_length() - 1
         numbers ^= lowest
-
-
-__all__ = ["Body", "RegionCosts", "join_regions"]

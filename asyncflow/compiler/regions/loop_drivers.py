@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncflow.compiler.regions.capturable import why_host_drives
-from asyncflow.compiler.regions.device_loops import DEVICE_WHILE, devices_of_loop
+from asyncflow.compiler.regions.capturable import DEVICE_WHILE, why_host_drives
+from asyncflow.compiler.regions.device_loops import devices_of_loop
 from asyncflow.graph.structured import WhileNode
 
 if TYPE_CHECKING:
@@ -68,6 +68,3 @@ def _reason(node: WhileNode, devices: tuple[str, ...], on_host: AbstractSet[Tens
     if not device_while:
         return reads
     return f"{reads}: {'it is cut over devices' if len(devices) > 1 else why_host_drives(node, on_host)}"
-
-
-__all__ = ["LoopDriver", "find_loop_drivers"]

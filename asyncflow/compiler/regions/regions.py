@@ -197,19 +197,13 @@ class _Clustering:
 
     def lane(self, node: Node) -> ComputeStream | None:
         """Where the node runs; None for a branch or loop that is spread over several lanes."""
-        found = list(dict.fromkeys(self.lanes_inside(node))) or [self.own_lane(node)]
-        return found[0] if len(found) == 1 else None
+        found = self.lanes(node)
+        return found.pop() if len(found) == 1 else None
 
-    def own_lane(self, node: Node) -> ComputeStream:
-        return ComputeStream(node.device, self.streams.get(node, 0))
-
-    def lanes_inside(self, node: Node) -> Iterator[ComputeStream]:
-        for body in node.subgraphs:
-            for inner in body.nodes:
-                if has_no_stream(inner):
-                    continue
-                within = list(dict.fromkeys(self.lanes_inside(inner)))
-                yield from within or [self.own_lane(inner)]
+    def lanes(self, node: Node) -> set[ComputeStream]:
+        inside = [inner for body in node.subgraphs for inner in body.nodes if not has_no_stream(inner)]
+        found = set[ComputeStream]().union(*map(self.lanes, inside))
+        return found or {ComputeStream(node.device, self.streams.get(node, 0))}
 
     def may_join(self, node: Node, lane: ComputeStream | None) -> bool:
         return (
