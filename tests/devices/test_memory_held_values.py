@@ -182,3 +182,27 @@ def test_a_view_of_rows_takes_no_room(kind: str) -> None:
 
     with af.Graph(), loops(kind) as run:
         assert run(main()) == sum(i + 1.0 for i in range(N))
+
+
+@pytest.mark.parametrize("regions", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_that_outgrows_the_memory_ends_its_run_alone(kind: str, regions: bool) -> None:
+    async def main() -> None:
+        n = af.placeholder("int64", ())
+        _, store = af.while_loop(
+            lambda i, _: i < n,
+            lambda i, store: (i + 1, store.append(af.reshape(numbers(i), (1, SIDE, SIDE)))),
+            (0, af.RowStore("float64", (SIDE, SIDE))),
+            parallel_iterations=1,
+        )
+        size = store.size()
+        device = f"{kind.rpartition(' ')[2]}:0"
+        async with af.Session(devices=[device], regions=regions, memory_limit=N * ELEMENT) as session:
+            (account,) = (device.memory for device in session.devices)
+            with pytest.raises(af.OutOfMemoryError):
+                await session.run(size, {n: 4 * N})
+            assert account.used < SMALL
+            assert await session.run(size, {n: 2}) == 2
+
+    with af.Graph(), loops(kind) as run:
+        run(main())

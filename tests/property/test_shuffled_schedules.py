@@ -80,6 +80,29 @@ def array_accumulation() -> tuple[Any, Any]:
     return (squares.stack(), odd.stack()), (np.arange(12) ** 2, np.arange(1, 12, 2))
 
 
+def rows_of_stores() -> tuple[Any, Any]:
+    """Two loops go on from one store, and take from it; with the gradient of all of it, which goes on in one place."""
+    x = np.array([1.0, -2.0, 3.0])
+    source = af.Variable(x, name="rows").read()
+    shared = af.RowStore("float64").append(source)
+
+    def grown(by: float) -> af.RowStore:
+        def body(i: af.Tensor, rows: af.RowStore) -> tuple[af.Tensor, af.RowStore]:
+            return i + 1, rows.append(rows.take(af.stack([i, af.constant(0)])) * by)
+
+        return af.while_loop(lambda i, _: i < 2, body, (0, shared))[1]
+
+    ends = [grown(2.0).stack(), shared.stack(), grown(3.0).stack()]
+    (grad,) = af.gradients([*ends, shared.take([0, 0])], [source])
+
+    def expected(by: float) -> list[float]:
+        a, b, c = x
+        return [a, b, c, by * a, by * a, by * b, by * a]
+
+    slopes = np.array([3.0 + 2 + 3 * 2.0 + 3 * 3.0, 3.0 + 2.0 + 3.0, 3.0])
+    return (ends, grad), ([np.array(expected(2.0)), x, np.array(expected(3.0))], slopes)
+
+
 def ordered_effects() -> tuple[Any, Any]:
     """Additions and multiplications of one variable, whose order shows in the result."""
     variable = af.Variable(0)
@@ -169,6 +192,7 @@ PROGRAMS = (
     loop_with_cond,
     cond_of_loops,
     array_accumulation,
+    rows_of_stores,
     ordered_effects,
     coroutines_in_a_loop,
     wide_dag,

@@ -69,6 +69,9 @@ def build() -> None:
         array = af.TensorArray("float64", 3)
         both = af.while_loop(lambda y, a: af.sum(y) > 1, lambda y, a: (y / 2, a.write(0, y)), (x, array))
         assert_type(both, tuple[af.Tensor, af.TensorArray])
+        store = af.RowStore("float64", (2,))
+        grown = af.while_loop(lambda y, s: af.sum(y) > 1, lambda y, s: (y / 2, s.append(af.stack([y]))), (x, store))
+        assert_type(grown, tuple[af.Tensor, af.RowStore])
         assert_type(af.cond(af.sum(x) > 0, lambda: None, lambda: None), af.Node)
         assert_type(af.value_and_grad(build_loss)(x)[0], af.Tensor)
 
