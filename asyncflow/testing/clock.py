@@ -79,8 +79,7 @@ class VirtualClock:
         self._options = options
         self._resources = ExitStack()
         self._runner: asyncio.Runner | None = None
-        self._loop: VirtualClockLoop | None = None
-        self._machine: SimMachine | None = None
+        self._begun: tuple[VirtualClockLoop, SimMachine] | None = None
         self._ended = False
 
     def __enter__(self) -> Self:
@@ -100,7 +99,7 @@ class VirtualClock:
             machine = SimMachine(self._spec, loop, **self._options)
             resources.enter_context(use_machine(machine))
             self._resources = resources.pop_all()
-        self._runner, self._loop, self._machine = runner, loop, machine
+        self._runner, self._begun = runner, (loop, machine)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -134,16 +133,12 @@ class VirtualClock:
     @property
     def loop(self) -> VirtualClockLoop:
         """The event loop; it can be looked at after the block, too."""
-        if self._loop is None:
-            raise RuntimeError(self._not_entered())
-        return self._loop
+        return self._entered()[0]
 
     @property
     def machine(self) -> SimMachine:
         """The simulated machine; it can be looked at after the block, too."""
-        if self._machine is None:
-            raise RuntimeError(self._not_entered())
-        return self._machine
+        return self._entered()[1]
 
     @property
     def now_s(self) -> float:
@@ -154,6 +149,11 @@ class VirtualClock:
     def now_ns(self) -> int:
         """The virtual time in nanoseconds, exactly."""
         return self.loop.time_ns()
+
+    def _entered(self) -> tuple[VirtualClockLoop, SimMachine]:
+        if self._begun is None:
+            raise RuntimeError(self._not_entered())
+        return self._begun
 
     def _not_entered(self) -> str:
         if self._ended:

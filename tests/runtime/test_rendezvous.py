@@ -66,13 +66,13 @@ def party() -> Party:
 def test_a_value_waits_for_its_recv(rendezvous: Rendezvous, party: Party) -> None:
     rendezvous.send(node("send"), at(), "value", 17)
     assert rendezvous.statistics() == RendezvousStatistics(sent=1, waiting=0, unacknowledged=0)
-    rendezvous.receive(party, node("recv"), at())
+    rendezvous.receive(party.arrived, node("recv"), at())
     assert party.heard == [("recv", (), "value", 17)]
     assert rendezvous.statistics() == NOTHING
 
 
 def test_a_recv_waits_for_its_value(rendezvous: Rendezvous, party: Party) -> None:
-    rendezvous.receive(party, node("recv"), at())
+    rendezvous.receive(party.arrived, node("recv"), at())
     assert party.heard == []
     assert rendezvous.statistics() == RendezvousStatistics(sent=0, waiting=1, unacknowledged=0)
     rendezvous.send(node("send"), at(), "value", 17)
@@ -87,28 +87,28 @@ def test_what_looks_like_nothing_is_a_value(
 ) -> None:
     if is_sent_first:
         rendezvous.send(node("send"), at(), value)
-        rendezvous.receive(party, node("recv"), at())
+        rendezvous.receive(party.arrived, node("recv"), at())
     else:
-        rendezvous.receive(party, node("recv"), at())
+        rendezvous.receive(party.arrived, node("recv"), at())
         rendezvous.send(node("send"), at(), value)
     assert party.heard == [("recv", (), value, 0)]
 
 
 def test_the_tag_is_part_of_the_key(rendezvous: Rendezvous, party: Party) -> None:
     """One transfer under two tags: a later iteration's value may come first, and another loop's number be the same."""
-    rendezvous.receive(party, node("recv"), at(0))
+    rendezvous.receive(party.arrived, node("recv"), at(0))
     rendezvous.send(node("send"), at(1), "of iteration 1")
     rendezvous.send(node("send"), at(0, 0), "of an inner loop")
     assert party.heard == []
     rendezvous.send(node("send"), at(0), "of iteration 0")
-    rendezvous.receive(party, node("recv"), at(1))
+    rendezvous.receive(party.arrived, node("recv"), at(1))
     assert party.heard == [("recv", (0,), "of iteration 0", 0), ("recv", (1,), "of iteration 1", 0)]
     assert rendezvous.statistics() == RendezvousStatistics(sent=1, waiting=0, unacknowledged=0)
 
 
 def test_the_transfer_is_part_of_the_key(rendezvous: Rendezvous, party: Party) -> None:
     rendezvous.send(node("send", 1), at(3), "first")
-    rendezvous.receive(party, node("recv", 2), at(3))
+    rendezvous.receive(party.arrived, node("recv", 2), at(3))
     assert party.heard == []
     rendezvous.send(node("send_1", 2), at(3), "second")
     assert party.heard == [("recv", (3,), "second", 0)]
@@ -116,15 +116,15 @@ def test_the_transfer_is_part_of_the_key(rendezvous: Rendezvous, party: Party) -
 
 def test_a_value_is_taken_once(rendezvous: Rendezvous, party: Party) -> None:
     rendezvous.send(node("send"), at(), "value")
-    rendezvous.receive(party, node("recv"), at())
-    rendezvous.receive(party, node("recv"), at())
+    rendezvous.receive(party.arrived, node("recv"), at())
+    rendezvous.receive(party.arrived, node("recv"), at())
     assert len(party.heard) == 1
     assert rendezvous.statistics().waiting == 1
 
 
 def test_a_send_hears_that_its_iteration_has_ended_elsewhere(rendezvous: Rendezvous, party: Party) -> None:
-    rendezvous.await_acknowledgement(party, node("send"), at(4))
-    rendezvous.await_acknowledgement(party, node("send"), at(5))
+    rendezvous.await_acknowledgement(party.acknowledged, node("send"), at(4))
+    rendezvous.await_acknowledgement(party.acknowledged, node("send"), at(5))
     assert rendezvous.statistics() == RendezvousStatistics(sent=0, waiting=0, unacknowledged=2)
     rendezvous.acknowledge(1, (5,))
     assert party.heard == [("send", (5,))]
@@ -136,7 +136,7 @@ def test_a_send_hears_that_its_iteration_has_ended_elsewhere(rendezvous: Rendezv
 def test_nobody_has_to_wait_for_an_acknowledgement(rendezvous: Rendezvous, party: Party) -> None:
     """In a loop on an untaken branch no predicate was sent; and a second one for the same iteration is too much."""
     rendezvous.acknowledge(1, (0,))
-    rendezvous.await_acknowledgement(party, node("send"), at(1))
+    rendezvous.await_acknowledgement(party.acknowledged, node("send"), at(1))
     rendezvous.acknowledge(1, (0,))
     rendezvous.acknowledge(2, (1,))
     assert party.heard == []
@@ -147,8 +147,8 @@ def test_nobody_has_to_wait_for_an_acknowledgement(rendezvous: Rendezvous, party
 
 def test_clear_forgets_everything(rendezvous: Rendezvous, party: Party) -> None:
     rendezvous.send(node("send", 1), at(), "value")
-    rendezvous.receive(party, node("recv", 2), at())
-    rendezvous.await_acknowledgement(party, node("send", 3), at())
+    rendezvous.receive(party.arrived, node("recv", 2), at())
+    rendezvous.await_acknowledgement(party.acknowledged, node("send", 3), at())
     assert rendezvous.statistics() == RendezvousStatistics(sent=1, waiting=1, unacknowledged=1)
     rendezvous.clear()
     assert rendezvous.statistics() == NOTHING
@@ -159,9 +159,9 @@ def test_clear_forgets_everything(rendezvous: Rendezvous, party: Party) -> None:
 
 
 def test_what_waits_says_for_whom_and_where(rendezvous: Rendezvous, party: Party) -> None:
-    rendezvous.receive(party, node("a/recv", 1, "cpu:1"), at())
-    rendezvous.receive(party, node("b/recv", 2, "sim:0"), at(3, 7))
-    rendezvous.await_acknowledgement(party, node("c/send", 3, "sim:1"), at(2))
+    rendezvous.receive(party.arrived, node("a/recv", 1, "cpu:1"), at())
+    rendezvous.receive(party.arrived, node("b/recv", 2, "sim:0"), at(3, 7))
+    rendezvous.await_acknowledgement(party.acknowledged, node("c/send", 3, "sim:1"), at(2))
     assert rendezvous.waiting() == [
         "a/recv waits for its value from cpu:1",
         "b/recv in iteration loop/3/loop/7 waits for its value from sim:0",

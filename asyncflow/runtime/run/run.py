@@ -216,15 +216,14 @@ class Run:
         self._is_busy = False
         self.on_quiet()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, status: str = "ok") -> None:
         if not (self._stopped or self.is_finished):
+            self._status = status
             self.executors[0].fail(error)
             self.on_quiet()
 
     def _expire(self, timeout: float) -> None:
-        if not (self._stopped or self.is_finished):
-            self._status = "deadline"
-            self._fail(DeadlineExceeded(f"the run did not end within timeout={timeout} s; it was stopped"))
+        self._fail(DeadlineExceeded(f"the run did not end within timeout={timeout} s; it was stopped"), "deadline")
 
     def _first_failure(self) -> BaseException | None:
         """Takes the failure of the earliest turn and, within it, of the first node; the others become its notes."""

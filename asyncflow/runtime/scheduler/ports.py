@@ -52,7 +52,7 @@ class Ports:
         if node.crossing == Crossing.SEND:
             self._send(node, iteration, inputs[0] if inputs else np.True_)
         elif node.crossing == Crossing.RECV:
-            self._run.rendezvous.receive(self, node, iteration)
+            self._run.rendezvous.receive(self.arrived, node, iteration)
         elif node.crossing == Crossing.TO_HOST:
             self._to_host(node, iteration, inputs[0])
         else:
@@ -98,7 +98,7 @@ class Ports:
     def _send(self, node: PlanNode, iteration: Iteration, value: Value) -> None:
         rendezvous, recorder = self._run.rendezvous, self._executor.recorder
         if node.is_acknowledged:
-            rendezvous.await_acknowledgement(self, node, iteration)
+            rendezvous.await_acknowledgement(self.acknowledged, node, iteration)
         if self._executor.asynchronous is not None:
             sent_ns = self._executor.asynchronous.send()
         else:

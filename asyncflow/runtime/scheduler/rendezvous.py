@@ -7,26 +7,20 @@ event loop and does nothing by itself: a Send hands its value over, and if the R
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
 
 Key: TypeAlias = tuple[int, tuple[int, ...]]
-
-
-class Party(Protocol):
-    """An executor, as the rendezvous sees it."""
-
-    def arrived(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
-        """The value that a Recv waits for, and when it was sent."""
-        ...
-
-    def acknowledged(self, node: PlanNode, iteration: Iteration) -> None:
-        """The iteration that a Send started elsewhere has ended."""
-        ...
+Arrived: TypeAlias = "Callable[[PlanNode, Iteration, Value, int], None]"
+"""Takes the Recv, its iteration, the value that it waits for, and when that was sent."""
+Acknowledged: TypeAlias = "Callable[[PlanNode, Iteration], None]"
+"""Takes the Send, and its iteration, which has ended elsewhere."""
 
 
 class RendezvousStatistics(NamedTuple):
@@ -45,8 +39,8 @@ class Rendezvous:
     """Matches the Sends and Recvs of one run."""
 
     _sent: dict[Key, tuple[Value, int]] = field(default_factory=dict)
-    _waiting: dict[Key, tuple[Party, PlanNode, Iteration]] = field(default_factory=dict)
-    _unacknowledged: dict[Key, tuple[Party, PlanNode, Iteration]] = field(default_factory=dict)
+    _waiting: dict[Key, tuple[Arrived, PlanNode, Iteration]] = field(default_factory=dict)
+    _unacknowledged: dict[Key, tuple[Acknowledged, PlanNode, Iteration]] = field(default_factory=dict)
 
     def send(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int = 0) -> None:
         """Hands `value` to the Recv, now or when it comes."""
@@ -55,27 +49,27 @@ class Rendezvous:
         if receiver is None:
             self._sent[key] = value, sent_ns
         else:
-            party, recv, where = receiver
-            party.arrived(recv, where, value, sent_ns)
+            arrived, recv, where = receiver
+            arrived(recv, where, value, sent_ns)
 
-    def receive(self, party: Party, node: PlanNode, iteration: Iteration) -> None:
-        """Has ``party.arrived`` called with the value, now or when it is sent."""
+    def receive(self, arrived: Arrived, node: PlanNode, iteration: Iteration) -> None:
+        """Has ``arrived`` called with the value, now or when it is sent."""
         key = node.transfer, iteration.counters()
         if key in self._sent:
-            party.arrived(node, iteration, *self._sent.pop(key))
+            arrived(node, iteration, *self._sent.pop(key))
         else:
-            self._waiting[key] = party, node, iteration
+            self._waiting[key] = arrived, node, iteration
 
-    def await_acknowledgement(self, party: Party, node: PlanNode, iteration: Iteration) -> None:
-        """Has ``party.acknowledged`` called when the iteration has ended where `node` sent its value."""
-        self._unacknowledged[node.transfer, iteration.counters()] = party, node, iteration
+    def await_acknowledgement(self, acknowledged: Acknowledged, node: PlanNode, iteration: Iteration) -> None:
+        """Has ``acknowledged`` called when the iteration has ended where `node` sent its value."""
+        self._unacknowledged[node.transfer, iteration.counters()] = acknowledged, node, iteration
 
     def acknowledge(self, transfer: int, counters: tuple[int, ...]) -> None:
         """An iteration has ended; nobody waits for that if the loop was not taken."""
         waiting = self._unacknowledged.pop((transfer, counters), None)
         if waiting is not None:
-            party, node, iteration = waiting
-            party.acknowledged(node, iteration)
+            acknowledged, node, iteration = waiting
+            acknowledged(node, iteration)
 
     def clear(self) -> None:
         """Forgets everything: the run has stopped."""

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from asyncflow.values import Value
 
 
-class CopyThread:
+class CopyThread(ThreadStream):
     """Makes the copies, on a thread that starts with the first one: the application's pool may be full.
 
     On virtual time, of which copies take none, they are made at once, so that the same happens every time.
     """
 
-    __slots__ = ("_thread",)
+    __slots__ = ()
 
     def __init__(self) -> None:
-        self._thread = ThreadStream("copies")
+        super().__init__("copies")
 
     async def of_feeds(self, values: Sequence[Value]) -> list[Value]:
         """The fed values of a run, with each `LargeFeed` copied."""
@@ -55,16 +55,8 @@ class CopyThread:
             else:
                 made.set_exception(error)
 
-        self._thread.submit(copy, (), deliver, loop)
+        self.submit(copy, (), deliver, loop)
         return await made
-
-    def stop(self) -> None:
-        """Takes no more work."""
-        self._thread.stop()
-
-    async def aclose(self, grace_s: float) -> bool:
-        """Takes no more work, and waits for the thread to end; see `ThreadStream.aclose`."""
-        return await self._thread.aclose(grace_s)
 
 
 __all__ = ["CopyThread"]
