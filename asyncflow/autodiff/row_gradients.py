@@ -20,7 +20,7 @@ from asyncflow.autodiff.stores import STORE, Grad, StoreLog, StoreVersion
 from asyncflow.control.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, kind_of
 from asyncflow.graph.build import apply
 from asyncflow.graph.graph import reopened
-from asyncflow.graph.op import OPAQUE, READS_STORE, Op, derivative, not_differentiable, register
+from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative, not_differentiable
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
@@ -201,26 +201,22 @@ def _read_spec(grads: Spec, first: Spec, second: Spec, *, row: Spec, is_range: b
     return Spec(row.dtype, None if extents is None else (*extents, *(row.shape or ())))
 
 
-ADD_ROWS = register(
-    Op(
-        "add_row_gradients",
-        lambda grads, values, first, second, **attrs: STORE,
-        _add_kernel,
-        flops=free,
-        host_inputs=lambda node: (2, 3) if node.attrs["is_range"] else (2,),
-        traits=OPAQUE,
-    )
+ADD_ROWS = define(
+    "add_row_gradients",
+    lambda grads, values, first, second, **attrs: STORE,
+    _add_kernel,
+    flops=free,
+    host_inputs=lambda node: (2, 3) if node.attrs["is_range"] else (2,),
+    traits=OPAQUE,
 )
 """Adds values for the rows from `first` up to `second`, or for those at the indices `second` of the first `first`."""
-READ_ROWS = register(
-    Op(
-        "row_gradients",
-        _read_spec,
-        _read_kernel,
-        flops=moving,
-        host_inputs=lambda node: (1, 2) if node.attrs["is_range"] else (1,),
-        traits=READS_STORE,
-    )
+READ_ROWS = define(
+    "row_gradients",
+    _read_spec,
+    _read_kernel,
+    flops=moving,
+    host_inputs=lambda node: (1, 2) if node.attrs["is_range"] else (1,),
+    traits=READS_STORE,
 )
 """The sums for such rows."""
 ADDERS.add(ADD_ROWS)

@@ -15,15 +15,7 @@ from asyncflow.autodiff.stores import STORE, Grad, StoreGradient, store_op
 from asyncflow.control import tensor_array
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.op import (
-    OPAQUE,
-    READS_STORE,
-    define,
-    derivative,
-    gradient_of_first,
-    inputs_from,
-    not_differentiable,
-)
+from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative, inputs_from, not_differentiable
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -258,7 +250,9 @@ def _joined_rule(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
     return pieces_gradient(grads, grad, lengths), None
 
 
-gradient_of_first(PIECES_GRADIENT, lambda node, grad: joined_gradients(grad, node.inputs[1]))
+@derivative(PIECES_GRADIENT)
+def _pieces(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    return [joined_gradients(grad, node.inputs[1]), *[None] * (len(node.inputs) - 1)]
 
 
 @derivative(MERGE_GRADIENTS)

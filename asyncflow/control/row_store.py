@@ -16,7 +16,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, int64, string, uint64
-from asyncflow.graph.op import READS_STORE, Memory, Op, Traits, register
+from asyncflow.graph.op import READS_STORE, Memory, Traits, define
 from asyncflow.graph.shapes import as_shape, format_shape, is_compatible, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free, moving
@@ -98,23 +98,21 @@ def _new_kernel(xp: Namespace, *, row: Spec) -> Kernel:
 
 
 # Two stores made alike are not interchangeable: rows for one must not be written behind those of the other.
-ROW_STORE = register(Op("row_store", _new_spec, _new_kernel, is_random=True, flops=free, host_inputs=(0,)))
-APPEND = register(
-    Op("row_store_append", _append_spec, lambda xp, **attrs: RowState.append, flops=free, traits=_KEEPS_NOTHING)
+ROW_STORE = define("row_store", _new_spec, _new_kernel, is_random=True, flops=free, host_inputs=(0,))
+APPEND = define(
+    "row_store_append", _append_spec, lambda xp, **attrs: RowState.append, flops=free, traits=_KEEPS_NOTHING
 )
-TAKE = register(Op("row_store_take", _take_spec, lambda xp, **attrs: RowState.take, flops=moving, traits=READS_STORE))
-SLICE = register(
-    Op(
-        "row_store_slice",
-        _slice_spec,
-        lambda xp, **attrs: lambda store, start, stop: store.slice(int(start), int(stop)),
-        flops=free,
-        host_inputs=(1, 2),
-        traits=READS_STORE,
-    )
+TAKE = define("row_store_take", _take_spec, lambda xp, **attrs: RowState.take, flops=moving, traits=READS_STORE)
+SLICE = define(
+    "row_store_slice",
+    _slice_spec,
+    lambda xp, **attrs: lambda store, start, stop: store.slice(int(start), int(stop)),
+    flops=free,
+    host_inputs=(1, 2),
+    traits=READS_STORE,
 )
-SIZE = register(
-    Op("row_store_size", _size_spec, lambda xp: lambda store: np.int64(store.size), flops=free, traits=_LOOKS_AT_SIZE)
+SIZE = define(
+    "row_store_size", _size_spec, lambda xp: lambda store: np.int64(store.size), flops=free, traits=_LOOKS_AT_SIZE
 )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from asyncflow.control.cond import cond
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT, int64
-from asyncflow.graph.op import OPAQUE, Op, derivative, register
+from asyncflow.graph.op import OPAQUE, define, derivative
 from asyncflow.graph.shapes import relax
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.flow import branches_with_rows
@@ -40,8 +40,8 @@ def _split_kernel(xp: Namespace) -> Kernel:
     return lambda predicate: (np.flatnonzero(predicate), np.flatnonzero(~predicate))
 
 
-SPLIT_ROWS = register(
-    Op("split_rows", lambda predicate: (_NUMBERS, _NUMBERS), _split_kernel, flops=per_input_element, runs_on_host=True)
+SPLIT_ROWS = define(
+    "split_rows", lambda predicate: (_NUMBERS, _NUMBERS), _split_kernel, flops=per_input_element, runs_on_host=True
 )
 """The numbers of the rows for which a predicate holds, and of the others."""
 
@@ -64,7 +64,7 @@ def _join_kernel(xp: Namespace, *, extent: int | None) -> Kernel:
     return join
 
 
-JOIN_ROWS = register(Op("join_rows", _join_spec, _join_kernel, host_inputs=(0,), flops=moving, traits=OPAQUE))
+JOIN_ROWS = define("join_rows", _join_spec, _join_kernel, host_inputs=(0,), flops=moving, traits=OPAQUE)
 """Rows from two places, in the order of their numbers."""
 
 

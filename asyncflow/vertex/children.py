@@ -8,7 +8,7 @@ import numpy as np
 
 from asyncflow.graph.build import apply, constant
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.op import OPAQUE, Op, derivative, register
+from asyncflow.graph.op import OPAQUE, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.add_at import add_at
@@ -173,15 +173,8 @@ def _segments_kernel(xp: Namespace, *, reduce: str) -> Kernel:
     return on_host if xp is np else elsewhere
 
 
-REDUCE_SEGMENTS = register(
-    Op(
-        "reduce_segments",
-        _segments_spec,
-        _segments_kernel,
-        host_inputs=(1,),
-        flops=per_input_element,
-        traits=OPAQUE,
-    )
+REDUCE_SEGMENTS = define(
+    "reduce_segments", _segments_spec, _segments_kernel, host_inputs=(1,), flops=per_input_element, traits=OPAQUE
 )
 """The sum or the largest of each of several rows that stand side by side; zeros for none."""
 

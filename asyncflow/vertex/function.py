@@ -12,7 +12,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, refuse_coroutines
 from asyncflow.graph.dtypes import bool_, dtype_name
 from asyncflow.graph.graph import Graph, Subgraph, current_graph
-from asyncflow.graph.op import Op, register
+from asyncflow.graph.op import define
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 REDUCTIONS: Final = ("sum", "mean", "max")
-REDUCE_CHILDREN = register(
-    Op("reduce_children", lambda *captures, each, reduce: tuple(x.spec for x in each.results), is_random=True)
+REDUCE_CHILDREN = define(
+    "reduce_children", lambda *captures, each, reduce: tuple(x.spec for x in each.results), is_random=True
 )
 """The results of all children together: `each` is computed for every child. `vertex_map` builds it for all vertices."""
 

@@ -14,7 +14,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import Op, inputs_from, not_differentiable, register
+from asyncflow.graph.op import define, inputs_from, not_differentiable
 from asyncflow.graph.spec import Spec
 from asyncflow.vertex.agenda import agenda
 from asyncflow.vertex.breadth_first import breadth_first
@@ -118,7 +118,7 @@ def _kernel(xp: Namespace, *, policy: str, arity: int | None, n_types: int | Non
     return kernel
 
 
-SCHEDULE = register(Op("schedule", _spec, _kernel, runs_on_host=True, host_inputs=inputs_from(0)))
+SCHEDULE = define("schedule", _spec, _kernel, runs_on_host=True, host_inputs=inputs_from(0))
 not_differentiable(SCHEDULE, because="all of its outputs are integers")
 
 

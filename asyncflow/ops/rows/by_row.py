@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import OPAQUE, Op, bound_kernel, find_op, host_inputs, is_registered, register, runs_on_host
+from asyncflow.graph.op import OPAQUE, Op, bound_kernel, define, find_op, host_inputs, is_registered, runs_on_host
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
@@ -181,20 +181,12 @@ def _host(node: Node) -> tuple[int, ...]:
     return (0, *(1 + place for place in node.attrs["host"]))
 
 
-BY_ROW = register(Op("row_by_row", _infer, _kernel, host_inputs=_host, flops=_flops, traits=OPAQUE))
-_ON_HOST = register(Op("row_by_row_on_host", _infer, _kernel, flops=_flops, runs_on_host=True))
+BY_ROW = define("row_by_row", _infer, _kernel, host_inputs=_host, flops=_flops, traits=OPAQUE)
+_ON_HOST = define("row_by_row_on_host", _infer, _kernel, flops=_flops, runs_on_host=True)
 BY_ROW_OPS = (BY_ROW, _ON_HOST)
 """The ops that call the kernel of another for each row; their first input is how many there are."""
-BY_ROW_DRAWN = register(
-    Op(
-        "draw_row_by_row",
-        _infer,
-        _drawing_kernel,
-        flops=_flops,
-        needs_context=True,
-        is_random=True,
-        runs_on_host=True,
-    )
+BY_ROW_DRAWN = define(
+    "draw_row_by_row", _infer, _drawing_kernel, flops=_flops, needs_context=True, is_random=True, runs_on_host=True
 )
 """The same for an op that draws; its first input are the numbers of the rows, a vector each."""
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import VIEW, Op, derivative, register
+from asyncflow.graph.op import VIEW, Op, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.manipulation import expand_dims, permute_dims
@@ -166,8 +166,8 @@ def _spread_kernel(xp: Namespace, *, extent: int | None) -> Kernel:
     return spread
 
 
-SPREAD_ROWS = register(
-    Op("spread_rows", _spread_spec, _spread_kernel, flops=free, host_inputs=(1,), is_total=True, traits=VIEW)
+SPREAD_ROWS = define(
+    "spread_rows", _spread_spec, _spread_kernel, flops=free, host_inputs=(1,), is_total=True, traits=VIEW
 )
 """The same value for each of several rows."""
 
