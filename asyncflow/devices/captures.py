@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
+from asyncflow.devices.memory import MemoryLimitExceeded
+
 if TYPE_CHECKING:
     from asyncflow.devices.protocol import Placed
     from asyncflow.values import Kernel, Value
@@ -35,6 +37,7 @@ _LARGEST_KEY = 64
 """Elements of a host array that may be part of a key."""
 
 Graph = TypeVar("Graph")
+Result = TypeVar("Result")
 
 
 class NotCapturableError(Exception):
@@ -87,6 +90,18 @@ class GraphCache(Generic[Graph]):
         if graph is not None:
             self._found[key] = graph
         return graph
+
+    def launched(self, key: Hashable, make: Callable[[], Graph], launch: Callable[[Graph], Result]) -> Result | None:
+        """The results of ``launch(graph)``; None if there is no graph for `key`, or no room for its results."""
+        graph = None if key is None else self.get(key, make)
+        if graph is None:
+            return None
+        try:
+            return launch(graph)
+        except MemoryLimitExceeded as error:
+            del graph
+            self.refuse(error)
+            return None
 
     def _made(self, make: Callable[[], Graph]) -> Graph | None:
         try:

@@ -68,6 +68,24 @@ Condition: TypeAlias = Callable[..., Any]
 """Gives a boolean with one element, perhaps by way of a generator."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopCode:
+    """A loop for a device that runs loops by itself.
+
+    Attributes:
+        condition, body: over the device's arrays and host values.
+        n_vars: how many of the arguments of a call are loop variables; the others are captures.
+        identity: of the loop, for errors.
+        limit: most iterations of a loop, this one or one inside; None for no limit.
+    """
+
+    condition: Condition
+    body: Body
+    n_vars: int
+    identity: LoopIdentity
+    limit: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A function has ended.

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from asyncflow.devices.decisions import Body, Condition
+from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.memory import MemoryAccount, format_bytes
 from asyncflow.devices.names import DeviceName
 from asyncflow.devices.options import positive_count
 from asyncflow.devices.protocol import AsynchronousDevice, Capabilities, Deliver, Device, KernelInfo, Span
 from asyncflow.devices.values import DeviceValue, is_shape
-from asyncflow.errors import LoopIdentity
 from asyncflow.streams.protocol import Stream
 
 if TYPE_CHECKING:
@@ -142,15 +141,7 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         """
         raise NotImplementedError(f"{self.name} does not run regions, and was given {info.name}")
 
-    def bind_loop(
-        self,
-        functions: tuple[Condition, Body],
-        info: KernelInfo,
-        *,
-        n_vars: int,
-        identity: LoopIdentity,
-        limit: int | None = None,
-    ) -> Kernel:
+    def bind_loop(self, loop: LoopCode, info: KernelInfo) -> Kernel:
         """Does not run loops.
 
         Raises:

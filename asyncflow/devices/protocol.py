@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from asyncflow.devices.decisions import Body, Condition
+from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.memory import MemoryAccount
-from asyncflow.errors import LoopIdentity
 from asyncflow.streams.protocol import Stream
 
 if TYPE_CHECKING:
@@ -276,24 +275,8 @@ class AsynchronousDevice(Device, Protocol):
         With `is_generator` it gives a generator, each step of which enqueues some of the region.
         """
 
-    def bind_loop(
-        self,
-        functions: tuple[Condition, Body],
-        info: KernelInfo,
-        *,
-        n_vars: int,
-        identity: LoopIdentity,
-        limit: int | None = None,
-    ) -> Kernel:
-        """A coroutine function that runs a loop on device values; only for a device that `runs_loops`.
-
-        Args:
-            functions: condition and body, over the device's arrays and host values.
-            info: of the node.
-            n_vars: how many of the arguments of a call are loop variables; the others are captures.
-            identity: of the loop, for errors.
-            limit: most iterations of a loop, this one or one inside.
-        """
+    def bind_loop(self, loop: LoopCode, info: KernelInfo) -> Kernel:
+        """A coroutine function that runs a loop on device values; only for a device that `runs_loops`."""
 
     def constant(self, value: Value) -> Placed:
         """A device value that has been there from the start."""
@@ -310,13 +293,7 @@ class AsynchronousDevice(Device, Protocol):
     def send(self) -> int:
         """When what is said now to another device is on its way, in nanoseconds of the event loop's clock."""
 
-    def receive(
-        self,
-        value: Value,
-        source: Device,
-        deliver: Deliver,
-        sent_ns: int | None = None,
-    ) -> None:
+    def receive(self, value: Value, source: Device, deliver: Deliver, sent_ns: int | None = None) -> None:
         """Take over a value of `source`: ``deliver(value_here, error)`` is called once, now or later.
 
         `sent_ns` is what `send` of the source said (None: it is sent now). `value` is kept referenced until the copy

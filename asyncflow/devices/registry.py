@@ -7,14 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from asyncflow.devices.cpu.kind import CpuKind
 from asyncflow.devices.cuda.kind import CudaKind
-from asyncflow.devices.kinds import (
-    DeviceDescription,
-    DeviceKind,
-    DeviceOptions,
-    find_kind,
-    kind_names,
-    register_kind,
-)
+from asyncflow.devices.kinds import DeviceDescription, DeviceKind, DeviceOptions, find_kind, kind_names, register_kind
 from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import Device
 from asyncflow.devices.sim.kind import SimKind
@@ -71,8 +64,7 @@ def open_devices(
     sharing = Counter(kinds)
     return tuple(
         kind.open(
-            name.index,
-            DeviceOptions(memory_limit=memory_limit, compute_streams=compute_streams, sharing=sharing[kind]),
+            name.index, DeviceOptions(memory_limit=memory_limit, compute_streams=compute_streams, sharing=sharing[kind])
         )
         for name, kind in zip(names, kinds, strict=True)
     )

@@ -97,31 +97,19 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     # -- timers --------------------------------------------------------------------------------------------------
 
     def call_at_ns(
-        self,
-        when_ns: int,
-        callback: Callable[[Unpack[_Args]], object],
-        *args: *_Args,
-        context: Context | None = None,
+        self, when_ns: int, callback: Callable[[Unpack[_Args]], object], *args: *_Args, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Call ``callback(*args)`` when the clock shows exactly `when_ns`; as soon as possible if that has passed."""
         return self._schedule(when_ns, when_ns / _NS_PER_S, callback, args, context)
 
     def call_at(
-        self,
-        when: float,
-        callback: Callable[[Unpack[_Args]], object],
-        *args: *_Args,
-        context: Context | None = None,
+        self, when: float, callback: Callable[[Unpack[_Args]], object], *args: *_Args, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Call ``callback(*args)`` at `when` seconds of virtual time."""
         return self._schedule(_as_ns(when), when, callback, args, context)
 
     def call_later(
-        self,
-        delay: float,
-        callback: Callable[[Unpack[_Args]], object],
-        *args: *_Args,
-        context: Context | None = None,
+        self, delay: float, callback: Callable[[Unpack[_Args]], object], *args: *_Args, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Call ``callback(*args)`` after `delay` seconds of virtual time, exact to the nanosecond."""
         delay_ns = _as_ns(delay)

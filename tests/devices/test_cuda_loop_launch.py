@@ -15,7 +15,7 @@ from asyncflow.devices.cuda.experimental import loop_launch as cuda_while_launch
 from asyncflow.devices.cuda.experimental.conditional import ENDED, MOST_ITERATIONS, STOPPED, TOO_LONG
 from asyncflow.devices.cuda.experimental.loop_launch import Patience, WhileLauncher
 from asyncflow.devices.cuda.values import CudaArray
-from asyncflow.devices.decisions import Branch, Loop
+from asyncflow.devices.decisions import Branch, Loop, LoopCode
 from asyncflow.devices.protocol import KernelInfo, is_coroutine_kernel
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from tests.fake_cupy.stand_in import stand_in
@@ -40,7 +40,8 @@ def bind(device: CudaDevice, request: pytest.FixtureRequest) -> Callable[..., Wh
     bindings = device.cupy.bindings if request.param == "launched" else None
 
     def bound(condition: Callable[..., Any], body: Callable[..., Any], **options: Any) -> WhileLauncher:
-        return WhileLauncher(device, bindings, (condition, body), INFO, **{"identity": LOOP, **options})
+        code = LoopCode(condition=condition, body=body, **{"identity": LOOP, **options})
+        return WhileLauncher(device, bindings, code, INFO)
 
     return bound
 
@@ -114,7 +115,9 @@ async def test_a_loop_is_one_launch_and_the_host_is_asked_once(
     device: CudaDevice, sums: Sums, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_while_launch, "LONG_S", math.inf)  # however busy the machine is
-    launcher = WhileLauncher(device, device.cupy.bindings, sums.functions, INFO, n_vars=2, identity=LOOP)
+    condition, body = sums.functions
+    code = LoopCode(condition=condition, body=body, n_vars=2, identity=LOOP)
+    launcher = WhileLauncher(device, device.cupy.bindings, code, INFO)
     await sums.run(launcher, 3)
     for n in (3, 300):
         device.cupy.engine.launches.clear()
@@ -136,14 +139,8 @@ async def test_what_cannot_be_captured_gives_the_same(device: CudaDevice) -> Non
     def multiplied(i: Any, x: Any) -> tuple[Any, ...]:
         return i + np.int64(1), device.cupy.matmul(x, x)
 
-    launcher = WhileLauncher(
-        device,
-        device.cupy.bindings,
-        (lambda i, x: device.cupy.max(x) < 100, multiplied),
-        INFO,
-        n_vars=2,
-        identity=LOOP,
-    )
+    code = LoopCode(condition=lambda i, x: device.cupy.max(x) < 100, body=multiplied, n_vars=2, identity=LOOP)
+    launcher = WhileLauncher(device, device.cupy.bindings, code, INFO)
     x = np.full((2, 2), 1.0)
     i, found = await fetched(device, await launcher(np.int64(0), device.copy_in(x, "x")))
     count = 0

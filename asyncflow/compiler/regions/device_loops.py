@@ -17,6 +17,7 @@ from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, captures_on_host, host_values_inside, is_device_loop
 from asyncflow.compiler.regions.device_functions import DeviceFunctions
 from asyncflow.compiler.regions.fuse import fuse_bodies
+from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.protocol import KernelInfo
 from asyncflow.errors import LoopIdentity
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
@@ -119,10 +120,11 @@ def bind_device_loop(
         flops=lambda inputs, outputs: 0.0,
         infer=lambda inputs: None,
     )
-    return device.bind_loop(
-        (functions.condition(loop.predicate), functions.body(loop.body)),
-        info,
+    code = LoopCode(
+        condition=functions.condition(loop.predicate),
+        body=functions.body(loop.body),
         n_vars=loop.n_vars,
         identity=LoopIdentity(loop.name, loop.location),
         limit=max_iterations,
     )
+    return device.bind_loop(code, info)

@@ -16,10 +16,7 @@ class CpuKind(DeviceKind):
     def open(self, index: int, options: DeviceOptions) -> CpuDevice:
         """The device ``cpu:<index>``."""
         return CpuDevice(
-            index,
-            memory_limit=options.memory_limit,
-            compute_streams=options.compute_streams,
-            sharing=options.sharing,
+            index, memory_limit=options.memory_limit, compute_streams=options.compute_streams, sharing=options.sharing
         )
 
     def describe(self) -> tuple[DeviceDescription, ...]:

@@ -35,12 +35,12 @@ from asyncflow.devices.cuda.transfers.exchange import Exchange, ForeignArray
 from asyncflow.devices.cuda.transfers.holder import CudaHolder
 from asyncflow.devices.cuda.transfers.pinned import PinnedSlab, shared_slab
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
-from asyncflow.devices.decisions import Body, Condition
+from asyncflow.devices.decisions import LoopCode
 from asyncflow.devices.memory import ChargedAccount, MemoryLimitExceeded
 from asyncflow.devices.presets import DEFAULT_HOST
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Span
 from asyncflow.devices.values import DeviceValue, as_scalar, stays_on_host
-from asyncflow.errors import LoopIdentity, PlacementError
+from asyncflow.errors import PlacementError
 from asyncflow.streams.beside import call_beside
 from asyncflow.streams.cpu.stream import ThreadStream
 from asyncflow.streams.cuda.stream import CudaStream, active, capturing
@@ -213,17 +213,9 @@ class CudaDevice(Progress):
         """A function that enqueues a region; see `CudaRegionLauncher`."""
         return CudaRegionLauncher(self, function, info, is_generator=is_generator)
 
-    def bind_loop(
-        self,
-        functions: tuple[Condition, Body],
-        info: KernelInfo,
-        *,
-        n_vars: int,
-        identity: LoopIdentity,
-        limit: int | None = None,
-    ) -> WhileLauncher:
+    def bind_loop(self, loop: LoopCode, info: KernelInfo) -> WhileLauncher:
         """A loop that the card runs by itself, where it can be captured; see `WhileLauncher`."""
-        return WhileLauncher(self, cuda_bindings(), functions, info, n_vars=n_vars, identity=identity, limit=limit)
+        return WhileLauncher(self, cuda_bindings(), loop, info)
 
     def activate(self) -> Raw:
         """A context in which this device's calls are cheaper; it must not be left open where something waits."""

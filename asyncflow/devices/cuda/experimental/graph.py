@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from asyncflow.devices.captures import GraphCache, NotCapturableError, driven, host_key
-from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.values import is_plain
 from asyncflow.streams.cuda.stream import capturing
 
@@ -229,15 +228,7 @@ class CapturedRegion:
         if self._graphs.is_refused:
             return None
         key = key_of(inputs, self.cupy.ndarray)
-        graph = None if key is None else self._graphs.get(key, lambda: self._captured(inputs))
-        if graph is None:
-            return None
-        try:
-            return graph.launch(inputs)
-        except MemoryLimitExceeded as error:
-            del graph
-            self._graphs.refuse(error)
-            return None
+        return self._graphs.launched(key, lambda: self._captured(inputs), lambda graph: graph.launch(inputs))
 
     def _captured(self, inputs: Sequence[Value]) -> RegionGraph:
         function = driven(self.function) if self.is_generator else self.function

@@ -23,7 +23,6 @@ from asyncflow.devices.captures import GraphCache, NotCapturableError
 from asyncflow.devices.cuda.experimental.conditional import ConditionalNodes, Limits, Rehearsal
 from asyncflow.devices.cuda.experimental.graph import PrivateMemory, array_key, capture, copy_into, empty_as, key_of
 from asyncflow.devices.decisions import Branch, Ended, Loop, advance, decisions
-from asyncflow.devices.memory import MemoryLimitExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -257,18 +256,11 @@ class DeviceLoop:
         bindings = self.bindings
         if bindings is None or self._graphs.is_refused:
             return None
-        key = self._key(variables, captures)
-        if key is None:
-            return None
-        graph = self._graphs.get(key, lambda: self._captured(bindings, variables, captures))
-        if graph is None:
-            return None
-        try:
-            return graph.launch(variables, captures, limits)
-        except MemoryLimitExceeded as error:
-            del graph
-            self._graphs.refuse(error)
-            return None
+        return self._graphs.launched(
+            self._key(variables, captures),
+            lambda: self._captured(bindings, variables, captures),
+            lambda graph: graph.launch(variables, captures, limits),
+        )
 
     def _key(self, variables: Sequence[Value], captures: Sequence[Value]) -> Hashable:
         ndarray = self.cupy.ndarray

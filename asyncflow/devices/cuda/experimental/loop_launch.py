@@ -24,9 +24,8 @@ from asyncflow.devices.protocol import CoroutineKernel, recording
 if TYPE_CHECKING:
     from asyncflow.devices.cuda.device import CudaDevice
     from asyncflow.devices.cuda.experimental.bindings import Bindings
-    from asyncflow.devices.decisions import Body, Condition
+    from asyncflow.devices.decisions import LoopCode
     from asyncflow.devices.protocol import KernelInfo, Placed, Span
-    from asyncflow.errors import LoopIdentity
     from asyncflow.values import Value
 
 
@@ -71,34 +70,22 @@ class Patience:
 class WhileLauncher(CoroutineKernel):
     """A loop bound to a CUDA device: calling it with its variables and captures gives a coroutine of its results."""
 
-    __slots__ = ("_device", "_identity", "_info", "_limit", "_loop", "_n_vars", "_patience", "_values")
+    __slots__ = ("_code", "_device", "_info", "_loop", "_patience", "_values")
 
-    def __init__(
-        self,
-        device: CudaDevice,
-        bindings: Bindings | None,
-        functions: tuple[Condition, Body],
-        info: KernelInfo,
-        *,
-        n_vars: int,
-        identity: LoopIdentity,
-        limit: int | None = None,
-    ) -> None:
+    def __init__(self, device: CudaDevice, bindings: Bindings | None, loop: LoopCode, info: KernelInfo) -> None:
         """Nothing is captured before the first call.
 
         Args:
             device: where it runs.
             bindings: None: the host drives the loop.
-            functions, info, n_vars, identity, limit: see `AsynchronousDevice.bind_loop` and `DeviceLoop`.
+            loop, info: see `AsynchronousDevice.bind_loop` and `DeviceLoop`.
         """
         stream = device.compute_streams[info.stream]
         self._device = device
         self._info = info
-        self._n_vars = n_vars
-        self._identity = identity
-        self._limit = limit
+        self._code = loop
         self._values = Values(device, stream)
-        self._loop = DeviceLoop(device.cupy, stream, device.pool, bindings, *functions, info.name)
+        self._loop = DeviceLoop(device.cupy, stream, device.pool, bindings, loop.condition, loop.body, info.name)
         self._patience = Patience()
 
     def __call__(self, *args: Value) -> Coroutine[object, object, tuple[Placed, ...]]:
@@ -121,16 +108,17 @@ class WhileLauncher(CoroutineKernel):
             raise self._device.cause_of(error)  # noqa: B904 - which has its cause
 
     async def _launched(self, args: tuple[Value, ...], spans: list[Span] | None) -> tuple[Placed, ...]:
+        code = self._code
         with recording(self._device, spans):
             args = self._values.brought(args, self._info.vectors)
-        host = HostDriver(self._device, self._values, self._info, args, spans, self._limit)
+        host = HostDriver(self._device, self._values, self._info, args, spans, code.limit)
         with self._values.stream:
             raw = [self._values.raw(value, self._info.name) for value in args]
-        variables: Sequence[Value] = raw[: self._n_vars]
-        captures = raw[self._n_vars :]
+        variables: Sequence[Value] = raw[: code.n_vars]
+        captures = raw[code.n_vars :]
         done, outcome = 0, STOPPED
         while outcome != ENDED:
-            limits = Limits(self._patience.most, inner=self._limit)
+            limits = Limits(self._patience.most, inner=code.limit)
             iterated = host.in_one_block(self._loop.launch, variables, captures, limits)
             if iterated is None:
                 break
@@ -139,11 +127,11 @@ class WhileLauncher(CoroutineKernel):
             is_worth_another = self._patience.learn(outcome, time.monotonic() - began)
             if outcome in (ENDED, STOPPED):
                 done += count
-                self._identity.check(done + (outcome == STOPPED), self._limit)
+                code.identity.check(done + (outcome == STOPPED), code.limit)
                 variables = iterated.values
             elif not is_worth_another:
                 break
         if outcome != ENDED:
-            rest = Loop(self._loop.condition, self._loop.body, variables, captures, self._identity)
+            rest = Loop(code.condition, code.body, variables, captures, code.identity)
             variables = await host.looped(rest, done)
         return tuple([self._values.wrapped(value, self._info.name) for value in variables])
