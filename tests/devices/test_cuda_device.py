@@ -17,6 +17,7 @@ import pytest
 from asyncflow.devices.cuda.device import CudaDevice
 from asyncflow.devices.cuda.memory import home_of
 from asyncflow.devices.cuda.progress import MARK_EVERY, MOST_AHEAD
+from asyncflow.devices.cuda.transfers import copies
 from asyncflow.devices.cuda.transfers.copies import COPY_INLINE_BYTES, SMALL_BYTES, SMALL_PINNED_BYTES
 from asyncflow.devices.cuda.transfers.pinned import ALIGNMENT, PinnedBuffer, PinnedSlab
 from asyncflow.devices.cuda.values import CudaArray, CudaOpaque
@@ -170,9 +171,12 @@ async def test_the_event_loop_is_never_blocked(cupy: FakeCupy) -> None:
         assert cupy.blocking()[warm:] == []
 
 
-async def test_many_fetches_in_pieces_do_not_wait_for_one_another_for_ever(cupy: FakeCupy) -> None:
+async def test_many_fetches_in_pieces_do_not_wait_for_one_another_for_ever(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each keeps two pieces on their way, and there is room for three of them."""
-    async with opened(cupy, pinned=PinnedSlab(cupy, 3 * 4096, slabs=3)) as device:
+    monkeypatch.setattr(copies, "PIECE_BYTES", 4096)
+    async with opened(cupy, pinned=PinnedSlab(cupy, 3 * 4096)) as device:
         values = [np.random.default_rng(n).random(5_000) for n in range(6)]
         arrays = [await fed(device, value) for value in values]
         results = await asyncio.gather(*[fetched(device, x) for x in arrays])
@@ -181,10 +185,11 @@ async def test_many_fetches_in_pieces_do_not_wait_for_one_another_for_ever(cupy:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_copies_that_fail_leave_their_room_to_those_who_wait(seed: int) -> None:
+async def test_copies_that_fail_leave_their_room_to_those_who_wait(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their errors, with the frames that hold buffers, are kept; another card shares the pinned memory."""
     with FakeCupy(devices=2, seed=seed) as cupy:
-        slab = PinnedSlab(cupy, 2 * 4096, slabs=2)
+        monkeypatch.setattr(copies, "PIECE_BYTES", 4096)
+        slab = PinnedSlab(cupy, 2 * 4096)
         async with opened(cupy, pinned=slab) as device, opened(cupy, 1, physical=1, pinned=slab) as other:
             x, y = [await fed(there, np.arange(5_000.0)) for there in (device, other)]
             cupy.pause()

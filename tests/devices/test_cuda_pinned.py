@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,8 +51,8 @@ class Host:
         self.freed.append(address)
 
 
-def slab_of(units: int, slabs: int = 1) -> PinnedSlab:
-    return PinnedSlab(Host(), units * ALIGNMENT, slabs)
+def slab_of(units: int) -> PinnedSlab:
+    return PinnedSlab(Host(), units * ALIGNMENT)
 
 
 def taken(slab: PinnedSlab, nbytes: int) -> PinnedBuffer:
@@ -150,46 +151,43 @@ def test_a_freed_buffer_is_neither_seen_nor_freed_again() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, -1, 2 * ALIGNMENT + 1])
 def test_what_never_fits_is_refused(nbytes: int) -> None:
-    slab = slab_of(4, slabs=2)
-    assert slab.largest == 2 * ALIGNMENT
+    slab = slab_of(2)
     with pytest.raises(ValueError, match=f"1 to 1024 bytes .*, not {nbytes}; copy in pieces, or pin more"):
         slab.take(nbytes)
     with pytest.raises(ValueError, match="copy in pieces"):
         slab.wait_for(nbytes, lambda buffer: buffer.free())
 
 
-def test_a_buffer_lies_in_one_slab() -> None:
+def test_whole_units_are_pinned() -> None:
     host = Host()
-    slab = PinnedSlab(host, 4 * ALIGNMENT + 100, slabs=2)
-    assert (slab.nbytes, slab.largest, len(host.allocated)) == (4 * ALIGNMENT, 2 * ALIGNMENT, 2)
-    small = taken(slab, ALIGNMENT)
-    large = taken(slab, 2 * ALIGNMENT)
-    assert [large.ptr, small.ptr] == sorted(host.allocated, key=lambda address: address != large.ptr)
+    slab = PinnedSlab(host, 4 * ALIGNMENT + 100)
+    assert (slab.nbytes, len(host.allocated)) == (4 * ALIGNMENT, 1)
+    small, large = taken(slab, ALIGNMENT), taken(slab, 2 * ALIGNMENT)
+    assert [small.ptr] == list(host.allocated) and large.ptr == small.ptr + ALIGNMENT
     assert slab.take(2 * ALIGNMENT) is None
     assert slab.free_bytes == ALIGNMENT
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "slabs", "text"),
+    ("nbytes", "text"),
     [
-        (0, 1, "the pinned memory in bytes"),
-        (1.5, 1, "the pinned memory in bytes"),
-        (4096, 0, "the number of slabs"),
-        (ALIGNMENT, 2, "leave none of 512 bytes"),
+        (0, "the pinned memory in bytes"),
+        (1.5, "the pinned memory in bytes"),
+        (ALIGNMENT - 1, "leave none of 512 bytes"),
     ],
 )
-def test_sizes_are_checked_before_anything_is_pinned(nbytes: Any, slabs: int, text: str) -> None:
+def test_sizes_are_checked_before_anything_is_pinned(nbytes: Any, text: str) -> None:
     host = Host()
     with pytest.raises(ValueError, match=text):
-        PinnedSlab(host, nbytes, slabs)
+        PinnedSlab(host, nbytes)
     assert not host.flags
 
 
-def test_what_was_pinned_is_given_back_when_the_rest_cannot_be() -> None:
+def test_what_cannot_be_pinned_is_refused() -> None:
     host = Host(room=2 * ALIGNMENT)
     with pytest.raises(MemoryError, match="cudaErrorMemoryAllocation"):
-        PinnedSlab(host, 3 * ALIGNMENT, slabs=3)
-    assert len(host.freed) == 2 and not host.allocated
+        PinnedSlab(host, 3 * ALIGNMENT)
+    assert not host.allocated
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
@@ -363,19 +361,18 @@ def test_a_process_pins_no_more_than_its_share(
 class FirstFit(RuleBasedStateMachine):
     """The model is a map of units, each lent or not; buffers carry their number as contents."""
 
-    @initialize(units=st.integers(1, 24), slabs=st.integers(1, 3))
-    def pin(self, units: int, slabs: int) -> None:
-        self.slab = slab_of(units * slabs, slabs)
-        self.starts = [region.address for region in self.slab._regions]
-        self.lent = [[False] * units for _ in range(slabs)]
-        self.buffers: list[tuple[PinnedBuffer, int, int, int]] = []
+    @initialize(units=st.integers(1, 48))
+    def pin(self, units: int) -> None:
+        self.slab = slab_of(units)
+        self.lent = [False] * units
+        self.buffers: list[tuple[PinnedBuffer, int, int]] = []
         self.waiting: list[int] = []
         self.served: list[PinnedBuffer] = []
         self.stamp = 0  # at most 255: fewer buffers are taken in a run
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        nbytes = data.draw(st.integers(1, len(self.lent[0]) * ALIGNMENT))
+        nbytes = data.draw(st.integers(1, len(self.lent) * ALIGNMENT))
         buffer = self.slab.take(nbytes)
         if self.waiting:
             assert buffer is None
@@ -384,7 +381,7 @@ class FirstFit(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def wait(self, data: st.DataObject) -> None:
-        self.waiting.append(data.draw(st.integers(1, len(self.lent[0]) * ALIGNMENT)))
+        self.waiting.append(data.draw(st.integers(1, len(self.lent) * ALIGNMENT)))
         self.slab.wait_for(self.waiting[-1], self.served.append)
         self._serve()
 
@@ -392,8 +389,8 @@ class FirstFit(RuleBasedStateMachine):
     @rule(data=st.data(), drop=st.booleans())
     def free(self, data: st.DataObject, drop: bool) -> None:
         index = data.draw(st.integers(0, len(self.buffers) - 1))
-        buffer, region, start, units = self.buffers.pop(index)
-        self.lent[region][start : start + units] = [False] * units
+        buffer, start, units = self.buffers.pop(index)
+        self.lent[start : start + units] = [False] * units
         if drop:
             del buffer
             self.slab.serve()
@@ -403,7 +400,7 @@ class FirstFit(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_whole(self) -> None:
-        assert self.slab.free_bytes == sum(row.count(False) for row in self.lent) * ALIGNMENT
+        assert self.slab.free_bytes == self.lent.count(False) * ALIGNMENT
         for buffer, *_, units in self.buffers:
             view = buffer.view(np.uint8, (buffer.nbytes,))
             assert (view == view[0]).all() and units == -(-buffer.nbytes // ALIGNMENT)
@@ -411,9 +408,8 @@ class FirstFit(RuleBasedStateMachine):
 
     @invariant()
     def holes_are_sorted_and_apart(self) -> None:
-        for region in self.slab._regions:
-            for (offset, size), (following, _) in zip(region.holes, region.holes[1:], strict=False):
-                assert size > 0 and offset + size < following
+        for (offset, size), (following, _) in pairwise(self.slab._holes):
+            assert size > 0 and offset + size < following
 
     def teardown(self) -> None:
         while self.buffers:
@@ -438,18 +434,17 @@ class FirstFit(RuleBasedStateMachine):
             assert place is None
             return
         assert place is not None and buffer.nbytes == nbytes
-        region, start, units = place
-        assert buffer.ptr == self.starts[region] + start * ALIGNMENT
-        self.lent[region][start : start + units] = [True] * units
+        start, units = place
+        assert self.slab._address is not None and buffer.ptr == self.slab._address + start * ALIGNMENT
+        self.lent[start : start + units] = [True] * units
         self.stamp += 1
         buffer.view(np.uint8, (nbytes,))[...] = self.stamp
-        self.buffers.append((buffer, region, start, units))
+        self.buffers.append((buffer, start, units))
 
-    def _first(self, units: int) -> tuple[int, int, int] | None:
-        for region, row in enumerate(self.lent):
-            for start in range(len(row) - units + 1):
-                if not any(row[start : start + units]):
-                    return region, start, units
+    def _first(self, units: int) -> tuple[int, int] | None:
+        for start in range(len(self.lent) - units + 1):
+            if not any(self.lent[start : start + units]):
+                return start, units
         return None
 
 

@@ -352,7 +352,7 @@ class CudaCopies:
 
     @property
     def _piece(self) -> int:
-        return min(PIECE_BYTES, self._slab.largest)
+        return min(PIECE_BYTES, self._slab.nbytes)
 
     def _pinned(self, nbytes: int) -> PinnedBuffer | None:
         """Pinned memory, if there is some now."""
@@ -360,7 +360,7 @@ class CudaCopies:
             return None
         if nbytes <= SMALL_BYTES and (buffer := self._small.take(nbytes)) is not None:
             return buffer
-        return self._slab.take(nbytes) if nbytes <= self._slab.largest else None
+        return self._slab.take(nbytes) if nbytes <= self._slab.nbytes else None
 
     def _room(self, nbytes: int) -> asyncio.Future[PinnedBuffer]:
         """Pinned memory of the slab, once there is some."""

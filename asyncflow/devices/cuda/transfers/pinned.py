@@ -57,16 +57,16 @@ class PinnedBuffer:
     """
 
     _slab: PinnedSlab
-    _region: _PinnedAllocation | None
     _offset: int
     _size: int
     nbytes: int
     ptr: int
+    _is_lent: bool = True
 
     @property
     def __array_interface__(self) -> dict[str, object]:
         """NumPy's way to the memory; an array made from it keeps the buffer alive."""
-        if self._region is None:
+        if not self._is_lent:
             raise ValueError(f"a pinned buffer of {self.nbytes} bytes was freed, and is not there to look into")
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.ptr, False), "version": 3}
 
@@ -95,74 +95,63 @@ class PinnedBuffer:
         Raises:
             ValueError: it was freed before.
         """
-        region, self._region = self._region, None
-        if region is None:
+        if not self._is_lent:
             raise ValueError(f"a pinned buffer of {self.nbytes} bytes is freed twice; it may be someone else's now")
-        self._slab.returned.append((region, self._offset, self._size))
+        self._is_lent = False
+        self._slab.returned.append((self._offset, self._size))
         self._slab.serve()
 
     def __del__(self) -> None:
-        if self._region is not None:  # no lock: this may run inside the slab
-            self._slab.returned.append((self._region, self._offset, self._size))
+        if self._is_lent:  # no lock: this may run inside the slab
+            self._slab.returned.append((self._offset, self._size))
 
 
 class PinnedSlab:
     """Page-locked memory, lent out by first fit.
 
-    Invariant, under the lock and after `_settle`: the holes of a region are its bytes that are not on loan, by address,
-    none empty, and no two of them touch.
+    Invariant, under the lock and after `_settle`: the holes, (offset, bytes), are the bytes that are not on loan, by
+    offset, none empty, and no two of them touch.
 
     All methods may be called on any thread; what waits is called on the thread that frees.
 
     Attributes:
-        nbytes: all that there is.
-        largest: bytes of the largest buffer that can ever be taken.
-        returned: (region, offset, bytes) of buffers that came back and are not settled yet.
+        nbytes: all that there is, and the largest buffer that can ever be taken.
+        returned: (offset, bytes) of buffers that came back and are not settled yet.
     """
 
-    __slots__ = ("_cupy", "_lock", "_regions", "_waiting", "largest", "nbytes", "returned")
+    __slots__ = ("_address", "_cupy", "_holes", "_lock", "_waiting", "nbytes", "returned")
 
-    def __init__(self, cupy: Cupy, nbytes: int, slabs: int = 1) -> None:
-        """Pin ``nbytes``, rounded down, as ``slabs`` pieces of one size, none of which a buffer spans.
+    def __init__(self, cupy: Cupy, nbytes: int) -> None:
+        """Pin ``nbytes``, rounded down to a multiple of `ALIGNMENT`.
 
         May take a tenth of a second, and stall the card: construct it on a worker thread.
 
         Raises:
-            ValueError: ``nbytes`` or ``slabs`` is no positive int, or a piece has less than `ALIGNMENT` bytes.
+            ValueError: ``nbytes`` is no positive int, or less than `ALIGNMENT`.
         """
-        each = positive_count(nbytes, "the pinned memory in bytes") // positive_count(slabs, "the number of slabs")
-        self.largest = each // ALIGNMENT * ALIGNMENT
-        if not self.largest:
-            raise ValueError(f"{nbytes} bytes of pinned memory in {slabs} slabs leave none of {ALIGNMENT} bytes")
-        self.nbytes = self.largest * slabs
-        self.returned: deque[tuple[_PinnedAllocation, int, int]] = deque()
+        self.nbytes = positive_count(nbytes, "the pinned memory in bytes") // ALIGNMENT * ALIGNMENT
+        if not self.nbytes:
+            raise ValueError(f"{nbytes} bytes of pinned memory leave none of {ALIGNMENT} bytes")
+        self.returned: deque[tuple[int, int]] = deque()
         self._cupy = cupy
         self._lock = threading.RLock()  # reentrant: a finalizer of others may run inside
         self._waiting: deque[tuple[int, Call]] = deque()
-        self._regions: list[_PinnedAllocation] = []
-        try:
-            for _ in range(slabs):
-                self._regions.append(
-                    _PinnedAllocation(cupy.cuda.runtime.hostAlloc(self.largest, _PORTABLE), self.largest)
-                )
-        except BaseException:
-            self.close()
-            raise
+        self._holes = [(0, self.nbytes)]
+        self._address: int | None = cupy.cuda.runtime.hostAlloc(self.nbytes, _PORTABLE)
 
     @property
     def free_bytes(self) -> int:
         """Bytes not on loan, in whatever pieces."""
         with self._lock:
             self._settle()
-            return sum(size for region in self._regions for _, size in region.holes)
+            return sum(size for _, size in self._holes)
 
     @property
     def largest_hole(self) -> int:
         """Bytes of the largest buffer that could be taken now; 0 while others wait for room."""
         with self._lock:
             self._settle()
-            sizes = [size for region in self._regions for _, size in region.holes]
-            return 0 if self._waiting else max(sizes, default=0)
+            return 0 if self._waiting else max((size for _, size in self._holes), default=0)
 
     def take(self, nbytes: int) -> PinnedBuffer | None:
         """A buffer of at least ``nbytes``, or None: there is no room, or others wait for some.
@@ -213,70 +202,45 @@ class PinnedSlab:
         """
         self.serve()  # there may be room that nobody was told of
         with self._lock:
-            self._settle()
-            lent = sum(region.size - sum(size for _, size in region.holes) for region in self._regions)
+            lent = self.nbytes - self.free_bytes
             if lent:
                 raise RuntimeError(f"{lent} bytes of pinned memory are on loan; free the buffers before the slab")
-            regions, self._regions = self._regions, []
-        for region in regions:
-            self._cupy.cuda.runtime.freeHost(region.address)
+            address, self._address = self._address, None
+        if address is not None:
+            self._cupy.cuda.runtime.freeHost(address)
 
     def _check(self, nbytes: int) -> None:
-        if not self._regions:
+        if self._address is None:
             raise RuntimeError("the pinned memory is closed")
-        if not 0 < nbytes <= self.largest:
+        if not 0 < nbytes <= self.nbytes:
             raise ValueError(
-                f"a pinned buffer has 1 to {self.largest} bytes ({format_bytes(self.largest)}), not {nbytes}; copy in "
+                f"a pinned buffer has 1 to {self.nbytes} bytes ({format_bytes(self.nbytes)}), not {nbytes}; copy in "
                 "pieces, or pin more"
             )
 
     def _first_fit(self, nbytes: int) -> PinnedBuffer | None:
+        if self._address is None:
+            return None  # closed meanwhile, by another thread
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        for region in self._regions:
-            offset = region.take(size)
-            if offset is not None:
-                return PinnedBuffer(self, region, offset, size, nbytes, region.address + offset)
+        for index, (offset, room) in enumerate(self._holes):
+            if room >= size:
+                self._holes[index : index + 1] = [(offset + size, room - size)] if room > size else []
+                return PinnedBuffer(self, offset, size, nbytes, self._address + offset)
         return None
 
     def _settle(self) -> None:
-        returned = self.returned
+        """Make holes of what came back, one with those that each touches."""
+        returned, holes = self.returned, self._holes
         while returned:
-            region, offset, size = returned.popleft()
-            region.give_back(offset, size)
-
-
-class _PinnedAllocation:
-    """One allocation: its holes are (offset, bytes), by offset."""
-
-    __slots__ = ("address", "holes", "size")
-
-    def __init__(self, address: int, size: int) -> None:
-        self.address = address
-        self.size = size
-        self.holes = [(0, size)]
-
-    def take(self, size: int) -> int | None:
-        """The offset of the first hole of at least ``size`` bytes, which are a hole no more."""
-        for index, (offset, room) in enumerate(self.holes):
-            if room == size:
-                del self.holes[index]
-                return offset
-            if room > size:
-                self.holes[index] = offset + size, room - size
-                return offset
-        return None
-
-    def give_back(self, offset: int, size: int) -> None:
-        """Make a hole, one with those that it touches."""
-        holes = self.holes
-        index = bisect.bisect_left(holes, (offset, 0))
-        if index < len(holes) and holes[index][0] == offset + size:
-            size += holes.pop(index)[1]
-        if index and sum(holes[index - 1]) == offset:
-            index -= 1
-            offset, before = holes.pop(index)
-            size += before
-        holes.insert(index, (offset, size))
+            offset, size = returned.popleft()
+            index = bisect.bisect_left(holes, (offset, 0))
+            if index < len(holes) and holes[index][0] == offset + size:
+                size += holes.pop(index)[1]
+            if index and sum(holes[index - 1]) == offset:
+                index -= 1
+                offset, before = holes.pop(index)
+                size += before
+            holes.insert(index, (offset, size))
 
 
 _shared: dict[Cupy, PinnedSlab] = {}
