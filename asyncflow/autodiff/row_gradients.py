@@ -136,7 +136,7 @@ class RowGradient(StoreVersion[_Added]):
         if any(entry.size > first for entry in log[length : log.folded]):
             log.total, log.folded = None, 0
         total = log.total
-        if total is None and log[0].size >= rows and log[0].is_whole():
+        if total is None and log[0].is_whole():
             total = self.xp.array(log[0].values)
             log.folded = 1
         total = self._with_room(total, max(rows, log.longest))

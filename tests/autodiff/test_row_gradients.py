@@ -322,3 +322,37 @@ async def test_gradients_of_another_shape_are_refused(graph: af.Graph) -> None:
     async with af.Session(graph) as session:
         with pytest.raises(af.KernelError, match=r"shape"):
             await session.run(gradients(y, x), {x: X, g: np.ones(3), "at": [0, 1]})
+
+
+@pytest.mark.parametrize("regions", [True, False])
+async def test_stores_of_nested_loops(graph: af.Graph, regions: bool) -> None:
+    """One is made in each outer iteration, and one goes through all of them; a branch appends to it now and then."""
+    x = af.placeholder("float64", (2, 3))
+
+    def outer(i: af.Tensor, kept: af.RowStore) -> Any:
+        def inner(j: af.Tensor, own: af.RowStore, kept: af.RowStore) -> Any:
+            row = own.take(af.stack([j, af.constant(0)])) * kept.take(i)
+            kept = af.cond(af.equal(j, i), lambda: kept.append(row), lambda: kept)
+            return j + 1, own.append(af.sin(row)), kept
+
+        own = af.RowStore("float64", (3,)).append(kept.slice(i, i + 1))
+        _, own, kept = af.while_loop(lambda j, *_: j < 2, inner, (0, own, kept))
+        return i + 1, kept.append(own.take([-1, 1]))
+
+    _, kept = af.while_loop(lambda i, _: i < 2, outer, (0, store(x)))
+    plain = x
+    for i in range(2):
+        own = plain[i : i + 1]
+        for j in range(2):
+            row = af.take(own, [j, 0], axis=0) * plain[i]
+            plain = af.concat([plain, row]) if i == j else plain
+            own = af.concat([own, af.sin(row)])
+        plain = af.concat([plain, af.take(own, [4, 1], axis=0)])
+    fetches = []
+    for y in (kept.stack(), plain):
+        once = af.gradients(af.sum(y**2), x)
+        fetches.append([y, once, af.gradients(af.sum(af.sin(once)), x)])
+    async with af.Session(graph, regions=regions) as session:
+        found, expected = await session.run(fetches, {x: X[:2]})
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-10)
