@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from random import Random
@@ -118,6 +119,21 @@ async def test_72_an_error_is_terminal(session: af.Session, graph: af.Graph) -> 
 def firings(trace: af.Trace) -> Counter[tuple[str, str]]:
     """How often each node fired under each tag."""
     return Counter((firing.node, firing.tag) for firing in trace.firings)
+
+
+async def test_73_every_run_computes_with_its_own_feeds(graph: af.Graph, run: Run) -> None:
+    """CONFORMANCE 73: arrays and numbers of the host, also where a graph of kernels is launched again."""
+    x, n = af.placeholder("float64", (2, 2)), af.placeholder("float64", ())
+    y = x
+    for _ in range(4):
+        y = (y + af.sum(y, axis=0)) * n
+    fed = [np.array([[k, 1.0], [2.0, k]]) for k in range(3)]
+    for number in (2.0, 3.0):
+        found = await asyncio.gather(*(run(y, {x: value, n: number}) for value in fed))
+        for expected in fed:
+            for _ in range(4):
+                expected = (expected + expected.sum(axis=0)) * number
+            np.testing.assert_array_equal(found.pop(0), expected)
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])

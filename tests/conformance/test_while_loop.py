@@ -324,6 +324,18 @@ async def test_30_a_body_that_swaps_its_variables(run: Run) -> None:
     assert await run((a, b)) == (2, 1)
 
 
+async def test_30_arrays_that_take_turns(run: Run) -> None:
+    """CONFORMANCE 30: all at once, also where a card runs the loop by itself, and in each run from what it is fed."""
+    x, y = (af.placeholder("float64", (2,)) for _ in range(2))
+    loop = af.while_loop(lambda x, y: af.sum(x) < 100, lambda x, y: (x + y, x), (x, y))
+    for first in ([1.0, 2.0], [3.0, 0.0], [99.0, 1.0]):
+        a, b = np.array(first), np.ones(2)
+        found = await run(loop, {x: a, y: b})
+        while a.sum() < 100:
+            a, b = a + b, a
+        np.testing.assert_array_equal(found, [a, b])
+
+
 async def test_30_an_all_constant_body(run: Run) -> None:
     """CONFORMANCE 30: the predicate alone ends it."""
     assert await run(af.while_loop(lambda i: i < 1, lambda i: 10, 0)) == 10
