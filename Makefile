@@ -14,7 +14,7 @@ SOURCES := asyncflow tests examples benchmarks docs
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full check reference doctest bench size gpu-check package clean
+.PHONY: help setup demo test test-full mutants check reference doctest bench size gpu-check package clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ test: $(STAMP) ## Run the tests, but for slow ones, in the five cells that find 
 
 test-full: $(STAMP) ## Run every test, the slow ones too, in every cell
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) --full $(PYTEST_ARGS)
+
+mutants: $(STAMP) ## Put 20 faults of one line into copies of the code, and write down which of the five cells find each
+	$(BIN)/python -m tests.mutants
 
 check: $(STAMP) ## Lint, format, types, layers, spelling
 	$(BIN)/ruff check $(SOURCES)

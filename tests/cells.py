@@ -2,10 +2,10 @@
 
 The matrix is {asyncio, uvloop, virtual time} x {one device with regions, one device interpreted, three devices with
 every node placed at random}, and four cells on a stand-in for CuPy. Of its 13 cells five caught every fault that any
-cell caught, when faults were put into the code on purpose. These five run always; the others run with ``--full``, or by
-turns with ``--turn=WORD``: then each test runs in one more cell, with nodes placed as the word draws, and of the slow
-tests a third runs. One of the others leaves out a pass of the compiler, another for each test; ``--without=PASS``
-leaves it out of all tests.
+cell caught, when faults were put into the code on purpose (`make mutants`). These five run always; the others run with
+``--full``, or by turns with ``--turn=WORD``: then each test runs in one more cell, with nodes placed as the word draws,
+and of the slow tests a third runs. One of the others leaves out a pass of the compiler, another for each test;
+``--without=PASS`` leaves it out of all tests.
 """
 
 from __future__ import annotations

@@ -1,0 +1,294 @@
+"""Faults of one line, put into the code on purpose, and which of the cells that always run find them: `make mutants`.
+
+For each fault the tree is copied to a temporary folder, the line is changed there, and in each cell the conformance
+tests that look for such a thing run until one fails. The table in ``docs/design/tests.md`` is then written anew; with
+words as arguments, only faults with one of these in their names are tried, and nothing is written. Before all faults
+the same tests run on the code as it is, where they have to pass.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from tests.cells import ALWAYS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tests.cells import Arrangement
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "design" / "tests.md"
+BEGIN, END = "<!-- faults: make mutants -->\n", "<!-- end of faults -->\n"
+
+COPIED = ("asyncflow", "tests", "pyproject.toml")
+HANGS_S = 60
+"""A test that takes so long has found the fault."""
+ALL_PASSED, SOME_FAILED = 0, 1
+"""How pytest ends; where it ends in any other way, the tests have not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A line of the package, what it becomes, and the tests that look for that.
+
+    Attributes:
+        name: for people, and for the command line.
+        module: its path in the package.
+        old: a part of a line that is nowhere else in the module.
+        new: what stands there instead.
+        tests: a file in ``tests/conformance``, without ``test_`` and ``.py``.
+        chosen: of its tests those with this in their names.
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+    tests: str
+    chosen: str = "test"
+
+    def put_into(self, root: Path) -> None:
+        """Changes the line in the copy of the tree at `root`."""
+        path = root / "asyncflow" / self.module
+        text = path.read_text(encoding="utf-8")
+        assert text.count(self.old) == 1, f"{self.name}: not one place in {self.module} has {self.old!r}"
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+SCHEDULER = "runtime/scheduler/scheduler.py"
+ORDER = "compiler/program/order_effects.py"
+PLACES = "compiler/lowering/places.py"
+COPIES = "devices/cuda/transfers/copies.py"
+
+FAULTS = (
+    Fault(
+        "a Merge all of whose inputs are dead does not die",
+        SCHEDULER,
+        "if seen == target.n_inputs:",
+        "if seen > target.n_inputs:",
+        "primitives",
+    ),
+    Fault(
+        "dead Exits are not delivered when their frame ends",
+        SCHEDULER,
+        "if node not in frame.live_exits:",
+        "if False:",
+        "primitives",
+    ),
+    Fault(
+        "who waits for a dead node by a control edge lives",
+        SCHEDULER,
+        "            if target.kind not in (_MERGE, _TRIGGER):",
+        "            if False:",
+        "cond",
+    ),
+    Fault(
+        "one iteration too many is live",
+        SCHEDULER,
+        "if frame.live >= frame.info.parallel_iterations:",
+        "if frame.live > frame.info.parallel_iterations:",
+        "while_loop",
+        "test_27",
+    ),
+    Fault(
+        "ended iterations are not acknowledged",
+        SCHEDULER,
+        "if frame.info.acknowledges:",
+        "if False:",
+        "while_loop",
+        "test_26",
+    ),
+    Fault(
+        "no Send waits for an acknowledgement",
+        PLACES,
+        "is_acknowledged = source in self.drivers and len(sent) > 0",
+        "is_acknowledged = False",
+        "while_loop",
+        "test_27",
+    ),
+    Fault(
+        "transfers of an inner loop have the number of its own iteration alone",
+        "runtime/scheduler/frame.py",
+        "(*outer.counters(), self.index)",
+        "(self.index,)",
+        "while_loop",
+        "test_32",
+    ),
+    Fault(
+        "the effects of iterations are not ordered",
+        ORDER,
+        "_after(body, body_turns[resource].nodes())",
+        "_after(body, [])",
+        "while_effects",
+    ),
+    Fault(
+        "nothing waits for the effects of a branch",
+        ORDER,
+        "_after(branch, [n for turn in turns.values() for n in turn.nodes()])",
+        "_after(branch, [])",
+        "while_effects",
+        "test_36",
+    ),
+    Fault(
+        "a write does not wait for the reads before it",
+        ORDER,
+        "order(node, turn.nodes())",
+        "order(node, [turn.writer] if turn.writer is not None else [])",
+        "state",
+    ),
+    Fault(
+        "what has no inputs runs in branches not taken",
+        PLACES,
+        "return [self.pivot(place, device)]",
+        "return controls",
+        "cond",
+    ),
+    Fault(
+        "a region rebinds its loop variables one after the other",
+        "compiler/regions/codegen.py",
+        "if value in rebound:",
+        "if False:",
+        "while_loop",
+        "test_30",
+    ),
+    Fault(
+        "a loop on a card rebinds its variables one after the other",
+        "devices/cuda/experimental/loop.py",
+        "values[index] = value.copy()",
+        "pass",
+        "while_loop",
+        "test_30",
+    ),
+    Fault(
+        "a graph of a card is used for other numbers of the host",
+        "devices/captures.py",
+        "return value.dtype, value.tobytes()",
+        "return value.dtype",
+        "gradients_branches",
+    ),
+    Fault(
+        "a graph of a card reads the inputs of the launch before",
+        "devices/cuda/experimental/graph.py",
+        "copy_into(cupy, buffer, value, raw)",
+        "pass",
+        "executor",
+        "test_73",
+    ),
+    Fault(
+        "a stream of a card does not wait for another",
+        "streams/cuda/stream.py",
+        "if event.stream is not self and not event.seen_done:",
+        "if False:",
+        "while_loop",
+        "test_27",
+    ),
+    Fault(
+        "a copy writes to memory that earlier kernels still use",
+        COPIES,
+        "stream.wait(self._device.compute.record())",
+        "pass",
+        "while_loop",
+        "test_27",
+    ),
+    Fault(
+        "nobody keeps the memory that is being copied between cards",
+        COPIES,
+        "peer.hold(landing, there, *holds)",
+        "pass",
+        "while_loop",
+        "test_27",
+    ),
+    Fault(
+        "a simulated card copies what is not yet written",
+        "devices/sim/device.py",
+        "self.order(self.peer, (value.written,))",
+        "pass",
+        "while_loop",
+        "test_27",
+    ),
+    Fault(
+        "a gradient reads the saved values of the iteration after",
+        "autodiff/while_gradient.py",
+        "kept.indexes[body] = subtract(parameters[0], 1)",
+        "kept.indexes[body] = subtract(parameters[0], 0)",
+        "gradients_loops",
+        "test_53",
+    ),
+)
+
+
+def run_tests(root: Path, tests: str, chosen: str, cell: Arrangement) -> bool:
+    """Whether tests of the tree at `root` pass in a cell."""
+    options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "-o", f"timeout={HANGS_S}")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-k", f"{cell} and {chosen}", f"tests/conformance/test_{tests}.py"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=10 * HANGS_S,
+    )
+    if done.returncode not in (ALL_PASSED, SOME_FAILED):
+        raise SystemExit(f"{tests}, {cell}: no tests have run\n{done.stdout}\n{done.stderr}")
+    return done.returncode == ALL_PASSED
+
+
+def cells_that_find(fault: Fault) -> list[bool]:
+    """For each cell, whether its tests fail with the fault."""
+    with TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name in COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+            copy(ROOT / name, root / name)
+        fault.put_into(root)
+        found = [not run_tests(root, fault.tests, fault.chosen, cell) for cell in ALWAYS]
+    print(
+        fault.name,
+        *(str(cell) for cell, is_found in zip(ALWAYS, found, strict=True) if is_found),
+        sep="\n  ",
+        flush=True,
+    )
+    return found
+
+
+def table(found: Iterable[Sequence[bool]]) -> str:
+    """A line a fault: its name, its module, and a mark in the column of each cell that finds it."""
+    head = f"| fault | in | {' | '.join(map(str, ALWAYS))} |\n|---|---|{'---|' * len(ALWAYS)}\n"
+    marks = (" | ".join("found" if is_found else "" for is_found in each) for each in found)
+    return head + "".join(
+        f"| {fault.name} | `{fault.module}` | {mark} |\n" for fault, mark in zip(FAULTS, marks, strict=True)
+    )
+
+
+def write(found: Iterable[Sequence[bool]]) -> None:
+    """Puts the table into the page."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}", encoding="utf-8")
+
+
+def main(words: Sequence[str]) -> None:
+    """Tries the faults with one of the words in their names; all of them, and writes the table, if there are none."""
+    chosen = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
+        as_it_is = dict.fromkeys((fault.tests, fault.chosen) for fault in chosen)
+        runs = [(ROOT, *tests, cell) for tests in as_it_is for cell in ALWAYS]
+        if not all(workers.map(run_tests, *zip(*runs, strict=True))):
+            raise SystemExit("tests fail in the code as it is")
+        found = list(workers.map(cells_that_find, chosen))
+    if not words:
+        write(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
