@@ -19,7 +19,7 @@ PACKAGE = Path(af.__file__).parent
 
 MOST = {
     "autodiff": 3,
-    "cli": 19,
+    "cli": 15,
     "compiler": 32,
     "control": 14,
     "devices": 44,
