@@ -32,7 +32,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,6 +300,16 @@ class KernelError(AsyncflowError):
             lines.append(f"  inputs  {', '.join(self.inputs)}")
         lines.append(f"  built at {self.location}")
         return "\n".join(lines)
+
+
+def in_row(error: Exception, label: str, numbers: Sequence[int]) -> None:
+    """Notes in which row a kernel failed that works on many; `row_of` tells it."""
+    error.row = "/".join(map(str, (label, *numbers)))  # type: ignore[attr-defined]
+
+
+def row_of(error: BaseException) -> str:
+    """The row, such as ``map/3``, in which a kernel failed; empty if it does not work on rows."""
+    return getattr(error, "row", "")
 
 
 class OutOfMemoryError(KernelError, MemoryError):

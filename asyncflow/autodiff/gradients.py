@@ -7,6 +7,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Literal
 
 from asyncflow.autodiff import row_gradients as _row_rules
+from asyncflow.autodiff import row_rules as _rules_of_rows
 from asyncflow.autodiff.dependencies import Dependencies, nodes_behind
 from asyncflow.autodiff.gradient_body import GradientBody
 from asyncflow.autodiff.structured import differentiate_structured
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Nest
 
 
-_RULES = (_rules, _row_rules)
+_RULES = (_rules, _row_rules, _rules_of_rows)
 """The modules whose import has installed the derivatives of the library's operations."""
 
 

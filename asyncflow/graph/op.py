@@ -84,6 +84,7 @@ class Op:
             None for ops that the compiler or the scheduler handles itself.
         scalar_kernel: used instead when every input has rank 0 and is a NumPy value; a plain Python operator on NumPy
             scalars gives the same bits several times faster than a ufunc. It may look at them.
+        rows_kernel: the same for inputs that all have a row axis in front, where one call does for all rows.
         effects: resources a node touches, in the order it touches them; None for a pure op.
         needs_context: the kernel takes a `KernelContext` before its inputs (seed, run and tag).
         is_async: the kernel returns an awaitable.
@@ -111,6 +112,7 @@ class Op:
     infer: Callable[..., Spec | tuple[Spec, ...]] = field(kw_only=False)
     kernel: Callable[..., Kernel] | None = field(kw_only=False, default=None)
     scalar_kernel: Kernel | None = None
+    rows_kernel: Callable[..., Kernel] | None = None
     effects: Callable[[Node], Effects] | None = None
     needs_context: bool = False
     is_async: bool = False

@@ -9,19 +9,13 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.manipulation import moveaxis
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, no_row_rule, row_rule
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, fixed, no_row_rule, row_rule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.ops.rows.rule import RowAxis
-
-
-def _require_fixed(node: Node, value: LiftedValue, what: str) -> Tensor:
-    if value.has_rows:
-        raise CannotLift(f"{node.name} has {what} of its own for each row")
-    return value.tensor
 
 
 def _array(node: Node, value: LiftedValue) -> Tensor:
@@ -37,14 +31,14 @@ def _element(node: Node, rows: RowAxis) -> Spec:
 
 @row_rule(ta.TENSOR_ARRAY)
 def _new(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    size = _require_fixed(node, inputs[0], "a size")
+    size = fixed(node, [inputs[0]], "a size")[0]
     return apply(ta.TENSOR_ARRAY, size, **{**node.attrs, "element": _element(node, rows)})
 
 
 @row_rule(ta.WRITE)
 def _write(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     array, index, value = inputs
-    place = _require_fixed(node, index, "an index")
+    place = fixed(node, [index], "an index")[0]
     return apply(ta.WRITE, _array(node, array), place, rows.spread(value), element=_element(node, rows))
 
 
@@ -58,7 +52,7 @@ def _unstack(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequen
 @row_rule(ta.SCATTER)
 def _scatter(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     array, indices, values = inputs
-    places = _require_fixed(node, indices, "indices")
+    places = fixed(node, [indices], "indices")[0]
     turned = moveaxis(rows.spread(values), 0, 1)
     return apply(ta.SCATTER, _array(node, array), places, turned, element=_element(node, rows))
 
@@ -67,7 +61,7 @@ def _scatter(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequen
 def _read(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     array, index = inputs
     if array.has_rows:
-        return apply(ta.READ, array.tensor, _require_fixed(node, index, "an index"), element=_element(node, rows))
+        return apply(ta.READ, array.tensor, fixed(node, [index], "an index")[0], element=_element(node, rows))
     return apply(ta.GATHER, array.tensor, index.tensor, element=node.attrs["element"])
 
 
@@ -82,7 +76,7 @@ def _gather(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
     array, indices = inputs
     if not array.has_rows:
         raise CannotLift(f"{node.name} has indices of its own for each row")
-    places = _require_fixed(node, indices, "indices")
+    places = fixed(node, [indices], "indices")[0]
     (whole,) = apply(ta.GATHER, array.tensor, places, element=_element(node, rows))
     return [moveaxis(whole, 1, 0)]
 
@@ -90,7 +84,7 @@ def _gather(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
 @row_rule(ta.ELEMENT_SHAPE, alike=True)
 def _element_shape(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     array, index = inputs
-    place = _require_fixed(node, index, "an index")
+    place = fixed(node, [index], "an index")[0]
     (whole,) = apply(ta.ELEMENT_SHAPE, array.tensor, place, element=_element(node, rows))
     return [getitem(whole, slice(1, None))]
 

@@ -84,7 +84,12 @@ def split_rows(predicate: Tensor) -> tuple[Tensor, Tensor]:
 def some_rows(rows: RowAxis, numbers: Tensor) -> RowAxis:
     """The axis of the rows with these numbers."""
     return RowAxis(
-        size(numbers), None, lambda: gather(rows.numbers(), numbers), loops=rows.loops, own_loops=rows.own_loops
+        size(numbers),
+        None,
+        lambda: gather(rows.numbers(), numbers),
+        loops=rows.loops,
+        own_loops=rows.own_loops,
+        label=rows.label,
     )
 
 

@@ -11,6 +11,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import lift
 from asyncflow.ops.rows.by_row import BY_ROW_DRAWN, BY_ROW_OPS, op_of
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue
+from asyncflow.ops.shape import shape
 from asyncflow.ops.statistical import sum as sum_of
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ not_differentiable(BY_ROW_DRAWN, because="nothing flows back through random draw
 
 @derivative(*BY_ROW_OPS)
 def _by_row(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
-    op, (count, *inputs) = op_of(node), node.inputs
+    op, (numbers, *inputs) = op_of(node), node.inputs
     rule = derivative_of(op)
     if rule is None:
         if why_not_differentiable(op) is None:
@@ -51,7 +52,7 @@ def _by_row(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
         if row is not None and grad is not None:
             known[row] = LiftedValue(grad, True)
     try:
-        whole = iter(lift(body, known, [x for x in found if x is not None], count, label))
+        whole = iter(lift(body, known, [x for x in found if x is not None], shape(numbers)[0], label))
     except CannotLift as reason:
         raise GraphError(f"the derivative of {op.name} cannot be computed for several rows at once: {reason}") from None
     body.take_back(0)

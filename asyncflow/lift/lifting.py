@@ -11,12 +11,13 @@ from asyncflow.graph.graph import current_graph, node_effects
 from asyncflow.graph.op import Access
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
-from asyncflow.lift import arrays
+from asyncflow.lift import arrays, reasons
 from asyncflow.lift.branches import lift_cond
 from asyncflow.lift.loops import lift_while
 from asyncflow.ops.creation import arange
 from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.rows import all as _rules
+from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, gives_rows, row_rule_of, why_no_row_rule
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from asyncflow.graph.graph import Graph, Subgraph
     from asyncflow.graph.ir import Node, Tensor
 
-_RULES = (*_rules.__all__, arrays)
+_RULES = (*_rules.__all__, arrays, reasons)
 
 
 def lift(
@@ -49,7 +50,7 @@ def lift(
     assert graph is not None
     before = len(graph.nodes)
     try:
-        lifting = Lifting(_axis(count), label)
+        lifting = Lifting(_axis(count, label), label)
         captured = {inner: LiftedValue(outer, has_rows=False) for outer, inner in body.captures.items()}
         found = lifting.values(body, {**captured, **known}, wanted)
         with control_dependencies(lifting.effects()):
@@ -61,10 +62,10 @@ def lift(
         raise
 
 
-def _axis(count: int | Tensor) -> RowAxis:
+def _axis(count: int | Tensor, label: str) -> RowAxis:
     extent = count if isinstance(count, int) else None
     tensor = as_tensor(count, int64)
-    return RowAxis(tensor, extent, lambda: expand_dims(arange(tensor, dtype=int64), axis=1))
+    return RowAxis(tensor, extent, lambda: expand_dims(arange(tensor, dtype=int64), axis=1), label=label)
 
 
 class Lifting:
@@ -166,9 +167,10 @@ class Lifting:
         has_rows = gives_rows(node.op, any(value.has_rows for value in inputs))
         if not has_rows and not any(value.has_rows for value in inputs) and not node.op.is_random:
             return [LiftedValue(x, has_rows=False) for x in _copied(node, [value.tensor for value in inputs])]
-        rule = row_rule_of(node.op)
+        reason = why_no_row_rule(node.op)
+        rule = row_rule_of(node.op) or (row_by_row if node.op.is_user and reason is None else None)
         if rule is None:
-            reason = why_no_row_rule(node.op) or "it has no row rule"
+            reason = reason or "it has no row rule"
             raise CannotLift(f"{node.name} ({node.op.name}) is not computed for several rows at once: {reason}")
         return [LiftedValue(x, has_rows) for x in rule(node, self.rows, inputs)]
 

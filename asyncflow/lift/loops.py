@@ -53,7 +53,7 @@ def _together(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], 
         lambda *values: tuple(inner.spread(inner.results(node.body, lifted(values)), flags)),
         tuple(lifting.spread(inputs[: node.n_vars], flags)),
         shape_invariants=tuple(
-            lifting.rows.shape(x.shape) if rows else x.shape
+            lifting.rows.shape(x.shape) if rows and x.dtype != VARIANT else x.shape
             for x, rows in zip(node.body.inputs[: node.n_vars], flags, strict=True)
         ),
         parallel_iterations=node.parallel_iterations,
@@ -64,7 +64,9 @@ def _together(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], 
 
 def _inside(rows: RowAxis) -> RowAxis:
     """The same rows, inside of a loop."""
-    return RowAxis(rows.count, rows.extent, rows.numbers, loops=rows.loops + 1, own_loops=rows.own_loops)
+    return RowAxis(
+        rows.count, rows.extent, rows.numbers, loops=rows.loops + 1, own_loops=rows.own_loops, label=rows.label
+    )
 
 
 class _RowsLoop:

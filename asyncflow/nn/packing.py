@@ -23,6 +23,8 @@ from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import gather, getitem
 from asyncflow.ops.logic import equal, greater_equal, less_equal, logical_and
 from asyncflow.ops.manipulation import reshape
+from asyncflow.ops.rows.by_row import row_by_row
+from asyncflow.ops.rows.rule import row_rule
 from asyncflow.ops.searching import count_nonzero, nonzero
 from asyncflow.ops.shape import shape
 from asyncflow.ops.sorting import argsort
@@ -98,6 +100,9 @@ def _pad_kernel(xp: Namespace, *, extent: Shape) -> Kernel:
 FIRST_ROWS = define("first_rows", _first_spec, _first_kernel, flops=free, traits=OPAQUE)
 
 PAD_ROWS = define("pad_rows", _pad_spec, _pad_kernel, flops=moving, host_inputs=inputs_from(1), traits=OPAQUE)
+
+
+row_rule(TAKE_ROWS, PLACE_ROWS, FIRST_ROWS, PAD_ROWS)(row_by_row)
 
 
 def first_rows(x: Tensor, like: Tensor) -> Tensor:

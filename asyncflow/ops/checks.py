@@ -88,7 +88,13 @@ def _check_numerics_spec(x: Spec, *, message: str) -> Spec:
     return x
 
 
-CHECK_NUMERICS = define("check_numerics", _check_numerics_spec, _check_numerics_kernel, runs_on_host=True)
+CHECK_NUMERICS = define(
+    "check_numerics",
+    _check_numerics_spec,
+    _check_numerics_kernel,
+    rows_kernel=_check_numerics_kernel,
+    runs_on_host=True,
+)
 
 
 def check_numerics(x: TensorLike, message: str = "") -> Tensor:
@@ -120,7 +126,9 @@ def _assert_kernel(xp: Namespace, *, message: str, summarize: int | None) -> Ker
     return check
 
 
-ASSERT = define("assert", _assert_spec, _assert_kernel, effects=_assert_effects, runs_on_host=True)
+ASSERT = define(
+    "assert", _assert_spec, _assert_kernel, rows_kernel=_assert_kernel, effects=_assert_effects, runs_on_host=True
+)
 
 
 def assert_that(

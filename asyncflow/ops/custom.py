@@ -61,20 +61,25 @@ class CustomOp(Generic[P]):
         device: str | None = None,
         cost: Cost | None = None,
         stateful: bool | None = None,
+        rows: bool = False,
     ) -> None:
         self.name = name or _name_of(function)
         self.function: Callable[..., Any] = function
         self.gradient = gradient
         self.device = device
         self.outputs = _declared(self.name, function, outputs)
+        is_async = _is_coroutine_function(self.name, function)
+        if rows and is_async:
+            raise GraphError(f"@op: {self.name} is a coroutine function; rows=True is for functions that do not await")
         self._is_stateful = self._has_effects(stateful)
         self.op = Op(
             self.name,
             _infer,
-            self._kernel,
+            self._one_row_kernel if rows else self._kernel,
+            rows_kernel=self._rows_kernel if rows else None,
             effects=self._effects if self._is_stateful else None,
             alone=self if self._is_stateful else None,
-            is_async=_is_coroutine_function(self.name, function),
+            is_async=is_async,
             is_user=True,
             flops=None if cost is None else partial(_flops, cost),
             derivative=None if gradient is None else rule_of_op(self.name, gradient),
@@ -178,6 +183,19 @@ class CustomOp(Generic[P]):
 
         return call_async if self.op.is_async else call
 
+    def _rows_kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
+        lifted = nest.map_leaves(lambda x: Spec(x.dtype, None if x.shape is None else (None, *x.shape)), outputs)
+        return self._kernel(xp, outputs=lifted, arguments=arguments)
+
+    def _one_row_kernel(self, xp: Namespace, *, outputs: Outputs, arguments: Attrs) -> Kernel:
+        of_rows = self._rows_kernel(xp, outputs=outputs, arguments=arguments)
+
+        def call(*values: Value) -> Value:
+            found = of_rows(*(np.asarray(value)[None] for value in values))
+            return found[0] if isinstance(outputs, Spec) else tuple(x[0] for x in found)
+
+        return call
+
 
 @overload
 def op(function: Callable[P, object], /) -> CustomOp[P]: ...
@@ -192,6 +210,7 @@ def op(
     device: str | None = None,
     cost: Cost | None = None,
     stateful: bool | None = None,
+    rows: bool = False,
 ) -> Callable[[Callable[P, object]], CustomOp[P]]: ...
 
 
@@ -205,6 +224,7 @@ def op(
     device: str | None = None,
     cost: Cost | None = None,
     stateful: bool | None = None,
+    rows: bool = False,
 ) -> CustomOp[...] | Callable[[Callable[..., object]], CustomOp[...]]:
     """Turns a function or coroutine function into an op.
 
@@ -231,6 +251,9 @@ def op(
             an `af.function`; those of runs in flight together take turns. Else calls with equal inputs may be merged,
             and several runs, or iterations that overlap, may be inside the function at once, on several threads. None:
             only if there are no outputs.
+        rows: the function works on rows: each input has one more axis in front, and so have the results; one call does
+            for all rows of `map_fn` and `vmap`, and where there are none it gets a single one. What is declared is one
+            row. False: it is called for each row.
 
     Raises:
         GraphError: no outputs are declared, the function is a generator, or it has neither outputs nor effects.
@@ -250,6 +273,7 @@ def op(
         "device": device,
         "cost": cost,
         "stateful": stateful,
+        "rows": rows,
     }
     if function is None:
         return lambda decorated: CustomOp(decorated, **options)

@@ -208,11 +208,24 @@ def indexed_shape(x: Shape, key: Key, indices: Sequence[Spec]) -> Shape:
     rest = len(x) - sum(span for span in spans if span is not None)
     if rest < 0:
         raise ShapeError(f"too many indices: {len(x) - rest} for a value of shape {format_shape(x)}")
-    items = key if ELLIPSIS in key else (*key, ELLIPSIS)
-    walk = _Walk(x, indices, advanced=not is_basic(key, indices))
-    for entry in items:
+    return _walked(x, key, indices, advanced=not is_basic(key, indices)).result()
+
+
+def place_of_positions(x: tuple[int | None, ...], key: Key, indices: Sequence[Spec]) -> tuple[int, bool]:
+    """Where the axes of the positions in a key stand in ``x[key]``, and whether other entries stand between them.
+
+    Scalars among them count as arrays do. The key fits `x`.
+    """
+    walk = _walked(x, key, indices, advanced=True)
+    return walk.at or 0, walk.apart
+
+
+def _walked(x: tuple[int | None, ...], key: Key, indices: Sequence[Spec], *, advanced: bool) -> _Walk:
+    rest = len(x) - sum(_span(entry, indices) or 0 for entry in key)
+    walk = _Walk(x, indices, advanced=advanced)
+    for entry in key if ELLIPSIS in key else (*key, ELLIPSIS):
         walk.take(entry, rest if entry == ELLIPSIS else _span(entry, indices) or 0)
-    return walk.result()
+    return walk
 
 
 def _span(entry: Entry, indices: Sequence[Spec]) -> int | None:
@@ -238,7 +251,7 @@ class _Walk:
     Invariant: ``axis`` is the next axis of the indexed value that no entry has used.
     """
 
-    __slots__ = ("advanced", "at", "axis", "broken", "dims", "indices", "joined", "shape")
+    __slots__ = ("advanced", "apart", "at", "axis", "broken", "dims", "indices", "joined", "shape")
 
     def __init__(self, shape: tuple[int | None, ...], indices: Sequence[Spec], *, advanced: bool) -> None:
         self.shape = shape
@@ -251,6 +264,8 @@ class _Walk:
         """Place in `dims` of the axes of the advanced indices."""
         self.broken = False
         """Something else stood behind an advanced index."""
+        self.apart = False
+        """And behind that another one."""
 
     def take(self, entry: Entry, span: int) -> None:
         """Adds what `entry`, which uses up `span` axes, gives to the result."""
@@ -281,7 +296,7 @@ class _Walk:
         if self.at is None:
             self.at = len(self.dims)
         elif self.broken:
-            self.at = 0
+            self.at, self.apart = 0, True
         self.joined.append(shape)
 
     def result(self) -> Shape:

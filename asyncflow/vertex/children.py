@@ -19,7 +19,7 @@ from asyncflow.ops.elementwise import divide, maximum, multiply, subtract
 from asyncflow.ops.indexing import gather
 from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import concat, expand_dims, reshape
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.ops.shape import size
 from asyncflow.vertex.function import REDUCE_CHILDREN
 
@@ -177,6 +177,7 @@ REDUCE_SEGMENTS = define(
     "reduce_segments", _segments_spec, _segments_kernel, host_inputs=(1,), flops=per_input_element, traits=OPAQUE
 )
 """The sum or the largest of each of several rows that stand side by side; zeros for none."""
+no_row_rule(REDUCE_SEGMENTS, because="it takes the children of a whole batch at once")
 
 
 @derivative(REDUCE_SEGMENTS)

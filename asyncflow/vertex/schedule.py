@@ -16,6 +16,7 @@ from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import define, inputs_from, not_differentiable
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.rows.rule import no_row_rule
 from asyncflow.vertex.agenda import agenda
 from asyncflow.vertex.breadth_first import breadth_first
 from asyncflow.vertex.depth import depth
@@ -120,6 +121,7 @@ def _kernel(xp: Namespace, *, policy: str, arity: int | None, n_types: int | Non
 
 SCHEDULE = define("schedule", _spec, _kernel, runs_on_host=True, host_inputs=inputs_from(0))
 not_differentiable(SCHEDULE, because="all of its outputs are integers")
+no_row_rule(SCHEDULE, because="it orders the vertices of a whole batch at once")
 
 
 def _sets(edges: Edges, numbers: Array) -> tuple[Array, Array]:

@@ -57,3 +57,80 @@ async def test_rows_draw_the_numbers_that_the_iterations_of_a_loop_draw() -> Non
             found.append(await session.run(y))
     for one, other in zip(*found, strict=True):
         assert np.array_equal(one, other)
+
+
+def _with_stores(row: Any) -> Any:
+    """Loops that save values and TensorArrays, differentiated inside of the body."""
+    table = af.linalg.outer(row, row)
+
+    def step(i: Any, h: Any, out: Any) -> Any:
+        h = af.tanh(h + table[i] * row[i])
+        return i + 1, h, out.write(i, h)
+
+    _, last, out = af.while_loop(lambda i, *_: i < 3, step, (0, row, af.TensorArray("float64", 3)))
+    y = af.sum(last * last) + af.sum(out.stack() ** 2)
+    (first,) = af.gradients(y, [row])
+    (second,) = af.gradients(af.sum(first * first), [row])
+    return y, first, second
+
+
+def _checked(row: Any) -> Any:
+    ramp = af.linspace(row[0], row[1], 4)
+    with af.control_dependencies([af.assert_that(af.all(row < 100.0), "too large", [row])]):
+        return af.check_numerics(row * 2.0), ramp
+
+
+@pytest.mark.parametrize("body", [_with_stores, _checked])
+async def test_stores_and_checks_over_rows(body: Any) -> None:
+    with af.Graph() as graph:
+        lifted, looped = (af.map_fn(body, af.constant(X), lift=lift) for lift in (True, False))
+    async with af.Session(graph) as session:
+        got, want = await session.run((lifted, looped))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("bad", "name"), [(1000.0, "AssertionError: too large"), (np.nan, "FloatingPointError")])
+async def test_a_check_that_fails_names_the_row_as_the_loop_does(bad: float, name: str) -> None:
+    x = X.copy()
+    x[4, 1] = bad
+    told = []
+    for lift in (True, False):
+        with af.Graph() as graph:
+            y = af.map_fn(
+                lambda row: af.check_numerics(row) if bad != bad else _checked(row)[0],
+                af.constant(x),
+                lift=lift,
+                name="map",
+            )
+        async with af.Session(graph) as session:
+            with pytest.raises(af.KernelError, match=name) as failed:
+                await session.run(y)
+        assert failed.value.tag == "map/4"
+        told.append((failed.value.reason, failed.value.location))
+    assert told[0] == told[1]
+
+
+async def test_functions_of_users_are_called_for_each_row_or_for_all_of_them() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def halved(x: Any) -> Any:
+        shapes.append(x.shape)
+        return x / 2
+
+    gradient = lambda inputs, outputs, grads: grads * 0.5  # noqa: E731
+    declared = af.spec("float64", (3,))
+    by_row = af.op(outputs=declared, gradient=gradient)(halved)
+    at_once = af.op(outputs=declared, gradient=gradient, rows=True, name="at_once")(halved)
+    with af.Graph() as graph:
+        x = af.constant(X)
+        ys = [af.map_fn(each, x, lift=True) for each in (by_row, at_once)]
+        alone = at_once(x[0])
+        grads = af.gradients([af.sum(y * y) for y in ys], [x])
+    async with af.Session(graph) as session:
+        (one, other), single, (grad,) = await session.run((ys, alone, grads))
+    np.testing.assert_allclose(one, X / 2)
+    np.testing.assert_allclose(other, X / 2)
+    np.testing.assert_allclose(single, X[0] / 2)
+    np.testing.assert_allclose(grad, X)
+    assert sorted(shapes) == sorted([(3,)] * 7 + [(7, 3), (1, 3)])

@@ -11,9 +11,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from asyncflow.errors import in_row
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import OPAQUE, Op, bound_kernel, define, find_op, host_inputs, is_registered, runs_on_host
-from asyncflow.graph.shapes import format_shape
+from asyncflow.graph.op import (
+    OPAQUE,
+    Access,
+    Op,
+    bound_kernel,
+    define,
+    find_op,
+    host_inputs,
+    is_registered,
+    runs_on_host,
+)
+from asyncflow.graph.shapes import format_shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
 from asyncflow.ops.manipulation import concat, permute_dims, reshape
@@ -33,23 +44,36 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
     """The row rule that calls the kernel of one row for each of them, in one firing.
 
     Raises:
-        CannotLift: the kernel is a coroutine.
+        CannotLift: the kernel is a coroutine, or a user's, whose results may be of another shape for each row.
     """
     op = node.op
     if op.is_async:
         raise CannotLift(f"{node.name} ({op.name}) awaits, for each row by itself")
-    draws = op.needs_context
+    if op.rows_kernel is not None:
+        inputs = [LiftedValue(rows.spread(value), has_rows=True) for value in inputs]
+    elif op.is_user and not all(is_static(y.shape) for y in node.outputs):
+        raise CannotLift(f"{node.name} ({op.name}) leaves the shape of its results open, and rows need one")
+    attrs = {"loops": (_place(rows),)} if op.needs_context else {"host": tuple(sorted(host_inputs(node)))}
     return apply(
-        BY_ROW_DRAWN if draws else _ON_HOST if runs_on_host(node) else BY_ROW,
-        rows.numbers() if draws else rows.count,
+        _calling(node),
+        rows.numbers(),
         *(value.tensor for value in inputs),
         calls=op.name if is_registered(op) else op,
         arguments=dict(node.attrs),
         has_rows=tuple(value.has_rows for value in inputs),
         specs=tuple(Spec(y.dtype, rows.shape(y.shape)) for y in node.outputs),
         single=node.single,
-        **({"loops": (_place(rows),)} if draws else {"host": tuple(sorted(host_inputs(node)))}),
+        label=rows.label,
+        **attrs,
     )
+
+
+def _calling(node: Node) -> Op:
+    if node.op.needs_context:
+        return BY_ROW_DRAWN
+    if node.op.effects is not None:
+        return BY_ROW_CHECKED
+    return _ON_HOST if runs_on_host(node) else BY_ROW
 
 
 def _place(rows: RowAxis) -> tuple[int, int, int]:
@@ -81,11 +105,29 @@ def _kernel(
     has_rows: Sequence[bool],
     specs: Sequence[Spec],
     single: bool,
+    label: str,
     host: Sequence[int],
 ) -> Kernel:
-    of_row = bound_kernel(_op(calls), xp, arguments, of_scalars=False)
-    stacked = _stacking(xp, lambda row, *values: of_row(*values), has_rows, specs, single)
-    return lambda count, *inputs: stacked(int(count), inputs)
+    op = _op(calls)
+    of_row = bound_kernel(op, xp, arguments, of_scalars=False)
+    stacked = _stacking(xp, lambda row, *values: of_row(*values), has_rows, specs, single, label)
+    if op.rows_kernel is None:
+        return stacked
+    of_rows = op.rows_kernel(xp, **arguments)
+
+    def at_once(numbers: Array, *inputs: Array) -> tuple[Array, ...]:
+        try:
+            found = of_rows(*inputs)
+        except Exception:
+            if op.is_user:
+                raise
+            return stacked(numbers, *inputs)  # which names the row
+        results: tuple[Array, ...] = (found,) if single else found
+        if any(len(y) != len(numbers) for y in results):
+            raise ValueError(f"results have {[len(y) for y in results]} rows, and {len(numbers)} were given")
+        return results
+
+    return at_once
 
 
 def _drawing_kernel(
@@ -96,14 +138,15 @@ def _drawing_kernel(
     has_rows: Sequence[bool],
     specs: Sequence[Spec],
     single: bool,
+    label: str,
     loops: Sequence[tuple[int, int, int]],
 ) -> Kernel:
     of_row = bound_kernel(_op(calls), np, arguments, of_scalars=False)
 
     def run(context: KernelContext, numbers: Array, *inputs: Array) -> tuple[Array, ...]:
         contexts = [replace(context, tag=_tag(context.tag, each, loops)) for each in numbers.tolist()]
-        draw = _stacking(np, lambda row, *values: of_row(contexts[row], *values), has_rows, specs, single)
-        return draw(len(numbers), inputs)
+        draw = _stacking(np, lambda row, *values: of_row(contexts[row], *values), has_rows, specs, single, label)
+        return draw(numbers, *inputs)
 
     return run
 
@@ -126,17 +169,17 @@ def _tag(tag: tuple[int, ...], numbers: Sequence[int], loops: Sequence[tuple[int
 
 
 def _stacking(
-    xp: Namespace, of_row: Kernel, has_rows: Sequence[bool], specs: Sequence[Spec], single: bool
-) -> Callable[[int, Sequence[Array]], tuple[Array, ...]]:
+    xp: Namespace, of_row: Kernel, has_rows: Sequence[bool], specs: Sequence[Spec], single: bool, label: str
+) -> Callable[..., tuple[Array, ...]]:
     """Calls ``of_row(row, *values)`` for each row, and stacks what it gives."""
 
-    def run(count: int, inputs: Sequence[Array]) -> tuple[Array, ...]:
+    def run(numbers: Array, *inputs: Array) -> tuple[Array, ...]:
         results: list[Sequence[Array]] = []
-        for row in range(count):
+        for row in range(len(numbers)):
             try:
                 found = of_row(row, *(x[row] if split else x for x, split in zip(inputs, has_rows, strict=True)))
             except Exception as error:
-                error.add_note(f"in row {row} of {count}")
+                in_row(error, label, numbers[row].tolist())
                 raise
             results.append((found,) if single else found)
         return tuple(_stacked(xp, spec, [found[place] for found in results]) for place, spec in enumerate(specs))
@@ -183,30 +226,38 @@ def _host(node: Node) -> tuple[int, ...]:
 
 BY_ROW = define("row_by_row", _infer, _kernel, host_inputs=_host, flops=_flops, traits=OPAQUE)
 _ON_HOST = define("row_by_row_on_host", _infer, _kernel, flops=_flops, runs_on_host=True)
-BY_ROW_OPS = (BY_ROW, _ON_HOST)
-"""The ops that call the kernel of another for each row; their first input is how many there are."""
-BY_ROW_DRAWN = define(
-    "draw_row_by_row", _infer, _drawing_kernel, flops=_flops, needs_context=True, is_random=True, runs_on_host=True
+BY_ROW_CHECKED = define(
+    "check_row_by_row",
+    _infer,
+    _kernel,
+    flops=_flops,
+    effects=lambda node: ((node, Access.WRITE),),
+    runs_on_host=True,
 )
-"""The same for an op that draws; its first input are the numbers of the rows, a vector each."""
+BY_ROW_DRAWN = define(
+    "draw_row_by_row",
+    _infer,
+    _drawing_kernel,
+    flops=_flops,
+    needs_context=True,
+    is_random=True,
+    runs_on_host=True,
+)
+BY_ROW_OPS = (BY_ROW, _ON_HOST, BY_ROW_CHECKED)
+"""The ops that call the kernel of another for each row; their first input are the numbers of rows, a vector each."""
 
 
 @row_rule(*BY_ROW_OPS, BY_ROW_DRAWN)
 def _rows_of_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     """Rows of each row: all of them are the rows of one node."""
-    first, *values = inputs
-    draws = node.op is BY_ROW_DRAWN
-    inner = shape(first.tensor)[1 if first.has_rows else 0] if draws else first.tensor
-    if not draws and first.has_rows:
-        raise CannotLift(f"{node.name} has another number of rows in each row")
+    numbers, *values = inputs
+    inner = shape(numbers.tensor)[1 if numbers.has_rows else 0]
     flat = [_flattened(value, split, rows, inner) for value, split in zip(values, node.attrs["has_rows"], strict=True)]
     attrs = dict(node.attrs)
-    if draws:
-        outer = _flattened(LiftedValue(rows.numbers(), True), False, rows, inner)
-        leading = concat([outer, _flattened(first, True, rows, inner)], axis=1)
+    outer = _flattened(LiftedValue(rows.numbers(), True), False, rows, inner)
+    leading = concat([outer, _flattened(numbers, True, rows, inner)], axis=1)
+    if node.op is BY_ROW_DRAWN:
         attrs["loops"] = (_place(rows), *attrs["loops"])
-    else:
-        leading = rows.count * inner
     attrs["has_rows"] = tuple(
         split or value.has_rows for value, split in zip(values, node.attrs["has_rows"], strict=True)
     )

@@ -9,12 +9,24 @@ from asyncflow.graph.dtypes import int64
 from asyncflow.graph.shapes import is_static, size_of
 from asyncflow.ops import creation
 from asyncflow.ops.datatypes import BROADCAST_TO, astype, broadcast_to
-from asyncflow.ops.derivatives.linalg import FIT_TO
+from asyncflow.ops.derivatives.linalg import (
+    FIT_TO,
+    MATMUL_LEFT,
+    MATMUL_RIGHT,
+    TENSORDOT_LEFT,
+    TENSORDOT_RIGHT,
+    VECDOT_LEFT,
+    VECDOT_RIGHT,
+)
+from asyncflow.ops.derivatives.manipulation import SUM_REPEATS, SUM_TILES
+from asyncflow.ops.derivatives.scatter import sizes_of
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE, ENSURE_SHAPE, SUM_TO
+from asyncflow.ops.derivatives.utility import DIFF_TRANSPOSE
 from asyncflow.ops.elementwise import abs, floor_divide
 from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import RESHAPE, RESHAPE_TO, concat, expand_dims, reshape
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, row_rule
+from asyncflow.ops.rows.by_row import row_by_row
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, fixed, no_row_rule, row_rule
 from asyncflow.ops.searching import where
 from asyncflow.ops.shape import shape
 from asyncflow.ops.statistical import prod
@@ -25,18 +37,8 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.shapes import Shape
-    from asyncflow.ops.rows.rule import RowAxis
-
-
-def fixed(node: Node, values: Sequence[LiftedValue], what: str) -> list[Tensor]:
-    """Values that have to be the same for all rows.
-
-    Raises:
-        CannotLift: some have rows.
-    """
-    if any(value.has_rows for value in values):
-        raise CannotLift(f"{node.name} has {what} of its own for each row")
-    return [value.tensor for value in values]
+    from asyncflow.ops.rows.by_row import row_by_row
+from asyncflow.ops.rows.rule import RowAxis
 
 
 def row_template(
@@ -103,3 +105,34 @@ def _full_like(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
         return apply(creation.FULL_LIKE, x.tensor, value.tensor)
     extents = shape(x.tensor) if x.has_rows else _vector(rows, shape(x.tensor))
     return [broadcast_to(rows.raised(value, x.rank), extents)]
+
+
+@row_rule(DIFF_TRANSPOSE)
+def _along_axis(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, *sizes = inputs
+    template, open_ones = row_template(node, rows, node.attrs["shape"], sizes)
+    axis = node.attrs["axis"]
+    return apply(node.op, x.tensor, *open_ones, axis=axis + (axis >= 0), n=node.attrs["n"], shape=template)
+
+
+@row_rule(SUM_TILES, SUM_REPEATS, MATMUL_LEFT, MATMUL_RIGHT, TENSORDOT_LEFT, TENSORDOT_RIGHT, VECDOT_LEFT, VECDOT_RIGHT)
+def _sized_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    fixed(node, sizes_of(inputs, node.attrs["shape"]), "a shape")
+    return row_by_row(node, rows, inputs)
+
+
+@row_rule(creation.ARANGE)
+def _arange(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    if node.attrs["length"] is None:
+        raise CannotLift(f"{node.name} has a length of its own for each row")
+    return row_by_row(node, rows, inputs)
+
+
+@row_rule(creation.LINSPACE)
+def _linspace(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    fixed(node, inputs[2:], "a length")
+    return row_by_row(node, rows, inputs)
+
+
+row_rule(creation.MESHGRID)(row_by_row)
+no_row_rule(creation.EYE, because="its inputs are sizes, and rows are alike")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from string import ascii_letters
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
-from asyncflow.ops.linalg import MATMUL, MATRIX_TRANSPOSE, matrix_transpose
-from asyncflow.ops.manipulation import expand_dims, reshape, squeeze
-from asyncflow.ops.rows.rule import row_rule
+from asyncflow.ops import linalg
+from asyncflow.ops.decompositions import SOLVE
+from asyncflow.ops.linalg import EINSUM, MATMUL, MATRIX_TRANSPOSE, TENSORDOT, matrix_transpose
+from asyncflow.ops.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze
+from asyncflow.ops.rows.rule import LiftedValue, row_rule
 from asyncflow.ops.shape import shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.ops.rows.rule import LiftedValue, RowAxis
+    from asyncflow.ops.rows.rule import RowAxis
 
 
 @row_rule(MATMUL)
@@ -56,9 +60,51 @@ def _extent(x: Tensor, axis: int) -> int | Tensor:
 
 
 def _product(node: Node, x: Tensor, y: Tensor) -> Tensor:
-    return apply(MATMUL, x, y, **node.attrs)[0]
+    return apply(MATMUL, x, y, dtype=node.attrs["dtype"])[0]
 
 
 @row_rule(MATRIX_TRANSPOSE)
 def _matrix_transpose(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     return apply(MATRIX_TRANSPOSE, inputs[0].tensor)
+
+
+@row_rule(TENSORDOT)
+def _tensordot(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    left, right = inputs
+    first, second = linalg._summed_axes(left.rank, right.rank, node.attrs["axes"])
+    if not (left.has_rows and right.has_rows):
+        axes = tuple(tuple(axis + x.has_rows for axis in summed) for x, summed in ((left, first), (right, second)))
+        (product,) = apply(TENSORDOT, left.tensor, right.tensor, axes=axes, dtype=node.attrs["dtype"])
+        return [product if left.has_rows else moveaxis(product, left.rank - len(first), 0)]
+    kept = [[axis for axis in range(x.rank) if axis not in summed] for x, summed in ((left, first), (right, second))]
+    product = _product(node, _grouped(left.tensor, kept[0], first), _grouped(right.tensor, second, kept[1]))
+    extents = [_extent(x.tensor, 1 + axis) for x, axes in zip(inputs, kept, strict=True) for axis in axes]
+    return [reshape(product, (_extent(product, 0), *extents))]
+
+
+def _grouped(x: Tensor, first: Sequence[int], second: Sequence[int]) -> Tensor:
+    """Rows as matrices: all of the axes `first` are one, and so are those of `second`."""
+    ordered = permute_dims(x, [0, *(1 + axis for axis in (*first, *second))])
+    extents = [math.prod(_extent(x, 1 + axis) for axis in axes) for axes in (first, second)]
+    return reshape(ordered, (_extent(x, 0), *extents))
+
+
+@row_rule(EINSUM)
+def _einsum(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    terms, result = linalg._parse(node.attrs["subscripts"])
+    letter = next(each for each in ascii_letters if each not in "".join(terms))
+    ours = [letter * value.has_rows + term for term, value in zip(terms, inputs, strict=True)]
+    tensors = [value.tensor for value in inputs]
+    return apply(EINSUM, *tensors, subscripts=f"{','.join(ours)}->{letter}{result}", dtype=node.attrs["dtype"])
+
+
+@row_rule(SOLVE)
+def _solve(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    matrix, values = inputs
+    if values.rank > 1:
+        return apply(SOLVE, *rows.aligned(inputs))
+    if not matrix.has_rows and matrix.rank == 2:
+        return [matrix_transpose(apply(SOLVE, matrix.tensor, matrix_transpose(values.tensor))[0])]
+    columns = expand_dims(rows.spread(values), axis=-1)
+    raised = rows.raised(LiftedValue(columns, has_rows=True), matrix.rank)
+    return [squeeze(apply(SOLVE, matrix.tensor, raised)[0], axis=-1)]

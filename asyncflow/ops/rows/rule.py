@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import VIEW, Op, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
@@ -61,6 +62,7 @@ class RowAxis:
         extent: the same, where it is known while the graph is built.
         loops: how many lifted loops are around, inside of what was lifted.
         own_loops: how many loops are around those that bring rows in turn, and have nothing to do with what a row is.
+        label: a name for the axis, by which errors tell a row.
     """
 
     def __init__(
@@ -71,11 +73,13 @@ class RowAxis:
         *,
         loops: int = 0,
         own_loops: int = 0,
+        label: str = "row",
     ) -> None:
         self.count = count
         self.extent = extent
         self.loops = loops
         self.own_loops = own_loops
+        self.label = label
         self._numbers = numbers
 
     def numbers(self) -> Tensor:
@@ -87,9 +91,17 @@ class RowAxis:
         return None if row is None else (self.extent, *row)
 
     def spread(self, value: LiftedValue) -> Tensor:
-        """The value with a row axis; what is the same for every row is repeated, without a copy."""
+        """The value with a row axis; what is the same for every row is repeated, without a copy.
+
+        Raises:
+            CannotLift: a TensorArray that is the same for every row.
+        """
         if value.has_rows:
             return value.tensor
+        if value.tensor.dtype == VARIANT:
+            if value.tensor.node.inputs or value.tensor.node.op.name != "saved_values":
+                raise CannotLift(f"{value.tensor.name}, which is the same for all rows, takes values of each")
+            return value.tensor  # with nothing in it
         return apply(SPREAD_ROWS, value.tensor, self.count, extent=self.extent)[0]
 
     def aligned(self, values: Sequence[LiftedValue], rank: int = 0) -> list[Tensor]:
@@ -150,6 +162,17 @@ def row_rule_of(op: Op) -> RowRule | None:
 def why_no_row_rule(op: Op) -> str | None:
     """The reason given with `no_row_rule`; None if the op was not named there."""
     return _reasons.get(op)
+
+
+def fixed(node: Node, values: Sequence[LiftedValue], what: str) -> list[Tensor]:
+    """Values that have to be the same for all rows.
+
+    Raises:
+        CannotLift: some have rows.
+    """
+    if any(value.has_rows for value in values):
+        raise CannotLift(f"{node.name} has {what} of its own for each row")
+    return [value.tensor for value in values]
 
 
 # -- what is the same for every row ----------------------------------------------------------------------------------

@@ -6,7 +6,15 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.devices.memory import MemoryLimitExceeded
-from asyncflow.errors import AsyncflowError, DeviceLostError, KernelError, OutOfMemoryError, TooManyIterations, told
+from asyncflow.errors import (
+    AsyncflowError,
+    DeviceLostError,
+    KernelError,
+    OutOfMemoryError,
+    TooManyIterations,
+    row_of,
+    told,
+)
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.shapes import format_shape
 
@@ -48,6 +56,9 @@ def as_kernel_error(
     wrapped = with_provenance(kind, reason, node, tag, device, described, **sizes)
     if node.region is not None:
         _place_in_region(wrapped, node.region, error)
+    if row := row_of(error):
+        tag, name, op = "/".join(filter(None, (wrapped.tag, row))), wrapped.node, wrapped.op
+        wrapped.move_to(node=name, op=op, tag=tag, inputs=wrapped.inputs, location=wrapped.location)
     if isinstance(error, TooManyIterations) and not error.loop.by_hand:
         # The loop itself, whatever drove it: a region, a card, or the primitives it was lowered to.
         loop, tag, seen = error.loop, wrapped.tag, wrapped.inputs

@@ -1,0 +1,109 @@
+"""Row rules of the stores that gradients of loops use: entries have a row axis, and their numbers are the same for all.
+
+A store of saved values has rows if what is saved has them, and a store of gradients always has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.autodiff import part_sums, row_gradients, saved_values, store_gradients
+from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT
+from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
+from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.manipulation import concat, moveaxis
+from asyncflow.ops.rows.extents import row_template
+from asyncflow.ops.rows.indexing import row_key, row_parts
+from asyncflow.ops.rows.rule import fixed, no_row_rule, row_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.ops.rows.rule import LiftedValue, RowAxis
+
+
+@row_rule(saved_values.NEW_STORE, alike=True)
+@row_rule(store_gradients.NO_GRADIENT, store_gradients.MERGE_GRADIENTS, STOP_GRADIENT)
+def _alike(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    return apply(node.op, *(x.tensor for x in inputs))
+
+
+@row_rule(saved_values.SAVE, store_gradients.ACCUMULATE)
+def _save(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    store, index, value = inputs
+    return apply(node.op, rows.spread(store), *fixed(node, [index], "a number"), rows.spread(value))
+
+
+@row_rule(saved_values.READ_SAVED)
+def _read(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    store, index = inputs
+    spec: Spec = node.attrs["value"]
+    value = spec if spec.dtype == VARIANT else Spec(spec.dtype, rows.shape(spec.shape))
+    return apply(node.op, store.tensor, *fixed(node, [index], "a number"), value=value)
+
+
+@row_rule(store_gradients.ELEMENT_GRADIENT)
+def _element(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    grads, index, *sizes = inputs
+    template = node.attrs["shape"]
+    open_ones: Sequence[Tensor] = ()
+    if node.attrs["dtype"] != VARIANT:
+        template, open_ones = row_template(node, rows, template, sizes)
+    (place,) = fixed(node, [index], "a number")
+    return apply(node.op, grads.tensor, place, *open_ones, dtype=node.attrs["dtype"], shape=template)
+
+
+@row_rule(store_gradients.STACKED_GRADIENTS)
+def _stacked(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    grad, *indices = inputs
+    return apply(node.op, moveaxis(rows.spread(grad), 0, 1), *fixed(node, indices, "numbers"))
+
+
+@row_rule(store_gradients.ROWS_GRADIENT)
+def _rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    attrs = node.attrs
+    scattered = int(attrs["is_scattered"])
+    grads, *rest = inputs
+    # The elements' numbers come first, and then the rows of each.
+    template, sizes = row_template(node, rows, attrs["shape"], rest[scattered:])
+    if template is None:
+        sizes = [concat([sizes[0][1:2], sizes[0][:1], sizes[0][2:]])]
+    else:
+        if rows.extent is None and template[1] is None:
+            sizes[:2] = sizes[1::-1]
+        template = (template[1], template[0], *template[2:])
+    indices = fixed(node, rest[:scattered], "numbers")
+    (whole,) = apply(node.op, grads.tensor, *indices, *sizes, **{**attrs, "shape": template})
+    return [moveaxis(whole, 1, 0)]
+
+
+@row_rule(part_sums.ADD_PARTS)
+def _add_parts(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    keys, tensors, template = row_parts(node, rows, inputs[1:])
+    known = node.attrs["known"] and rows.shape(node.attrs["known"])
+    return apply(node.op, inputs[0].tensor, *tensors, keys=keys, shape=template, known=known)
+
+
+@row_rule(part_sums.PART_OF_SUM)
+def _part_of_sum(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    total, *rest = inputs
+    shape = node.attrs["shape"]
+    count = len(rest) - (1 if shape is None else shape.count(None))
+    template, sizes = row_template(node, rows, shape, rest[count:])
+    found = row_key(node, rows, node.attrs["key"], shape, rest[:count])
+    attrs = {"key": found.key, "shape": template, "dtype": node.attrs["dtype"]}
+    return [found.from_front(apply(node.op, total.tensor, *found.indices, *sizes, **attrs)[0])]
+
+
+no_row_rule(
+    *(store_gradients.JOINED_GRADIENTS, store_gradients.PIECES_GRADIENT),
+    because="its pieces are as long as the run says, for each row",
+)
+no_row_rule(CUSTOM_GRADIENT, because="its gradient is a function of the user's, for one row")
+no_row_rule(
+    *(row_gradients.ADD_ROWS, row_gradients.READ_ROWS),
+    because="a store of rows is filled in the order of one program",
+)

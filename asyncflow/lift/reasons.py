@@ -1,0 +1,42 @@
+"""Ops that are not computed for many rows at once, and why."""
+
+from __future__ import annotations
+
+from asyncflow.control import row_store
+from asyncflow.control.case import CASE_INDEX
+from asyncflow.control.cond import COND
+from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
+from asyncflow.control.primitives.enter import ENTER
+from asyncflow.control.primitives.exit import EXIT
+from asyncflow.control.primitives.loop_cond import LOOP_COND
+from asyncflow.control.primitives.merge import MERGE
+from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
+from asyncflow.control.primitives.switch import SWITCH
+from asyncflow.control.while_loop import WHILE
+from asyncflow.graph.builtin import CONSTANT, NO_OP, PARAMETER, PLACEHOLDER
+from asyncflow.lift.branches import JOIN_ROWS, SPLIT_ROWS
+from asyncflow.ops.checks import PRINT
+from asyncflow.ops.rows.by_row import row_by_row
+from asyncflow.ops.rows.rule import no_row_rule, row_rule
+from asyncflow.state import variable
+
+row_rule(CASE_INDEX)(row_by_row)
+
+no_row_rule(COND, WHILE, because="its bodies are lifted, by `lift/branches.py` and `lift/loops.py`")
+no_row_rule(CONSTANT, PARAMETER, PLACEHOLDER, CONTROL_TRIGGER, because="it has no inputs that could have rows")
+no_row_rule(NO_OP, because="it has no outputs")
+no_row_rule(
+    *(ENTER, EXIT, LOOP_COND, MERGE, NEXT_ITERATION, SWITCH),
+    because="primitives placed by hand have firings of their own; `af.cond` and `af.while_loop` are lifted",
+)
+no_row_rule(variable.VARIABLE_READ, because="it has no inputs that could have rows")
+no_row_rule(
+    *(variable.ASSIGN, variable.ASSIGN_ADD, variable.ASSIGN_SUB, variable.UPDATE, variable.USER_UPDATE),
+    because="rows would change one variable, in an order of theirs",
+)
+no_row_rule(PRINT, because="each row prints a line, in their order")
+no_row_rule(
+    *(row_store.ROW_STORE, row_store.APPEND, row_store.TAKE, row_store.SLICE, row_store.SIZE),
+    because="a store of rows is filled in the order of one program",
+)
+no_row_rule(SPLIT_ROWS, JOIN_ROWS, because="rows of each row are parted, as many as the run says")

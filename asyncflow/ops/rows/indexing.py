@@ -1,0 +1,197 @@
+"""Row rules of indexing and its opposites: positions may be each row's own, and bounds of slices are the same for all.
+
+A key over rows either takes the row axis whole, or, where NumPy would not leave it in front, names each row beside the
+positions in it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from asyncflow.graph.build import apply, constant
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.creation import arange
+from asyncflow.ops.derivatives.indexing import along
+from asyncflow.ops.derivatives.scatter import (
+    SCATTER_ALONG_AXIS,
+    SCATTER_TO,
+    WHOLE,
+    parts_of,
+    sizes_of,
+)
+from asyncflow.ops.indexing import GETITEM, INDEX_ADD, INDEX_UPDATE, TAKE, TAKE_ALONG_AXIS
+from asyncflow.ops.keys import Key, place_of_positions
+from asyncflow.ops.manipulation import expand_dims, moveaxis
+from asyncflow.ops.nn import EMBEDDING
+from asyncflow.ops.rows.axes import behind
+from asyncflow.ops.rows.by_row import row_by_row
+from asyncflow.ops.rows.extents import row_template
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, fixed, row_rule
+from asyncflow.ops.windows import DYNAMIC_SLICE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.shapes import Shape
+    from asyncflow.ops.rows.rule import RowAxis
+
+
+class RowKey(NamedTuple):
+    """A key for all rows.
+
+    Attributes:
+        key: of a value with a row axis in front.
+        indices: the tensors in it.
+        joined: how many axes the positions have.
+        at: where these stand, among the axes of a row that is indexed. In what `key` gives they are in front, behind
+            the row axis, if `moves`.
+        moves: whether `key` names rows.
+    """
+
+    key: Key
+    indices: list[Tensor]
+    joined: int
+    at: int
+    moves: bool
+
+    def from_front(self, x: Tensor) -> Tensor:
+        """Moves the axes of what the key gives to where those of a row are."""
+        return self._moved(x, 1, 1 + self.at)
+
+    def to_front(self, x: Tensor) -> Tensor:
+        """Moves the axes of what goes to the key, of the rank that it gives, likewise."""
+        return self._moved(x, 1 + self.at, 1)
+
+    def _moved(self, x: Tensor, start: int, end: int) -> Tensor:
+        if not self.moves or not self.joined or not self.at:
+            return x
+        return moveaxis(x, tuple(range(start, start + self.joined)), tuple(range(end, end + self.joined)))
+
+
+def row_key(node: Node, rows: RowAxis, key: Key, x: Shape, indices: Sequence[LiftedValue]) -> RowKey:
+    """A key for all rows.
+
+    Args:
+        node: that indexes, for messages.
+        rows: the axis.
+        key: of one row.
+        x: the shape of one row of what is indexed.
+        indices: the tensors in the key.
+
+    Raises:
+        CannotLift: bounds of slices, or masks, are each row's own, or a rank is not known.
+    """
+    if not indices:
+        return RowKey((WHOLE, *key), [], 0, 0, moves=False)
+    joined, at, apart = _positions(node, key, x, indices)
+    if not apart and not any(index.has_rows for index in indices):
+        return RowKey((WHOLE, *key), [v.tensor for v in indices], joined, at, moves=False)
+    numbers = arange(rows.count if rows.extent is None else rows.extent, dtype=int64)
+    numbers = expand_dims(numbers, axis=tuple(range(1, 1 + joined))) if joined else numbers
+    tensors = [rows.raised(v, joined) if v.has_rows else v.tensor for v in indices]
+    return RowKey((("input", len(indices)), *key), [*tensors, numbers], joined, at, moves=True)
+
+
+def _positions(node: Node, key: Key, x: Shape, indices: Sequence[LiftedValue]) -> tuple[int, int, bool]:
+    """How many axes the positions in a key have, where these stand, and whether other entries stand between them."""
+    numbers = [entry[1] for entry in key if entry[0] == "input"]
+    named = [indices[number] for number in numbers]
+    fixed(node, [each for number, each in enumerate(indices) if number not in numbers], "bounds of a slice")
+    fixed(node, [each for each in named if each.tensor.dtype.kind == "b"], "a mask")
+    if x is None:
+        raise CannotLift(f"the rank of what {node.name} indexes is not known while the graph is built")
+    joined = max((1 if each.tensor.dtype.kind == "b" else each.rank for each in named), default=0)
+    at, apart = place_of_positions(x, key, [Spec(each.tensor.dtype, each.shape) for each in indices])
+    return joined, at, apart
+
+
+# -- rules -----------------------------------------------------------------------------------------------------------
+
+
+@row_rule(GETITEM)
+def _getitem(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, *indices = inputs
+    return [_indexed(node, rows, node.attrs["key"], x, indices)]
+
+
+@row_rule(TAKE)
+def _take(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, indices = inputs
+    axis = node.attrs["axis"]
+    if not indices.has_rows:
+        return apply(TAKE, x.tensor, indices.tensor, axis=behind(axis))
+    if x.has_rows:
+        return [_indexed(node, rows, along(axis, ("input", 0)), x, [indices])]
+    (taken,) = apply(TAKE, x.tensor, indices.tensor, axis=axis)
+    at = axis % x.rank
+    return [moveaxis(taken, at, 0) if at else taken]
+
+
+def _indexed(node: Node, rows: RowAxis, key: Key, x: LiftedValue, indices: Sequence[LiftedValue]) -> Tensor:
+    if x.has_rows:
+        found = row_key(node, rows, key, x.shape, indices)
+        return found.from_front(apply(GETITEM, x.tensor, *found.indices, key=found.key)[0])
+    joined, at, apart = _positions(node, key, x.shape, indices)
+    tensors = [rows.raised(v, joined) if v.has_rows else v.tensor for v in indices]
+    (whole,) = apply(GETITEM, x.tensor, *tensors, key=key)
+    return whole if apart or not at else moveaxis(whole, at, 0)
+
+
+@row_rule(INDEX_UPDATE, INDEX_ADD)
+def _changed(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, values, *indices = inputs
+    found = row_key(node, rows, node.attrs["key"], x.shape, indices)
+    whole = rows.spread(x)
+    if values.has_rows or found.moves:
+        rank = LiftedValue(apply(GETITEM, whole, *found.indices, key=found.key)[0], has_rows=True).rank
+        raised = rows.raised(LiftedValue(rows.spread(values), has_rows=True), rank)
+        values = LiftedValue(found.to_front(raised), has_rows=True)
+    return apply(node.op, whole, values.tensor, *found.indices, key=found.key)
+
+
+@row_rule(SCATTER_TO)
+def _scatter_to(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    keys, tensors, template = row_parts(node, rows, inputs)
+    return apply(SCATTER_TO, *tensors, keys=keys, shape=template, known=rows.shape(node.outputs[0].shape))
+
+
+def row_parts(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> tuple[tuple[Key, ...], list[Tensor], Shape]:
+    """Keys, inputs and the template of a scatter for all rows."""
+    template, sizes = row_template(node, rows, node.attrs["shape"], sizes_of(inputs, node.attrs["shape"]))
+    shape = template[1:] if template is not None else node.attrs["known"]
+    keys, tensors = [], []
+    for key, (values, indices) in zip(node.attrs["keys"], parts_of(inputs, node.attrs["keys"]), strict=True):
+        found = row_key(node, rows, key, shape, indices)
+        keys.append(found.key)
+        tensors += [found.to_front(rows.spread(values)), *found.indices]
+    return tuple(keys), [*tensors, *sizes], template
+
+
+@row_rule(TAKE_ALONG_AXIS)
+def _take_along_axis(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    return apply(node.op, *map(rows.spread, inputs), axis=behind(node.attrs["axis"]))
+
+
+@row_rule(SCATTER_ALONG_AXIS)
+def _scatter_along_axis(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    values, indices, *sizes = inputs
+    template, open_ones = row_template(node, rows, node.attrs["shape"], sizes)
+    attrs = {**node.attrs, "shape": template, "axis": behind(node.attrs["axis"])}
+    return apply(node.op, rows.spread(values), rows.spread(indices), *open_ones, **attrs)
+
+
+@row_rule(DYNAMIC_SLICE)
+def _dynamic_slice(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, *starts = inputs
+    if rows.extent is None or any(start.has_rows for start in starts):
+        return row_by_row(node, rows, inputs)
+    tensors = [constant(0, int64), *(start.tensor for start in starts)]
+    return apply(node.op, x.tensor, *tensors, sizes=(rows.extent, *node.attrs["sizes"]))
+
+
+@row_rule(EMBEDDING)
+def _embedding(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    table, ids = inputs
+    return row_by_row(node, rows, inputs) if table.has_rows else apply(EMBEDDING, table.tensor, ids.tensor)
