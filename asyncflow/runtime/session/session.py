@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from asyncflow.compiler.passes import Context
 from asyncflow.compiler.pipeline import compile_plan
 from asyncflow.devices.blas import acquire_blas_threads
+from asyncflow.devices.heap import process_heap
 from asyncflow.devices.registry import open_devices
 from asyncflow.entered import Entered
 from asyncflow.errors import GraphError, SessionClosedError
@@ -159,6 +160,7 @@ class Session(NotPickled):
         self._thread_id = threading.get_ident()
         self._runs.bind(loop)
         self._blas = acquire_blas_threads(self._threads)
+        process_heap.enter()
         return loop
 
     def _start_devices(self) -> None:
@@ -214,6 +216,7 @@ class Session(NotPickled):
         if self._blas is not None:
             self._blas.release()
             self._blas = None
+            process_heap.leave()
 
     def __del__(self) -> None:
         runs: Runs | None = getattr(self, "_runs", None)

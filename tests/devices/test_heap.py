@@ -1,0 +1,93 @@
+"""What arrays have freed is kept while sessions are open, and given back after the last."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import asyncflow as af
+from asyncflow.devices.heap import KEPT, LARGEST, Heap, process_heap
+from tests.patience import PATIENCE_S
+
+
+class Glibc:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+
+    def mallopt(self, parameter: int, value: int, /) -> int:
+        self.calls.append((parameter, value))
+        return 1
+
+    def malloc_trim(self, pad: int, /) -> int:
+        self.calls.append((pad,))
+        return 1
+
+
+def test_the_first_user_keeps_and_the_last_gives_back() -> None:
+    glibc = Glibc()
+    heap = Heap(glibc)
+    heap.enter()
+    heap.enter()
+    assert glibc.calls == [(-1, KEPT), (-3, LARGEST)]
+    heap.leave()
+    assert len(glibc.calls) == 2
+    heap.leave()
+    assert heap.trimming is not None
+    heap.trimming.join(PATIENCE_S)
+    assert glibc.calls[2:] == [(-1, 128 << 10), (0,)]
+
+
+def test_another_allocator_is_left_alone() -> None:
+    heap = Heap(None)
+    heap.enter()
+    heap.leave()
+    assert heap.trimming is None
+
+
+PROGRAM = """
+import resource
+import numpy as np
+import asyncflow as af
+
+async def main():
+    with af.Graph():
+        x = af.placeholder("float64", (100_000,))
+        ys = [af.sin(x + number) for number in range(40)]
+    async with af.Session(x.graph) as session:
+        feeds = {x: np.ones(100_000)}
+        for _ in range(3):
+            await session.run(ys, feeds)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            await session.run(ys, feeds)
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
+
+af.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_done_again_takes_no_new_pages() -> None:
+    """An array here has 586 pages, and a run makes sixteen; how many pages are new is counted by the kernel."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
+    assert float(done.stdout) < 586
+
+
+def test_sessions_count_as_users() -> None:
+    async def main() -> list[int]:
+        with af.Graph() as graph:
+            y = af.constant(1.0) + 1.0
+        seen = [process_heap._users]
+        async with af.Session(graph) as session:
+            await session.run(y)
+            seen.append(process_heap._users)
+        return [*seen, process_heap._users]
+
+    before, inside, after = af.run(main())
+    assert (inside, after) == (before + 1, before)
