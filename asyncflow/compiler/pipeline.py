@@ -82,6 +82,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         placement=program.placement,
         single_call=find_single_call(program.partitions, context.devices),
         loops=program.loops,
+        remarks=tuple(f"{label}: {remark}" for label, remark in request.graph.root.remarks.items()),
         **program.survey._asdict(),
     )
 

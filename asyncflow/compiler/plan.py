@@ -307,6 +307,7 @@ class Plan:
     used: int = 0
     saved: tuple[Saved, ...] = ()
     loops: tuple[LoopDriver, ...] = ()
+    remarks: tuple[str, ...] = ()
     read_on_host: tuple[VariableState, ...] = ()
 
     def __repr__(self) -> str:
@@ -317,10 +318,10 @@ class Plan:
     def explain(self, *, source: bool = False, memory: bool = False) -> str:
         """Tells in words what will run: per device the frames, and every node with its inputs.
 
-        With several devices, also why each node is where it is, which control flow written by hand stays on one device
-        and why, and how many values go from device to device; and which products of loops are done for several
-        iterations at once. With CUDA devices, also whether a card runs a loop by itself (`Session(device_while=True)`),
-        and if not, why.
+        Of each `map_fn` whether it is lifted, and if not, why. With several devices, also why each node is where it is,
+        which control flow written by hand stays on one device and why, and how many values go from device to device;
+        and which products of loops are done for several iterations at once. With CUDA devices, also whether a card runs
+        a loop by itself (`Session(device_while=True)`), and if not, why.
 
         Args:
             source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.
@@ -328,7 +329,13 @@ class Plan:
         """
         if memory:
             return "\n".join(explain_saved(self.saved))
-        lines = [*self.placement.notes, *self._explain_transfers(), *self._explain_batching(), *map(str, self.loops)]
+        lines = [
+            *self.remarks,
+            *self.placement.notes,
+            *self._explain_transfers(),
+            *self._explain_batching(),
+            *map(str, self.loops),
+        ]
         for partition in self.partitions:
             lines.append(f"partition on {partition.device}: {_counted(len(partition.nodes), 'node')}")
             for path, frame in partition.frames.items():

@@ -110,6 +110,7 @@ class Graph(NotPickled):
         self.shapes: dict[Tensor, Tensor] = {}
         self.extents: dict[Tensor, tuple[int, ...] | None] = {}
         self.kept_for_gradients: dict[Node, Any] = {}
+        self.remarks: dict[str, str] = {}  # how something was built, by its label: for `Plan.explain`
         self.compiled: dict[Hashable, Any] = {}  # what sessions keep for it, which goes when it does
         self._by_name: dict[str, Node] = {}
         self._taken: dict[str, int] = {}

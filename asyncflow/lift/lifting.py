@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncflow.control.tensor_array import TensorArray
 from asyncflow.errors import user_location
 from asyncflow.graph.build import as_tensor, identity
 from asyncflow.graph.dtypes import int64
@@ -27,6 +28,19 @@ if TYPE_CHECKING:
     from asyncflow.graph.ir import Node, Tensor
 
 _RULES = (*_rules.__all__, arrays, reasons)
+
+
+def in_rows(x: Tensor, count: int | Tensor) -> Tensor:
+    """`x`, which is found in the run to have `count` rows, where that is not known before."""
+    if x.shape is None or x.shape[0] is not None or _counts(count, x):
+        return x
+    array = TensorArray(x.dtype, count, element_shape=x.shape[1:], clear_after_read=False)
+    return array.unstack(x).stack()
+
+
+def _counts(count: int | Tensor, x: Tensor) -> bool:
+    """Whether `count` was read off the shape of `x`."""
+    return not isinstance(count, int) and any(y is x for each in count.node.inputs for y in each.node.inputs)
 
 
 def lift(

@@ -17,6 +17,7 @@ from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.spec import Spec
 from asyncflow.lift import by_row_gradient
+from asyncflow.lift.lifting import in_rows
 from asyncflow.lift.lifting import lift as lift_body
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.logic import less
@@ -36,7 +37,7 @@ def map_fn(
     fn: Callable[[Nest], Nest],
     elems: Nest,
     *,
-    lift: bool | Literal["auto"] = False,
+    lift: bool | Literal["auto"] = "auto",
     parallel_iterations: int = 32,
     name: str | None = None,
 ) -> Nest:
@@ -50,7 +51,7 @@ def map_fn(
     Args:
         fn: takes one row, a nest like `elems`; returns any nest.
         elems: a nest of tensors with one common first extent, the rows; it may be known only in the run.
-        lift: True: it is an error if `fn` cannot be lifted; False: always a loop.
+        lift: "auto": lifted where that can be; True: it is an error if it cannot; False: always a loop.
         parallel_iterations: how many rows a loop may work on at once.
         name: of the loop, and what the names of lifted nodes begin with.
 
@@ -66,7 +67,7 @@ def map_fn(
     >>> import asyncflow as af
     >>> with af.Graph():
     ...     af.map_fn(lambda x: af.sum(x * x), af.ones((5, 3)))
-    <Tensor tensor_array_stack:0 float64[5]>
+    <Tensor map/sum:0 float64[5]>
     """
     check_parallel_iterations(parallel_iterations)
     with graph_for(*nest.flatten(elems)[0]) as graph:
@@ -76,11 +77,13 @@ def map_fn(
         structure = loop.trace(fn, rows)
         try:
             if lift is False:
-                raise CannotLift("lift=False")
+                raise CannotLift("as lift=False asks")
             results = loop.lifted(rows)
+            graph.root.remarks[loop.label] = "map_fn computes all rows at once"
         except CannotLift as reason:
             if lift is True:
                 raise GraphError(f"map_fn(lift=True): {reason}") from None
+            graph.root.remarks[loop.label] = f"map_fn is a loop over rows, {reason}"
             results = loop.build(rows, parallel_iterations)
         return structure.unflatten(results)
 
@@ -128,7 +131,8 @@ class _MapLoop:
 
     def lifted(self, rows: RowOrder) -> list[Tensor]:
         """The values of the body for all rows; the loop is then not needed."""
-        known = {row: LiftedValue(tensor, True) for row, tensor in zip(self.rows, rows.tensors, strict=True)}
+        counted = [in_rows(x, rows.count) for x in rows.tensors]
+        known = {row: LiftedValue(x, has_rows=True) for row, x in zip(self.rows, counted, strict=True)}
         found = lift_body(self.body, known, self.values, rows.count, self.label)
         self.body.take_back(0)
         return found

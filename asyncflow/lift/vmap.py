@@ -11,7 +11,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
 from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.spec import Spec
-from asyncflow.lift.lifting import lift
+from asyncflow.lift.lifting import in_rows, lift
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.manipulation import moveaxis
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue
@@ -63,6 +63,7 @@ def vmap(fn: Callable[..., Nest], in_axes: InAxes = 0, out_axes: InAxes = 0) -> 
             label = graph.unique_name("vmap")
             front = [x if axis is None else moveaxis(x, axis, 0) for x, axis in zip(tensors, axes, strict=True)]
             count = _count(front, axes, list(structure.paths("argument")))
+            front = [x if axis is None else in_rows(x, count) for x, axis in zip(front, axes, strict=True)]
             body = Subgraph(graph, label)
             known: dict[Tensor, LiftedValue] = {}
             with body:

@@ -52,7 +52,7 @@ async def test_streams_and_shuffled_schedules(options: dict[str, Any], graph: af
 async def test_iterations_that_overlap(graph: af.Graph) -> None:
     """Rows asked for out of order, by many iterations at a time."""
     cell = Recurrent(60)
-    y = af.map_fn(lambda x: af.tanh(x @ cell.w), cell.xs, parallel_iterations=50)
+    y = af.map_fn(lambda x: af.tanh(x @ cell.w), cell.xs, lift=False, parallel_iterations=50)
     for seed in range(3):
         assert await run_both([y], cell.feeds, seed=seed, regions=False, compute_streams=2)
 

@@ -134,3 +134,34 @@ async def test_functions_of_users_are_called_for_each_row_or_for_all_of_them() -
     np.testing.assert_allclose(single, X[0] / 2)
     np.testing.assert_allclose(grad, X)
     assert sorted(shapes) == sorted([(3,)] * 7 + [(7, 3), (1, 3)])
+
+
+async def test_map_fn_is_lifted_where_it_can_be_and_the_plan_says_why_not() -> None:
+    @af.op(outputs=af.spec("float64", (3,)))
+    async def waits(x: Any) -> Any:
+        return x
+
+    with af.Graph() as graph:
+        ys = [
+            af.map_fn(fn, af.constant(X), name=name) for name, fn in (("fast", lambda row: row * 2.0), ("slow", waits))
+        ]
+        loop = af.map_fn(lambda row: row, af.constant(X), lift=False, name="asked")
+        with pytest.raises(
+            af.GraphError, match=r"map_fn\(lift=True\): .*waits\) awaits, for each row by itself, built at"
+        ):
+            af.map_fn(waits, af.constant(X), lift=True)
+    async with af.Session(graph) as session:
+        told = session.plan([*ys, loop]).explain()
+    assert "fast: map_fn computes all rows at once" in told
+    assert "slow: map_fn is a loop over rows, slow/body/waits (waits) awaits, for each row by itself, built at " in told
+    assert "asked: map_fn is a loop over rows, as lift=False asks" in told
+
+
+async def test_rows_that_differ_in_number_fail_the_run_however_they_broadcast() -> None:
+    with af.Graph() as graph:
+        one, other = af.placeholder("float64", (None,)), af.placeholder("float64", (None,))
+        found = [af.map_fn(lambda row: row[0] + row[1], (one, other), lift=True), af.vmap(af.add)(one, other)]
+    async with af.Session(graph) as session:
+        for y in found:
+            with pytest.raises(af.KernelError, match="has size 3; got 1 rows"):
+                await session.run(y, {one: [1.0, 2.0, 3.0], other: [1.0]})

@@ -158,7 +158,7 @@ async def test_the_loops_of_map_fn_and_foldl(session: af.Session, graph: af.Grap
         seen.append(total + x)
         return seen[-1]
 
-    af.map_fn(twice, np.arange(4))
+    af.map_fn(twice, np.arange(4), lift=False)
     af.foldl(add, np.arange(4), 100)
     assert await collect(session, seen[0]) == [0, 2, 4, 6]
     assert await collect(session, seen[1]) == [100, 101, 103, 106]
