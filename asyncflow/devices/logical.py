@@ -189,6 +189,10 @@ class LaunchingDevice(LogicalDevice[AnyStream]):
         before, self._spans = self._spans, spans
         return before
 
+    def recorded(self) -> Spans | None:
+        """The list that the work launched now is added to."""
+        return self._spans
+
     def settle(self, spans: Spans) -> Sequence[Span]:
         """`spans`: they were known when they were recorded."""
         return spans

@@ -10,7 +10,8 @@ import numpy as np
 from asyncflow.devices.host import Host
 from asyncflow.devices.presets import Card, Link, MachineSpec
 from asyncflow.devices.protocol import ArraySpec, KernelInfo
-from asyncflow.devices.sim.device import SimDevice, SimMachine
+from asyncflow.devices.sim.device import SimDevice
+from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.values import DeviceValue
 from asyncflow.streams.virtual import VirtualClockLoop
 

@@ -13,8 +13,10 @@ import pytest
 from asyncflow.devices.cpu.device import CpuDevice
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import AsynchronousDevice, Span, recording
-from asyncflow.devices.sim.device import SimArray, SimDevice, SimMachine
+from asyncflow.devices.sim.device import SimDevice
 from asyncflow.devices.sim.links import CopyLane, first_common_gap
+from asyncflow.devices.sim.machine import SimMachine
+from asyncflow.devices.sim.values import SimArray
 from asyncflow.errors import SessionClosedError
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.devices.sim_machines import (

@@ -12,8 +12,9 @@ import pytest
 
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.devices.protocol import Span
-from asyncflow.devices.sim.device import SimArray, SimDevice, SimMachine
-from asyncflow.devices.sim.values import no_data
+from asyncflow.devices.sim.device import SimDevice
+from asyncflow.devices.sim.machine import SimMachine
+from asyncflow.devices.sim.values import SimArray, no_data
 from asyncflow.errors import FetchError, ShapeError
 from asyncflow.state.immutable import immutable
 from asyncflow.streams.virtual import VirtualClockLoop

@@ -11,8 +11,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 import pytest
 
-from asyncflow.devices.sim.device import SimArray, SimDevice, SimMachine, SimOpaque
-from asyncflow.devices.sim.values import poison
+from asyncflow.devices.sim.device import SimDevice
+from asyncflow.devices.sim.machine import SimMachine
+from asyncflow.devices.sim.values import SimArray, SimOpaque, poison
 from asyncflow.errors import HazardError, InternalError
 from asyncflow.streams.virtual import VirtualClockLoop
 from tests.devices.sim_machines import bind, fetched, idle, machine_of, received

@@ -359,10 +359,6 @@ class CudaDevice(Progress):
         before, self._spans = self._spans, spans
         return before
 
-    def recorded(self) -> Spans | None:
-        """The list that the work launched now is added to."""
-        return self._spans
-
     def settle(self, spans: Spans) -> Sequence[Span]:
         """The spans of work that has ended, with their times."""
         return [] if self._lost is not None else [span.settled() for span in spans]

@@ -266,16 +266,3 @@ def install_allocator(cupy: Cupy) -> None:
     before = cupy.cuda.get_allocator()
     if not isinstance(before, Dispatch):
         cupy.cuda.set_allocator(Dispatch(before))
-
-
-__all__ = [
-    "ALLOCATION_BYTES",
-    "ChargedAccount",
-    "CudaPool",
-    "DeviceMemoryExhausted",
-    "Dispatch",
-    "Lease",
-    "PrivatePool",
-    "home_of",
-    "install_allocator",
-]

@@ -37,7 +37,7 @@ from asyncflow.devices.presets import kernel_ns
 from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark
 from asyncflow.devices.sim.launch import SimHostLauncher, SimLauncher
 from asyncflow.devices.sim.links import CopyLane, first_common_gap
-from asyncflow.devices.sim.machine import SimMachine, current_machine, use_machine
+from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.regions import SimRegionLauncher
 from asyncflow.devices.sim.timeline import Timeline
 from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimMemoryAccount, SimOpaque, Storage
@@ -400,6 +400,3 @@ class SimDevice(Timeline):
 
 def _deliver_copy(value: SimArray, deliver: Deliver) -> None:
     deliver(value.stand_in() if value.data is None else value.data.copy(), None)
-
-
-__all__ = ["SimArray", "SimDevice", "SimMachine", "SimOpaque", "current_machine", "use_machine"]

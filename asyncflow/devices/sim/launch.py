@@ -96,10 +96,7 @@ class SimLauncher:
 
     def call_async(self, *args: Value) -> Coroutine[object, object, Placed]:
         """Copy the inputs to the host, await the user's kernel there, and copy its outputs in."""
-        device = self._device
-        spans = device.record_into(None)
-        device.record_into(spans)
-        return self._call_async(args, spans)
+        return self._call_async(args, self._device.recorded())
 
     async def _call_async(self, args: Sequence[Value], spans: list[Span] | None) -> Placed:
         device, info = self._device, self._info
