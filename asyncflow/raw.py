@@ -14,27 +14,17 @@ within one iteration of one frame only; use `control_dependencies` for the rest.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
-from asyncflow.control.primitives.control_trigger import control_trigger
-from asyncflow.control.primitives.enter import enter
-from asyncflow.control.primitives.exit import exit
-from asyncflow.control.primitives.loop_cond import loop_cond
-from asyncflow.control.primitives.merge import add_back_edge, merge
-from asyncflow.control.primitives.next_iteration import next_iteration
-from asyncflow.control.primitives.switch import switch
-from asyncflow.foreign_names import public_names
+from asyncflow.control.primitives.control_trigger import control_trigger as control_trigger
+from asyncflow.control.primitives.enter import enter as enter
+from asyncflow.control.primitives.exit import exit as exit
+from asyncflow.control.primitives.loop_cond import loop_cond as loop_cond
+from asyncflow.control.primitives.merge import add_back_edge as add_back_edge
+from asyncflow.control.primitives.merge import merge as merge
+from asyncflow.control.primitives.next_iteration import next_iteration as next_iteration
+from asyncflow.control.primitives.switch import switch as switch
+from asyncflow.foreign_names import facade as _facade
 
-__all__ = [
-    "add_back_edge",
-    "control_trigger",
-    "enter",
-    "exit",
-    "loop_cond",
-    "merge",
-    "next_iteration",
-    "switch",
-]
-
-if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
-    __getattr__, __dir__ = public_names("asyncflow.raw", __all__)
+if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+    __all__, __getattr__, __dir__ = _facade("asyncflow.raw", globals())

@@ -270,5 +270,3 @@ def _read_rows(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
 
 not_differentiable(ROW_STORE, because="a new store depends on its capacity alone")
 not_differentiable(SIZE, because="its result is an integer")
-
-__all__ = ["ADD_ROWS", "READ_ROWS", "RowGradient"]

@@ -57,6 +57,3 @@ class Handle:
         self._warn_of_dropped_writes()
         with graph_for(self.handle):
             return apply(op, self.handle, *inputs, name=name, **attrs)
-
-
-__all__ = ["Handle"]

@@ -268,5 +268,3 @@ def _pack(kind: Hashable, children: Sequence[Tensor]) -> RowStore:
 
 
 nest.register(RowStore, _unpack, _pack)
-
-__all__ = ["RowStore"]

@@ -7,32 +7,23 @@ example; `sequence_mask` and `masked_mean` leave out what lies past a sequence's
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
-from asyncflow.foreign_names import public_names
-from asyncflow.nn.dynamic_rnn import dynamic_rnn
-from asyncflow.nn.gru import GRUWeights, gru_cell, gru_weights
-from asyncflow.nn.initializers import glorot_uniform, orthogonal
-from asyncflow.nn.losses import mean_squared_error, sigmoid_cross_entropy, softmax_cross_entropy
-from asyncflow.nn.lstm import LSTMWeights, lstm_cell, lstm_weights
-from asyncflow.nn.masks import masked_mean, sequence_mask
+from asyncflow.foreign_names import facade as _facade
+from asyncflow.nn.dynamic_rnn import dynamic_rnn as dynamic_rnn
+from asyncflow.nn.gru import GRUWeights as GRUWeights
+from asyncflow.nn.gru import gru_cell as gru_cell
+from asyncflow.nn.gru import gru_weights as gru_weights
+from asyncflow.nn.initializers import glorot_uniform as glorot_uniform
+from asyncflow.nn.initializers import orthogonal as orthogonal
+from asyncflow.nn.losses import mean_squared_error as mean_squared_error
+from asyncflow.nn.losses import sigmoid_cross_entropy as sigmoid_cross_entropy
+from asyncflow.nn.losses import softmax_cross_entropy as softmax_cross_entropy
+from asyncflow.nn.lstm import LSTMWeights as LSTMWeights
+from asyncflow.nn.lstm import lstm_cell as lstm_cell
+from asyncflow.nn.lstm import lstm_weights as lstm_weights
+from asyncflow.nn.masks import masked_mean as masked_mean
+from asyncflow.nn.masks import sequence_mask as sequence_mask
 
-__all__ = [
-    "GRUWeights",
-    "LSTMWeights",
-    "dynamic_rnn",
-    "glorot_uniform",
-    "gru_cell",
-    "gru_weights",
-    "lstm_cell",
-    "lstm_weights",
-    "masked_mean",
-    "mean_squared_error",
-    "orthogonal",
-    "sequence_mask",
-    "sigmoid_cross_entropy",
-    "softmax_cross_entropy",
-]
-
-if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
-    __getattr__, __dir__ = public_names("asyncflow.nn", __all__)
+if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+    __all__, __getattr__, __dir__ = _facade("asyncflow.nn", globals())

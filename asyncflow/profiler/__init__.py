@@ -7,34 +7,21 @@ turn it into numbers. Nothing else in asyncflow depends on this package, and it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
-from asyncflow.foreign_names import public_names
-from asyncflow.profiler.save import TraceFormatError, save
-from asyncflow.profiler.summary import (
-    DeviceSummary,
-    LaneSummary,
-    NodeSummary,
-    Summary,
-    TransferSummary,
-    format_table,
-    summarize,
-)
-from asyncflow.runtime.trace import install_writer
+from asyncflow.foreign_names import facade as _facade
+from asyncflow.profiler.save import TraceFormatError as TraceFormatError
+from asyncflow.profiler.save import save as save
+from asyncflow.profiler.summary import DeviceSummary as DeviceSummary
+from asyncflow.profiler.summary import LaneSummary as LaneSummary
+from asyncflow.profiler.summary import NodeSummary as NodeSummary
+from asyncflow.profiler.summary import Summary as Summary
+from asyncflow.profiler.summary import TransferSummary as TransferSummary
+from asyncflow.profiler.summary import format_table as format_table
+from asyncflow.profiler.summary import summarize as summarize
+from asyncflow.runtime.trace import install_writer as _install_writer
 
-install_writer(save)
+_install_writer(save)
 
-__all__ = [
-    "DeviceSummary",
-    "LaneSummary",
-    "NodeSummary",
-    "Summary",
-    "TraceFormatError",
-    "TransferSummary",
-    "format_table",
-    "save",
-    "summarize",
-]
-
-if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
-    __getattr__, __dir__ = public_names("asyncflow.profiler", __all__)
+if not _typing.TYPE_CHECKING:  # it sees what is imported `as` itself, and every misspelt name would pass it
+    __all__, __getattr__, __dir__ = _facade("asyncflow.profiler", globals())

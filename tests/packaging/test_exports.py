@@ -46,7 +46,7 @@ def test_package_exports_all_it_holds_but_its_rooms() -> None:
     assert public | {"fft", "linalg", "nn", "optim", "profiler", "random", "raw"} == set(vars(af)["__all__"])
 
 
-@pytest.mark.parametrize("module", [af, af.linalg], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [af, af.linalg, af.nn, af.profiler, af.raw], ids=lambda module: module.__name__)
 def test_type_checkers_export_each_name_too(module: ModuleType) -> None:
     # They see no `__all__` there: what is imported under its own name, and what is assigned, is public to them.
     seen: set[str] = set()
