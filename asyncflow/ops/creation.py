@@ -22,14 +22,7 @@ from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.datatypes import astype
-from asyncflow.ops.extents import (
-    Extent,
-    ExtentsLike,
-    shape_reader,
-    split_extents,
-    static_value,
-    template_shape,
-)
+from asyncflow.ops.extents import Extent, ExtentsLike, shape_reader, split_extents, static_value, template_shape
 from asyncflow.ops.promotion import kind_of, promote_operands, promoted_dtype, require_kind, same
 
 if TYPE_CHECKING:

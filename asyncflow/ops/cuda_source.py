@@ -222,7 +222,7 @@ def _bitwise(sign: str) -> Writer:
     return lambda loop, a, b: loop.wrap(f"{a} {sign} {b}")
 
 
-def _compared(sign: str) -> Writer:
+def _infix(sign: str) -> Writer:
     return lambda loop, a, b: f"{a} {sign} {b}"
 
 
@@ -242,10 +242,6 @@ def _compared_exactly(sign: str) -> Callable[[Sequence[DType], Sequence[str]], s
 
 _SIGNS = {"equal": "==", "not_equal": "!=", "less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="}
 _COMPARISONS = {name: _compared_exactly(sign) for name, sign in _SIGNS.items()}
-
-
-def _divide(loop: _UfuncLoop, a: str, b: str) -> str:
-    return f"{a} / {b}"
 
 
 def _integer_or_float(name: str, sign: str) -> Writer:
@@ -283,10 +279,6 @@ def _rounding(name: str) -> Writer:
 def _next_after(loop: _UfuncLoop, a: str, b: str) -> str | None:
     # The neighbours of a half are not those of the float that holds it.
     return None if loop.dtype.name in HALVES else f"nextafter{loop.suffix}({a}, {b})"
-
-
-def _same(loop: _UfuncLoop, a: str) -> str:
-    return a
 
 
 def _absolute(loop: _UfuncLoop, a: str) -> str:
@@ -350,7 +342,7 @@ _WRITERS: dict[Op, Writer] = {
     e.ADD: _arithmetic("+", "|"),
     e.SUBTRACT: _arithmetic("-", "^"),
     e.MULTIPLY: _arithmetic("*", "&"),
-    e.DIVIDE: _divide,
+    e.DIVIDE: _infix("/"),
     e.FLOOR_DIVIDE: _integer_or_float("floor_divide", "/"),
     e.REMAINDER: _integer_or_float("remainder", "%"),
     e.POW: _power,
@@ -363,8 +355,8 @@ _WRITERS: dict[Op, Writer] = {
     e.NEXTAFTER: _next_after,
     e.ABS: _absolute,
     e.NEGATIVE: _negative,
-    e.POSITIVE: _same,
-    e.CONJ: _same,
+    e.POSITIVE: lambda loop, a: a,
+    e.CONJ: lambda loop, a: a,
     e.RECIPROCAL: _reciprocal,
     e.SIGN: _sign,
     e.SQUARE: _square,
@@ -379,12 +371,12 @@ _WRITERS: dict[Op, Writer] = {
             *(e.LOG10, e.LOG2, e.SIN, e.SINH, e.SQRT, e.TAN, e.TANH),
         )
     },
-    logic.EQUAL: _compared("=="),
-    logic.NOT_EQUAL: _compared("!="),
-    logic.LESS: _compared("<"),
-    logic.LESS_EQUAL: _compared("<="),
-    logic.GREATER: _compared(">"),
-    logic.GREATER_EQUAL: _compared(">="),
+    logic.EQUAL: _infix("=="),
+    logic.NOT_EQUAL: _infix("!="),
+    logic.LESS: _infix("<"),
+    logic.LESS_EQUAL: _infix("<="),
+    logic.GREATER: _infix(">"),
+    logic.GREATER_EQUAL: _infix(">="),
     logic.BITWISE_AND: _bitwise("&"),
     logic.BITWISE_OR: _bitwise("|"),
     logic.BITWISE_XOR: _bitwise("^"),

@@ -74,7 +74,7 @@ class CustomOp(Generic[P]):
         self._is_stateful = self._has_effects(stateful)
         self.op = Op(
             self.name,
-            _infer,
+            declared_specs,
             self._one_row_kernel if rows else self._kernel,
             rows_kernel=self._rows_kernel if rows else None,
             effects=self._effects if self._is_stateful else None,
@@ -113,7 +113,7 @@ class CustomOp(Generic[P]):
             tensors = [graph.import_tensor(as_tensor(x)) for x in inputs]
             outputs = self._declare(tensors, arguments)
             attrs: Attrs = {"outputs": outputs, "arguments": arguments}
-            node = graph.add_node(self.op, tensors, attrs, _infer(**attrs))
+            node = graph.add_node(self.op, tensors, attrs, declared_specs(**attrs))
         node.device = self.device or node.device
         return nest.flatten(outputs)[1].unflatten(node.outputs) if node.outputs else node
 
@@ -336,7 +336,8 @@ def _check_specs(what: str, declared: Outputs) -> None:
             )
 
 
-def _infer(*inputs: Spec, outputs: Outputs, arguments: Attrs) -> Spec | tuple[Spec, ...]:
+def declared_specs(*inputs: Spec, outputs: Outputs, **attrs: object) -> Spec | tuple[Spec, ...]:
+    """The shape rule of an op whose nodes say in an attribute what they give."""
     return outputs if isinstance(outputs, Spec) else tuple(nest.flatten(outputs)[0])
 
 

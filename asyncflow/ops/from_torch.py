@@ -25,6 +25,7 @@ from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import format_shape, is_compatible, size_of
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.custom import declared_specs
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.derivatives.user_rules import output_gradients
 from asyncflow.ops.torch_arrays import CudaTensors, HostTensors, TorchTensor, torch_dtype
@@ -69,9 +70,9 @@ class TorchOp:
         # torch's random numbers are one row for the process; and parameters are put in and out.
         make = functools.partial(Op, is_user=True, takes_any_arrays=self._takes_cards, alone=self._torch)
         flops = self._flops if self._is_module else None
-        self._op = make(self.name, _infer, self._forward, flops=flops, derivative=self._derivative)
+        self._op = make(self.name, declared_specs, self._forward, flops=flops, derivative=self._derivative)
         thrice = None if flops is None else lambda *shapes, **attrs: 3 * self._flops(*shapes, **attrs)
-        self._gradient_op = make(f"{self.name}_gradient", _infer, self._backward, flops=thrice)
+        self._gradient_op = make(f"{self.name}_gradient", declared_specs, self._backward, flops=thrice)
 
     def __repr__(self) -> str:
         return f"<from_torch {self.name}>"
@@ -125,7 +126,7 @@ class TorchOp:
             if outputs is None:
                 outputs = self._inferred(tensors, tuple(given), arguments)
             attrs = {"outputs": outputs, "names": tuple(given), "arguments": arguments}
-            node = graph.add_node(self._op, tensors, attrs, _infer(**attrs))
+            node = graph.add_node(self._op, tensors, attrs, declared_specs(**attrs))
         # What is not given stays in the module's memory.
         node.device = node.device or home
         return nest.flatten(outputs)[1].unflatten(node.outputs)
@@ -372,10 +373,6 @@ def _check_specs(name: str, outputs: Outputs) -> None:
     leaves = nest.flatten(outputs)[0]
     if not leaves or not all(isinstance(leaf, Spec) for leaf in leaves):
         raise GraphError(f"{name}: outputs are described by af.spec(dtype, shape), or a nest of specs; got {outputs!r}")
-
-
-def _infer(*inputs: Spec, outputs: Outputs, **attrs: object) -> Spec | tuple[Spec, ...]:
-    return outputs if isinstance(outputs, Spec) else tuple(nest.flatten(outputs)[0])
 
 
 def _name(dtype: object) -> str:
