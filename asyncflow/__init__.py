@@ -262,6 +262,8 @@ from asyncflow.runtime.trace import Trace as Trace
 from asyncflow.runtime.values.fetches import on_device as on_device
 from asyncflow.state.containers import reset_container as reset_container
 from asyncflow.state.variable import Variable as Variable
+from asyncflow.vertex.function import Vertex as Vertex
+from asyncflow.vertex.function import VertexFunction as VertexFunction
 from asyncflow.vertex.function import vertex_function as vertex_function
 from asyncflow.vertex.input_graph import InputGraph as InputGraph
 from asyncflow.vertex.map import vertex_map as vertex_map

@@ -32,6 +32,7 @@ from benchmarks import (
     stacked_lstm,
     stacked_lstm_training,
     training_memory,
+    trees,
     two_device_loop,
     white_paper_pipelines,
 )
@@ -75,6 +76,7 @@ WORKLOADS: dict[str, Workload] = {
     "training_memory": training_memory.measure,
     "dynamic_unrolling": dynamic_unrolling.measure,
     "stacked_lstm_training": stacked_lstm_training.measure,
+    "trees": trees.measure,
 }
 
 GPU_WORKLOADS: dict[str, Workload] = {

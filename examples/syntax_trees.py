@@ -161,9 +161,7 @@ def build(hidden: int, rate: float) -> Model:
         # The loss of a yes or no, written so that nothing overflows.
         loss = af.mean(af.maximum(score, 0.0) - score * returns + af.log1p(af.exp(-af.abs(score))))
         right = af.sum(af.astype((score > 0) == (returns > 0.5), "int64"))
-        train = af.optim.minimize(
-            loss, [table, w, u, forget, answer, bias], partial(af.optim.adam, learning_rate=rate)
-        )
+        train = af.optim.minimize(loss, [table, w, u, forget, answer, bias], partial(af.optim.adam, learning_rate=rate))
     return Model(graph, trees, kinds, returns, loss, right, train)
 
 
@@ -187,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Gives 0 if the model is right often enough about functions that it has not seen, else 1."""
     parser = argparse.ArgumentParser(description="Teaches a Tree-LSTM to read syntax trees.")
     parser.add_argument("--output", type=Path, default=Path("demo-out"), help="folder for the timeline")
-    parser.add_argument("--steps", type=int, default=300, help="steps of training")
+    parser.add_argument("--steps", type=int, default=100, help="steps of training")
     parser.add_argument("--batch", type=int, default=32, help="functions a step")
     parser.add_argument("--hidden", type=int, default=64, help="extent of a state")
     parser.add_argument("--files", type=int, help="read only so many files of the library")
@@ -208,8 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     yes = float(np.mean([function.returns for function in held_out]))
     passed = share >= options.target
     print(
-        f"\n{'PASS' if passed else 'FAIL'}: right about {share:.1%} of the functions it has not seen, after {took:.0f} s; "
-        f"always the same answer would be right about {max(yes, 1 - yes):.1%}, and {options.target:.0%} was the aim"
+        f"\n{'PASS' if passed else 'FAIL'}: right about {share:.1%} of the functions it has not seen, after "
+        f"{took:.0f} s; always the same answer would be right about {max(yes, 1 - yes):.1%}, "
+        f"and {options.target:.0%} was the aim"
     )
 
     options.output.mkdir(parents=True, exist_ok=True)

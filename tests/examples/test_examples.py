@@ -14,7 +14,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.cli.main import main as command
-from examples import coroutine_nodes, ngram_beam_search, pagerank, pipeline
+from examples import coroutine_nodes, ngram_beam_search, pagerank, pipeline, syntax_trees
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,7 @@ def test_every_example_is_tested() -> None:
         "ngram_beam_search",
         "pagerank",
         "pipeline",
+        "syntax_trees",
     }
 
 
@@ -44,8 +45,13 @@ def test_every_example_is_tested() -> None:
         ),
         (ngram_beam_search.main, ["--prompts", "2"], {"ngram_beam_search.html"}),
         (pipeline.main, ["--layers", "3", "--steps", "5", "--batch", "2", "--size", "8"], {"pipeline.html"}),
+        (
+            syntax_trees.main,
+            ["--files", "30", "--steps", "20", "--hidden", "16", "--target", "0.6"],
+            {"syntax_trees.html"},
+        ),
     ],
-    ids=["pagerank", "coroutine_nodes", "ngram_beam_search", "pipeline"],
+    ids=["pagerank", "coroutine_nodes", "ngram_beam_search", "pipeline", "syntax_trees"],
 )
 def test_example_passes_its_own_check_and_writes_its_timelines(
     main: Callable[[list[str]], int],
