@@ -54,8 +54,13 @@ class Trees:
 
     @property
     def count(self) -> int:
-        """How many trees there are."""
+        """Number of trees."""
         return len(self.graph)
+
+    @property
+    def weight(self) -> np.float32:
+        """Share of a tree in the loss."""
+        return np.float32(1 / self.count)
 
 
 def batch_of(graphs: Sequence[af.InputGraph], hidden: int) -> Trees:
@@ -121,7 +126,7 @@ class TreeFcByHand:
         trees, (two, hidden) = self.trees, self.w.shape
         states = self.forward()
         grads, of_w = np.zeros_like(states), np.zeros_like(self.w)
-        grads[trees.roots] = 1
+        grads[trees.roots] = trees.weight
         for level in reversed(trees.levels):
             if not len(level.children):
                 continue
@@ -129,7 +134,7 @@ class TreeFcByHand:
             below = states[level.children].reshape(-1, two)
             of_w += below.T @ own
             grads[level.children] = (own @ self.w.T).reshape(-1, hidden)  # a tree: no child has two parents
-        return states[trees.roots].sum(), of_w[:hidden], of_w[hidden:]
+        return states[trees.roots].sum() * trees.weight, of_w[:hidden], of_w[hidden:]
 
 
 # -- Tree-LSTM -------------------------------------------------------------------------------------------------------
@@ -202,7 +207,7 @@ class TreeLstmByHand:
         of_x = np.zeros((len(xs), 4 * n), np.float32)
         of_h, of_c = np.zeros_like(h), np.zeros_like(h)
         of_u, of_f = np.zeros_like(self.u), np.zeros_like(self.f)
-        of_h[trees.roots] = 1
+        of_h[trees.roots] = trees.weight
         for level, (h_below, c_below, h_sum, gate, new, forget, shown) in zip(
             reversed(trees.levels), reversed(kept), strict=True
         ):
@@ -222,7 +227,7 @@ class TreeLstmByHand:
             of_f += h_below.T @ d_forget
             of_h[level.children] = (d_gates @ self.u.T)[level.owners] + d_forget @ self.f.T
             of_c[level.children] = d_kept * forget
-        return h[trees.roots].sum(), xs.T @ of_x, of_u, of_f
+        return h[trees.roots].sum() * trees.weight, xs.T @ of_x, of_u, of_f
 
 
 # -- the workload ----------------------------------------------------------------------------------------------------
@@ -236,7 +241,7 @@ class OfAsyncflow:
         with af.Graph() as graph:
             self.graph, x = af.InputGraph.placeholder(), af.placeholder("float32", (None, trees.xs.shape[1]))
             roots = af.vertex_map(function, self.graph, x, lift_parts=lift_parts).roots
-            self.loss = af.sum(roots[0] if isinstance(roots, tuple) else roots)
+            self.loss = af.sum(roots[0] if isinstance(roots, tuple) else roots) * trees.weight
             self.grads = af.gradients(self.loss, variables)
         self.feeds = {**self.graph.feeds(trees.graph), x: trees.xs}
         self.session = af.Session(graph)
@@ -257,7 +262,9 @@ def _trial(trees: Trees, figure: Figure, work: Callable[[], Any]) -> Trial:
         answer = work()
         if not isinstance(answer, tuple | np.ndarray | np.generic):
             answer = await answer
-        return Sample({figure: (perf_counter() - started) * 1e6 / trees.count}, answer)
+        taken = perf_counter() - started
+        parts = answer if isinstance(answer, tuple) else (answer,)
+        return Sample({figure: taken * 1e6 / trees.count}, np.concatenate([np.ravel(part) for part in parts]))
 
     return trial
 
@@ -312,7 +319,7 @@ async def _measured(
     def inference() -> Any:
         found = by_hand.forward()
         states = found[1] if isinstance(found, tuple) else found
-        return states[trees.roots].sum()
+        return states[trees.roots].sum() * trees.weight
 
     forward[NUMPY] = _trial(trees, FORWARD, inference)
     try:
@@ -343,7 +350,7 @@ def torch_step(torch: Any, trees: Trees, by_hand: TreeFcByHand | TreeLstmByHand)
             if len(children):
                 own = own + done[children].reshape(-1, 2 * n) @ w
             done = torch.cat([done, torch.relu(own)])
-        return done[roots].sum()
+        return done[roots].sum() * float(trees.weight)
 
     def lstm() -> Any:
         w, u, f = parameters
@@ -358,7 +365,7 @@ def torch_step(torch: Any, trees: Trees, by_hand: TreeFcByHand | TreeLstmByHand)
             forget = torch.sigmoid(own[:, 3 * n :][owners] + below @ f)
             cell = zeros.index_add(0, owners, forget * c[children]) + gate[:, :n] * torch.tanh(gates[:, 2 * n :])
             h, c = torch.cat([h, gate[:, n:] * torch.tanh(cell)]), torch.cat([c, cell])
-        return h[roots].sum()
+        return h[roots].sum() * float(trees.weight)
 
     def step() -> tuple[Any, ...]:
         loss = lstm() if is_lstm else fc()
