@@ -275,6 +275,7 @@ async def measure(
     repeats: int = 5,
     fc_sizes: Sequence[tuple[int, int, int]] = ((256, 16, 64), (256, 16, 256), (256, 16, 512)),
     lstm_sizes: Sequence[tuple[int, int]] = ((32, 150), (32, 512)),
+    files: int = 60,
 ) -> list[Result]:
     """us a tree: asyncflow, NumPy by level, PyTorch by level; training and inference.
 
@@ -283,13 +284,15 @@ async def measure(
         repeats: measured trials of each system.
         fc_sizes: leaves, batch and hidden extent of Tree-FC.
         lstm_sizes: batch and hidden extent of Tree-LSTM.
+        files: how many files of the library the syntax trees come from.
     """
     results: list[Result] = []
     for leaves, batch, hidden in fc_sizes:
         trees = batch_of([complete(leaves)] * batch, hidden)
         case = f"Tree-FC, {leaves} leaves, batch {batch}, hidden {hidden}"
         results += await _measured(peers, case, trees, tree_fc(hidden), TreeFcByHand(trees, hidden), repeats)
-    functions = read_functions(40)[0]
+    # Whole files are held out of the example's training: here both parts are only shapes.
+    functions = [function for part in read_functions(files) for function in part]
     for batch, hidden in lstm_sizes:
         chosen = np.random.default_rng(2).choice(len(functions), batch, replace=False)
         trees = batch_of([functions[place].tree for place in chosen], hidden)

@@ -33,6 +33,7 @@ from benchmarks import (
     stacked_lstm,
     stacked_lstm_training,
     training_memory,
+    trees,
     two_device_loop,
     white_paper_pipelines,
 )
@@ -87,6 +88,7 @@ TINY = {
     "stacked_lstm_training": lambda: stacked_lstm_training.measure(
         repeats=2, steps=2, batch=2, hidden=4, counts=(1, 2), batches=(2,), simulated_steps=2, simulated_hidden=4
     ),
+    "trees": lambda: trees.measure(repeats=1, fc_sizes=((4, 2, 3),), lstm_sizes=((2, 3),), files=12),
 }
 TINY_PIPELINES: dict[str, dict[str, int]] = {
     white_paper_pipelines.SYNCHRONOUS: {"batch": 4, "features": 8},
