@@ -77,6 +77,9 @@ from asyncflow.graph.spec import Spec as Spec
 from asyncflow.graph.spec import spec as spec
 from asyncflow.graph.text import print_graph as print_graph
 from asyncflow.graph.verify import verify as verify
+from asyncflow.jacobians import hessian as hessian
+from asyncflow.jacobians import hvp as hvp
+from asyncflow.jacobians import jacobian as jacobian
 from asyncflow.lift.map_fn import map_fn as map_fn
 from asyncflow.lift.vmap import vmap as vmap
 from asyncflow.ops import fft as fft

@@ -28,6 +28,7 @@ ROOMS: Final = {
     "lift": "Control flow",
     "state": "Variables",
     "autodiff": "Gradients",
+    "jacobians": "Gradients",
     "vertex": "Graphs as data",
 }
 """Headings of what is in ``af`` and no operation on arrays, by room; operations are by family, each a module."""

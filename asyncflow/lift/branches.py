@@ -11,7 +11,7 @@ from asyncflow.control.cond import cond
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.op import OPAQUE, define, derivative
-from asyncflow.graph.shapes import relax
+from asyncflow.graph.shapes import is_compatible, relax, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.flow import branches_with_rows
 from asyncflow.ops.cost import moving, per_input_element
@@ -46,17 +46,24 @@ SPLIT_ROWS = define(
 """The numbers of the rows for which a predicate holds, and of the others."""
 
 
-def _join_spec(count: Spec, places: Spec, values: Spec, others: Spec, rest: Spec, *, extent: int | None) -> Spec:
+def _join_spec(
+    count: Spec, places: Spec, values: Spec, others: Spec, rest: Spec, *, extent: int | None, absent: bool
+) -> Spec:
     shape = relax(values.shape, rest.shape)
     return Spec(values.dtype, None if shape is None else (extent, *shape[1:]))
 
 
-def _join_kernel(xp: Namespace, *, extent: int | None) -> Kernel:
+def _join_kernel(xp: Namespace, *, extent: int | None, absent: bool) -> Kernel:
     def join(count: Array, places: Array, values: Array, others: Array, rest: Array) -> Array:
         if not len(others):
             return values
         if not len(places):
             return rest
+        if absent and values.shape[1:] != rest.shape[1:]:
+            joined = xp.zeros((int(count), *map(max, values.shape[1:], rest.shape[1:])), values.dtype)
+            there, value = (places, values) if values.size else (others, rest)
+            joined[there] = value
+            return joined
         joined = xp.empty((int(count), *values.shape[1:]), values.dtype)
         joined[places], joined[others] = values, rest
         return joined
@@ -65,13 +72,18 @@ def _join_kernel(xp: Namespace, *, extent: int | None) -> Kernel:
 
 
 JOIN_ROWS = define("join_rows", _join_spec, _join_kernel, host_inputs=(0,), flops=moving, traits=OPAQUE)
-"""Rows from two places, in the order of their numbers."""
+"""Rows from two places, in the order of their numbers; `absent`: those of one have nothing, whatever their shape."""
 
 
 @derivative(JOIN_ROWS)
 def _join(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     _, places, values, others, rest = node.inputs
-    given = [ensure_shape(gather(grad, each), x.shape) for each, x in ((places, values), (others, rest))]
+    given = [
+        None
+        if node.attrs["absent"] and size_of(x.shape and x.shape[1:]) == 0
+        else ensure_shape(gather(grad, at), x.shape)
+        for at, x in ((places, values), (others, rest))
+    ]
     return [None, None, given[0], None, given[1]]
 
 
@@ -112,10 +124,15 @@ def lift_cond(lifting: Lifting, node: CondNode, inputs: Sequence[LiftedValue]) -
     places = split_rows(predicate.tensor)
     sides = [_side(lifting, body, captures, numbers) for body, numbers in zip(node.subgraphs, places, strict=True)]
     rows = lifting.rows
-    joined = [
-        apply(JOIN_ROWS, rows.count, places[0], one, places[1], other, extent=rows.extent)[0]
-        for one, other in zip(*sides, strict=True)
-    ]
+    joined: list[Tensor] = []
+    saved = node.graph.root.kept_for_gradients.get(node, {}).values()
+    for y, one, other in zip(node.outputs, *sides, strict=True):
+        # What a branch saves for its gradient has something else in its place in the other one.
+        absent = any(y is each for each in saved)
+        if not absent and not is_compatible(one.shape, other.shape):
+            raise CannotLift(f"{node.name} gives rows of {one.spec} and of {other.spec}")
+        given = (rows.count, places[0], one, places[1], other)
+        joined += apply(JOIN_ROWS, *given, extent=rows.extent, absent=absent)
     return [LiftedValue(x, True) for x in joined]
 
 

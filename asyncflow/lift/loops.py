@@ -9,6 +9,7 @@ from asyncflow.control.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
 from asyncflow.graph.build import constant
 from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.shapes import relax
 from asyncflow.graph.structured import levels
 from asyncflow.lift.branches import some_rows, split_rows, taken
 from asyncflow.lift.flow import decided_by_row, variables_with_rows
@@ -53,8 +54,8 @@ def _together(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], 
         lambda *values: tuple(inner.spread(inner.results(node.body, lifted(values)), flags)),
         tuple(lifting.spread(inputs[: node.n_vars], flags)),
         shape_invariants=tuple(
-            lifting.rows.shape(x.shape) if rows and x.dtype != VARIANT else x.shape
-            for x, rows in zip(node.body.inputs[: node.n_vars], flags, strict=True)
+            lifting.rows.shape(relax(x.shape, first.shape)) if rows and x.dtype != VARIANT else x.shape
+            for x, first, rows in zip(node.body.inputs[: node.n_vars], inputs, flags, strict=False)
         ),
         parallel_iterations=node.parallel_iterations,
         name="while",

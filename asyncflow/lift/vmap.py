@@ -51,7 +51,7 @@ def vmap(fn: Callable[..., Nest], in_axes: InAxes = 0, out_axes: InAxes = 0) -> 
     >>> import asyncflow as af
     >>> with af.Graph():
     ...     af.vmap(lambda row, matrix: row @ matrix, in_axes=(0, None))(af.ones((5, 3)), af.ones((3, 2)))
-    <Tensor vmap/matmul:0 float64[5,2]>
+    <Tensor vmap/matmul_1:0 float64[5,2]>
     """
 
     @wraps(fn)

@@ -336,7 +336,9 @@ def _lifted(x: Tensor) -> list[Tensor]:
         return [*found, af.constant(1.0)]
 
     held, others = split_rows(x[:, 0] > 1.0)
-    joined = apply(JOIN_ROWS, af.shape(x)[0], held, af.gather(x, held), others, af.gather(x, others), extent=None)
+    joined = apply(
+        JOIN_ROWS, af.shape(x)[0], held, af.gather(x, held), others, af.gather(x, others), extent=None, absent=False
+    )
     return [*af.map_fn(body, x, lift=True), *joined]
 
 

@@ -1,0 +1,98 @@
+"""Jacobians, Hessians and products with them: gradients for all elements of a value at once, by `vmap`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncflow.autodiff.gradients import gradients
+from asyncflow.errors import ShapeError
+from asyncflow.graph import nest
+from asyncflow.graph.build import TensorLike, as_tensor, graph_for
+from asyncflow.graph.shapes import size_of
+from asyncflow.lift.vmap import vmap
+from asyncflow.ops.creation import eye
+from asyncflow.ops.elementwise import multiply
+from asyncflow.ops.manipulation import reshape
+from asyncflow.ops.shape import shape, size
+from asyncflow.ops.statistical import sum as sum_of
+
+if TYPE_CHECKING:
+    from asyncflow.graph.ir import Tensor
+    from asyncflow.values import Nest
+
+
+def jacobian(y: Tensor, xs: Nest) -> Nest:
+    """The derivative of each element of `y` by each element of `xs`: shape ``y.shape + x.shape`` for each of them.
+
+    The gradients of all elements of `y` are computed together, as rows of `vmap`.
+
+    Args:
+        y: floats, of known rank.
+        xs: a tensor that `y` depends on, of known rank, or a nest of them.
+
+    Returns:
+        A nest like `xs`; zeros where `y` does not depend on one.
+
+    Raises:
+        ShapeError: a rank is not known.
+        GraphError: from `gradients`, or as there is no derivative that is computed for several rows at once.
+
+    >>> import asyncflow as af
+    >>> with af.Graph():
+    ...     x = af.placeholder("float64", (3,))
+    ...     af.jacobian(x[:2] * af.sum(x), x)
+    <Tensor reshape_1:0 float64[2,3]>
+    """
+    leaves, structure = nest.flatten(xs)
+    with graph_for(y, *leaves):
+        tensors = [as_tensor(leaf) for leaf in leaves]
+        extents = [_extents(each) for each in (y, *tensors)]
+        count = size_of(y.shape)
+        rows = size(y) if count is None else count
+        units = reshape(eye(rows, dtype=y.dtype), (rows, *extents[0]))
+        found = vmap(lambda unit: tuple(gradients([y], tensors, [unit], unconnected="zero")))(units)
+        shaped = [reshape(x, (*extents[0], *own)) for x, own in zip(found, extents[1:], strict=True)]
+        return structure.unflatten(shaped)
+
+
+def hessian(y: Tensor, x: Tensor) -> Tensor:
+    """The second derivatives of the scalar `y` by the elements of `x`: shape ``x.shape + x.shape``.
+
+    Args:
+        y: a float.
+        x: a tensor that `y` depends on, of known rank.
+
+    Raises:
+        ShapeError: `y` is no scalar, or the rank of `x` is not known.
+    """
+    found = jacobian(_slope(y, x), x)
+    return as_tensor(found)
+
+
+def hvp(y: Tensor, x: Tensor, v: TensorLike) -> Tensor:
+    """The Hessian of the scalar `y` by `x`, times `v`, without the Hessian: about the cost of two gradients.
+
+    Args:
+        y: a float.
+        x: a tensor that `y` depends on.
+        v: of the shape and dtype of `x`.
+
+    Raises:
+        ShapeError: `y` is no scalar.
+    """
+    slope = _slope(y, x)
+    (found,) = gradients([sum_of(multiply(slope, v))], [x], unconnected="zero")
+    return as_tensor(found)
+
+
+def _slope(y: Tensor, x: Tensor) -> Tensor:
+    if y.shape != ():
+        raise ShapeError(f"second derivatives are those of a scalar, not of {y!r}; af.jacobian takes any shape")
+    (slope,) = gradients([y], [x], unconnected="zero")
+    return as_tensor(slope)
+
+
+def _extents(x: Tensor) -> list[int | Tensor]:
+    if x.shape is None:
+        raise ShapeError(f"jacobian: the rank of {x!r} is not known while the graph is built")
+    return [shape(x)[axis] if extent is None else extent for axis, extent in enumerate(x.shape)]

@@ -1,0 +1,105 @@
+"""`vmap`: what stands along which axis, nesting, gradients outside and inside, and what newcomers get wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+
+RNG = np.random.default_rng(5)
+A, B = RNG.normal(size=(4, 3)), RNG.normal(size=(3, 4, 2))
+
+
+async def _value(build: Any) -> Any:
+    with af.Graph() as graph:
+        built = build()
+    async with af.Session(graph) as session:
+        return await session.run(built)
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "out_axes", "expected"),
+    [
+        ((0, 1), 0, np.einsum("ni,inj->nj", A, B)),
+        ((0, -2), 1, np.einsum("ni,inj->jn", A, B)),
+        ([1, 0], 0, np.einsum("ik,kij->kj", A, B)),
+    ],
+)
+async def test_rows_stand_along_any_axis(in_axes: Any, out_axes: int, expected: Any) -> None:
+    found = await _value(lambda: af.vmap(lambda a, b: a @ b, in_axes, out_axes)(af.constant(A), af.constant(B)))
+    np.testing.assert_allclose(found, expected)
+
+
+async def test_axes_of_nests_and_values_that_are_the_same_for_all() -> None:
+    def fn(given: Any, scale: Any) -> Any:
+        return {"sum": af.sum(given["a"]) * scale, "both": given["a"] + given["c"]}
+
+    found = await _value(
+        lambda: af.vmap(fn, in_axes=({"a": 0, "c": None}, None), out_axes={"sum": 0, "both": 1})(
+            {"a": af.constant(A), "c": af.constant(A[0])}, 2.0
+        )
+    )
+    np.testing.assert_allclose(found["sum"], A.sum(1) * 2)
+    np.testing.assert_allclose(found["both"], (A + A[0]).T)
+
+
+async def test_it_nests_three_deep_with_closures() -> None:
+    def build() -> Any:
+        a, w = af.constant(A), af.constant(A[0])
+
+        def outer(x: Any) -> Any:
+            def middle(y: Any) -> Any:
+                return af.vmap(lambda z: af.sin(x * y) * z + af.sum(w * x))(w)
+
+            return af.vmap(middle)(a[0])
+
+        return af.vmap(outer)(af.constant(A[:, 0]))
+
+    x, y, z = np.meshgrid(A[:, 0], A[0], A[0], indexing="ij")
+    np.testing.assert_allclose(await _value(build), np.sin(x * y) * z + A[0].sum() * x)
+
+
+async def test_gradients_go_through_it_and_stand_in_it() -> None:
+    def build() -> Any:
+        a, w = af.constant(A), af.constant(RNG.normal(size=3))
+
+        def loss(row: Any) -> Any:
+            return af.cond(row[0] > 0.0, lambda: af.sum(af.tanh(row * w)), lambda: af.sum(row * row * w))
+
+        per_row = af.vmap(lambda row: af.gradients(loss(row), [row, w]))(a)
+        whole = af.gradients(af.sum(af.vmap(loss)(a)), [a, w])
+        second = af.gradients(af.sum(per_row[0] ** 2), [a])[0]
+        looped = af.map_fn(lambda row: af.gradients(loss(row), [row, w]), a, lift=False)
+        return per_row, whole, second, af.gradients(af.sum(looped[0] ** 2), [a])[0]
+
+    (by_row, by_w), (whole_rows, whole_w), second, looped = await _value(build)
+    np.testing.assert_allclose(by_row, whole_rows)
+    np.testing.assert_allclose(by_w.sum(0), whole_w)
+    np.testing.assert_allclose(second, looped)
+
+
+@pytest.mark.parametrize(
+    ("fn", "in_axes", "message"),
+    [
+        (lambda a, b: a, (0, None, 0), "does not fit"),
+        (lambda a, b: a, None, "no argument has rows; in_axes is None for all of them"),
+        (lambda a, b: a, 0, "needs one number of rows; .* has 4, .* has 3"),
+        (lambda a, b: a, (0, "x"), "must be an int known while the graph is built"),
+        (lambda a: a, (0, None), "fn of vmap"),
+    ],
+)
+def test_what_does_not_fit_is_said(fn: Any, in_axes: Any, message: str) -> None:
+    with af.Graph(), pytest.raises(af.GraphError, match=message):
+        af.vmap(fn, in_axes)(af.constant(A), af.constant(B))
+
+
+def test_what_cannot_be_computed_for_rows_is_named_with_its_line() -> None:
+    with af.Graph():
+        counted = af.Variable(0.0, name="counted")
+        with pytest.raises(af.GraphError, match=r"vmap: .*test_vmap.py:\d+.*; af.map_fn makes a loop over rows of it"):
+            af.vmap(lambda row: counted.assign_add(af.sum(row)))(af.constant(A))
+        with pytest.raises(af.GraphError, match=r"nonzero.* as long as the run finds it, for each row"):
+            af.vmap(lambda row: af.sum(af.nonzero(row > 0.0)[0]))(af.constant(A))
