@@ -39,6 +39,7 @@ def build_all(x: af.Tensor, y: af.Tensor) -> None:
     fft = [af.fft.fft(z), af.fft.ifft(z), af.fft.rfft(x), af.fft.irfft(z)]
     v = af.zeros(4)
     af.map_fn(lambda row: (af.searchsorted(v, row), af.random.normal(()), af.linspace(row, 9, 3)), v, lift=True)
+    af.map_fn(lambda row: af.assert_that(row < 1.0), v, lift=True)
     smooth = [tensor for tensor in (*linalg, *fft) if tensor.dtype.kind == "f"]
     af.gradients([*products, *read, *changed, *nn, *shaped, *smooth], [x, y], unconnected="zero")
 
