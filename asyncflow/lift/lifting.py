@@ -32,9 +32,9 @@ _RULES = (*_rules.__all__, arrays, reasons)
 
 def in_rows(x: Tensor, count: int | Tensor) -> Tensor:
     """`x`, which is found in the run to have `count` rows, where that is not known before."""
-    if x.shape is None or x.shape[0] is not None or _counts(count, x):
+    if (x.shape is not None and x.shape[0] is not None) or _counts(count, x):
         return x
-    array = TensorArray(x.dtype, count, element_shape=x.shape[1:], clear_after_read=False)
+    array = TensorArray(x.dtype, count, element_shape=x.shape and x.shape[1:], clear_after_read=False)
     return array.unstack(x).stack()
 
 

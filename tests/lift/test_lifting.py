@@ -160,8 +160,10 @@ async def test_map_fn_is_lifted_where_it_can_be_and_the_plan_says_why_not() -> N
 async def test_rows_that_differ_in_number_fail_the_run_however_they_broadcast() -> None:
     with af.Graph() as graph:
         one, other = af.placeholder("float64", (None,)), af.placeholder("float64", (None,))
-        found = [af.map_fn(lambda row: row[0] + row[1], (one, other), lift=True), af.vmap(af.add)(one, other)]
+        loose = af.placeholder("float64")
+        found = [af.map_fn(lambda row: row[0] + row[1], (one, each)) for each in (other, loose)]
+        found.append(af.vmap(af.add)(one, other))
     async with af.Session(graph) as session:
         for y in found:
             with pytest.raises(af.KernelError, match="has size 3; got 1 rows"):
-                await session.run(y, {one: [1.0, 2.0, 3.0], other: [1.0]})
+                await session.run(y, {one: [1.0, 2.0, 3.0], other: [1.0], loose: [1.0]})
