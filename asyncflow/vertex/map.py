@@ -16,12 +16,13 @@ from asyncflow.control.case import switch_case
 from asyncflow.control.cond import cond
 from asyncflow.control.row_store import RowStore
 from asyncflow.control.while_loop import while_loop
-from asyncflow.errors import GraphError, ShapeError
+from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, as_tensor, constant, graph_for, is_symbolic
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for, is_symbolic
+from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.op import WHOLE_VIEW, define, inputs_from, not_differentiable
 from asyncflow.graph.scopes import name_scope
-from asyncflow.graph.shapes import is_static
+from asyncflow.graph.shapes import format_shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.creation import arange, zeros
@@ -30,13 +31,14 @@ from asyncflow.ops.elementwise import add, minimum, multiply, subtract
 from asyncflow.ops.indexing import gather, scatter_update
 from asyncflow.ops.logic import equal, less
 from asyncflow.ops.manipulation import concat, expand_dims, stack
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule
 from asyncflow.ops.searching import nonzero, searchsorted
-from asyncflow.ops.shape import size
+from asyncflow.ops.shape import shape, size
 from asyncflow.ops.statistical import cumulative_sum
 from asyncflow.ops.utility import all as all_of
 from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis
 from asyncflow.vertex.function import TracedFunction, VertexFunction
+from asyncflow.vertex.input_graph import InputGraph
 from asyncflow.vertex.schedule import schedule
 from asyncflow.vertex.split import FunctionParts, split
 
@@ -44,8 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Nest
-    from asyncflow.vertex.input_graph import InputGraph
+    from asyncflow.values import Array, Kernel, Namespace, Nest
 
 
 class VertexResults(NamedTuple):
@@ -93,9 +94,11 @@ def vertex_map(
             there is not; the message names sample and vertex.
     """
     functions = list(function.values()) if isinstance(function, Mapping) else [function]
-    for each in functions:
+    for each in functions or [None]:
         if not isinstance(each, VertexFunction):
-            raise GraphError(f"vertex_map takes what @af.vertex_function gives; got {each!r}")
+            raise GraphError(f"vertex_map takes what @af.vertex_function gives; got {each or function!r}")
+    if not isinstance(graph, InputGraph):
+        raise GraphError(f"vertex_map runs over the vertices of an af.InputGraph; got {brief(graph)}")
     given: Mapping[str, TensorLike] = {}
     if pulls is not None:
         given = pulls if isinstance(pulls, Mapping) else {"x": pulls}
@@ -166,10 +169,8 @@ class _VertexMap:
         self.initial = _initial(initial, self.function)
         if len(functions) > 1 and graph.types is None:
             raise GraphError(f"vertex_map of {len(functions)} functions needs a graph with types; this one has none")
-        for key, x in pulls.items():
-            if not x.shape:
-                raise ShapeError(f"vertex_map: pulls[{key!r}] has a row for each vertex; got {x!r}")
         self.schedule = schedule(graph, policy, arity=self.arity, n_types=len(functions))
+        self.schedule = self.schedule._replace(order=_with_rows(pulls, self.schedule.order))
         self.n_sets = subtract(size(self.schedule.set_starts), 1)
 
     def kind(self, number: int, function: VertexFunction, *, lift_parts: bool, is_only: bool) -> _VertexKind:
@@ -379,7 +380,56 @@ def _initial(initial: Nest, function: VertexFunction) -> list[Tensor]:
             leaves = nest.flatten_like(function.structure, initial)
         except nest.StructureMismatch as error:
             raise GraphError(f"vertex_map: initial is no nest like the state of {function}: {error}") from None
-    return [
-        broadcast_to(as_tensor(leaf, spec.dtype) if not is_symbolic(leaf) else as_tensor(leaf), spec.shape)
-        for leaf, spec in zip(leaves, function.specs, strict=True)
-    ]
+    found = []
+    for path, leaf, spec in zip(function.structure.paths("initial"), leaves, function.specs, strict=True):
+        x = as_tensor(leaf) if is_symbolic(leaf) else as_tensor(leaf, spec.dtype)
+        if x.dtype != spec.dtype:
+            raise DTypeError(f"vertex_map: {path} is {dtype_name(x.dtype)}, and the state of {function} {spec}")
+        try:
+            found.append(broadcast_to(x, spec.shape))
+        except ShapeError:
+            raise ShapeError(f"vertex_map: {path} is {x.spec}, and the state of {function} {spec}") from None
+    return found
+
+
+# -- rows that are pulled --------------------------------------------------------------------------------------------
+
+
+def _with_rows(pulls: Mapping[str, Tensor], order: Tensor) -> Tensor:
+    """The order, of as many vertices as every input has rows; the run looks where that is not known before."""
+    wanted = (order.shape or (None,))[0]
+    unknown = []
+    for name, x in pulls.items():
+        rows = (None,) if x.shape is None else x.shape[:1]
+        if not rows or (None not in (*rows, wanted) and rows != (wanted,)):
+            raise ShapeError(f"vertex_map: pulls[{name!r}] has a row for each vertex, {wanted or 'as many'}; got {x!r}")
+        if None in (*rows, wanted):
+            unknown.append(name)
+    if not unknown:
+        return order
+    return apply(CHECK_ROWS, order, *(shape(pulls[name]) for name in unknown), names=tuple(unknown))[0]
+
+
+def _check_rows_kernel(xp: Namespace, *, names: tuple[str, ...]) -> Kernel:
+    def check(order: Array, *shapes: Array) -> Array:
+        for name, found in zip(names, shapes, strict=True):
+            if found[:1] != len(order):
+                raise ValueError(
+                    f"pulls[{name!r}] has a row for each vertex: the graph has {len(order)} vertices, and what is "
+                    f"pulled is of shape {format_shape(found.tolist())}"
+                )
+        return order
+
+    return check
+
+
+CHECK_ROWS = define(
+    "check_rows",
+    lambda order, *_, names: order,
+    _check_rows_kernel,
+    runs_on_host=True,
+    host_inputs=inputs_from(0),
+    traits=WHOLE_VIEW,
+)
+not_differentiable(CHECK_ROWS, because="the numbers of vertices are integers")
+no_row_rule(CHECK_ROWS, because="a batch is checked as a whole")

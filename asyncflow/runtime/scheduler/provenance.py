@@ -9,6 +9,7 @@ from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.errors import (
     AsyncflowError,
     DeviceLostError,
+    GraphError,
     KernelError,
     OutOfMemoryError,
     TooManyIterations,
@@ -47,6 +48,8 @@ def as_kernel_error(
     # Our own errors are told by their message alone, another run's `KernelError` and everybody else's with their kind.
     is_ours = isinstance(error, AsyncflowError | TooManyIterations | MemoryLimitExceeded)
     reason = str(error) if is_ours and not isinstance(error, KernelError) else told(error)
+    if isinstance(error, GraphError):
+        reason = error.reason  # no line of the user's is on the stack
     kind: type[KernelError] = KernelError
     sizes: dict[str, int] = {}
     if isinstance(error, MemoryLimitExceeded):

@@ -28,6 +28,7 @@ from asyncflow.runtime.values.foreign_feeds import (
 )
 from asyncflow.state.immutable import is_immutable
 from asyncflow.streams.beside import call_beside
+from asyncflow.vertex.input_graph import InputGraph
 
 if TYPE_CHECKING:
     from asyncflow.compiler.plan import Plan
@@ -108,7 +109,10 @@ def feed_target(key: object, graph: Graph | None) -> Tensor:
         except GraphError as error:
             raise FeedError(str(error)) from None
     if not isinstance(key, Tensor):
-        raise FeedError(f"feeds are keyed by tensors or their names; got {type(key).__name__} {key!r}")
+        raise FeedError(
+            f"feeds are keyed by tensors or their names; got {type(key).__name__} {key!r}"
+            + ("; write feeds={**graph.feeds(data), ...}" if isinstance(key, InputGraph) else "")
+        )
     if isinstance(key.graph, Subgraph):
         raise FeedError(
             f"{key!r} is inside {key.graph.label}: it has a value per iteration or branch taken, so a run cannot feed "
