@@ -141,8 +141,9 @@ class Lifting:
         return [known[x] for x in wanted]
 
     def effects(self) -> list[Node]:
-        """The nodes that were built for those that have effects."""
-        return [made for node, each in self._made.items() if _writes(node) for made in each]
+        """The nodes of this graph that were built for those that have effects, and not those inside of branches."""
+        graph = current_graph()
+        return [made for node, each in self._made.items() if _writes(node) for made in each if made.graph is graph]
 
     def _lifted(self, node: Node, inputs: list[LiftedValue], body: Subgraph) -> Sequence[LiftedValue]:
         graph = current_graph()

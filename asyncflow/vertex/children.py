@@ -99,8 +99,10 @@ class AllChildren(NamedTuple):
 class VertexAxis(RowAxis):
     """The vertices of a set as rows; `children` are theirs."""
 
-    def __init__(self, count: Tensor, numbers: Callable[[], Tensor], children: Children, *, in_loop: bool) -> None:
-        super().__init__(count, None, numbers, own_loops=int(in_loop))
+    def __init__(
+        self, count: Tensor, numbers: Callable[[], Tensor], children: Children, *, in_loop: bool, label: str
+    ) -> None:
+        super().__init__(count, None, numbers, own_loops=int(in_loop), label=label)
         self.children = children
 
 
@@ -109,7 +111,13 @@ def _reduce(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
     if not isinstance(rows, VertexAxis) or not isinstance(rows.children, AllChildren):
         raise CannotLift(f"{node.name} reads all children in a branch or loop")
     children = rows.children
-    edges = RowAxis(size(children.owners), None, lambda: _edge_numbers(rows, children), own_loops=rows.own_loops)
+    edges = RowAxis(
+        size(children.owners),
+        None,
+        lambda: _edge_numbers(rows, children),
+        own_loops=rows.own_loops,
+        label=f"{rows.label[:-1]}/child)",
+    )
     states = [LiftedValue(store.take(children.ranks), has_rows=True) for store in children.states]
     captures = [LiftedValue(gather(x.tensor, children.owners), True) if x.has_rows else x for x in inputs]
     found = Lifting(edges, f"{node.name}/each").results(node.attrs["each"], [*states, *captures])

@@ -18,10 +18,10 @@ from asyncflow.control.row_store import RowStore
 from asyncflow.control.while_loop import while_loop
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for, is_symbolic
+from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for, identity, is_symbolic
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.op import WHOLE_VIEW, define, inputs_from, not_differentiable
-from asyncflow.graph.scopes import name_scope
+from asyncflow.graph.scopes import control_dependencies, name_scope
 from asyncflow.graph.shapes import format_shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import Lifting
@@ -162,6 +162,7 @@ class _VertexMap:
         policy: str,
     ) -> None:
         self.label = label
+        self.liftings: list[Lifting] = []
         self.graph = graph
         self.pulls = pulls
         self.function = functions[0]
@@ -197,6 +198,11 @@ class _VertexMap:
         roots = [store.take(self.schedule.root_ranks) for store in states]
         names = dict.fromkeys(name for kind in kinds for name in kind.traced.pushes)
         pushes = {name: self._in_order(kinds, [values.get(name) for values in after]) for name in names}
+        effects = [node for lifting in self.liftings for node in lifting.effects()]
+        if effects:
+            # Assertions hold for every vertex, whatever is asked for.
+            with control_dependencies(effects):
+                pushes, roots = {name: identity(x) for name, x in pushes.items()}, [identity(x) for x in roots]
         return VertexResults(pushes, self.function.structure.unflatten(roots))
 
     # -- for all vertices of a kind --------------------------------------------------------------------------------
@@ -207,9 +213,19 @@ class _VertexMap:
         sample = subtract(searchsorted(samples, vertices, side="right"), 1)
         return stack([sample, subtract(vertices, gather(samples, sample))], axis=1)
 
+    def _label(self, kind: _VertexKind) -> str:
+        return f"{self.label}/{kind.function.name} (sample/vertex)"
+
     def _all(self, kind: _VertexKind) -> Lifting:
-        rows = RowAxis(size(kind.vertices), None, lambda: self._numbers(kind.vertices))
-        return Lifting(rows, f"{self.label}/{kind.function.name}")
+        rows = RowAxis(size(kind.vertices), None, lambda: self._numbers(kind.vertices), label=self._label(kind))
+        return self._lifting(kind, rows, is_inside=False)
+
+    def _lifting(self, kind: _VertexKind, rows: RowAxis, *, is_inside: bool) -> Lifting:
+        """Lifts over some vertices; what has effects runs by itself inside a branch or loop, and is kept elsewhere."""
+        lifting = Lifting(rows, f"{self.label}/{kind.function.name}")
+        if not is_inside:
+            self.liftings.append(lifting)
+        return lifting
 
     def _table(self, kind: _VertexKind) -> Tensor:
         """The ranks of the children of each vertex, by slot."""
@@ -320,9 +336,13 @@ class _VertexMap:
         children = NoChildren(self.initial) if is_first else self._children(number, states)
         known.update(children.known(kind.traced))
         rows = VertexAxis(
-            subtract(own.stop, own.start), lambda: self._numbers(kind.vertices[own]), children, in_loop=not is_first
+            subtract(own.stop, own.start),
+            lambda: self._numbers(kind.vertices[own]),
+            children,
+            in_loop=not is_first,
+            label=self._label(kind),
         )
-        lifting = Lifting(rows, f"{self.label}/{kind.function.name}")
+        lifting = self._lifting(kind, rows, is_inside=not is_first or kind.places is not None)
         wanted = [*kind.traced.scattered, *kind.kept]
         found = [rows.spread(x) for x in lifting.values(kind.traced.body, known, wanted, kind.parts.core)]
         given = found[len(states) :]

@@ -185,3 +185,52 @@ async def test_a_graph_that_a_run_finds_wrong(graph: af.Graph, run: Run) -> None
     assert "written at" not in str(found.value)
     assert f"built at {__file__}" in str(found.value)
     assert (await run(roots, {**fed.feeds(CHAINS), x: ROWS})).shape == (2, 3)
+
+
+def positive(x: Any) -> Any:
+    af.assert_that(af.sum(x) > 0, "not positive")
+    return x
+
+
+@af.op(outputs=lambda x: x)
+def checked(x: Any) -> Any:
+    if x.sum() < 0:
+        raise ValueError("not positive")
+    return x
+
+
+def lazily(v: Any) -> None:
+    v.scatter(v.pull())
+    v.push(positive(v.pull() + 0.0 * v.gather(0)))
+
+
+FAILING: dict[str, tuple[Any, str]] = {
+    "eager": (scatters(lambda v: positive(v.pull()) + v.gather(0)), "1/3"),
+    "core": (scatters(lambda v: positive(v.pull() + 0.0 * v.gather(0))), "1/3"),
+    "lazy": (declared(lazily), "1/3"),
+    "unused": (declared(lambda v: [positive(v.pull() + 0.0 * v.gather(0)), v.scatter(v.pull())][1]), "1/3"),
+    "branch": (
+        scatters(lambda v: af.cond(v.is_leaf, v.pull, lambda: positive(v.pull() + 0.0 * v.gather(0)))),
+        "1/3",
+    ),
+    "own op": (scatters(lambda v: checked(v.pull() + 0.0 * v.gather(0))), "1/3"),
+    "child": (scatters(lambda v: v.pull() + 0.0 * v.gather_all(positive), None), "1/4/0"),
+}
+
+
+@pytest.mark.parametrize("lift_parts", [True, False], ids=["parts", "whole"])
+@pytest.mark.parametrize("name", FAILING)
+async def test_84_what_fails_names_function_sample_and_vertex(
+    graph: af.Graph, run: Run, name: str, lift_parts: bool
+) -> None:
+    """Also where nothing that is asked for depends on it, and the session stays usable."""
+    function, place = FAILING[name]
+    x, rows = af.placeholder("float64", (9, 3)), np.ones((9, 3))
+    roots = af.vertex_map(function, CHAINS, x, lift_parts=lift_parts).roots
+    rows[7] = -5.0
+    with pytest.raises(KernelError, match="not positive") as found:
+        await run(roots, {x: rows})
+    vertices = "sample/vertex/child" if name == "child" else "sample/vertex"
+    assert f"vertex_map/{function.name} ({vertices})/{place}" in found.value.tag
+    assert f"built at {__file__}" in str(found.value)
+    assert (await run(roots, {x: np.ones((9, 3))})).shape == (2, 3)

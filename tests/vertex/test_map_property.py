@@ -61,7 +61,7 @@ def test_any_batch(name: str, policy: str, lift_parts: bool) -> None:
     with asyncio.Runner() as runner:
         session = af.Session(program)
 
-        @settings(max_examples=12)
+        @settings(max_examples=8)
         @given(batches(typed=is_typed))
         def check(data: af.InputGraph) -> None:
             graph = data if name == "child_sum" else of_two(data, n_types=2)
