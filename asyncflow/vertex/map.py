@@ -94,9 +94,11 @@ def vertex_map(
             there is not; the message names sample and vertex.
     """
     functions = list(function.values()) if isinstance(function, Mapping) else [function]
-    for each in functions or [None]:
+    for each in functions:
         if not isinstance(each, VertexFunction):
-            raise GraphError(f"vertex_map takes what @af.vertex_function gives; got {each or function!r}")
+            raise GraphError(f"vertex_map takes what @af.vertex_function gives; got {each!r}")
+    if not functions:
+        raise GraphError("vertex_map takes what @af.vertex_function gives; got no function")
     if not isinstance(graph, InputGraph):
         raise GraphError(f"vertex_map runs over the vertices of an af.InputGraph; got {brief(graph)}")
     given: Mapping[str, TensorLike] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,33 @@ async def test_t14_a_loop_over_sets_of_vertices_never_waits_for_the_card(card: C
         await session.run(total, feeds)
         with card.never_blocks():
             assert await session.run(total, feeds) == 2 * data.n_vertices
+
+
+@pytest.mark.parametrize("regions", [True, False], ids=["regions", "interpreted"])
+@pytest.mark.parametrize("children", [2, None], ids=["slots", "any"])
+@on_loop
+async def test_t14_vertex_map_never_waits_for_the_card(card: Card, children: int | None, regions: bool) -> None:
+    """Sets go on by what the host knows, in training too."""
+    data = af.InputGraph.batch([af.InputGraph.from_nested((("a", "b"), "c"))[0]] * 3)
+
+    @af.vertex_function(state=af.spec("float32", (2,)), children=children)
+    def total(v: Any) -> None:
+        v.scatter(v.pull() + (v.gather_all() if children is None else v.gather(0) + v.gather(1)))
+        v.push(af.sum(v.pull()))
+
+    with af.Graph():
+        graph, x = af.InputGraph.placeholder(), af.placeholder("float32", (None, 2))
+        found = af.vertex_map(total, graph, x)
+        loss = af.sum(found.roots) + af.sum(found.pushes["y"])
+        fetches = loss, af.gradients(loss, x)
+    feeds = {**graph.feeds(data), x: np.ones((data.n_vertices, 2), np.float32)}
+    async with af.Session(devices=["cuda:0"], regions=regions) as session:
+        for _ in range(6):  # until no run needs more memory than there was before
+            await session.run(fetches, feeds)
+        with card.never_blocks():
+            value, grad = await session.run(fetches, feeds)
+    assert value == 4 * data.n_vertices
+    assert (grad == 2.0).all()
 
 
 @pytest.mark.needs("card", "torch")

@@ -99,13 +99,13 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a tensor of another function": (
         lambda: [af.vertex_map(each, CHAINS, ROWS) for each in leaking()],
-        "was built inside vertex_map/<lambda> and is used in vertex_map_1/<lambda>, which lies outside it",
+        "was built inside vertex_map/leaks and is used in vertex_map_1/<lambda>, which lies outside it",
     ),
     "no types": (
         lambda: af.vertex_map({"word": total, "phrase": total}, CHAINS, ROWS),
         "vertex_map of 2 functions needs a graph with types; this one has none",
     ),
-    "no functions": (lambda: af.vertex_map({}, CHAINS, ROWS), "takes what @af.vertex_function gives; got {}"),
+    "no functions": (lambda: af.vertex_map({}, CHAINS, ROWS), "takes what @af.vertex_function gives; got no function"),
     "no vertex function": (lambda: af.vertex_map(len, CHAINS), "takes what @af.vertex_function gives; got <built-in"),  # type: ignore[arg-type]
     "no graph": (lambda: af.vertex_map(total, [1, 2], ROWS), r"vertices of an af.InputGraph; got \[1, 2\]"),  # type: ignore[arg-type]
     "another policy": (
@@ -133,10 +133,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
 
 def leaking() -> list[Any]:
     kept: list[Any] = []
-    return [
-        declared(lambda v: (kept.append(v.pull()), v.scatter(v.pull()))[1]),
-        scatters(lambda v: v.pull() + kept[0]),
-    ]
+
+    def leaks(v: Any) -> None:
+        kept.append(v.pull())
+        v.scatter(v.pull())
+
+    return [declared(leaks), scatters(lambda v: v.pull() + kept[0])]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
