@@ -318,10 +318,10 @@ class Plan:
     def explain(self, *, source: bool = False, memory: bool = False) -> str:
         """Tells in words what will run: per device the frames, and every node with its inputs.
 
-        Of each `map_fn` whether it is lifted, and if not, why. With several devices, also why each node is where it is,
-        which control flow written by hand stays on one device and why, and how many values go from device to device;
-        and which products of loops are done for several iterations at once. With CUDA devices, also whether a card runs
-        a loop by itself (`Session(device_while=True)`), and if not, why.
+        Of each `map_fn` whether it is lifted, and if not, why; of each `vertex_map` its three parts. With several
+        devices, also why each node is where it is, which control flow written by hand stays on one device and why, and
+        how many values go from device to device; and which products of loops are done for several iterations at once.
+        With CUDA devices, also whether a card runs a loop by itself (`Session(device_while=True)`), and if not, why.
 
         Args:
             source: also the code of regions, and of CUDA kernels made of chains of elementwise nodes.

@@ -40,7 +40,7 @@ from asyncflow.vertex.children import AllChildren, Children, NoChildren, Slotted
 from asyncflow.vertex.function import TracedFunction, VertexFunction
 from asyncflow.vertex.input_graph import InputGraph
 from asyncflow.vertex.schedule import schedule
-from asyncflow.vertex.split import FunctionParts, split
+from asyncflow.vertex.split import FunctionParts, explained, split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -195,6 +195,14 @@ class _VertexMap:
     def build(self, kinds: Sequence[_VertexKind]) -> VertexResults:
         """Adds the sets and what stands before and after them."""
         before = [self._before(kind) for kind in kinds]
+        remarks = graph_for().root.remarks
+        for kind, known in zip(kinds, before, strict=True):
+            stored = {
+                "states": kind.traced.scattered,
+                "from before the sets": [x for x in kind.parts.before if known[x].has_rows],
+                "from the sets": kind.kept,
+            }
+            remarks[f"{self.label}/{kind.function.name}"] = explained(kind.parts, stored)
         states, kept = self._sets(kinds, before)
         after = [self._after(*each, states) for each in zip(kinds, before, kept, strict=True)]
         roots = [store.take(self.schedule.root_ranks) for store in states]

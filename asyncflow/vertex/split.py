@@ -7,14 +7,16 @@ go set by set.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncflow.graph.builtin import PARAMETER
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.shapes import size_of
 from asyncflow.vertex.function import REDUCE_CHILDREN
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.vertex.function import TracedFunction
@@ -78,3 +80,19 @@ def _read_by(nodes: Collection[Node], results: Iterable[Tensor]) -> list[Tensor]
     """Values that nodes read, and results, each once and in the order of the body."""
     read = {x for node in nodes for x in node.inputs} | set(results)
     return sorted(read, key=lambda x: (x.node.id, x.index))
+
+
+def explained(parts: FunctionParts, kept: Mapping[str, Iterable[Tensor]]) -> str:
+    """The ops of each part for `Plan.explain`, and what is `kept` of each vertex."""
+    nodes = [("before the sets", parts.eager), ("in each set", parts.core), ("after the sets", parts.lazy)]
+    ops = "; ".join(f"{where} {_counted(part)}" for where, part in nodes)
+    return f"vertex_map computes {ops}. Bytes kept a vertex: {', '.join(f'{k} {_nbytes(x)}' for k, x in kept.items())}"
+
+
+def _counted(nodes: Collection[Node]) -> str:
+    counts = Counter(node.op.name for node in sorted(nodes, key=lambda node: node.id) if node.op is not CONSTANT)
+    return ", ".join(f"{count} {name}" if count > 1 else name for name, count in counts.items()) or "nothing"
+
+
+def _nbytes(values: Iterable[Tensor]) -> str:
+    return f"{sum((size_of(x.shape) or 0) * x.dtype.itemsize for x in values):,}"
