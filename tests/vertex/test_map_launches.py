@@ -11,6 +11,8 @@ import asyncflow as af
 from tests.conftest import small_cards
 from tests.vertex.evaluation import child_sum, slotted
 
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])  # sessions on devices of their own
+
 TREE = af.InputGraph.from_nested((((0, 1), (2, 3)), ((4, 5), (6, 7))))[0]
 DEEPER = af.InputGraph.from_nested(((((0, 1), (2, 3)), ((4, 5), (6, 7))), (((0, 1), (2, 3)), ((4, 5), (6, 7)))))[0]
 NO_KERNELS = ("eventRecord", "streamWaitEvent", "memcpyAsync", "poison")

@@ -11,6 +11,8 @@ import pytest
 import asyncflow as af
 from tests.patience import PATIENCE_S
 
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])  # sessions on devices of their own
+
 LONG = 1_000_000
 
 

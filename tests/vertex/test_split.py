@@ -8,6 +8,8 @@ import pytest
 import asyncflow as af
 from tests.vertex.evaluation import slotted
 
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])  # sessions on devices of their own
+
 PARTS = (
     "before the sets matmul, sum; in each set 2 matmul, add, subtract, tanh; after the sets multiply, sum, add. "
     "Bytes kept a vertex: states 24, from before the sets 33, from the sets 0"
