@@ -43,8 +43,16 @@ import numpy as np
 
 from asyncflow.pickling import portable, revived
 
-_OURS = (str(Path(__file__).resolve().parent) + "/", str(Path(np.__file__).parent) + "/", contextlib.__file__)
-"""Folders and files whose frames a user has not written: NumPy's, which asks tensors for values, among them."""
+_OURS = (
+    str(Path(__file__).resolve().parent) + "/",
+    str(Path(np.__file__).parent) + "/",
+    contextlib.__file__,
+    "<asyncflow ",
+)
+"""Folders and files whose frames a user has not written: NumPy's, which asks tensors for values, among them.
+
+The last of them are regions, which the compiler has written.
+"""
 _STARTERS = (str(Path(asyncio.__file__).parent) + "/", threading.__file__)
 """Files that stand below a task or thread in the call stack."""
 
@@ -132,10 +140,18 @@ def is_users(file: str) -> bool:
     return not file.startswith(_OURS)
 
 
+def _is_ours(frame: FrameType) -> bool:
+    """Whether its code is no user's; a dataclass's `__init__` stands in no file, but among the names of a module."""
+    file = frame.f_code.co_filename
+    return file.startswith(_OURS) or (
+        file == "<string>" and str(frame.f_globals.get("__name__")).startswith(f"{__package__}.")
+    )
+
+
 def user_location() -> SourceLocation:
     """The innermost line of the call stack that lies outside asyncflow."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and _is_ours(frame):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith(_STARTERS):
         # A task's own stack ends here: the line that started the event loop says nothing.

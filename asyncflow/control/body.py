@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.errors import GraphError
+from asyncflow.errors import DTypeError, GraphError
 from asyncflow.graph import nest
 from asyncflow.graph.build import add_control_input, as_tensor, constant, identity, refuse_coroutines
-from asyncflow.graph.dtypes import promote
+from asyncflow.graph.dtypes import VARIANT, promote
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import size_of
@@ -99,6 +99,22 @@ def result_tensor(body: Graph, value: Any, like: Tensor | None = None) -> Tensor
         if like is not None and type(value) in _WEAK and promote([like.dtype, value]) == like.dtype:
             return constant(value, like.dtype)
         return as_tensor(value)
+
+
+def refuse_handles(what: str, paths: Iterable[str], values: Sequence[Tensor]) -> None:
+    """Raises DTypeError for a TensorArray or RowStore among values that get a row axis.
+
+    Args:
+        what: the public function, such as ``"map_fn"``.
+        paths: where each value stands, for the message.
+        values: the tensors.
+    """
+    for path, value in zip(paths, values, strict=True):
+        if value.dtype == VARIANT:
+            raise DTypeError(
+                f"{path} of {what} is a TensorArray or RowStore, and these cannot be stacked; return what stack() "
+                f"gives instead"
+            )
 
 
 def join_captures(bodies: Sequence[Subgraph], n_parameters: int) -> list[Tensor]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from asyncflow.control.array_store import ArrayKind
-from asyncflow.control.body import result_tensor, user_function
+from asyncflow.control.body import refuse_handles, result_tensor, user_function
 from asyncflow.control.functional import RowOrder
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.tensor_array import ARRAY, TensorArray
 from asyncflow.control.while_loop import add_loop
-from asyncflow.errors import DTypeError, GraphError
+from asyncflow.errors import GraphError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
-from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.spec import Spec
 from asyncflow.lift import by_row_gradient
@@ -70,6 +70,8 @@ def map_fn(
     <Tensor map/sum:0 float64[5]>
     """
     check_parallel_iterations(parallel_iterations)
+    if lift != "auto" and not isinstance(lift, bool):
+        raise GraphError(f'map_fn: lift is "auto", True or False; got {lift!r}')
     with graph_for(*nest.flatten(elems)[0]) as graph:
         rows = RowOrder("map_fn", elems)
         fn = user_function(fn, "fn of map_fn", 1, f"one row, {nest.describe(rows.structure)}")
@@ -109,7 +111,7 @@ class _MapLoop:
             if not leaves:
                 raise GraphError("fn of map_fn must return a value to stack")
             values = self.values = [result_tensor(body, leaf) for leaf in leaves]
-            self._check(structure, values)
+            refuse_handles("map_fn", structure.paths("result"), values)
             self.kinds = [ArrayKind(x.dtype, x.shape, dynamic_size=False, clear_after_read=True) for x in values]
             handles = [body.add_input(ARRAY, "var") for _ in values]
             written = [
@@ -120,14 +122,6 @@ class _MapLoop:
         # Loop variables come before captures, though the last of them were made after the first captures.
         body.inputs = [count, *handles]
         return structure
-
-    def _check(self, structure: nest.Structure, values: list[Tensor]) -> None:
-        for path, value in zip(structure.paths("result"), values, strict=True):
-            if value.dtype == VARIANT:
-                raise DTypeError(
-                    f"{path} of map_fn is a TensorArray or RowStore, and these cannot be stacked; return what stack() "
-                    f"gives instead"
-                )
 
     def lifted(self, rows: RowOrder) -> list[Tensor]:
         """The values of the body for all rows; the loop is then not needed."""

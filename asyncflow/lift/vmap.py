@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import TYPE_CHECKING, TypeAlias
 
-from asyncflow.control.body import result_tensor, user_function
+from asyncflow.control.body import refuse_handles, result_tensor, user_function
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
@@ -18,7 +18,7 @@ from asyncflow.ops.rows.rule import CannotLift, LiftedValue
 from asyncflow.ops.shape import shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from asyncflow.graph.ir import Tensor
     from asyncflow.values import Nest
@@ -61,7 +61,10 @@ def vmap(fn: Callable[..., Nest], in_axes: InAxes = 0, out_axes: InAxes = 0) -> 
             tensors = [graph.import_tensor(as_tensor(leaf)) for leaf in leaves]
             axes = _in_axes(in_axes, structure)
             label = graph.unique_name("vmap")
-            front = [x if axis is None else moveaxis(x, axis, 0) for x, axis in zip(tensors, axes, strict=True)]
+            front = [
+                x if axis is None or x.shape == () else moveaxis(x, axis, 0)
+                for x, axis in zip(tensors, axes, strict=True)
+            ]
             count = _count(front, axes, list(structure.paths("argument")))
             front = [x if axis is None else in_rows(x, count) for x, axis in zip(front, axes, strict=True)]
             body = Subgraph(graph, label)
@@ -74,6 +77,7 @@ def vmap(fn: Callable[..., Nest], in_axes: InAxes = 0, out_axes: InAxes = 0) -> 
                 called = user_function(fn, "fn of vmap", len(arguments), f"{len(arguments)} arguments")
                 returned, result = nest.flatten(called(*structure.unflatten(rows)))
                 values = [result_tensor(body, leaf) for leaf in returned]
+                refuse_handles("vmap", result.paths("result"), values)
             try:
                 found = lift(body, known, values, count, label)
             except CannotLift as reason:
@@ -127,9 +131,10 @@ def _axes_of(what: str, axes: InAxes, structure: nest.Structure) -> list[int | N
     if axes is None:
         return [None] * structure.size
     if isinstance(axes, tuple | list | dict):
-        parts = list(axes.values() if isinstance(axes, dict) else axes)
-        if structure.kind is None or len(parts) != len(structure.children):
+        keys = structure.keys if isinstance(axes, dict) else range(len(structure.children))
+        parts: dict[Hashable, InAxes] = dict(axes.items() if isinstance(axes, dict) else enumerate(axes))
+        if structure.kind is None or parts.keys() != set(keys):
             raise GraphError(f"vmap: {what}={axes!r} does not fit {nest.describe(structure)}")
-        pairs = zip(parts, structure.children, strict=True)
-        return [axis for part, child in pairs for axis in _axes_of(what, part, child)]
+        pairs = zip(keys, structure.children, strict=True)
+        return [axis for key, child in pairs for axis in _axes_of(what, parts[key], child)]
     return [static_int(axes, f"vmap: {what}")] * structure.size

@@ -10,12 +10,14 @@ from asyncflow.control.body import result_tensor, user_function
 from asyncflow.errors import DTypeError, GraphError, ShapeError, located_at
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, refuse_coroutines
-from asyncflow.graph.dtypes import bool_, dtype_name
+from asyncflow.graph.dtypes import bool_, dtype_name, float64
 from asyncflow.graph.graph import Graph, Subgraph, current_graph
 from asyncflow.graph.op import define
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
+from asyncflow.ops.datatypes import astype
+from asyncflow.ops.promotion import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,7 +87,7 @@ class Vertex:
         Args:
             fn: computed for each child's state before they are reduced, of that and of values of the vertex; such as a
                 forget gate for each child. None: the state itself.
-            reduce: ``"sum"``, ``"mean"`` or ``"max"``.
+            reduce: ``"sum"``, ``"mean"`` or ``"max"``; a mean of integers is float64.
 
         Raises:
             GraphError: there is no such reduction, or `fn` gives nothing.
@@ -100,6 +102,8 @@ class Vertex:
             leaves, structure = nest.flatten(state if fn is None else fn(state))
             refuse_coroutines(*leaves)
             each.results = [result_tensor(each, leaf) for leaf in leaves]
+            if reduce == "mean":  # its sum, too, is of the dtype that a mean has
+                each.results = [astype(x, float64) if kind_of(x.dtype) in "biu" else x for x in each.results]
         if not leaves:
             raise GraphError(f"{self._function}: the function of v.gather_all gives nothing to reduce")
         specs = tuple(x.spec for x in each.results)

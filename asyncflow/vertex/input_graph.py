@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, Union, cast
 
 import numpy as np
 
-from asyncflow.errors import GraphError
+from asyncflow.errors import GraphError, brief
 from asyncflow.graph.build import placeholder
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
@@ -146,6 +146,10 @@ class InputGraph:
     @classmethod
     def batch(cls, graphs: Iterable[InputGraph]) -> InputGraph:
         """The samples of several graphs in one; either all of them have types, or none."""
+        graphs = list(graphs)
+        for number, graph in enumerate(graphs):
+            if not isinstance(graph, InputGraph):
+                raise GraphError(f"graph {number} of a batch is an af.InputGraph; got {brief(graph)}")
         parts = [graph._arrays() for graph in graphs]
         typed = [types for *_, types in parts if types is not None]
         if len(typed) not in (0, len(parts)):

@@ -96,6 +96,37 @@ def test_what_does_not_fit_is_said(fn: Any, in_axes: Any, message: str) -> None:
         af.vmap(fn, in_axes)(af.constant(A), af.constant(B))
 
 
+async def test_axes_in_a_dict_go_by_key() -> None:
+    def build() -> Any:
+        rows = {"a": af.constant(A[:3]), "b": af.constant(A[:3])}
+        either: list[Any] = [{"a": 0, "b": 1}, {"b": 1, "a": 0}]
+        return [af.vmap(lambda row: row, (axes,), {"b": 0, "a": 1})(rows) for axes in either]
+
+    for found in await _value(build):
+        np.testing.assert_array_equal(found["a"], A[:3].T)
+        np.testing.assert_array_equal(found["b"], A[:3].T)
+
+
+def test_axes_of_other_keys_are_refused() -> None:
+    with af.Graph(), pytest.raises(af.GraphError, match=r"in_axes=\{'b': 0\} does not fit a dict with keys 'a'"):
+        af.vmap(lambda row: row, [{"b": 0}])({"a": af.constant(A)})
+
+
+def test_arrays_and_stores_have_no_rows() -> None:
+    array = lambda row: af.TensorArray("float64", 1).write(0, row)  # noqa: E731
+    with af.Graph():
+        with pytest.raises(af.DTypeError, match=r"result.* of vmap is a TensorArray or RowStore.*what stack\(\) gives"):
+            af.vmap(array)(af.constant(A))
+        for given in (af.TensorArray("float64", 1), af.RowStore("float64"), 1.0):
+            with pytest.raises(af.ShapeError, match=r"argument\[0\].* has no axis 0 for rows.*say None for it"):
+                af.vmap(lambda row: row)(given)
+
+
+def test_lift_is_one_of_three() -> None:
+    with af.Graph(), pytest.raises(af.GraphError, match="lift is \"auto\", True or False; got 'never'"):
+        af.map_fn(lambda row: row, af.constant(A), lift="never")  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_computed_for_rows_is_named_with_its_line() -> None:
     with af.Graph():
         counted = af.Variable(0.0, name="counted")

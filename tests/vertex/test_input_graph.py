@@ -185,14 +185,20 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         af.GraphError,
         "of 2 graphs of a batch 1 have types",
     ),
+    "pairs": (
+        lambda: af.InputGraph.batch([af.InputGraph.from_nested((1, 2))]),  # type: ignore[list-item]
+        af.GraphError,
+        r"graph 0 of a batch is an af.InputGraph; got \(InputGraph",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", ERRORS)
 def test_what_is_wrong_is_said(fault: str) -> None:
     make, kind, message = ERRORS[fault]
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=message) as found:
         make()
+    assert f"written at {__file__}" in str(found.value)
 
 
 # -- in programs -----------------------------------------------------------------------------------------------------

@@ -168,3 +168,20 @@ async def test_random_draws_do_not_depend_on_the_batch_or_the_policy(open_sessio
         async with open_session(graph) as session:
             found.append((await session.run(roots))[0])
     assert all(np.array_equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int8", "float32"])
+async def test_a_mean_of_integers_is_float64(graph: af.Graph, run: Run, dtype: str) -> None:
+    """As that of `af.mean`, and not of the dtype that the state has, so that nothing is lost or overflows."""
+
+    @af.vertex_function(state=af.spec(dtype, ()))
+    def mean(v: Any) -> None:
+        v.scatter(v.pull() + af.astype(v.gather_all(reduce="mean"), dtype))
+        v.push(v.gather_all(reduce="mean"))
+
+    star = af.InputGraph.from_parents([-1, 0, 0, 0])
+    found = af.vertex_map(mean, star, af.constant([1, 100, 100, 101], dtype))
+    pushed, roots = await run((found.pushes["y"], found.roots))
+    assert (found.pushes["y"].dtype, pushed.dtype) == (pushed.dtype, "float32" if dtype == "float32" else "float64")
+    np.testing.assert_allclose(pushed, [301 / 3, 0.0, 0.0, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(roots, np.array([1 + 301 / 3]).astype(dtype), rtol=1e-6)
