@@ -9,16 +9,16 @@ import numpy as np
 
 from asyncflow.control.cond import cond
 from asyncflow.graph.build import apply
-from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.dtypes import VARIANT, int64, string
 from asyncflow.graph.op import OPAQUE, define, derivative
-from asyncflow.graph.shapes import is_compatible, relax, size_of
+from asyncflow.graph.shapes import is_compatible, is_static, relax, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.flow import branches_with_rows
 from asyncflow.ops.cost import moving, per_input_element
 from asyncflow.ops.creation import zeros
 from asyncflow.ops.derivatives.shapes import ensure_shape
 from asyncflow.ops.indexing import gather
-from asyncflow.ops.logic import greater
+from asyncflow.ops.logic import equal, greater, logical_or
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis
 from asyncflow.ops.shape import size
 
@@ -122,7 +122,8 @@ def lift_cond(lifting: Lifting, node: CondNode, inputs: Sequence[LiftedValue]) -
         returned = cond(predicate.tensor, true, false, name="cond")
         return [LiftedValue(x, has_rows) for x, has_rows in zip(returned if flags else (), flags, strict=True)]
     places = split_rows(predicate.tensor)
-    sides = [_side(lifting, body, captures, numbers) for body, numbers in zip(node.subgraphs, places, strict=True)]
+    one_body, other_body = node.subgraphs
+    sides = [_side(lifting, one_body, captures, *places), _side(lifting, other_body, captures, places[1])]
     rows = lifting.rows
     joined: list[Tensor] = []
     saved = node.graph.root.kept_for_gradients.get(node, {}).values()
@@ -142,13 +143,24 @@ def _results(
     return lifting.spread(lifting.results(body, captures), flags) or None
 
 
-def _side(lifting: Lifting, body: Subgraph, captures: Sequence[LiftedValue], numbers: Tensor) -> Sequence[Tensor]:
-    """The results of a branch for some rows; it does not run if there are none."""
+def _side(
+    lifting: Lifting,
+    body: Subgraph,
+    captures: Sequence[LiftedValue],
+    numbers: Tensor,
+    others: Tensor | None = None,
+) -> Sequence[Tensor]:
+    """The results of a branch for some rows; it does not run if there are none.
+
+    But where only a run tells the shape of a row, and there are no `others` either, it says of what shape nothing is.
+    """
     for result in body.results:
         if result.dtype == VARIANT:
             raise CannotLift("rows of a TensorArray go different ways through a branch")
         if result.shape is None:
             raise CannotLift(f"the rank of {result.name}, which a branch gives, is not known")
+        if result.dtype == string:
+            raise CannotLift("strings go different ways through a branch")
     some = some_rows(lifting.rows, numbers)
     part = lifting.over(some)
 
@@ -158,5 +170,8 @@ def _side(lifting: Lifting, body: Subgraph, captures: Sequence[LiftedValue], num
     def none() -> list[Tensor]:
         return [zeros((0, *(extent or 0 for extent in x.shape or ())), dtype=x.dtype) for x in body.results]
 
-    returned = cond(greater(some.count, 0), run, none, name="rows")
+    runs = greater(some.count, 0)
+    if others is not None and any(not is_static(x.shape) for x in body.results):
+        runs = logical_or(runs, equal(size(others), 0))
+    returned = cond(runs, run, none, name="rows")
     return returned if body.results else []

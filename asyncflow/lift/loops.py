@@ -9,7 +9,7 @@ from asyncflow.control.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
 from asyncflow.graph.build import constant
 from asyncflow.graph.dtypes import VARIANT, int64
-from asyncflow.graph.shapes import relax
+from asyncflow.graph.shapes import is_static, relax
 from asyncflow.graph.structured import levels
 from asyncflow.lift.branches import some_rows, split_rows, taken
 from asyncflow.lift.flow import decided_by_row, variables_with_rows
@@ -88,6 +88,9 @@ class _RowsLoop:
                 raise CannotLift(f"{node.name} is left by each row for itself, and carries a TensorArray")
             if spec.shape is None:
                 raise CannotLift(f"{node.name} carries a value whose rank is not known")
+        for spec, first in zip(specs, inputs, strict=False):
+            if spec.shape != first.shape and is_static(first.shape):
+                raise CannotLift(f"{node.name} is left by each row for itself, with values of different shapes")
         if any(each.op.is_random for level in levels(node.predicate) for each in level.nodes):
             raise CannotLift(f"{node.name} draws whether it goes on, for each row by itself")
         self.carried = [place for place in range(node.n_vars, len(inputs)) if inputs[place].has_rows]

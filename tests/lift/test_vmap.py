@@ -134,3 +134,30 @@ def test_what_cannot_be_computed_for_rows_is_named_with_its_line() -> None:
             af.vmap(lambda row: counted.assign_add(af.sum(row)))(af.constant(A))
         with pytest.raises(af.GraphError, match=r"nonzero.* as long as the run finds it, for each row"):
             af.vmap(lambda row: af.sum(af.nonzero(row > 0.0)[0]))(af.constant(A))
+
+
+@pytest.mark.parametrize("elements", [0, 3])
+async def test_a_branch_of_no_rows_gives_rows_of_its_shape(elements: int) -> None:
+    """Whether the shape of a row is known before the run or not."""
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (None, None))
+        same = af.vmap(lambda row: af.cond(af.sum(row) > 0.0, lambda: row, lambda: -row))(x)
+    async with af.Session(graph) as session:
+        assert (await session.run(same, {x: np.zeros((0, elements))})).shape == (0, elements)
+
+
+async def test_what_rows_cannot_share_is_a_loop() -> None:
+    """Strings that go different ways, and values that grow by as much as each row says."""
+
+    def growing(row: Any) -> Any:
+        step = lambda i, x: (i + 1, af.concat([x, x[:1]]))  # noqa: E731
+        return af.sum(af.while_loop(lambda i, x: i < row, step, (0, af.ones(1)), shape_invariants=((), (None,)))[1])
+
+    def build() -> Any:
+        words = af.constant([["a", "b"], ["c", "c"]])
+        parted = af.map_fn(lambda row: af.cond(row[0] == row[1], lambda: row[0], lambda: row[1]), words)
+        return parted, af.map_fn(growing, af.constant([3, 0, 1]))
+
+    words, sums = await _value(build)
+    assert words.tolist() == ["b", "c"]
+    assert sums.tolist() == [4.0, 1.0, 2.0]
