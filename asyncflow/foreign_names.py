@@ -136,7 +136,6 @@ _RENAMED: Final = {
     "fori_loop": "while_loop",
     "grad": "af.gradients(ys, xs), or af.value_and_grad(f)",
     "jit": "function",
-    "vmap": "map_fn",
     # Of matrices, and Fourier transforms
     "eig": "af.linalg.eigh, for symmetric and Hermitian matrices",
     "eigvals": "af.linalg.eigvalsh, for symmetric and Hermitian matrices",
@@ -176,7 +175,6 @@ _ADVICE: Final[Mapping[str, Mapping[str, str]]] = {
         "cuda": "af.device('cuda:0') around what is to run there, and Session(devices=['cuda:0'])",
         "global_variables_initializer": "nothing: a variable begins with the value it is made of",
         "isin": "af.any(af.expand_dims(x, axis=-1) == values, axis=-1)",
-        "jacobian": "af.gradients, once for each element of y",
         "keras": "af.nn and af.optim, which are functions",
         "lax": "af.while_loop, af.cond and af.scan",
         "manual_seed": "af.Graph(seed=...)",

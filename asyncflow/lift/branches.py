@@ -10,7 +10,7 @@ import numpy as np
 from asyncflow.control.cond import cond
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT, int64, string
-from asyncflow.graph.op import OPAQUE, define, derivative
+from asyncflow.graph.op import OPAQUE, define, derivative, not_differentiable
 from asyncflow.graph.shapes import is_compatible, is_static, relax, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.flow import branches_with_rows
@@ -44,6 +44,7 @@ SPLIT_ROWS = define(
     "split_rows", lambda predicate: (_NUMBERS, _NUMBERS), _split_kernel, flops=per_input_element, runs_on_host=True
 )
 """The numbers of the rows for which a predicate holds, and of the others."""
+not_differentiable(SPLIT_ROWS, because="the numbers of rows are integers")
 
 
 def _join_spec(

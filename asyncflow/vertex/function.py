@@ -12,7 +12,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, refuse_coroutines
 from asyncflow.graph.dtypes import bool_, dtype_name, float64
 from asyncflow.graph.graph import Graph, Subgraph, current_graph
-from asyncflow.graph.op import define
+from asyncflow.graph.op import define, not_differentiable
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
@@ -31,6 +31,7 @@ REDUCE_CHILDREN = define(
     "reduce_children", lambda *captures, each, reduce: tuple(x.spec for x in each.results), is_random=True
 )
 """The results of all children together: `each` is computed for every child. `vertex_map` builds it for all vertices."""
+not_differentiable(REDUCE_CHILDREN, because="it stands in vertex functions alone, and what is built of them is")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for, identity, is_symbolic
 from asyncflow.graph.dtypes import dtype_name, int64
-from asyncflow.graph.op import WHOLE_VIEW, define, inputs_from, not_differentiable
+from asyncflow.graph.op import define, inputs_from, not_differentiable
 from asyncflow.graph.scopes import control_dependencies, name_scope
 from asyncflow.graph.shapes import format_shape, is_static
 from asyncflow.graph.spec import Spec
@@ -459,7 +459,6 @@ CHECK_ROWS = define(
     _check_rows_kernel,
     runs_on_host=True,
     host_inputs=inputs_from(0),
-    traits=WHOLE_VIEW,
 )
 not_differentiable(CHECK_ROWS, because="the numbers of vertices are integers")
 no_row_rule(CHECK_ROWS, because="a batch is checked as a whole")

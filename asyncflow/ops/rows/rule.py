@@ -99,9 +99,10 @@ class RowAxis:
         if value.has_rows:
             return value.tensor
         if value.tensor.dtype == VARIANT:
-            if value.tensor.node.inputs or value.tensor.node.op.name != "saved_values":
+            maker = value.tensor.node
+            if maker.inputs or not maker.op.is_random:
                 raise CannotLift(f"{value.tensor.name}, which is the same for all rows, takes values of each")
-            return value.tensor  # with nothing in it
+            return value.tensor  # a store that is new, with nothing in it
         return apply(SPREAD_ROWS, value.tensor, self.count, extent=self.extent)[0]
 
     def aligned(self, values: Sequence[LiftedValue], rank: int = 0) -> list[Tensor]:
