@@ -11,7 +11,7 @@ from asyncflow.control.cond import cond
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT, int64, string
 from asyncflow.graph.op import OPAQUE, define, derivative, not_differentiable
-from asyncflow.graph.shapes import is_compatible, is_static, relax, size_of
+from asyncflow.graph.shapes import format_shape, is_compatible, is_static, relax, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.flow import branches_with_rows
 from asyncflow.ops.cost import moving, per_input_element
@@ -65,6 +65,12 @@ def _join_kernel(xp: Namespace, *, extent: int | None, absent: bool) -> Kernel:
             there, value = (places, values) if values.size else (others, rest)
             joined[there] = value
             return joined
+        if values.shape[1:] != rest.shape[1:]:
+            one, other = format_shape(values.shape[1:]), format_shape(rest.shape[1:])
+            raise ValueError(
+                f"rows that stand side by side need one shape, and branches gave rows of shape {one} and {other}; "
+                f"map_fn(lift=False) is a loop over rows"
+            )
         joined = xp.empty((int(count), *values.shape[1:]), values.dtype)
         joined[places], joined[others] = values, rest
         return joined
