@@ -15,7 +15,9 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import CondNode, WhileNode, levels
 from asyncflow.lift import by_row_gradient
 from asyncflow.lift.lifting import in_rows
 from asyncflow.lift.lifting import lift as lift_body
@@ -80,6 +82,8 @@ def map_fn(
         try:
             if lift is False:
                 raise CannotLift("as lift=False asks")
+            if lift == "auto":
+                _require_alike(loop.body)
             results = loop.lifted(rows)
             graph.root.remarks[loop.label] = "map_fn computes all rows at once"
         except CannotLift as reason:
@@ -88,6 +92,23 @@ def map_fn(
             graph.root.remarks[loop.label] = f"map_fn is a loop over rows, {reason}"
             results = loop.build(rows, parallel_iterations)
         return structure.unflatten(results)
+
+
+def _require_alike(body: Subgraph) -> None:
+    """Raises CannotLift where rows of branches or loops may differ in shape, as they may in a loop over rows."""
+    for node in (each for level in levels(body) for each in level.nodes):
+        if isinstance(node, CondNode):
+            saved = set(node.graph.root.kept_for_gradients.get(node, {}).values())
+            sides = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)
+            differ = any(
+                one.shape != other.shape or not is_static(one.shape) for y, one, other in sides if y not in saved
+            )
+        else:
+            differ = isinstance(node, WhileNode) and not all(
+                is_static(x.shape) for x in node.body.inputs[: node.n_vars]
+            )
+        if differ:
+            raise CannotLift(f"{node.name} may give rows of different shapes, built at {node.location}")
 
 
 class _MapLoop:

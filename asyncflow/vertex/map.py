@@ -19,7 +19,7 @@ from asyncflow.control.while_loop import while_loop
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for, identity, is_symbolic
-from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.dtypes import bool_, dtype_name, int64
 from asyncflow.graph.op import define, inputs_from, not_differentiable
 from asyncflow.graph.scopes import control_dependencies, name_scope
 from asyncflow.graph.shapes import format_shape, is_static
@@ -412,6 +412,8 @@ def _initial(initial: Nest, function: VertexFunction) -> list[Tensor]:
             raise GraphError(f"vertex_map: initial is no nest like the state of {function}: {error}") from None
     found = []
     for path, leaf, spec in zip(function.structure.paths("initial"), leaves, function.specs, strict=True):
+        if spec.dtype == bool_ and type(leaf) is int and leaf == 0:
+            leaf = False  # the number that stands for all parts of a state where nothing is given
         x = as_tensor(leaf) if is_symbolic(leaf) else as_tensor(leaf, spec.dtype)
         if x.dtype != spec.dtype:
             raise DTypeError(f"vertex_map: {path} is {dtype_name(x.dtype)}, and the state of {function} {spec}")

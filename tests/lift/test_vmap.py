@@ -166,7 +166,9 @@ async def test_what_rows_cannot_share_is_a_loop() -> None:
 async def test_rows_of_branches_are_not_broadcast() -> None:
     with af.Graph() as graph:
         x, n = af.placeholder("float64", (None, None)), af.placeholder("int64", ())
-        y = af.map_fn(lambda row: af.sum(af.cond(row[0] > 0.0, lambda: row, lambda: row[:n])), x)
+        body = lambda row: af.sum(af.cond(row[0] > 0.0, lambda: row, lambda: row[:n]))  # noqa: E731
+        y, looped = af.map_fn(body, x, lift=True), af.map_fn(body, x)
     async with af.Session(graph) as session:
+        assert (await session.run(looped, {x: [[1.0, 2.0], [-3.0, 1.0]], n: 1})).tolist() == [3.0, -3.0]
         with pytest.raises(af.KernelError, match=r"one shape, .* of shape \[2\] and \[1\]; map_fn\(lift=False\)"):
             await session.run(y, {x: [[1.0, 2.0], [-3.0, 1.0]], n: 1})

@@ -185,3 +185,12 @@ async def test_a_mean_of_integers_is_float64(graph: af.Graph, run: Run, dtype: s
     assert (found.pushes["y"].dtype, pushed.dtype) == (pushed.dtype, "float32" if dtype == "float32" else "float64")
     np.testing.assert_allclose(pushed, [301 / 3, 0.0, 0.0, 0.0], rtol=1e-6)
     np.testing.assert_allclose(roots, np.array([1 + 301 / 3]).astype(dtype), rtol=1e-6)
+
+
+async def test_states_may_be_booleans(graph: af.Graph, run: Run) -> None:
+    @af.vertex_function(state=af.spec("bool", ()), children=1)
+    def any_below(v: Any) -> None:
+        v.scatter(af.logical_or(v.pull(), v.gather(0)))
+
+    found = af.vertex_map(any_below, af.InputGraph.chain([3, 2]), np.array([False, True, False, False, False]))
+    assert (await run(found.roots)).tolist() == [True, False]
