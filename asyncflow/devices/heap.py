@@ -65,7 +65,8 @@ class Heap:
     def leave(self) -> None:
         """Counts one user less; after the last the heaps give back what is free, and what is freed from then on.
 
-        On a thread, which nobody waits for: it takes a millisecond for some MiB.
+        On a thread, which nobody waits for: it takes a millisecond for some MiB. From which size on arrays have pages
+        of their own stays as it is: glibc does not tell what it was.
         """
         with self._lock:
             self._users -= 1

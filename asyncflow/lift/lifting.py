@@ -67,10 +67,11 @@ def lift(
         lifting = Lifting(_axis(count, label), label)
         captured = {inner: LiftedValue(outer, has_rows=False) for outer, inner in body.captures.items()}
         found = lifting.values(body, {**captured, **known}, wanted)
-        with control_dependencies(lifting.effects()):
+        effects = lifting.effects()
+        with control_dependencies(effects):
             # A result that is there before an effect would not show that it has happened.
             results = [lifting.rows.spread(value) for value in found]
-            return [identity(x) for x in results] if lifting.effects() else results
+            return [identity(x) for x in results] if effects else results
     except CannotLift:
         graph.take_back(before)
         raise

@@ -69,9 +69,10 @@ class SlottedChildren:
 
     def known(self, traced: TracedFunction) -> dict[Tensor, LiftedValue]:
         """See `Children.known`."""
+        slots = [(self.table[:, child], tensors) for child, tensors in traced.gathers.items()]
         return {
-            x: LiftedValue(store.take(self.table[:, child]), has_rows=True)
-            for child, tensors in traced.gathers.items()
+            x: LiftedValue(store.take(ranks), has_rows=True)
+            for ranks, tensors in slots
             for x, store in zip(tensors, self.states, strict=True)
         }
 

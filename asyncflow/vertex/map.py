@@ -271,9 +271,8 @@ class _VertexMap:
         for x, store in zip(traced.scattered, states, strict=True):
             rows = store.slice(1, store.size()) if kind.places is None else store.take(add(kind.places, 1))
             known.setdefault(x, LiftedValue(rows, True))
-        for child, tensors in traced.gathers.items():
-            ranks = self._table(kind)[:, child]
-            known.update((x, LiftedValue(store.take(ranks), True)) for x, store in zip(tensors, states, strict=True))
+        if traced.gathers:
+            known.update(SlottedChildren(states, self._table(kind)).known(traced))
         lifting = self._all(kind)
         found = lifting.values(traced.body, known, list(traced.pushes.values()), kind.parts.lazy)
         return {name: lifting.rows.spread(x) for name, x in zip(traced.pushes, found, strict=True)}
