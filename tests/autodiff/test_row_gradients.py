@@ -14,8 +14,8 @@ import asyncflow as af
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.autodiff.row_gradients import RowGradient, _Added
 from asyncflow.control.row_block import RowBlock, RowKind
-from tests.autodiff.sweep import KNOWN, gradients_at
-from tests.autodiff.test_store_gradients import differentiated
+from tests.autodiff.sweep import KNOWN
+from tests.autodiff.test_store_gradients import check_derivatives
 from tests.control.test_row_store import levels
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -52,14 +52,7 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Array, ...]
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_store_changes_no_derivative(name: str, known: str) -> None:
     """First and second order, with all, ranks and nothing known of shapes."""
-    with_store, plain, values = PAIRS[name]
-    for order in (lambda build: build, differentiated):
-        found = gradients_at(order(with_store), *values, known=known, find=gradients)
-        expected = gradients_at(order(plain), *values, find=gradients)
-        for mine, theirs in zip(found, expected, strict=True):
-            assert mine is not None
-            assert theirs is not None
-            np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-12)
+    check_derivatives(*PAIRS[name], known)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
