@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
+    from asyncflow.compiler.memory.saved import Saved
     from asyncflow.compiler.placement.place import Placement
     from asyncflow.compiler.plan import Partition
     from asyncflow.compiler.program.kernels import Resolve
@@ -37,6 +38,7 @@ class Program:
         notes: which control flow written by hand stays on one device, and why.
         placement: why each node is where it is.
         survey: what a run of it touches.
+        saved: what its loops save for their gradients.
         on_host: tensors whose values are on the host, where devices have a memory of their own.
         loops: what drives those on cards.
         streams: the compute stream of each node; 0 for those left out.
@@ -52,6 +54,7 @@ class Program:
     notes: tuple[str, ...] = ()
     placement: Placement | None = None
     survey: Survey | None = None
+    saved: tuple[Saved, ...] = ()
     on_host: AbstractSet[Tensor] = frozenset()
     loops: tuple[LoopDriver, ...] = ()
     streams: Mapping[Node, int] = field(default_factory=dict)

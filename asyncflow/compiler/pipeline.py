@@ -16,6 +16,7 @@ from asyncflow.compiler.lowering.bind import Binding
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
 from asyncflow.compiler.lowering.lower import lower
 from asyncflow.compiler.lowering.single_call import find_single_call
+from asyncflow.compiler.memory.saved import find_saved
 from asyncflow.compiler.optimize.cse import eliminate_common_subexpressions
 from asyncflow.compiler.optimize.fold import fold
 from asyncflow.compiler.optimize.hoist import hoist
@@ -82,6 +83,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         placement=program.placement,
         single_call=find_single_call(program.partitions, context.devices),
         loops=program.loops,
+        saved=program.saved,
         remarks=tuple(f"{label}: {remark}" for label, remark in request.graph.root.remarks.items()),
         **program.survey._asdict(),
     )
@@ -176,6 +178,7 @@ def _place(program: Program, context: Context) -> None:
 @wraps(survey)
 def _survey(program: Program, context: Context) -> None:
     program.survey = survey(program.graph, context.asynchronous, context.resolve, context.homes)
+    program.saved = find_saved(program.graph)
 
 
 @wraps(make_device_loops)

@@ -1,10 +1,9 @@
-"""Pass: notes what a run touches: variables and where they are, and values that loops save for gradients."""
+"""Pass: notes which variables a run touches and where they are, and what its loops save for gradients."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncflow.compiler.program.saved import find_saved
 from asyncflow.graph.graph import has_side_effect
 from asyncflow.graph.resource import resources_of
 
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable
 
     from asyncflow.compiler.program.kernels import Resolve
-    from asyncflow.compiler.program.saved import Saved
     from asyncflow.graph.graph import Graph
     from asyncflow.state.variable_state import VariableState
 
@@ -24,13 +22,11 @@ class Survey(NamedTuple):
         states: what tells the variables that it touches from others.
         is_repeatable: it only computes: run again, it gives the same, and nobody notices.
         read_on_host: states that CPUs use, and that another session, which shares the container, may have on a card.
-        saved: what its loops save for their gradients.
     """
 
     states: frozenset[Hashable]
     is_repeatable: bool
     read_on_host: tuple[VariableState, ...]
-    saved: tuple[Saved, ...]
 
 
 def survey(
@@ -58,4 +54,4 @@ def survey(
                 shared[id(state)] = state
     if homes is not None:
         homes.update((key, device) for key, device in states.items() if device is not None)
-    return Survey(frozenset(states), is_repeatable, tuple(shared.values()), find_saved(graph))
+    return Survey(frozenset(states), is_repeatable, tuple(shared.values()))

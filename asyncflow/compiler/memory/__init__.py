@@ -1,0 +1,1 @@
+"""Which values loops save for their gradients, and what that takes."""
