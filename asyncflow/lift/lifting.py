@@ -10,6 +10,7 @@ from asyncflow.graph.build import as_tensor, identity
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import current_graph, node_effects
 from asyncflow.graph.op import Access
+from asyncflow.graph.resource import resources_of
 from asyncflow.graph.scopes import control_dependencies
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.lift import arrays, reasons
@@ -205,7 +206,8 @@ def _refuse_writes(node: Node) -> None:
         return
     for resource, access in node_effects(node):
         if access is Access.WRITE:
-            what = "has effects" if resource is node else f"changes {resource!r}"
+            changed = [repr(each) for each in resources_of(node) if each.effect_key == resource]
+            what = f"changes {changed[0]}" if changed else "has effects"
             raise CannotLift(f"{node.name} ({node.op.name}) {what}, once for each row and in their order")
 
 

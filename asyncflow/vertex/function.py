@@ -18,6 +18,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import kind_of
+from asyncflow.ops.statistical import accumulator_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +89,8 @@ class Vertex:
         Args:
             fn: computed for each child's state before they are reduced, of that and of values of the vertex; such as a
                 forget gate for each child. None: the state itself.
-            reduce: ``"sum"``, ``"mean"`` or ``"max"``; a mean of integers is float64.
+            reduce: ``"sum"``, ``"mean"`` or ``"max"``. A sum of integers is int64 or uint64, as that of `af.sum`, and
+                their mean is float64.
 
         Raises:
             GraphError: there is no such reduction, or `fn` gives nothing.
@@ -103,8 +105,8 @@ class Vertex:
             leaves, structure = nest.flatten(state if fn is None else fn(state))
             refuse_coroutines(*leaves)
             each.results = [result_tensor(each, leaf) for leaf in leaves]
-            if reduce == "mean":  # its sum, too, is of the dtype that a mean has
-                each.results = [astype(x, float64) if kind_of(x.dtype) in "biu" else x for x in each.results]
+            if reduce != "max":  # the sum behind a mean, too, is of the dtype that the mean has
+                each.results = [_widened(x, reduce) for x in each.results]
         if not leaves:
             raise GraphError(f"{self._function}: the function of v.gather_all gives nothing to reduce")
         specs = tuple(x.spec for x in each.results)
@@ -169,6 +171,11 @@ class Vertex:
                 f"{self._function}: v.{what} stands in a branch or loop; return the value from it, and call it outside"
             )
         return body
+
+
+def _widened(x: Tensor, reduce: str) -> Tensor:
+    dtype = float64 if reduce == "mean" and kind_of(x.dtype) in "biu" else accumulator_dtype(x.dtype)
+    return x if dtype == x.dtype else astype(x, dtype)
 
 
 def _fitting(function: VertexFunction, path: str, value: Tensor, spec: Spec) -> Tensor:

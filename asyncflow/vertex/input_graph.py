@@ -13,6 +13,7 @@ from asyncflow.graph.build import placeholder
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.axes import static_int
 from asyncflow.vertex.breadth_first import breadth_first
 from asyncflow.vertex.edges import integers, read_edges, roots
 
@@ -41,9 +42,9 @@ class InputGraph:
     """The structure of a batch of directed acyclic graphs: a value like any other, and no part of a program.
 
     Vertices are numbered through the batch, sample by sample. A vertex has any number of children, and may share them
-    with others; one without children is a leaf, one without parents a root. Arrays are checked, and kept as read-only
-    copies of int64. An instance may as well hold tensors, and is a nest of them: it is traced as the argument of an
-    `af.function`, carried by loops, fetched and pickled.
+    with others; one without children is a leaf, one without parents a root. Arrays and lists are checked, and kept as
+    read-only arrays of int64. An instance may as well hold tensors, and is a nest of them: it is traced as the
+    argument of an `af.function`, carried by loops, fetched and pickled.
 
     Args:
         offsets: the children of vertex ``v`` are ``children[offsets[v]:offsets[v + 1]]``, in their order.
@@ -72,7 +73,7 @@ class InputGraph:
 
     def __post_init__(self) -> None:
         # What a nest takes apart it also puts together, of whatever leaves.
-        if not isinstance(self.offsets, np.ndarray):
+        if not isinstance(self.offsets, np.ndarray | list | tuple):
             return
         edges = read_edges(*self._arrays())
         edges.check(None, None)
@@ -87,6 +88,9 @@ class InputGraph:
     @classmethod
     def from_edges(cls, n: int, edges: Array | Sequence[tuple[int, int]], types: Ints | None = None) -> InputGraph:
         """One sample of `n` vertices, of pairs of a parent and its child; a parent's children are in their order."""
+        n = static_int(n, "from_edges(n, edges): n")
+        if n < 0:
+            raise GraphError(f"from_edges(n, edges): n is the number of vertices, 0 or more; got {n}")
         pairs = integers("edges", edges, (None, 2))
         for parent, child in pairs[(pairs[:, 0] < 0) | (pairs[:, 0] >= n)]:
             raise GraphError(f"vertex {child} has the parent {parent}; vertices are 0 to {n - 1}")
@@ -194,7 +198,13 @@ class InputGraph:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int | slice) -> InputGraph:
-        """One sample, or several, as a batch of their own."""
+        """One sample, or several, as a batch of their own.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        if not isinstance(index, slice) and not -len(self) <= static_int(index, "graph[sample]: sample") < len(self):
+            raise IndexError(f"graph[{index}]: a batch of {len(self)} samples has no sample {index}")
         offsets, children, samples, types = self._arrays()
         every = range(len(self))
         chosen = every[index] if isinstance(index, slice) else range(every[index], every[index] + 1)
@@ -232,7 +242,7 @@ class InputGraph:
     def _arrays(self) -> tuple[Array, Array, Array, Array | None]:
         parts = self.offsets, self.children, self.samples, self.types
         for part in parts:
-            if not isinstance(part, np.ndarray | None):
+            if not isinstance(part, np.ndarray | list | tuple | None):
                 raise GraphError(f"an input graph holds a {type(part).__name__}: only one of arrays can be looked at")
         return cast("tuple[Array, Array, Array, Array | None]", parts)
 

@@ -44,6 +44,7 @@ def test_constructors_agree() -> None:
         af.InputGraph.from_edges(5, [(4, 2), (2, 0), (2, 1), (4, 3)]),
         af.InputGraph.from_networkx(Directed("ABCDE", ["EC", "CA", "CB", "ED"])),
         af.InputGraph(np.array([0, 0, 0, 2, 2, 4], np.int32), np.array([0, 1, 2, 3], np.uint8), np.array([0, 5])),
+        af.InputGraph([0, 0, 0, 2, 2, 4], [0, 1, 2, 3], (0, 5)),  # type: ignore[arg-type]
         af.InputGraph.batch([TREE]),
         af.InputGraph.batch([TREE, TREE, TREE])[1],
     ):
@@ -82,8 +83,9 @@ def test_slices_are_batches_of_samples(graph: af.InputGraph) -> None:
         assert same(af.InputGraph.batch([graph[k] for k in chosen]), got) or not chosen
     if len(graph):
         assert same(graph[-1], graph[len(graph) - 1])
-    with pytest.raises(IndexError):
-        graph[len(graph)]
+    for outside in (len(graph), -len(graph) - 1):
+        with pytest.raises(IndexError, match=rf"a batch of {len(graph)} samples has no sample {outside}"):
+            graph[outside]
 
 
 @settings(max_examples=40)
@@ -156,6 +158,26 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         "vertex 0 has the parent 2; .* 0 to 1",
     ),
     "child": (lambda: af.InputGraph.from_edges(2, [(0, 2)]), af.GraphError, "vertex 0 of sample 0 has a child 2"),
+    "child in a list": (
+        lambda: af.InputGraph([0, 1], [1], [0, 1]),  # type: ignore[arg-type]
+        af.GraphError,
+        "vertex 0 of sample 0 has a child 1",
+    ),
+    "fewer than no vertices": (
+        lambda: af.InputGraph.from_edges(-1, []),
+        af.GraphError,
+        "n is the number of vertices, 0 or more; got -1",
+    ),
+    "a float of vertices": (
+        lambda: af.InputGraph.from_edges(2.0, []),  # type: ignore[arg-type]
+        af.GraphError,
+        "n must be an int known while the graph is built, got 2.0",
+    ),
+    "sample by name": (
+        lambda: TREE["a"],  # type: ignore[index]
+        af.GraphError,
+        r"graph\[sample\]: sample must be an int .* got 'a'",
+    ),
     "triples": (
         lambda: af.InputGraph.from_edges(2, np.array([[0, 1, 1]])),
         af.ShapeError,

@@ -187,6 +187,21 @@ async def test_a_mean_of_integers_is_float64(graph: af.Graph, run: Run, dtype: s
     np.testing.assert_allclose(roots, np.array([1 + 301 / 3]).astype(dtype), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("dtype", "wide"), [("int8", "int64"), ("uint8", "uint64"), ("bool", "int64")])
+async def test_a_sum_of_small_integers_does_not_wrap(graph: af.Graph, run: Run, dtype: str, wide: str) -> None:
+    """It has the dtype of `af.sum`; a state of the narrow dtype asks for a conversion that the user writes."""
+
+    @af.vertex_function(state=af.spec(dtype, ()))
+    def total(v: Any) -> None:
+        v.push(v.gather_all())
+        v.scatter(v.pull())
+
+    star = af.InputGraph.from_parents([-1, 0, 0, 0])
+    pushed = af.vertex_map(total, star, np.array([1, 1, 100, 100]).astype(dtype)).pushes["y"]
+    assert pushed.dtype == wide
+    assert (await run(pushed)).tolist() == [3 if dtype == "bool" else 201, 0, 0, 0]
+
+
 async def test_states_may_be_booleans(graph: af.Graph, run: Run) -> None:
     @af.vertex_function(state=af.spec("bool", ()), children=1)
     def any_below(v: Any) -> None:

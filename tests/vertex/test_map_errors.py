@@ -95,7 +95,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a variable": (
         lambda: af.vertex_map(scatters(lambda v: af.Variable(ROWS[0], name="w").assign_add(v.pull())), CHAINS, ROWS),
-        r"w/assign_add \(variable_assign_add\) .*built at",
+        r"w/assign_add \(variable_assign_add\) changes Variable\('w'\), once for each row .*built at",
     ),
     "a tensor of another function": (
         lambda: [af.vertex_map(each, CHAINS, ROWS) for each in leaking()],
