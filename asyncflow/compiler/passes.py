@@ -36,6 +36,7 @@ class Program:
         kept: the fetched nodes.
         is_hand_written: some of its control flow is written in primitives, which optimizations leave alone.
         notes: which control flow written by hand stays on one device, and why.
+        remarks: how parts of it were built.
         placement: why each node is where it is.
         survey: what a run of it touches.
         saved: what its loops save for their gradients.
@@ -52,6 +53,7 @@ class Program:
     kept: list[Node] = field(default_factory=list)
     is_hand_written: bool = False
     notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     placement: Placement | None = None
     survey: Survey | None = None
     saved: tuple[Saved, ...] = ()

@@ -84,7 +84,7 @@ def compile_plan(request: PlanRequest, context: Context) -> Plan:
         single_call=find_single_call(program.partitions, context.devices),
         loops=program.loops,
         saved=program.saved,
-        remarks=tuple(f"{label}: {remark}" for label, remark in request.graph.root.remarks.items()),
+        remarks=program.remarks,
         **program.survey._asdict(),
     )
 
@@ -143,6 +143,10 @@ def _extract(program: Program, _: Context) -> None:
     )
     program.graph, program.fetches, program.kept = found.graph, found.fetches, found.kept
     program.is_hand_written = has_primitives(found.graph.walk())
+    if remarks := request.graph.root.remarks:
+        parts = (node.name.split("/") for node in found.graph.walk())
+        names = {"/".join(each[:depth]) for each in parts for depth in range(1, len(each) + 1)}
+        program.remarks = tuple(f"{label}: {remark}" for label, remark in remarks.items() if label in names)
 
 
 @wraps(send_home)

@@ -155,9 +155,9 @@ class Lifting:
             try:
                 outputs = self._outputs(node, inputs)
             except CannotLift as reason:
-                if "built at" in str(reason):
+                if reason.location is not None:
                     raise
-                raise CannotLift(f"{reason}, built at {node.location}") from None
+                raise CannotLift(str(reason), node.location) from None
         made = graph.nodes[count:]
         self._made[node] = tuple(each for each in made if _writes(each)) or tuple(made[-1:])
         for each in made:

@@ -108,7 +108,7 @@ def _require_alike(body: Subgraph) -> None:
                 is_static(x.shape) for x in node.body.inputs[: node.n_vars]
             )
         if differ:
-            raise CannotLift(f"{node.name} may give rows of different shapes, built at {node.location}")
+            raise CannotLift(f"{node.name} may give rows of different shapes", node.location)
 
 
 class _MapLoop:

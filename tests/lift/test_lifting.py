@@ -152,6 +152,9 @@ async def test_map_fn_is_lifted_where_it_can_be_and_the_plan_says_why_not() -> N
             af.map_fn(waits, af.constant(X), lift=True)
     async with af.Session(graph) as session:
         told = session.plan([*ys, loop]).explain()
+        alone = session.plan(ys[0]).explain()
+    assert "fast: map_fn" in alone
+    assert "slow: map_fn" not in alone
     assert "fast: map_fn computes all rows at once" in told
     assert "slow: map_fn is a loop over rows, slow/body/waits (waits) awaits, for each row by itself, built at " in told
     assert "asked: map_fn is a loop over rows, as lift=False asks" in told

@@ -21,6 +21,7 @@ from asyncflow.ops.statistical import sum as sum_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from asyncflow.errors import SourceLocation
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.shapes import Shape
     from asyncflow.values import Array, Kernel, Namespace
@@ -51,7 +52,15 @@ class LiftedValue(NamedTuple):
 
 
 class CannotLift(Exception):
-    """A body, or a node of it, cannot be computed for all rows at once; the message says why."""
+    """A body, or a node of it, cannot be computed for all rows at once; the message says why.
+
+    Attributes:
+        location: the user's line of the node, which the message ends with; None where it is about no node.
+    """
+
+    def __init__(self, reason: str, location: SourceLocation | None = None) -> None:
+        self.location = location
+        super().__init__(reason if location is None else f"{reason}, built at {location}")
 
 
 class RowAxis:
