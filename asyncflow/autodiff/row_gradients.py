@@ -15,6 +15,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from asyncflow.autodiff.store_gradients import ADDERS, no_gradient
 from asyncflow.autodiff.stores import STORE, Grad, StoreLog, StoreVersion
 from asyncflow.control.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, kind_of
@@ -25,7 +27,7 @@ from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free, moving
-from asyncflow.ops.derivatives.scatter import add_at_rows
+from asyncflow.ops.derivatives.scatter import add_at_rows, are_distinct, counted
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
 
 if TYPE_CHECKING:
@@ -43,9 +45,75 @@ class _Added(NamedTuple):
     where: slice | Array
     values: Array
 
-    def is_whole(self) -> bool:
-        """Whether values were added for all rows."""
-        return isinstance(self.where, slice) and self.where == slice(0, self.size)
+
+class _RowSum:
+    """Rows that are added to in place.
+
+    On the host a row is made when something comes for it first, which then is not added to zeros but put there: in a
+    tree that holds for every row, and the sum of a loop over its levels writes each row once.
+
+    Attributes:
+        array: the rows; see `zeroed`.
+    """
+
+    __slots__ = ("_kind", "_untouched", "_xp", "array")
+
+    def __init__(self, xp: Namespace, kind: RowKind, rows: int) -> None:
+        self._xp, self._kind = xp, kind
+        self.array: Array = (xp.empty if xp is np else xp.zeros)((rows, *kind.row_shape), kind.dtype)
+        self._untouched = np.ones(rows if xp is np else 0, bool)
+
+    def with_room(self, rows: int) -> _RowSum:
+        """The same sum, in at least so many rows."""
+        known = len(self.array)
+        if known >= rows:
+            return self
+        grown = _RowSum(self._xp, self._kind, max(rows, 2 * known))
+        grown.array[:known] = self.zeroed(0, known)
+        grown._untouched[:known] = False
+        return grown
+
+    def zeroed(self, start: int, stop: int) -> Array:
+        """The rows of a range, once those for which nothing has come are 0."""
+        found, untouched = self.array[start:stop], self._untouched[start:stop]
+        if untouched.any():
+            found[untouched] = 0
+            untouched[:] = False
+        return found
+
+    def taken(self, size: int, indices: Array) -> Array:
+        """A copy of the rows at indices of the first `size`."""
+        if len(self._untouched):
+            untouched = self._untouched[:size]
+            missing = indices[untouched[indices]]
+            self.array[:size][missing] = 0
+            untouched[missing] = False
+        return self._xp.take(self.array[:size], indices, axis=0)
+
+    def add(self, added: _Added) -> None:
+        """Adds in place."""
+        size, where, values = added
+        rows, untouched = self.array[:size], self._untouched[:size]
+        if isinstance(where, slice):
+            if len(untouched) and untouched[where].all():
+                rows[where] = values
+                untouched[where] = False
+            else:
+                self.zeroed(where.start, where.stop)
+                rows[where] += values
+            return
+        if not len(untouched):
+            add_at_rows(self._xp, rows, where, values)
+            return
+        where = counted(where.reshape(-1), size, 0)
+        values = values.reshape(len(where), *self._kind.row_shape)
+        missing = where[untouched[where]]
+        if len(missing) == len(where) and are_distinct(where, size):
+            rows[where] = values
+        else:
+            rows[missing] = 0
+            add_at_rows(np, rows, where, values)
+        untouched[where] = False
 
 
 class _RowLog(StoreLog[_Added]):
@@ -61,7 +129,7 @@ class _RowLog(StoreLog[_Added]):
     entry_nbytes = 160  # a triple, and a range or indices
 
     def __init__(self, entries: Iterable[_Added]) -> None:
-        self.total: Array | None = None
+        self.total: _RowSum | None = None
         self.folded = self.longest = self.added = 0
         super().__init__(entries)
 
@@ -71,7 +139,7 @@ class _RowLog(StoreLog[_Added]):
 
     def buffers(self) -> Sequence[Array]:
         """The sum."""
-        return () if self.total is None else (self.total,)
+        return () if self.total is None else (self.total.array,)
 
     def extend(self, entries: Iterable[_Added]) -> None:
         for entry in entries:
@@ -115,12 +183,12 @@ class RowGradient(StoreVersion[_Added]):
     def range(self, start: int, stop: int) -> Array:
         """The sums for the rows from `start` up to `stop`."""
         with self.log.lock:
-            return self.xp.array(self._total(stop, start)[start:stop])
+            return self.xp.array(self._total(stop, start).zeroed(start, stop))
 
     def rows(self, size: int, indices: Array) -> Array:
         """The sums for the rows at `indices` of the first `size`."""
         with self.log.lock:
-            return self.xp.take(self._total(size, 0)[:size], indices, axis=0)
+            return self._total(size, 0).taken(size, indices)
 
     def _taken(self) -> _Added:
         """All that was added, as one; the log has to begin anew if it is asked again."""
@@ -128,34 +196,19 @@ class RowGradient(StoreVersion[_Added]):
         with log.lock:
             total = self._total(rows, 0)
             log.total, log.folded = None, 0
-        return _Added(rows, slice(0, rows), total[:rows])
+        return _Added(rows, slice(0, rows), total.zeroed(0, rows))
 
-    def _total(self, rows: int, first: int) -> Array:
+    def _total(self, rows: int, first: int) -> _RowSum:
         """The sum, in at least so many rows, of which those from `first` on are right; under the lock."""
         log, length = self.log, self.length
         if any(entry.size > first for entry in log[length : log.folded]):
             log.total, log.folded = None, 0
-        total = log.total
-        if total is None and log[0].is_whole():
-            total = self.xp.array(log[0].values)
-            log.folded = 1
-        total = self._with_room(total, max(rows, log.longest))
-        for size, where, values in log[log.folded : length]:
-            if isinstance(where, slice):
-                total[where] += values
-            else:
-                add_at_rows(self.xp, total[:size], where, values)
+        wanted = max(rows, log.longest)
+        total = _RowSum(self.xp, self.kind, wanted) if log.total is None else log.total.with_room(wanted)
+        for entry in log[log.folded : length]:
+            total.add(entry)
         log.total, log.folded = total, max(log.folded, length)
         return total
-
-    def _with_room(self, total: Array | None, rows: int) -> Array:
-        if total is not None and len(total) >= rows:
-            return total
-        extent = rows if total is None else max(rows, 2 * len(total))
-        grown = self.xp.zeros((extent, *self.kind.row_shape), self.kind.dtype)
-        if total is not None:
-            grown[: len(total)] = total
-        return grown
 
 
 def _nbytes(entries: Sequence[_Added]) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, graph_for
@@ -175,7 +177,23 @@ def _choose(condition: Array, x1: Array, x2: Array) -> Array:
     return x1 if condition else x2
 
 
-WHERE = define("where", _where_spec, lambda xp: xp.where, scalar_kernel=_choose, is_total=True, traits=NEW)
+def _where_kernel(xp: Namespace) -> Kernel:
+    return _where_on_host if xp is np else xp.where
+
+
+def _where_on_host(condition: Array, x1: Array, x2: Array) -> Array:
+    """`numpy.where`, which branches for each element: where one side is 0, the other's bits times the condition."""
+    if x2.ndim == 0 and x1.size >= _MANY and condition.shape == x1.shape and x1.itemsize <= 8:
+        bits = np.dtype(f"u{x1.itemsize}")
+        if not x2.view(bits):  # -0.0 has a bit
+            chosen: Array = np.multiply(x1.view(bits), condition).view(x1.dtype)
+            return chosen
+    return np.where(condition, x1, x2)
+
+
+_MANY: Final = 1024
+"""Elements for which two views of an array cost nothing beside it."""
+WHERE = define("where", _where_spec, _where_kernel, scalar_kernel=_choose, is_total=True, traits=NEW)
 
 
 def where(condition: TensorLike, x1: TensorLike, x2: TensorLike, /) -> Tensor:

@@ -21,6 +21,21 @@ WORDS = np.array(["b", "", "a", "b"], dtype=string)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero", [0.0, -0.0, 1.0])
+def test_where_of_a_large_array_and_a_scalar_gives_the_same_bits(dtype: Any, zero: float) -> None:
+    """What is not chosen is left out, whatever it is: infinities, NaN and signs of zeros."""
+    x, c = sample((40, 50), dtype), sample((40, 50), "bool", 2)
+    if x.dtype.kind in "fc":
+        x[::3, ::2], x[::2, ::5], x[1::4] = np.nan, np.inf, -0.0
+    other = np.array(zero).astype(x.dtype)
+    assert searching.WHERE.kernel is not None
+    for mask in (c, c[:, :1]):
+        found = searching.WHERE.kernel(np)(mask, x, other)
+        assert found.dtype == x.dtype
+        assert found.tobytes() == np.where(mask, x, other).tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["argmax", "argmin"])
 def test_positions_of_extremes(evaluate: Any, name: Any, dtype: Any) -> None:
     x, build, reference = sample((3, 4), dtype), getattr(searching, name), getattr(np, name)

@@ -152,8 +152,8 @@ def _add_at(xp: Namespace, result: Array, index: tuple[Index, ...], values: Arra
         return
     extent, inner = result.shape[axis], math.prod(result.shape[axis + 1 :])
     (rows,) = (item for item in index if isinstance(item, np.ndarray))
-    rows = _checked(rows, extent, axis)
-    if _are_distinct(rows.reshape(-1), extent):
+    rows = counted(rows, extent, axis)
+    if are_distinct(rows.reshape(-1), extent):
         whole: list[Index] = [slice(None)] * axis
         result[(*whole, rows)] += values
         return
@@ -169,7 +169,7 @@ def add_at_rows(xp: Namespace, result: Array, rows: Array, values: Array) -> Non
     _add_at(xp, result, (rows,), values)
 
 
-def _are_distinct(positions: Array, extent: int) -> bool:
+def are_distinct(positions: Array, extent: int) -> bool:
     """Whether no position below `extent` is there twice."""
     if extent > 16 * positions.size:
         ordered = np.sort(positions)
@@ -187,7 +187,7 @@ def _only_axis(index: tuple[Index, ...], rank: int) -> int | None:
     return rank - (len(index) - at[0]) if behind else at[0]
 
 
-def _checked(rows: Array, extent: int, axis: int) -> Array:
+def counted(rows: Array, extent: int, axis: int) -> Array:
     """`rows` as int64 counted from the front; out of range raises, as indexing does."""
     wrong = (rows < -extent) | (rows >= extent) if rows.dtype.kind == "i" else rows >= extent
     if wrong.any():
