@@ -263,6 +263,22 @@ def whole_sum(total: Tensor, like: Tensor) -> Tensor:
     return ensure_shape(apply(PART_OF_SUM, total, *sizes, key=_WHOLE, shape=template, dtype=like.dtype)[0], like.shape)
 
 
+def joined_parts(grads: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
+    """Gradients of the forward value `like`, with all that are made of parts in one sum if one is a sum already.
+
+    A slice that is used in front of a loop would else come back as zeros of the whole, and these be added to the sum.
+    """
+    parts = [grad for grad in grads if are_parts(grad, like.shape)]
+    sums = [grad for grad in parts if _maker(grad).op is PART_OF_SUM]
+    if not sums or len(parts) == 1:
+        return grads
+    total = _maker(sums[0]).inputs[0]
+    for grad in parts:
+        if grad is not sums[0]:
+            total = with_parts(total, grad)
+    return [*(grad for grad in grads if not any(grad is part for part in parts)), whole_sum(total, like)]
+
+
 def _maker(grad: Tensor) -> Node:
     """The node that makes a gradient, whatever is known of its shape."""
     while grad.node.op is ENSURE_SHAPE:

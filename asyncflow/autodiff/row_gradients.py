@@ -19,6 +19,7 @@ import numpy as np
 
 from asyncflow.autodiff.store_gradients import ADDERS, no_gradient
 from asyncflow.autodiff.stores import STORE, Grad, StoreLog, StoreVersion
+from asyncflow.control.row_block import even_rows
 from asyncflow.control.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, kind_of
 from asyncflow.graph.build import apply
 from asyncflow.graph.graph import reopened
@@ -223,7 +224,12 @@ def _add_kernel(xp: Namespace, *, row: Spec, is_range: bool) -> Kernel:
 
     def add(grads: Grad, values: Array, first: Array, second: Array) -> RowGradient:
         stop = int(second) if is_range else 0
-        entry = _Added(stop, slice(int(first), stop), values) if is_range else _Added(int(first), second, values)
+        if is_range:
+            entry = _Added(stop, slice(int(first), stop), values)
+        else:
+            rows = even_rows(second) if xp is np else None
+            size = int(first)
+            entry = _Added(size, second if rows is None or rows.stop > size else rows, values)
         extents = (stop - int(first),) if is_range else second.shape
         if values.shape != (*extents, *kind.row_shape):
             raise ValueError(

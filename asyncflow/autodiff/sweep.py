@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT, differentiate_custom
 from asyncflow.autodiff.dependencies import Dependencies
-from asyncflow.autodiff.part_sums import are_parts
+from asyncflow.autodiff.part_sums import are_parts, joined_parts
 from asyncflow.autodiff.store_gradients import merge_gradients
 from asyncflow.errors import GraphError, user_location
 from asyncflow.graph.builtin import PARAMETER
@@ -105,7 +105,7 @@ class Sweep:
             # Beside the value; what stands for a value from elsewhere has no place of its own.
             maker = grads[0].node if tensor.node.op is PARAMETER else tensor.node
             with device(maker.device):
-                grads[:] = [sum_gradients(grads)]
+                grads[:] = [sum_gradients(joined_parts(grads, tensor))]
         return grads[0]
 
     def contributions(self, x: Tensor | Variable) -> Sequence[Tensor]:

@@ -118,8 +118,10 @@ class RowState:
         return RowState(target, end)
 
     def take(self, indices: Array) -> Array:
-        """A copy of the rows at `indices`, which may be negative, as an array's may."""
+        """The rows at `indices`, which may be negative as an array's may; a view where they stand at even distances."""
         block = self.block
+        if block.xp is np and (rows := even_rows(indices)) is not None and rows.stop <= self.size:
+            return block.readable[rows]
         return block.xp.take(block.readable[: self.size], indices, axis=0)
 
     def slice(self, start: int, stop: int) -> Array:
@@ -127,3 +129,22 @@ class RowState:
         if not 0 <= start <= stop <= self.size:
             raise IndexError(f"rows {start} to {stop} were asked for of a RowStore that has {self.size}")
         return self.block.readable[start:stop]
+
+
+def even_rows(indices: Array) -> slice | None:
+    """The slice that names the same rows as `indices` of int64, where these ascend in even steps; None for others.
+
+    So do the children of a level in complete trees, and in sequences of one length. It takes a microsecond to see, or
+    a third of that where the first, the second and the last do not fit; what it saves is a copy, and in gradients
+    adding at positions.
+    """
+    count = len(indices) if indices.ndim == 1 and indices.dtype == np.int64 else 0
+    if not count:
+        return None
+    first, last = int(indices[0]), int(indices[-1])
+    step = int(indices[1]) - first if count > 1 else 1
+    if first < 0 or step < 1 or last != first + step * (count - 1):
+        return None
+    # Their bytes are compared, because that takes less than half the time.
+    is_even = count < 3 or indices.tobytes() == np.arange(first, last + 1, step).tobytes()
+    return slice(first, last + 1, step) if is_even else None

@@ -220,7 +220,7 @@ class RowStore(Handle):
         return store
 
     def take(self, indices: TensorLike, *, name: str | None = None) -> Tensor:
-        """A copy of the rows at `indices`: integers of any shape, to which that of a row is added.
+        """The rows at `indices`: integers of any shape, to which that of a row is added.
 
         On the CPU, an index that is out of range fails; -1 is the last row.
         """

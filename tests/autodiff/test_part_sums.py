@@ -237,6 +237,34 @@ def test_what_is_kept_counts_where_memory_is_limited() -> None:
         assert least <= account.statistics().used - before <= most
 
 
+async def test_a_slice_in_front_of_the_loop_joins_its_sum(graph: af.Graph, run: Run) -> None:
+    x = af.placeholder("float64", (None, 3))
+    y = summed(ROWS, lambda t: x[t]) + af.sum(x[1:4] ** 2) + af.sum(x[:2, 0]) + af.sum(x)
+    (grad,) = af.gradients(y, [x])
+    value = np.random.default_rng(0).standard_normal((ROWS, 3))
+    expected = 3 * value**2 + 1
+    expected[1:4] += 2 * value[1:4]
+    expected[:2, 0] += 1
+    np.testing.assert_allclose(await run(grad, {x: value}), expected)
+    second = af.gradients(grad, [x])[0]
+    doubled = 6 * value
+    doubled[1:4] += 2
+    np.testing.assert_allclose(await run(second, {x: value}), doubled)
+    assert {"add_parts", "part_of_sum"} <= {each.op.name for each in behind(grad)}
+    assert "scatter_to" not in {each.op.name for each in behind(grad)}
+
+
+def behind(x: af.Tensor) -> set[Any]:
+    """The nodes in front of all loops that a tensor is made of."""
+    found, waiting = set(), [x.node]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(each.node for each in node.inputs)
+    return found
+
+
 async def test_rows_by_masks(run: Run) -> None:
     """A mask that changes from iteration to iteration."""
     x = af.placeholder("float64", (5, 2))

@@ -71,7 +71,32 @@ def test_slices_are_views_that_nobody_can_write_to() -> None:
     assert np.shares_memory(view, state.block.array)
     with pytest.raises(ValueError, match="read-only"):
         view[0] = 7
-    assert not np.shares_memory(state.take(np.array([1, 2])), state.block.array)
+
+
+@pytest.mark.parametrize("indices", [[2], [1, 2], [0, 2], [0, 1, 2, 3, 4], [1, 3, 5]])
+def test_rows_at_even_distances_are_a_view(indices: list[int]) -> None:
+    state = make((2,), 6).append(np.arange(12, dtype=FLOAT).reshape(6, 2))
+    taken = state.take(np.array(indices))
+    assert np.shares_memory(taken, state.block.array)
+    assert taken.tolist() == state.slice(0, 6)[indices].tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        taken[0] = 7
+
+
+@pytest.mark.parametrize(
+    "indices", [[], [2, 1], [1, 1], [0, 1, 3], [0, 2, 2], [1, 2, 1, 4], [-2, -1], [-1, 0], [[1, 2]]]
+)
+def test_other_rows_are_a_copy(indices: list[int]) -> None:
+    state = make((2,), 6).append(np.arange(12, dtype=FLOAT).reshape(6, 2))
+    at = np.array(indices, np.int64)
+    taken = state.take(at)
+    assert not np.shares_memory(taken, state.block.array)
+    assert taken.tolist() == state.slice(0, 6)[at].tolist()
+
+
+def test_even_rows_of_which_some_are_not_there_are_refused() -> None:
+    with pytest.raises(IndexError, match="out of bounds"):
+        make((2,), 8).append(np.zeros((3, 2), FLOAT)).take(np.array([1, 2, 3]))
 
 
 def test_appended_rows_are_copied() -> None:
