@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from asyncflow.autodiff import part_sums, row_gradients, saved_values, store_gradients
 from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT
-from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.spec import Spec
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @row_rule(saved_values.NEW_STORE, alike=True)
-@row_rule(store_gradients.NO_GRADIENT, store_gradients.MERGE_GRADIENTS, STOP_GRADIENT)
+@row_rule(store_gradients.NO_GRADIENT, store_gradients.MERGE_GRADIENTS)
 def _alike(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     return apply(node.op, *(x.tensor for x in inputs))
 

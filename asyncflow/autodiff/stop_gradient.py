@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply
+from asyncflow.graph.builtin import IDENTITY
 from asyncflow.graph.op import KERNELS, define, not_differentiable
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ def _kernel(xp: Namespace) -> Kernel:
     return lambda value: value
 
 
-STOP_GRADIENT = define("stop_gradient", lambda x: x, _kernel, is_total=True, traits=KERNELS)
+STOP_GRADIENT = define(
+    "stop_gradient", lambda x: x, _kernel, is_total=True, rows="elementwise", cuda=IDENTITY.cuda, traits=KERNELS
+)
 not_differentiable(STOP_GRADIENT, because="that is what it is for")
 
 

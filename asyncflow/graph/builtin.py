@@ -30,7 +30,15 @@ def _constant_kernel(xp: Namespace, *, value: Array) -> Kernel:
 PLACEHOLDER = define("placeholder", _spec_attr)
 PARAMETER = define("parameter", _spec_attr)
 CONSTANT = define("constant", _constant_spec, _constant_kernel, is_total=True, traits=OPAQUE)
-IDENTITY = define("identity", lambda x: x, lambda xp: _same, is_total=True, traits=WHOLE_VIEW)
+IDENTITY = define(
+    "identity",
+    lambda x: x,
+    lambda xp: _same,
+    is_total=True,
+    rows="elementwise",
+    cuda="its value is its input's: there is nothing to launch",
+    traits=WHOLE_VIEW,
+)
 NO_OP = define("no_op", lambda *_: (), lambda xp: _nothing, traits=OPAQUE)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, ParamSpec, TypeAlias
 
 import numpy as np
 
@@ -71,6 +71,14 @@ Effects: TypeAlias = tuple[tuple[Hashable, Access], ...]
 HostInputs: TypeAlias = "Collection[int] | Callable[[Node], Collection[int]]"
 """Positions of inputs, the same for all nodes of an op, or what a function finds for a node."""
 
+Rows: TypeAlias = Literal["elementwise", "axes", "axis", "matrices", "row by row", "as found"]
+"""Ways of computing ops for many rows at once that many of them share; `Op` says what each means."""
+
+CudaRule: TypeAlias = Callable[..., str | None]
+"""``rule(attrs, inputs, output, operands)``: a CUDA C++ expression for one element of the output, of which
+`asyncflow.ops.cuda_source` tells; or None where there is none for these dtypes.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Op:
@@ -96,6 +104,16 @@ class Op:
         flops: ``flops(input_shapes, output_shapes, **attrs)`` estimates arithmetic operations for the cost model;
             None: one per output element.
         derivative: that of a user's op; the library's stand beside their ops, with `derivative` as decorator.
+        rows: how it is computed for many rows at once, where it has no row rule of its own in `asyncflow.ops.rows`:
+            "elementwise": inputs broadcast, and each element of the output needs one of each.
+            "axes": the attribute `axis` names axes of the only input, or with None all of them.
+            "axis": the attribute `axis` names an axis of each input, or with None that of the flattened input.
+            "matrices": it works on the last axes of the first input; other inputs are sizes.
+            "row by row": one firing calls the kernel for each row, where speed does not matter.
+            "as found": it is not, as the results are as long as the run finds them, for each row.
+        cuda: the rule of an elementwise op's CUDA expression, by which one kernel does the work of many ops; or a
+            sentence that says why it has none.
+        is_composite: the kernel launches several of the device's, so one that is generated pays for this op alone.
         host_inputs: the inputs whose *values* the kernel reads, such as shapes and indices of tensor arrays: they have
             to be in host memory, as NumPy values, whatever `xp` is. To read one from the memory of a GPU would block.
         runs_on_host: the kernel computes with NumPy on any device: its outputs' shapes depend on the data, it draws
@@ -122,6 +140,9 @@ class Op:
     is_total: bool = False
     flops: Callable[..., float] | None = None
     derivative: Derivative | None = None
+    rows: Rows | None = None
+    cuda: CudaRule | str | None = None
+    is_composite: bool = False
     host_inputs: HostInputs = ()
     runs_on_host: bool = False
     traits: Traits = _UNSAID

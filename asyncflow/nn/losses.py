@@ -16,8 +16,6 @@ from asyncflow.ops.indexing import take_along_axis
 from asyncflow.ops.manipulation import expand_dims, squeeze
 from asyncflow.ops.nn import log_softmax, softplus
 from asyncflow.ops.promotion import is_weak, kind_of, same
-from asyncflow.ops.rows.by_row import row_by_row
-from asyncflow.ops.rows.rule import row_rule
 from asyncflow.ops.statistical import mean, sum
 
 if TYPE_CHECKING:
@@ -39,9 +37,16 @@ def _class_numbers_kernel(xp: Namespace) -> Kernel:
     return check
 
 
-CLASS_NUMBERS = define("class_numbers", same, _class_numbers_kernel, rows_kernel=_class_numbers_kernel, traits=OPAQUE)
+CLASS_NUMBERS = define(
+    "class_numbers",
+    same,
+    _class_numbers_kernel,
+    rows_kernel=_class_numbers_kernel,
+    rows="row by row",
+    cuda="it looks at the numbers, and refuses some",
+    traits=OPAQUE,
+)
 not_differentiable(CLASS_NUMBERS, because="labels are integers")
-row_rule(CLASS_NUMBERS)(row_by_row)
 
 
 def softmax_cross_entropy(logits: TensorLike, labels: TensorLike) -> Tensor:

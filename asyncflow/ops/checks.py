@@ -93,6 +93,7 @@ CHECK_NUMERICS = define(
     _check_numerics_spec,
     _check_numerics_kernel,
     rows_kernel=_check_numerics_kernel,
+    rows="row by row",
     runs_on_host=True,
 )
 
@@ -127,7 +128,13 @@ def _assert_kernel(xp: Namespace, *, message: str, summarize: int | None) -> Ker
 
 
 ASSERT = define(
-    "assert", _assert_spec, _assert_kernel, rows_kernel=_assert_kernel, effects=_assert_effects, runs_on_host=True
+    "assert",
+    _assert_spec,
+    _assert_kernel,
+    rows_kernel=_assert_kernel,
+    effects=_assert_effects,
+    rows="row by row",
+    runs_on_host=True,
 )
 
 

@@ -345,8 +345,8 @@ def _triangle_spec(x: Spec, *, k: int) -> Spec:
     return same(x)
 
 
-TRIL = define("tril", _triangle_spec, lambda xp, k: partial(xp.tril, k=k), traits=KERNELS)
-TRIU = define("triu", _triangle_spec, lambda xp, k: partial(xp.triu, k=k), traits=KERNELS)
+TRIL = define("tril", _triangle_spec, lambda xp, k: partial(xp.tril, k=k), rows="matrices", traits=KERNELS)
+TRIU = define("triu", _triangle_spec, lambda xp, k: partial(xp.triu, k=k), rows="matrices", traits=KERNELS)
 
 
 def tril(x: TensorLike, /, *, k: int = 0) -> Tensor:
@@ -373,7 +373,7 @@ def _meshgrid_kernel(xp: Namespace, *, indexing: str) -> Kernel:
     return lambda *arrays: tuple(xp.meshgrid(*arrays, indexing=indexing))
 
 
-MESHGRID = define("meshgrid", _meshgrid_spec, _meshgrid_kernel, traits=OPAQUE)
+MESHGRID = define("meshgrid", _meshgrid_spec, _meshgrid_kernel, rows="row by row", traits=OPAQUE)
 
 
 def meshgrid(*arrays: TensorLike, indexing: Literal["xy", "ij"] = "xy") -> list[Tensor]:

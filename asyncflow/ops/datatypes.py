@@ -14,6 +14,7 @@ from asyncflow.graph.op import KERNELS, VIEW, Memory, Traits, define, inputs_fro
 from asyncflow.graph.scopes import placed_on
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.cuda_source import convert
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.promotion import is_weak, kind_of, promoted_dtype
 
@@ -66,7 +67,13 @@ def _convert_string(x: Array, dtype: DType) -> Array:
 
 
 ASTYPE = define(
-    "astype", _astype_spec, _astype_kernel, is_total=True, traits=Traits(Memory.ANY, is_capturable=True, is_cheap=True)
+    "astype",
+    _astype_spec,
+    _astype_kernel,
+    is_total=True,
+    rows="elementwise",
+    cuda=lambda attrs, inputs, output, operands: convert(operands[0], inputs[0], output),
+    traits=Traits(Memory.ANY, is_capturable=True, is_cheap=True),
 )
 
 

@@ -124,7 +124,7 @@ def _of_linalg(name: str, infer: Callable[..., Spec | tuple[Spec, ...]], factor:
 
         return run
 
-    return define(name, infer, kernel, flops=_cubic(factor), traits=OPAQUE)
+    return define(name, infer, kernel, flops=_cubic(factor), rows="matrices", traits=OPAQUE)
 
 
 # -- square matrices -------------------------------------------------------------------------------------------------
@@ -330,9 +330,11 @@ def _svdvals_kernel(xp: Namespace) -> Kernel:
 
 QR = _of_linalg("qr", _qr_spec, 4.0)
 SVD = _of_linalg("svd", _svd_spec, 20.0)
-SVDVALS = define("svdvals", _svdvals_spec, _svdvals_kernel, flops=_cubic(4.0), traits=OPAQUE)
-PINV = define("pinv", _pinv_spec, _pinv_kernel, flops=_cubic(24.0), traits=OPAQUE)
-MATRIX_RANK = define("matrix_rank", _matrix_rank_spec, _matrix_rank_kernel, flops=_cubic(4.0), traits=OPAQUE)
+SVDVALS = define("svdvals", _svdvals_spec, _svdvals_kernel, flops=_cubic(4.0), rows="matrices", traits=OPAQUE)
+PINV = define("pinv", _pinv_spec, _pinv_kernel, flops=_cubic(24.0), rows="matrices", traits=OPAQUE)
+MATRIX_RANK = define(
+    "matrix_rank", _matrix_rank_spec, _matrix_rank_kernel, flops=_cubic(4.0), rows="matrices", traits=OPAQUE
+)
 
 
 def qr(x: TensorLike, /, *, mode: Literal["reduced", "complete"] = "reduced") -> QRResult:

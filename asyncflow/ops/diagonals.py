@@ -43,7 +43,9 @@ def _diagonal_kernel(xp: Namespace, *, offset: int) -> Kernel:
     return operator.methodcaller("diagonal", offset, -2, -1)
 
 
-DIAGONAL = define("diagonal", _diagonal_spec, _diagonal_kernel, is_total=True, flops=free, traits=OPAQUE)
+DIAGONAL = define(
+    "diagonal", _diagonal_spec, _diagonal_kernel, is_total=True, flops=free, rows="matrices", traits=OPAQUE
+)
 
 
 def _diagonal_matrix_spec(x: Spec, *sizes: Spec, shape: Shape, offset: int) -> Spec:
@@ -78,7 +80,12 @@ def _diagonal_matrix_kernel(xp: Namespace, *, shape: Shape, offset: int) -> Kern
 
 
 DIAGONAL_MATRIX = define(
-    "diagonal_matrix", _diagonal_matrix_spec, _diagonal_matrix_kernel, host_inputs=inputs_from(1), traits=OPAQUE
+    "diagonal_matrix",
+    _diagonal_matrix_spec,
+    _diagonal_matrix_kernel,
+    host_inputs=inputs_from(1),
+    rows="matrices",
+    traits=OPAQUE,
 )
 """Zeros with the vectors along the last axis of the input on a diagonal: the transpose of `DIAGONAL`."""
 

@@ -17,6 +17,18 @@ from asyncflow.graph.operators import install
 from asyncflow.graph.shapes import broadcast
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import zeros_like
+from asyncflow.ops.cuda_source import (
+    HALVES,
+    arithmetic,
+    convert,
+    division,
+    extreme,
+    function,
+    infix,
+    rounding,
+    ufunc_loop,
+    write_ufunc,
+)
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import (
     binary,
@@ -32,29 +44,69 @@ from asyncflow.ops.promotion import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from asyncflow.graph.dtypes import DType
-    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.ir import Attrs, Tensor
+    from asyncflow.ops.cuda_source import UfuncLoop
     from asyncflow.values import Kernel, Namespace
 
+_COMPLEX = "complex numbers have no expressions"
+
+
+def _power(loop: UfuncLoop, a: str, b: str) -> str:
+    if loop.kind in "iu":
+        return f"asyncflow_integer_power<{loop.type}, {loop.unsigned}>({a}, {b})"
+    return f"pow{loop.suffix}({a}, {b})"
+
+
+def _next_after(loop: UfuncLoop, a: str, b: str) -> str | None:
+    # The neighbours of a half are not those of the float that holds it.
+    return None if loop.dtype.name in HALVES else f"nextafter{loop.suffix}({a}, {b})"
+
+
+def _absolute(loop: UfuncLoop, a: str) -> str:
+    if loop.kind in ("b", "u"):
+        return a
+    return f"({a} < 0 ? {_negative(loop, a)} : {a})" if loop.kind == "i" else f"fabs{loop.suffix}({a})"
+
+
+def _negative(loop: UfuncLoop, a: str) -> str:
+    return f"-{a}" if loop.kind == "f" else loop.wrap(f"0u - {loop.bits(a)}")
+
+
+def _reciprocal(loop: UfuncLoop, a: str) -> str:
+    return f"{loop.number(1)} / {a}" if loop.kind == "f" else loop.wrap(f"{a} == 0 ? 0 : 1 / {a}")
+
+
+def _sign(loop: UfuncLoop, a: str) -> str:
+    sign = loop.wrap(f"({a} > 0) - ({a} < 0)")
+    return f"({a} != {a} ? {a} : {sign})" if loop.kind == "f" else sign
+
+
+def _square(loop: UfuncLoop, a: str) -> str:
+    return f"{a} * {a}" if loop.kind == "f" else loop.wrap(f"{loop.bits(a)} * {loop.bits(a)}")
+
+
 # Plain Python operators on NumPy scalars give the same dtype and bits for these; for `pow` and `abs` they do not.
-ADD = ufunc_op("add", "add", operator.add)
+ADD = ufunc_op("add", "add", arithmetic("+", "|"), operator.add)
 ATAN2 = ufunc_op("atan2", "arctan2")
 COPYSIGN = ufunc_op("copysign", "copysign")
-DIVIDE = ufunc_op("divide", "true_divide", operator.truediv)
-FLOOR_DIVIDE = ufunc_op("floor_divide", "floor_divide", operator.floordiv)
+DIVIDE = ufunc_op("divide", "true_divide", infix("/"), operator.truediv)
+FLOOR_DIVIDE = ufunc_op("floor_divide", "floor_divide", division("floor_divide", "/"), operator.floordiv)
 HYPOT = ufunc_op("hypot", "hypot")
-LOGADDEXP = ufunc_op("logaddexp", "logaddexp")
-MAXIMUM = ufunc_op("maximum", "maximum")
-MINIMUM = ufunc_op("minimum", "minimum")
-MULTIPLY = ufunc_op("multiply", "multiply", operator.mul)
-NEXTAFTER = ufunc_op("nextafter", "nextafter")
-REMAINDER = ufunc_op("remainder", "remainder", operator.mod)
-SUBTRACT = ufunc_op("subtract", "subtract", operator.sub)
-COMPLEX_MULTIPLY = ufunc_op("complex_multiply", "multiply")
+LOGADDEXP = ufunc_op("logaddexp", "logaddexp", function("asyncflow_logaddexp"))
+MAXIMUM = ufunc_op("maximum", "maximum", extreme("maximum"))
+MINIMUM = ufunc_op("minimum", "minimum", extreme("minimum"))
+MULTIPLY = ufunc_op("multiply", "multiply", arithmetic("*", "&"), operator.mul)
+NEXTAFTER = ufunc_op("nextafter", "nextafter", _next_after)
+REMAINDER = ufunc_op("remainder", "remainder", division("remainder", "%"), operator.mod)
+SUBTRACT = ufunc_op("subtract", "subtract", arithmetic("-", "^"), operator.sub)
+COMPLEX_MULTIPLY = ufunc_op("complex_multiply", "multiply", _COMPLEX)
 # Integers have no negative powers.
-POW = ufunc_op("pow", "power", is_total=False)
+POW = ufunc_op("pow", "power", _power, is_total=False)
 
-ABS = ufunc_op("abs", "absolute")
+ABS = ufunc_op("abs", "absolute", _absolute)
 ACOS = ufunc_op("acos", "arccos")
 ACOSH = ufunc_op("acosh", "arccosh")
 ASIN = ufunc_op("asin", "arcsin")
@@ -69,22 +121,22 @@ LOG = ufunc_op("log", "log")
 LOG1P = ufunc_op("log1p", "log1p")
 LOG10 = ufunc_op("log10", "log10")
 LOG2 = ufunc_op("log2", "log2")
-NEGATIVE = ufunc_op("negative", "negative", operator.neg)
-POSITIVE = ufunc_op("positive", "positive", operator.pos)
-RECIPROCAL = ufunc_op("reciprocal", "reciprocal")
-SIGN = ufunc_op("sign", "sign")
+NEGATIVE = ufunc_op("negative", "negative", _negative, operator.neg)
+POSITIVE = ufunc_op("positive", "positive", lambda loop, a: a, operator.pos)
+RECIPROCAL = ufunc_op("reciprocal", "reciprocal", _reciprocal)
+SIGN = ufunc_op("sign", "sign", _sign)
 SIN = ufunc_op("sin", "sin")
 SINH = ufunc_op("sinh", "sinh")
 SQRT = ufunc_op("sqrt", "sqrt")
-SQUARE = ufunc_op("square", "square")
+SQUARE = ufunc_op("square", "square", _square)
 TAN = ufunc_op("tan", "tan")
 TANH = ufunc_op("tanh", "tanh")
 
-CEIL = ufunc_op("ceil", "ceil")
-FLOOR = ufunc_op("floor", "floor")
-ROUND = ufunc_op("round", "rint")
-TRUNC = ufunc_op("trunc", "trunc")
-CONJ = ufunc_op("conj", "conjugate")
+CEIL = ufunc_op("ceil", "ceil", rounding("ceil"))
+FLOOR = ufunc_op("floor", "floor", rounding("floor"))
+ROUND = ufunc_op("round", "rint", rounding("rint"))
+TRUNC = ufunc_op("trunc", "trunc", rounding("trunc"))
+CONJ = ufunc_op("conj", "conjugate", lambda loop, a: a)
 
 
 def _part_spec(x: Spec) -> Spec:
@@ -92,8 +144,8 @@ def _part_spec(x: Spec) -> Spec:
     return Spec(real_dtype(x.dtype), x.shape)
 
 
-REAL = define("real", _part_spec, lambda xp: xp.real, is_total=True, traits=KERNELS)
-IMAG = define("imag", _part_spec, lambda xp: xp.imag, is_total=True, traits=KERNELS)
+REAL = define("real", _part_spec, lambda xp: xp.real, is_total=True, rows="elementwise", cuda=_COMPLEX, traits=KERNELS)
+IMAG = define("imag", _part_spec, lambda xp: xp.imag, is_total=True, rows="elementwise", cuda=_COMPLEX, traits=KERNELS)
 
 
 def _clip_spec(x: Spec, *bounds: Spec, low: bool, high: bool, dtype: DType) -> Spec:
@@ -110,7 +162,29 @@ def _clip_kernel(xp: Namespace, *, low: bool, high: bool, dtype: DType) -> Kerne
     return lambda x, least, most: xp.minimum(xp.maximum(x, least), most).astype(dtype, copy=False)
 
 
-CLIP = define("clip", _clip_spec, _clip_kernel, is_total=True, traits=KERNELS)
+def _clip_source(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str | None:
+    text: str | None = operands[0]
+    dtype = inputs[0]
+    steps = [(np.maximum, "maximum")] * attrs["low"] + [(np.minimum, "minimum")] * attrs["high"]
+    for (ufunc, name), bound, limit in zip(steps, inputs[1:], operands[1:], strict=True):
+        dtypes = ufunc_loop(ufunc, (dtype, bound))
+        if dtypes is None or text is None:
+            return None
+        text = write_ufunc(ufunc, extreme(name), (dtype, bound), (text, limit))
+        dtype = dtypes[-1]
+    return None if text is None else convert(text, dtype, output)
+
+
+CLIP = define(
+    "clip",
+    _clip_spec,
+    _clip_kernel,
+    is_total=True,
+    rows="elementwise",
+    cuda=_clip_source,
+    is_composite=True,
+    traits=KERNELS,
+)
 
 
 def _rounded(op: Op, x: TensorLike) -> Tensor:

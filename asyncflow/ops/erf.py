@@ -9,7 +9,8 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import TensorLike, apply
-from asyncflow.ops.nn import _activation
+from asyncflow.ops.cuda_source import function
+from asyncflow.ops.nn import activation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +72,7 @@ def _erf(xp: Namespace, x: Array) -> Array:
     return xp.where(size < 1, near, xp.copysign(far, x))
 
 
-ERF = _activation("erf", _erf, 50)
+ERF = activation("erf", _erf, 50, function("erf"))
 
 
 def erf(x: TensorLike, /) -> Tensor:

@@ -213,7 +213,7 @@ def _vecdot_kernel(xp: Namespace, *, axis: int, dtype: DType) -> Kernel:
     return _narrowed(kernel, dtype)
 
 
-VECDOT = define("vecdot", _vecdot_spec, _vecdot_kernel, flops=per_input_element, traits=OPAQUE)
+VECDOT = define("vecdot", _vecdot_spec, _vecdot_kernel, flops=per_input_element, rows="axis", traits=OPAQUE)
 
 
 def vecdot(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:

@@ -11,17 +11,66 @@ from asyncflow.graph.build import TensorLike, is_symbolic
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import NEW, Op, define
 from asyncflow.graph.operators import install
+from asyncflow.ops.cuda_source import compared, of_ufunc
 from asyncflow.ops.promotion import binary, comparison, predicate, ufunc_op, unary
 
 if TYPE_CHECKING:
     from types import NotImplementedType
 
+    from asyncflow.ops.cuda_source import UfuncLoop, Writer
     from asyncflow.values import Kernel
+
+
+def _bitwise(sign: str) -> Writer:
+    return lambda loop, a, b: loop.wrap(f"{a} {sign} {b}")
+
+
+def _logical(sign: str) -> Writer:
+    return lambda loop, a, b: f"({a} != 0) {sign} ({b} != 0)"
+
+
+def _invert(loop: UfuncLoop, a: str) -> str:
+    return f"!{a}" if loop.kind == "b" else loop.wrap(f"~{a}")
+
+
+def _left_shift(loop: UfuncLoop, a: str, b: str) -> str:
+    # All bits are shifted out by counts that are too large, or negative.
+    return loop.wrap(f"{loop.bits(b)} < {loop.dtype.itemsize * 8} ? {loop.bits(a)} << {b} : 0")
+
+
+def _right_shift(loop: UfuncLoop, a: str, b: str) -> str:
+    rest = f"({a} < 0 ? -1 : 0)" if loop.kind == "i" else "0"
+    return loop.wrap(f"{loop.bits(b)} < {loop.dtype.itemsize * 8} ? {a} >> {b} : {rest}")
+
+
+def _is_finite(loop: UfuncLoop, a: str) -> str:
+    return f"{a} - {a} == 0" if loop.kind == "f" else "true"
+
+
+def _is_infinite(loop: UfuncLoop, a: str) -> str:
+    return f"{a} == {a} && {a} - {a} != 0" if loop.kind == "f" else "false"
+
+
+def _is_nan(loop: UfuncLoop, a: str) -> str:
+    return f"{a} != {a}" if loop.kind == "f" else "false"
+
+
+def _signbit(loop: UfuncLoop, a: str) -> str:
+    return f"copysign{loop.suffix}({loop.number(1)}, {a}) < 0"
 
 
 def _comparison_op(name: str, scalar_kernel: Kernel) -> Op:
     # Strings compare too, which is why these do not take NumPy's rule for the ufunc.
-    return define(name, predicate, lambda xp: getattr(xp, name), scalar_kernel=scalar_kernel, is_total=True, traits=NEW)
+    return define(
+        name,
+        predicate,
+        lambda xp: getattr(xp, name),
+        scalar_kernel=scalar_kernel,
+        is_total=True,
+        rows="elementwise",
+        cuda=of_ufunc(getattr(np, name), compared(name)),
+        traits=NEW,
+    )
 
 
 EQUAL = _comparison_op("equal", operator.eq)
@@ -31,21 +80,21 @@ LESS = _comparison_op("less", operator.lt)
 LESS_EQUAL = _comparison_op("less_equal", operator.le)
 NOT_EQUAL = _comparison_op("not_equal", operator.ne)
 
-BITWISE_AND = ufunc_op("bitwise_and", "bitwise_and", operator.and_)
-BITWISE_OR = ufunc_op("bitwise_or", "bitwise_or", operator.or_)
-BITWISE_XOR = ufunc_op("bitwise_xor", "bitwise_xor", operator.xor)
-BITWISE_LEFT_SHIFT = ufunc_op("bitwise_left_shift", "left_shift", operator.lshift)
-BITWISE_RIGHT_SHIFT = ufunc_op("bitwise_right_shift", "right_shift", operator.rshift)
-LOGICAL_AND = ufunc_op("logical_and", "logical_and")
-LOGICAL_OR = ufunc_op("logical_or", "logical_or")
-LOGICAL_XOR = ufunc_op("logical_xor", "logical_xor")
+BITWISE_AND = ufunc_op("bitwise_and", "bitwise_and", _bitwise("&"), operator.and_)
+BITWISE_OR = ufunc_op("bitwise_or", "bitwise_or", _bitwise("|"), operator.or_)
+BITWISE_XOR = ufunc_op("bitwise_xor", "bitwise_xor", _bitwise("^"), operator.xor)
+BITWISE_LEFT_SHIFT = ufunc_op("bitwise_left_shift", "left_shift", _left_shift, operator.lshift)
+BITWISE_RIGHT_SHIFT = ufunc_op("bitwise_right_shift", "right_shift", _right_shift, operator.rshift)
+LOGICAL_AND = ufunc_op("logical_and", "logical_and", _logical("&&"))
+LOGICAL_OR = ufunc_op("logical_or", "logical_or", _logical("||"))
+LOGICAL_XOR = ufunc_op("logical_xor", "logical_xor", _logical("!="))
 
-BITWISE_INVERT = ufunc_op("bitwise_invert", "invert", operator.invert)
-ISFINITE = ufunc_op("isfinite", "isfinite")
-ISINF = ufunc_op("isinf", "isinf")
-ISNAN = ufunc_op("isnan", "isnan")
-LOGICAL_NOT = ufunc_op("logical_not", "logical_not")
-SIGNBIT = ufunc_op("signbit", "signbit")
+BITWISE_INVERT = ufunc_op("bitwise_invert", "invert", _invert, operator.invert)
+ISFINITE = ufunc_op("isfinite", "isfinite", _is_finite)
+ISINF = ufunc_op("isinf", "isinf", _is_infinite)
+ISNAN = ufunc_op("isnan", "isnan", _is_nan)
+LOGICAL_NOT = ufunc_op("logical_not", "logical_not", lambda loop, a: f"{a} == 0")
+SIGNBIT = ufunc_op("signbit", "signbit", _signbit)
 
 
 def bitwise_and(x1: TensorLike, x2: TensorLike, /) -> Tensor:

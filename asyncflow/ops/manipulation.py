@@ -86,8 +86,8 @@ def _concat_kernel(xp: Namespace, *, axis: int | None) -> Kernel:
     return concat
 
 
-CONCAT = define("concat", _concat_spec, _concat_kernel, traits=NEW)
-STACK = define("stack", _stack_spec, lambda xp, axis: lambda *xs: xp.stack(xs, axis=axis), traits=NEW)
+CONCAT = define("concat", _concat_spec, _concat_kernel, rows="axis", traits=NEW)
+STACK = define("stack", _stack_spec, lambda xp, axis: lambda *xs: xp.stack(xs, axis=axis), rows="axis", traits=NEW)
 
 
 def concat(arrays: Sequence[TensorLike], /, *, axis: int | None = 0) -> Tensor:
@@ -139,7 +139,7 @@ def _unstack_kernel(xp: Namespace, *, axis: int) -> Kernel:
     return kernel
 
 
-UNSTACK = define("unstack", _unstack_spec, _unstack_kernel, flops=free, traits=KERNELS)
+UNSTACK = define("unstack", _unstack_spec, _unstack_kernel, flops=free, rows="axis", traits=KERNELS)
 
 
 def unstack(x: TensorLike, /, *, axis: int = 0) -> tuple[Tensor, ...]:
@@ -262,6 +262,7 @@ FLIP = define(
     _flip_spec,
     lambda xp, axis: partial(xp.flip, axis=axis),
     flops=free,
+    rows="axes",
     traits=Traits(Memory.WHOLE_VIEW, is_capturable=True, is_cheap=False),
 )
 

@@ -19,13 +19,14 @@ from asyncflow.graph.shapes import broadcast, format_shape, is_compatible, norma
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, normalize_axes, reduced, static_int
 from asyncflow.ops.cost import PASS, elements, several_passes
+from asyncflow.ops.cuda_source import UfuncLoop, rounded_once
 from asyncflow.ops.extents import Extent, shape_reader, split_extents, template_shape
 from asyncflow.ops.promotion import kind_of, require_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from asyncflow.graph.ir import Tensor
+    from asyncflow.graph.ir import Attrs, Tensor
     from asyncflow.graph.shapes import Shape
     from asyncflow.values import Array, Kernel, Namespace, Value
 
@@ -46,11 +47,35 @@ def _float_spec(x: Spec) -> Spec:
     return x
 
 
-def _activation(name: str, function: Callable[[Namespace, Array], Value], flops: float) -> Op:
+def activation(
+    name: str,
+    function: Callable[[Namespace, Array], Value],
+    flops: float,
+    cuda: Callable[[UfuncLoop, str], str],
+) -> Op:
+    """Defines an op of floats that goes element by element.
+
+    Args:
+        name: of the op.
+        function: ``function(xp, x)`` computes it, in float32 at least.
+        flops: operations an element.
+        cuda: ``cuda(loop, x)`` writes it in CUDA C++.
+    """
+
     def cost(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
         return flops * PASS * elements(outputs[0])
 
-    return define(name, _float_spec, lambda xp: _wide(partial(function, xp)), is_total=True, flops=cost, traits=NEW)
+    return define(
+        name,
+        _float_spec,
+        lambda xp: _wide(partial(function, xp)),
+        is_total=True,
+        flops=cost,
+        rows="elementwise",
+        cuda=rounded_once(cuda),
+        is_composite=True,
+        traits=NEW,
+    )
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
@@ -65,8 +90,17 @@ def _sigmoid(xp: Namespace, x: Array) -> Array:
     return xp.divide(1, grown, out=grown)
 
 
+def _sigmoid_source(loop: UfuncLoop, x: str) -> str:
+    return f"{loop.number(1)} / ({loop.number(1)} + exp{loop.suffix}(-{x}))"
+
+
 def _softplus(xp: Namespace, x: Array) -> Array:
     return xp.maximum(x, 0) + xp.log1p(xp.exp(-xp.abs(x)))
+
+
+def _softplus_source(loop: UfuncLoop, x: str) -> str:
+    f, positive = loop.suffix, f"asyncflow_maximum<{loop.type}>({x}, {loop.number(0)})"
+    return f"{positive} + log1p{f}(exp{f}(-fabs{f}({x})))"
 
 
 FARTHEST = -3e38
@@ -77,8 +111,18 @@ def _silu(xp: Namespace, x: Array) -> Array:
     return xp.maximum(x, FARTHEST) * _sigmoid(xp, x)
 
 
+def _silu_source(loop: UfuncLoop, x: str) -> str:
+    return f"asyncflow_maximum<{loop.type}>({x}, {loop.number(FARTHEST)}) * ({_sigmoid_source(loop, x)})"
+
+
 def _gelu(xp: Namespace, x: Array) -> Value:
     return 0.5 * xp.maximum(x, FARTHEST) * (1 + xp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+def _gelu_source(loop: UfuncLoop, x: str) -> str:
+    half, one, slope, cubic, far = map(loop.number, (0.5, 1.0, 0.7978845608028654, 0.044715, FARTHEST))
+    factor = f"{half} * asyncflow_maximum<{loop.type}>({x}, {far})"
+    return f"{factor} * ({one} + tanh{loop.suffix}({slope} * ({x} + {cubic} * {x} * {x} * {x})))"
 
 
 def _relu_spec(x: Spec) -> Spec:
@@ -90,11 +134,16 @@ def _relu_kernel(xp: Namespace) -> Kernel:
     return lambda x: xp.maximum(x, x.dtype.type(0))
 
 
-RELU = define("relu", _relu_spec, _relu_kernel, is_total=True, traits=KERNELS)
-SIGMOID = _activation("sigmoid", _sigmoid, 4)
-SILU = _activation("silu", _silu, 6)
-SOFTPLUS = _activation("softplus", _softplus, 8)
-GELU = _activation("gelu", _gelu, 13)
+def _relu_source(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
+    loop = UfuncLoop(output)
+    return f"asyncflow_maximum<{loop.type}>({operands[0]}, {loop.number(0)})"
+
+
+RELU = define("relu", _relu_spec, _relu_kernel, is_total=True, rows="elementwise", cuda=_relu_source, traits=KERNELS)
+SIGMOID = activation("sigmoid", _sigmoid, 4, _sigmoid_source)
+SILU = activation("silu", _silu, 6, _silu_source)
+SOFTPLUS = activation("softplus", _softplus, 8, _softplus_source)
+GELU = activation("gelu", _gelu, 13, _gelu_source)
 
 
 def relu(x: TensorLike, /) -> Tensor:
@@ -146,16 +195,15 @@ def _log_softmax(xp: Namespace, axis: int, x: Array) -> Value:
     return shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
 
 
-SOFTMAX = define(
-    "softmax", _softmax_spec, lambda xp, axis: _wide(partial(_softmax, xp, axis)), flops=several_passes, traits=NEW
-)
-LOG_SOFTMAX = define(
-    "log_softmax",
-    _softmax_spec,
-    lambda xp, axis: _wide(partial(_log_softmax, xp, axis)),
-    flops=several_passes,
-    traits=NEW,
-)
+def _along_axis(name: str, function: Callable[[Namespace, int, Array], Value]) -> Op:
+    def kernel(xp: Namespace, *, axis: int) -> Kernel:
+        return _wide(partial(function, xp, axis))
+
+    return define(name, _softmax_spec, kernel, flops=several_passes, rows="axis", traits=NEW)
+
+
+SOFTMAX = _along_axis("softmax", _softmax)
+LOG_SOFTMAX = _along_axis("log_softmax", _log_softmax)
 
 
 def softmax(x: TensorLike, /, *, axis: int = -1) -> Tensor:
@@ -192,7 +240,7 @@ def _logsumexp_kernel(xp: Namespace, *, axis: Axes, keepdims: bool) -> Kernel:
     return _wide(partial(_logsumexp, xp, axis, keepdims))
 
 
-LOGSUMEXP = define("logsumexp", _logsumexp_spec, _logsumexp_kernel, flops=several_passes, traits=KERNELS)
+LOGSUMEXP = define("logsumexp", _logsumexp_spec, _logsumexp_kernel, flops=several_passes, rows="axes", traits=KERNELS)
 
 
 def logsumexp(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:

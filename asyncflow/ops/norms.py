@@ -135,7 +135,7 @@ def _cross_kernel(xp: Namespace, *, axis: int) -> Kernel:
     return kernel
 
 
-CROSS = define("cross", _cross_spec, _cross_kernel, traits=OPAQUE)
+CROSS = define("cross", _cross_spec, _cross_kernel, rows="axis", traits=OPAQUE)
 
 
 def cross(x1: TensorLike, x2: TensorLike, /, *, axis: int = -1) -> Tensor:

@@ -20,10 +20,12 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import NEW, Op, register
 from asyncflow.graph.shapes import broadcast
 from asyncflow.graph.spec import Spec
+from asyncflow.ops.cuda_source import function, of_ufunc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Iterable
 
+    from asyncflow.ops.cuda_source import Writer
     from asyncflow.values import Kernel
 
 WeakScalar: TypeAlias = bool | int | float | complex
@@ -157,12 +159,20 @@ def unary(op: Op, x: TensorLike) -> Tensor:
     return apply(op, x)[0]
 
 
-def ufunc_op(name: str, ufunc: str, scalar_kernel: Kernel | None = None, *, is_total: bool = True) -> Op:
+def ufunc_op(
+    name: str,
+    ufunc: str,
+    cuda: Writer | str | None = None,
+    scalar_kernel: Kernel | None = None,
+    *,
+    is_total: bool = True,
+) -> Op:
     """Registers the op that is NumPy's (and CuPy's) `ufunc` of that name, with its dtypes and broadcasting.
 
     Args:
         name: of the op.
         ufunc: its name in NumPy.
+        cuda: writes it in CUDA C++, or says why that cannot be; by default as C's math function of the op's name.
         scalar_kernel: as in `Op`.
         is_total: as in `Op`.
     """
@@ -172,15 +182,12 @@ def ufunc_op(name: str, ufunc: str, scalar_kernel: Kernel | None = None, *, is_t
         lambda xp: getattr(xp, ufunc),
         scalar_kernel=scalar_kernel,
         is_total=is_total,
+        rows="elementwise",
+        cuda=cuda if isinstance(cuda, str) else of_ufunc(getattr(np, ufunc), cuda or function(name)),
         traits=NEW,
     )
     _UFUNCS[op] = getattr(np, ufunc)
     return register(op)
-
-
-def ufunc_ops() -> Collection[Op]:
-    """All ops that `ufunc_op` has registered."""
-    return _UFUNCS.keys()
 
 
 def promote_for(

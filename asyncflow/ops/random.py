@@ -69,7 +69,7 @@ def _random_op(name: str, infer: Callable[..., Spec], draw: Callable[..., Callab
     def rule(*inputs: Spec, seed: int, **attrs: object) -> Spec:
         return infer(*inputs, **attrs)
 
-    op = Op(f"random_{name}", rule, kernel, needs_context=True, is_random=True, runs_on_host=True)
+    op = Op(f"random_{name}", rule, kernel, needs_context=True, is_random=True, rows="row by row", runs_on_host=True)
     return register(op)
 
 

@@ -38,8 +38,8 @@ def _function(name: str) -> Callable[..., Kernel]:
     return lambda xp, **attrs: partial(getattr(xp, name), **attrs)
 
 
-ARGMAX = define("argmax", _argument_spec, _function("argmax"), flops=per_input_element, traits=KERNELS)
-ARGMIN = define("argmin", _argument_spec, _function("argmin"), flops=per_input_element, traits=KERNELS)
+ARGMAX = define("argmax", _argument_spec, _function("argmax"), flops=per_input_element, rows="axis", traits=KERNELS)
+ARGMIN = define("argmin", _argument_spec, _function("argmin"), flops=per_input_element, rows="axis", traits=KERNELS)
 
 
 def argmax(x: TensorLike, /, *, axis: int | None = None, keepdims: bool = False) -> Tensor:
@@ -94,8 +94,12 @@ def _nonzero_spec(x: Spec) -> tuple[Spec, ...]:
     return (Spec(int64, (extent,)),) * x.rank
 
 
-COUNT_NONZERO = define("count_nonzero", _count_spec, _count_kernel, flops=per_input_element, traits=KERNELS)
-NONZERO = define("nonzero", _nonzero_spec, lambda xp: xp.nonzero, flops=per_input_element, runs_on_host=True)
+COUNT_NONZERO = define(
+    "count_nonzero", _count_spec, _count_kernel, flops=per_input_element, rows="axes", traits=KERNELS
+)
+NONZERO = define(
+    "nonzero", _nonzero_spec, lambda xp: xp.nonzero, flops=per_input_element, rows="as found", runs_on_host=True
+)
 
 
 def count_nonzero(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:
@@ -137,7 +141,7 @@ def _searchsorted_kernel(xp: Namespace, *, side: str) -> Kernel:
     return lambda x1, x2, sorter=None: xp.searchsorted(x1, x2, side=side, sorter=sorter)
 
 
-SEARCHSORTED = define("searchsorted", _searchsorted_spec, _searchsorted_kernel, traits=OPAQUE)
+SEARCHSORTED = define("searchsorted", _searchsorted_spec, _searchsorted_kernel, rows="row by row", traits=OPAQUE)
 
 
 def searchsorted(
@@ -193,7 +197,16 @@ def _where_on_host(condition: Array, x1: Array, x2: Array) -> Array:
 
 _MANY: Final = 1024
 """Elements for which two views of an array cost nothing beside it."""
-WHERE = define("where", _where_spec, _where_kernel, scalar_kernel=_choose, is_total=True, traits=NEW)
+WHERE = define(
+    "where",
+    _where_spec,
+    _where_kernel,
+    scalar_kernel=_choose,
+    is_total=True,
+    rows="elementwise",
+    cuda=lambda attrs, inputs, output, operands: "{} ? {} : {}".format(*operands),
+    traits=NEW,
+)
 
 
 def where(condition: TensorLike, x1: TensorLike, x2: TensorLike, /) -> Tensor:

@@ -49,7 +49,7 @@ def _segment_ids_kernel(xp: Namespace) -> Kernel:
     return kernel
 
 
-SEGMENT_IDS = define("segment_ids", _segment_ids_spec, _segment_ids_kernel, traits=OPAQUE)
+SEGMENT_IDS = define("segment_ids", _segment_ids_spec, _segment_ids_kernel, rows="row by row", traits=OPAQUE)
 """Its first input, once there is one for each row of the second: else `scatter_add` would broadcast a single row."""
 
 
@@ -95,7 +95,7 @@ def _bincount_kernel(xp: Namespace, *, minlength: int, dtype: DType) -> Kernel:
     return kernel
 
 
-BINCOUNT = define("bincount", _bincount_spec, _bincount_kernel, runs_on_host=True)
+BINCOUNT = define("bincount", _bincount_spec, _bincount_kernel, rows="as found", runs_on_host=True)
 
 
 def bincount(x: TensorLike, /, *, weights: TensorLike | None = None, minlength: int = 0) -> Tensor:

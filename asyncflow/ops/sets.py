@@ -78,7 +78,7 @@ def _unique_op(name: str, infer: Callable[[Spec], Spec | tuple[Spec, ...]], *oth
 
         return run if others else unique
 
-    return define(name, infer, kernel, flops=sorting, runs_on_host=True)
+    return define(name, infer, kernel, flops=sorting, rows="as found", runs_on_host=True)
 
 
 UNIQUE_ALL = _unique_op("unique_all", _all_spec, "index", "inverse", "counts")

@@ -47,8 +47,8 @@ def _argsort_kernel(xp: Namespace, *, axis: int, descending: bool, stable: bool)
     return lambda x: x.shape[axis] - 1 - xp.flip(ascending(xp.flip(x, axis)), axis)
 
 
-SORT = define("sort", _sort_spec, _sort_kernel, flops=sorting, traits=OPAQUE)
-ARGSORT = define("argsort", _argsort_spec, _argsort_kernel, flops=sorting, traits=OPAQUE)
+SORT = define("sort", _sort_spec, _sort_kernel, flops=sorting, rows="axis", traits=OPAQUE)
+ARGSORT = define("argsort", _argsort_spec, _argsort_kernel, flops=sorting, rows="axis", traits=OPAQUE)
 
 
 def sort(x: TensorLike, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
@@ -92,7 +92,7 @@ def _top_k_kernel(xp: Namespace, *, k: int, axis: int, largest: bool) -> Kernel:
     return kernel
 
 
-TOP_K = define("top_k", _top_k_spec, _top_k_kernel, flops=sorting, traits=OPAQUE)
+TOP_K = define("top_k", _top_k_spec, _top_k_kernel, flops=sorting, rows="axis", traits=OPAQUE)
 
 
 def top_k(x: TensorLike, k: int, /, *, axis: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:

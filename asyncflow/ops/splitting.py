@@ -63,7 +63,7 @@ def _split_kernel(xp: Namespace, *, sections: Sections, axis: int) -> Kernel:
     return kernel
 
 
-SPLIT = define("split", _split_spec, _split_kernel, flops=free, traits=OPAQUE)
+SPLIT = define("split", _split_spec, _split_kernel, flops=free, rows="axis", traits=OPAQUE)
 
 
 def split(x: TensorLike, sections: int | Sequence[int], /, *, axis: int = 0) -> tuple[Tensor, ...]:

@@ -60,8 +60,8 @@ def _summing(method: str) -> Callable[..., Kernel]:
     return factory
 
 
-SUM = define("sum", _sum_spec, _summing("sum"), is_total=True, flops=per_input_element, traits=NEW)
-PROD = define("prod", _sum_spec, _summing("prod"), is_total=True, flops=per_input_element, traits=KERNELS)
+SUM = define("sum", _sum_spec, _summing("sum"), is_total=True, flops=per_input_element, rows="axes", traits=NEW)
+PROD = define("prod", _sum_spec, _summing("prod"), is_total=True, flops=per_input_element, rows="axes", traits=KERNELS)
 
 
 def sum(x: TensorLike, /, *, axis: Axes = None, dtype: DTypeLike | None = None, keepdims: bool = False) -> Tensor:
@@ -117,8 +117,8 @@ def _with_initial(xp: Namespace, running: Kernel, axis: int, initial: int, x: Ar
     return xp.concatenate([xp.full(shape, initial, dtype=result.dtype), result], axis=axis)
 
 
-CUMULATIVE_SUM = define("cumulative_sum", _cumulative_spec, _cumulating("cumsum", 0), traits=KERNELS)
-CUMULATIVE_PROD = define("cumulative_prod", _cumulative_spec, _cumulating("cumprod", 1), traits=KERNELS)
+CUMULATIVE_SUM = define("cumulative_sum", _cumulative_spec, _cumulating("cumsum", 0), rows="axis", traits=KERNELS)
+CUMULATIVE_PROD = define("cumulative_prod", _cumulative_spec, _cumulating("cumprod", 1), rows="axis", traits=KERNELS)
 
 
 def cumulative_sum(
@@ -159,7 +159,7 @@ def method_reduction(name: str, infer: Callable[..., Spec]) -> Op:
     def kernel(xp: Namespace, **attrs: object) -> Kernel:
         return operator.methodcaller(name, **attrs)
 
-    return define(name, infer, kernel, is_total=True, flops=per_input_element, traits=KERNELS)
+    return define(name, infer, kernel, is_total=True, flops=per_input_element, rows="axes", traits=KERNELS)
 
 
 MAX = method_reduction("max", _extreme_spec)
@@ -236,9 +236,9 @@ def _spread(name: str) -> Callable[..., Kernel]:
     return factory
 
 
-MEAN = define("mean", _mean_spec, _mean_kernel, is_total=True, flops=per_input_element, traits=NEW)
-STD = define("std", _spread_spec, _spread("std"), is_total=True, flops=several_passes, traits=KERNELS)
-VAR = define("var", _spread_spec, _spread("var"), is_total=True, flops=several_passes, traits=KERNELS)
+MEAN = define("mean", _mean_spec, _mean_kernel, is_total=True, flops=per_input_element, rows="axes", traits=NEW)
+STD = define("std", _spread_spec, _spread("std"), is_total=True, flops=several_passes, rows="axes", traits=KERNELS)
+VAR = define("var", _spread_spec, _spread("var"), is_total=True, flops=several_passes, rows="axes", traits=KERNELS)
 
 
 def mean(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False) -> Tensor:

@@ -66,7 +66,7 @@ def _diff_kernel(xp: Namespace, *, axis: int, n: int) -> Kernel:
     return partial(xp.diff, n=n, axis=axis)
 
 
-DIFF = define("diff", _diff_spec, _diff_kernel, traits=KERNELS)
+DIFF = define("diff", _diff_spec, _diff_kernel, rows="axis", traits=KERNELS)
 
 
 def diff(

@@ -13,7 +13,6 @@ from asyncflow.errors import GraphError
 from asyncflow.graph.builtin import IDENTITY
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.op import NEW, OPAQUE, VIEW, Memory, Op, Traits, registered_ops
-from asyncflow.ops.cuda_source import has_source
 from asyncflow.ops.elementwise import add
 from tests.ops.test_host_inputs import PROGRAMS, run_here, traced
 
@@ -64,7 +63,7 @@ def test_only_what_computes_on_a_device_alone_can_be_captured_or_computed_again(
         if op.traits.is_capturable or op.traits.is_cheap:
             assert op.is_pure, op.name
             assert not op.runs_on_host, op.name
-        assert op.traits.is_capturable or not has_source(op), op.name
+        assert op.traits.is_capturable or not callable(op.cuda), op.name
 
 
 def test_families_answer_everything() -> None:

@@ -24,7 +24,7 @@ ROWS = 3
 def test_every_op_has_a_row_rule_or_says_why_not() -> None:
     known = [op for op in registered_ops() if not op.is_user and op.name.isidentifier()]
     missing = [op.name for op in known if row_rule_of(op) is None and why_no_row_rule(op) is None]
-    assert not missing, f"give these a rule in asyncflow/ops/rows/, or a reason with no_row_rule: {missing}"
+    assert not missing, f"define these with rows= (see `Op`), or give a reason with no_row_rule: {missing}"
     both = [op.name for op in known if row_rule_of(op) is not None and why_no_row_rule(op) is not None]
     assert not both
 

@@ -25,7 +25,7 @@ from asyncflow.graph.op import bound_kernel, host_inputs, is_registered, runs_on
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, size_of
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.cuda_source import is_otherwise_in_cupy
+from asyncflow.ops.elementwise import FLOOR_DIVIDE, REMAINDER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +62,8 @@ def bind_kernel(node: Node, xp: Namespace, resolve: Resolve, *, check_outputs: b
         check_numerics: fail on NaN and infinity.
     """
     attrs = {name: resolve(value) if isinstance(value, Resource) else value for name, value in node.attrs.items()}
-    if xp is not np and node.outputs and is_otherwise_in_cupy(node.op, node.outputs[0].dtype):
+    if xp is not np and node.op in (FLOOR_DIVIDE, REMAINDER) and node.outputs[0].dtype.kind not in "biu":
+        # CuPy's ufuncs answer otherwise than NumPy's: to them 1.0 // 0.2 is 5, not 4.
         kernel = alone(node, xp)
     else:
         kernel = bound_kernel(node.op, xp, attrs, of_scalars=all(tensor.shape == () for tensor in node.inputs))

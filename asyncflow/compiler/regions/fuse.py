@@ -14,14 +14,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.fused import FUSED, Chain, Member
 from asyncflow.compiler.program.kernels import is_host_spec
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.compiler.regions.regions import REGION
-from asyncflow.nn.losses import CLASS_NUMBERS
-from asyncflow.ops.cuda_source import expression, is_composite, not_fused
+from asyncflow.ops.cuda_source import expression
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -41,9 +39,6 @@ _MOST_MEMBERS = 64
 
 _LONGEST = 1000
 """A line of more nodes is fused piece by piece: the sets of nodes before and behind each node grow with its length."""
-
-not_fused(STOP_GRADIENT, because="its value is its input's: there is nothing to launch")
-not_fused(CLASS_NUMBERS, because="it looks at the numbers, and refuses some")
 
 
 def fuse_regions(graph: Graph, devices: Collection[str]) -> None:
@@ -223,7 +218,7 @@ class _Line:
     def _is_worthwhile(self, unit: _FusedUnit) -> bool:
         if unit.shape is None or not self._interface(unit.members)[1]:
             return False
-        return len(unit.members) > 1 or is_composite(self.nodes[unit.members[0]].op)
+        return len(unit.members) > 1 or self.nodes[unit.members[0]].op.is_composite
 
     def _fused_node(self, unit: _FusedUnit) -> Node:
         inputs, outputs = self._interface(unit.members)

@@ -67,7 +67,7 @@ def _doubled_kernel(xp: Namespace, *, axis: int, is_even: bool) -> Kernel:
     return kernel
 
 
-DOUBLED = define("doubled_between_ends", same, _doubled_kernel, traits=OPAQUE)
+DOUBLED = define("doubled_between_ends", same, _doubled_kernel, rows="axis", traits=OPAQUE)
 """Its input with all but the first element along an axis, and of an even transform the last, twice as large.
 
 These two stand for themselves in the half that `irfft` takes, and each other one for two.

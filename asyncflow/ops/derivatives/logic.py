@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from asyncflow.graph.op import not_differentiable
-from asyncflow.ops import logic
+from asyncflow.ops import logic as lo
 from asyncflow.ops.utility import ALL, ANY
 
 not_differentiable(
-    logic.EQUAL,
-    logic.GREATER,
-    logic.GREATER_EQUAL,
-    logic.ISFINITE,
-    logic.ISINF,
-    logic.ISNAN,
-    logic.LESS,
-    logic.LESS_EQUAL,
-    logic.LOGICAL_AND,
-    logic.LOGICAL_NOT,
-    logic.LOGICAL_OR,
-    logic.LOGICAL_XOR,
-    logic.NOT_EQUAL,
-    logic.SIGNBIT,
-    ALL,
-    ANY,
+    *(lo.EQUAL, lo.GREATER, lo.GREATER_EQUAL, lo.LESS, lo.LESS_EQUAL, lo.NOT_EQUAL, ALL, ANY),
+    *(lo.ISFINITE, lo.ISINF, lo.ISNAN, lo.SIGNBIT, lo.LOGICAL_AND, lo.LOGICAL_NOT, lo.LOGICAL_OR, lo.LOGICAL_XOR),
     because="its result is boolean",
 )
 not_differentiable(
-    logic.BITWISE_AND,
-    logic.BITWISE_INVERT,
-    logic.BITWISE_LEFT_SHIFT,
-    logic.BITWISE_OR,
-    logic.BITWISE_RIGHT_SHIFT,
-    logic.BITWISE_XOR,
+    *(lo.BITWISE_AND, lo.BITWISE_INVERT, lo.BITWISE_OR, lo.BITWISE_XOR),
+    *(lo.BITWISE_LEFT_SHIFT, lo.BITWISE_RIGHT_SHIFT),
     because="it is defined for integers and booleans alone",
 )

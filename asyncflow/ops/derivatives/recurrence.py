@@ -49,7 +49,7 @@ def _recurrence_flops(inputs: Sequence[Shape], outputs: Sequence[Shape], *, axis
 
 
 LINEAR_RECURRENCE = define(
-    "linear_recurrence", _recurrence_spec, _recurrence_kernel, flops=_recurrence_flops, traits=OPAQUE
+    "linear_recurrence", _recurrence_spec, _recurrence_kernel, flops=_recurrence_flops, rows="axis", traits=OPAQUE
 )
 
 

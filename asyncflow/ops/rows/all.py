@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from asyncflow.ops.rows import axes, by_row, elementwise, extents, indexing, linalg, random, searching, shape
+from asyncflow.ops.rows import axes, by_row, extents, indexing, linalg, shape
 
-__all__ = ["axes", "by_row", "elementwise", "extents", "indexing", "linalg", "random", "searching", "shape"]
+__all__ = ["axes", "by_row", "extents", "indexing", "linalg", "shape"]

@@ -1,4 +1,4 @@
-"""Row rules of ops that work along axes: every axis that is counted from the front is one further back."""
+"""Row rules of ops that broadcast or work along axes: an axis that is counted from the front is one further back."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.shapes import normalize_axis, size_of
-from asyncflow.ops import decompositions as d
-from asyncflow.ops import fft, nn, norms, searching, sorting, statistical, utility
+from asyncflow.ops import fft, nn
 from asyncflow.ops import manipulation as m
 from asyncflow.ops.axes import normalize_axes
-from asyncflow.ops.creation import TRIL, TRIU
-from asyncflow.ops.derivatives.fft import DOUBLED
-from asyncflow.ops.derivatives.recurrence import LINEAR_RECURRENCE
-from asyncflow.ops.diagonals import DIAGONAL, DIAGONAL_MATRIX
-from asyncflow.ops.linalg import VECDOT
+from asyncflow.ops.datatypes import BROADCAST_ARRAYS
 from asyncflow.ops.manipulation import expand_dims, reshape
 from asyncflow.ops.padding import PAD
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.rule import LiftedValue, fixed, row_rule
 from asyncflow.ops.shape import shape
-from asyncflow.ops.splitting import SPLIT
 from asyncflow.ops.statistical import prod
 
 if TYPE_CHECKING:
@@ -35,10 +29,13 @@ def behind(axis: int) -> int:
     return axis + 1 if axis >= 0 else axis
 
 
-@row_rule(
-    *(statistical.SUM, statistical.PROD, statistical.MAX, statistical.MIN, statistical.MEAN, statistical.STD),
-    *(statistical.VAR, utility.ALL, utility.ANY, searching.COUNT_NONZERO, nn.LOGSUMEXP, m.FLIP, m.SQUEEZE),
-)
+@row_rule("elementwise", BROADCAST_ARRAYS)
+def _elementwise(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    """Single rows broadcast behind the row axis."""
+    return apply(node.op, *(rows.aligned(inputs) if len(inputs) > 1 else [inputs[0].tensor]), **node.attrs)
+
+
+@row_rule("axes", m.SQUEEZE)
 def _several_axes(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     (x,) = inputs
     axes = tuple(1 + axis for axis in normalize_axes(node.attrs["axis"], x.rank))
@@ -51,9 +48,7 @@ def _layer_norm(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Seq
     return apply(node.op, *rows.aligned(_all_spread(rows, inputs)), **{**node.attrs, "axis": axes})
 
 
-@row_rule(nn.SOFTMAX, nn.LOG_SOFTMAX, sorting.SORT, sorting.ARGSORT, sorting.TOP_K, utility.DIFF, DOUBLED, SPLIT)
-@row_rule(m.CONCAT, m.STACK, m.UNSTACK, norms.CROSS, VECDOT, LINEAR_RECURRENCE, searching.ARGMAX, searching.ARGMIN)
-@row_rule(statistical.CUMULATIVE_SUM, statistical.CUMULATIVE_PROD)
+@row_rule("axis")
 def _one_axis(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     axis, attrs = node.attrs["axis"], node.attrs
     if axis is None:
@@ -135,8 +130,7 @@ def _expand_dims(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Se
     return apply(node.op, inputs[0].tensor, axis=axes)
 
 
-@row_rule(d.CHOLESKY, d.DET, d.SLOGDET, d.INV, d.EIGH, d.EIGVALSH, d.QR, d.SVD, d.SVDVALS, d.PINV, d.MATRIX_RANK)
-@row_rule(DIAGONAL, DIAGONAL_MATRIX, TRIL, TRIU)
+@row_rule("matrices")
 def _of_the_last_axes(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     """These take stacks of matrices as they are."""
     x, *sizes = inputs

@@ -28,7 +28,7 @@ from asyncflow.graph.shapes import format_shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
 from asyncflow.ops.manipulation import concat, permute_dims, reshape
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, row_rule
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.ops.shape import shape
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from asyncflow.values import Array, Kernel, Namespace
 
 
+@row_rule("row by row")
 def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     """The row rule that calls the kernel of one row for each of them, in one firing.
 
@@ -287,3 +288,6 @@ def _tail(x: Tensor, first: int) -> list[int | Tensor]:
     if x.shape is None:
         raise CannotLift(f"the rank of {x.name} is not known while the graph is built")
     return [shape(x)[axis] if known is None else known for axis, known in enumerate(x.shape) if axis >= first]
+
+
+no_row_rule("as found", because="what it gives is as long as the run finds it, for each row")

@@ -134,5 +134,4 @@ def _linspace(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Seque
     return row_by_row(node, rows, inputs)
 
 
-row_rule(creation.MESHGRID)(row_by_row)
 no_row_rule(creation.EYE, because="its inputs are sizes, and rows are alike")

@@ -1,8 +1,9 @@
 """Row rules: how a node over one row becomes nodes over many (docs/design/rows.md).
 
-A rule is to lifting what a derivative is to gradients: it stands in the module of its family, and `row_rule` installs
-it. Inputs are `LiftedValue`: with a leading row axis, or the same for all rows. The engine, `asyncflow.lift`, asks a
-rule only where some input has rows; what depends on no row is computed once.
+A rule is to lifting what a derivative is to gradients. Most ops name one that they share, with `rows=` where they are
+defined; others have their own in the module of their family here, which `row_rule` installs. Inputs are `LiftedValue`:
+with a leading row axis, or the same for all rows. The engine, `asyncflow.lift`, asks a rule only where some input has
+rows; what depends on no row is computed once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.op import VIEW, Op, define, derivative
+from asyncflow.graph.op import VIEW, Op, Rows, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.manipulation import expand_dims, permute_dims
@@ -137,13 +138,18 @@ At least one input has rows, unless the op draws random numbers or makes somethi
 where it has no answer.
 """
 
-_rules: dict[Op, RowRule] = {}
-_reasons: dict[Op, str] = {}
-_alike: set[Op] = set()
+_rules: dict[Op | Rows | None, RowRule] = {}
+_reasons: dict[Op | Rows | None, str] = {}
+_alike: set[Op | Rows] = set()
 
 
-def row_rule(*ops: Op, alike: bool = False) -> Callable[[RowRule], RowRule]:
-    """Makes the decorated function the row rule of `ops`; `alike`: what it gives is the same for every row."""
+def row_rule(*ops: Op | Rows, alike: bool = False) -> Callable[[RowRule], RowRule]:
+    """Makes the decorated function the row rule of `ops`, or of those that name it with `rows=`.
+
+    Args:
+        ops: operations, and what they may name.
+        alike: what the rule gives is the same for every row.
+    """
 
     def install(rule: RowRule) -> RowRule:
         _rules.update(dict.fromkeys(ops, rule))
@@ -159,19 +165,19 @@ def gives_rows(op: Op, any_rows: bool) -> bool:
     return (any_rows or op.is_random) and op not in _alike
 
 
-def no_row_rule(*ops: Op, because: str) -> None:
+def no_row_rule(*ops: Op | Rows, because: str) -> None:
     """Says of `ops` that they are not computed for many rows at once, and why."""
     _reasons.update(dict.fromkeys(ops, because))
 
 
 def row_rule_of(op: Op) -> RowRule | None:
     """The row rule of `op`; None if it has none."""
-    return _rules.get(op)
+    return _rules.get(op) or _rules.get(op.rows)
 
 
 def why_no_row_rule(op: Op) -> str | None:
     """The reason given with `no_row_rule`; None if the op was not named there."""
-    return _reasons.get(op)
+    return _reasons.get(op) or _reasons.get(op.rows)
 
 
 def fixed(node: Node, values: Sequence[LiftedValue], what: str) -> list[Tensor]:
