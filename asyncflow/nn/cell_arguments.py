@@ -27,7 +27,7 @@ Weight: TypeAlias = Any
 def cell_arguments(
     what: str, x: TensorLike, state: Mapping[str, TensorLike], weights: Mapping[str, Tensor | None]
 ) -> list[Tensor]:
-    """The input and the parts of the state as tensors, ``(batch, n_in)`` and ``(batch, hidden)`` each.
+    """The input and the parts of the state as tensors: ``(batch, n_in)`` and ``(batch, hidden)``, or without `batch`.
 
     Args:
         what: names the cell in messages.
@@ -89,16 +89,18 @@ def _check_dtypes(what: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_shapes(what: str, tensors: Mapping[str, Tensor]) -> None:
-    """Checks that each is a matrix, and that they agree on `batch` and the parts of the state on `hidden`."""
+    """Checks that each is a matrix, or each a vector, and that they agree on `batch` and `hidden`."""
+    ranks = {len(tensor.shape) for tensor in tensors.values() if tensor.shape is not None}
     seen: dict[str, int] = {}
     for name, tensor in tensors.items():
-        axes = ("batch", "n_in" if name == "x" else "hidden")
-        if tensor.shape is None:
+        if (extents := tensor.shape) is None:
             continue
-        extents = tensor.shape
-        if len(extents) != 2 or any(
+        axes = ("batch", "n_in" if name == "x" else "hidden")[-len(extents) :]
+        if ranks not in ({1}, {2}) or any(
             extent is not None and seen.setdefault(axis, extent) != extent
             for axis, extent in zip(axes, extents, strict=True)
         ):
             shapes = ", ".join(f"{name} {format_shape(tensor.shape)}" for name, tensor in tensors.items())
-            raise ShapeError(f"{what}: x is [batch,n_in] and its state [batch,hidden]; got {shapes}")
+            raise ShapeError(
+                f"{what}: x is [batch,n_in] and its state [batch,hidden], or both are without batch; got {shapes}"
+            )

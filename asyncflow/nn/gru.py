@@ -70,6 +70,7 @@ def gru_cell(x: TensorLike, state: TensorLike, weights: GRUWeights) -> tuple[Ten
     """One step: ``r, z = σ(x @ W + b + h @ U)``; ``n = tanh(x @ W + b + r (h @ U + bᵣ))``; ``h = (1 - z) n + z h``.
 
     Each gate has its columns of ``W``, ``U`` and ``b``. What depends on the input alone is a product of its own.
+    Without `batch` everywhere it is a step of one example, as in a vertex function.
 
     Args:
         x: ``(batch, n_in)``, floats.

@@ -70,7 +70,8 @@ def lstm_cell(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """One step: ``i, f, g, o = x @ W + b + h @ U``; ``c = σ(f) c + σ(i) tanh(g)``; ``h = σ(o) tanh(c)``.
 
-    What depends on the input alone is a product of its own, which a loop may take for many steps at once.
+    What depends on the input alone is a product of its own, which a loop may take for many steps at once. Without
+    `batch` everywhere it is a step of one example, as in a vertex function.
 
     Args:
         x: ``(batch, n_in)``, floats.

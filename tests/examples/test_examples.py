@@ -14,7 +14,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow.cli.main import main as command
-from examples import coroutine_nodes, ngram_beam_search, pagerank, pipeline, syntax_trees
+from examples import coroutine_nodes, data_flow, ngram_beam_search, pagerank, pipeline, syntax_trees, word_lstm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,10 +27,12 @@ def test_every_example_is_tested() -> None:
     assert {file.stem for file in EXAMPLES.glob("*.py")} == {
         "character_lstm",  # in a file of its own
         "coroutine_nodes",
+        "data_flow",
         "ngram_beam_search",
         "pagerank",
         "pipeline",
         "syntax_trees",
+        "word_lstm",
     }
 
 
@@ -50,8 +52,21 @@ def test_every_example_is_tested() -> None:
             ["--files", "30", "--steps", "20", "--hidden", "16", "--target", "0.6"],
             {"syntax_trees.html"},
         ),
+        (
+            word_lstm.main,
+            [
+                *("--files", "60", "--steps", "30", "--batch", "16"),
+                *("--hidden", "16", "--words", "200", "--target", "120"),
+            ],
+            {"word_lstm.html"},
+        ),
+        (
+            data_flow.main,
+            ["--files", "150", "--steps", "60", "--hidden", "32", "--target", "0.4"],
+            {"data_flow.html"},
+        ),
     ],
-    ids=["pagerank", "coroutine_nodes", "ngram_beam_search", "pipeline", "syntax_trees"],
+    ids=["pagerank", "coroutine_nodes", "ngram_beam_search", "pipeline", "syntax_trees", "word_lstm", "data_flow"],
 )
 def test_example_passes_its_own_check_and_writes_its_timelines(
     main: Callable[[list[str]], int],
@@ -106,6 +121,36 @@ def test_both_branches_of_pagerank_are_taken(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "pagerank.json").read_text(encoding="utf-8"))["traceEvents"]
     names = {event["name"] for event in events}
     assert {"pagerank/body/cond/true/index_add", "pagerank/body/cond/false/index_add"} <= names
+
+
+def test_sentences_of_a_docstring_are_words_and_marks() -> None:
+    source = '"""Return the size of x.  It is 0\n    or more, and so on.\n\n    no sentence here\n    """'
+    assert [" ".join(words) for words in word_lstm.sentences_in(source.encode())] == [
+        "return the size of x .",
+        "it is 0 or more , and so on .",
+    ]
+
+
+def test_data_flow_of_a_function_shares_the_values_of_variables() -> None:
+    source = "def f(x, n):\n    size = x.size // 2\n    for a in x:\n        size += a\n    return g(size * size, -n)\n"
+    (found,) = data_flow.functions_in(ast.parse(source))
+    offsets, children = np.asarray(found.flow.offsets), np.asarray(found.flow.children)
+
+    def below(vertex: int) -> str:
+        inner = [below(child) for child in children[offsets[vertex] : offsets[vertex + 1]].tolist()]
+        name = found.operators.get(vertex) or found.names[vertex] or found.kinds[vertex]
+        return f"{name}({', '.join(inner)})" if inner else name
+
+    floor, add, mult = (f"{name}(left({{}}), right({{}}))" for name in ("FloorDiv", "Add", "Mult"))
+    size = add.format(floor.format("size(x)", "2"), "element(x)")
+    assert [below(vertex) for vertex in found.operators] == [
+        floor.format("size(x)", "2"),
+        size,
+        mult.format(size, size),
+    ]
+    assert len(set(found.kinds)) == 7, "what goes into no operator is left out"
+    assert found.kinds.count("argument") == 1, "both uses share it"
+    assert found.flow.roots.tolist() == [found.flow.n_vertices - 1]
 
 
 @pytest.mark.parametrize("values", [[1.0], [1.0, 0.5, 1e-12]])

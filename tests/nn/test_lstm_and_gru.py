@@ -43,6 +43,18 @@ async def test_gru_cell(run: Run) -> None:
         np.testing.assert_allclose(found, want, rtol=1e-12)
 
 
+async def test_one_example_of_a_cell(run: Run) -> None:
+    """Without the extent of a batch: the first of what a batch gives."""
+    lstm, gru = af.nn.LSTMWeights(*random_weights(4)), af.nn.GRUWeights(*random_weights(3, HIDDEN))
+    one, (one_h, one_c) = af.nn.lstm_cell(X[0], (H[0], C[0]), lstm)
+    many, (many_h, many_c) = af.nn.lstm_cell(X, (H, C), lstm)
+    one_gru, many_gru = af.nn.gru_cell(X[0], H[0], gru)[0], af.nn.gru_cell(X, H, gru)[0]
+    assert one.shape == one_c.shape == one_gru.shape == (HIDDEN,)
+    singles, batches = await run([[one, one_h, one_c, one_gru], [many, many_h, many_c, many_gru]])
+    for found, expected in zip(singles, batches, strict=True):
+        np.testing.assert_allclose(found, expected[0], rtol=1e-12)
+
+
 @pytest.mark.parametrize(("make", "gates"), [(af.nn.lstm_weights, 4), (af.nn.gru_weights, 3)], ids=["lstm", "gru"])
 def test_weights(make: Callable[..., Any], gates: int) -> None:
     """Shapes, names and dtype; the same for the same seed."""
@@ -133,7 +145,7 @@ def test_a_gru_has_a_tensor_as_state() -> None:
 @pytest.mark.parametrize("state", [H[0], H[:1], H[:, :1], H[None]], ids=["row", "batch", "hidden", "rank"])
 def test_states_do_not_broadcast(state: np.ndarray) -> None:
     """One row for each of the input, and as wide as the other part."""
-    message = r"x is \[batch,n_in\] and its state \[batch,hidden\]; got x \[4,3\], h "
+    message = r"x is \[batch,n_in\] and its state \[batch,hidden\], or both are without batch; got x \[4,3\], h "
     for pair in ((H, state), (state, H), (state, state)):
         if pair[0].shape != pair[1].shape or state.shape[-1] != 1:
             with pytest.raises(af.ShapeError, match=f"lstm_cell: {message}"):
