@@ -197,13 +197,14 @@ class _Clustering:
 
     def lane(self, node: Node) -> ComputeStream | None:
         """Where the node runs; None for a branch or loop that is spread over several lanes."""
-        found = self.lanes(node)
+        found = self.lanes(node) if node.subgraphs else None
+        if not found:
+            return ComputeStream(node.device, self.streams.get(node, 0))
         return found.pop() if len(found) == 1 else None
 
-    def lanes(self, node: Node) -> set[ComputeStream]:
-        inside = [inner for body in node.subgraphs for inner in body.nodes if not has_no_stream(inner)]
-        found = set[ComputeStream]().union(*map(self.lanes, inside))
-        return found or {ComputeStream(node.device, self.streams.get(node, 0))}
+    def lanes(self, node: Node) -> set[ComputeStream | None]:
+        """Those of the nodes inside a branch or loop."""
+        return {self.lane(inner) for body in node.subgraphs for inner in body.nodes if not has_no_stream(inner)}
 
     def may_join(self, node: Node, lane: ComputeStream | None) -> bool:
         return (
@@ -280,6 +281,8 @@ def _crossings(
 
 def _keys(graph: Graph, barriers: Sequence[Node], crossings: _Crossings) -> dict[Node, Hashable]:
     """For each node, the barriers and crossings before it and behind it."""
+    if not barriers and not crossings.count:
+        return dict.fromkeys(graph.nodes)
     into = {node: 1 << index for index, node in enumerate(barriers)}
     if crossings.count * len(graph.nodes) > _MOST_BITS:
         sets = _before_and_behind(graph, into, into)
