@@ -22,10 +22,17 @@ def breadth_first(edges: Edges) -> Array:
     above = parent_of_each(edges)
     if above is None:
         return steps(edges, edges.children, edges.parents)
-    height = np.zeros(edges.size + 1, np.int64)
-    for jump in jumps(edges, above):
-        np.maximum.at(height, above, height + jump)
-    return height[:-1]
+    # Leaves, which are half of the vertices, are left out of the passes over all paths.
+    inner = np.flatnonzero(edges.counts > 0)
+    number = np.full(edges.size + 1, len(inner))
+    number[inner] = np.arange(len(inner))
+    up = np.append(number[above[inner]], len(inner))
+    longest = np.zeros(len(up), np.int64)
+    for jump in jumps(edges, up, inner):
+        np.maximum.at(longest, up, longest + jump)
+    height = np.zeros(edges.size, np.int64)
+    height[inner] = longest[:-1] + 1
+    return height
 
 
 __all__ = ["breadth_first"]

@@ -24,7 +24,7 @@ def depth(edges: Edges) -> Array:
         down = steps(edges, edges.parents, edges.children)
     else:
         down = np.not_equal(above, edges.size).astype(np.int64)
-        for _ in jumps(edges, above):
+        for _ in jumps(edges, above, np.arange(edges.size)):
             down += down[above]
         down = down[:-1]
     return np.asarray(down.max(initial=0) - down)

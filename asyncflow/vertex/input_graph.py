@@ -79,11 +79,8 @@ class InputGraph:
         edges.check(None, None)
         if not (edges.children < edges.parents).all():
             breadth_first(edges)  # which finds a cycle
-        for name in ("offsets", "children", "samples", "types"):
-            if (array := getattr(edges, name)) is not None:
-                array = np.array(array)
-                array.flags.writeable = False
-                object.__setattr__(self, name, array)
+        types = None if edges.types is None else np.array(edges.types)
+        self._keep(np.array(edges.offsets), np.array(edges.children), np.array(edges.samples), types)
 
     @classmethod
     def from_edges(cls, n: int, edges: Array | Sequence[tuple[int, int]], types: Ints | None = None) -> InputGraph:
@@ -158,12 +155,17 @@ class InputGraph:
         typed = [types for *_, types in parts if types is not None]
         if len(typed) not in (0, len(parts)):
             raise GraphError(f"of {len(parts)} graphs of a batch {len(typed)} have types: all have, or none")
-        first = _starts(np.array([len(offsets) - 1 for offsets, *_ in parts], np.int64))
-        counts = [np.diff(offsets) for offsets, *_ in parts]
-        lengths = [np.diff(samples) for _, _, samples, _ in parts]
-        children = [children + start for (_, children, *_), start in zip(parts, first[:-1], strict=True)]
-        types = _joined(typed) if typed else None
-        return cls(_starts(_joined(counts)), _joined(children), _starts(_joined(lengths)), types)
+        vertices = _starts(np.array([len(offsets) - 1 for offsets, *_ in parts], np.int64))
+        edges = _starts(np.array([len(children) for _, children, *_ in parts], np.int64))
+        zero = [np.zeros(1, np.int64)]
+        batch = object.__new__(cls)  # nothing has to be checked again
+        batch._keep(
+            np.concatenate([*zero, *(part[0][1:] + start for part, start in zip(parts, edges, strict=False))]),
+            _joined([part[1] + start for part, start in zip(parts, vertices, strict=False)]),
+            np.concatenate([*zero, *(part[2][1:] + start for part, start in zip(parts, vertices, strict=False))]),
+            _joined(typed) if typed else None,
+        )
+        return batch
 
     @classmethod
     def placeholder(cls, *, types: bool = False, name: str = "graph") -> InputGraph:
@@ -238,6 +240,13 @@ class InputGraph:
     def leaves(self) -> Array:
         """The vertices without children, ascending."""
         return np.flatnonzero(np.diff(self._arrays()[0]) == 0)
+
+    def _keep(self, offsets: Array, children: Array, samples: Array, types: Array | None) -> None:
+        """Takes arrays that are checked, and that nobody else has."""
+        for name, array in (("offsets", offsets), ("children", children), ("samples", samples), ("types", types)):
+            if array is not None:
+                array.flags.writeable = False
+            object.__setattr__(self, name, array)
 
     def _arrays(self) -> tuple[Array, Array, Array, Array | None]:
         parts = self.offsets, self.children, self.samples, self.types

@@ -21,7 +21,6 @@ from asyncflow.vertex.agenda import agenda
 from asyncflow.vertex.breadth_first import breadth_first
 from asyncflow.vertex.depth import depth
 from asyncflow.vertex.edges import read_edges, roots
-from asyncflow.vertex.levels import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,10 +108,14 @@ def _kernel(xp: Namespace, *, policy: str, arity: int | None, n_types: int | Non
     def kernel(offsets: Array, children: Array, samples: Array, types: Array | None = None) -> tuple[Array, ...]:
         edges = read_edges(offsets, children, samples, types)
         edges.check(arity, n_types)
-        order, set_starts = _sets(edges, POLICIES[policy](edges))
+        sets, set_starts = _sets(edges, POLICIES[policy](edges))
+        order = np.argsort(sets, kind="stable")
         positions = np.empty_like(order)
         positions[order] = np.arange(edges.size)
-        ranks = _ranked(edges, order, positions) if arity is None else (_table(edges, positions, arity),)
+        if arity is None:
+            ranks: tuple[Array, ...] = _ranked(edges, sets, order, positions)
+        else:
+            ranks = (_table(edges, positions, arity),)
         of_sets = () if edges.types is None else (edges.types[order[set_starts[:-1]]],)
         return order, positions, set_starts, positions[roots(edges.size, edges.children)] + 1, *ranks, *of_sets
 
@@ -125,7 +128,7 @@ no_row_rule(SCHEDULE, because="it orders the vertices of a whole batch at once")
 
 
 def _sets(edges: Edges, numbers: Array) -> tuple[Array, Array]:
-    """The vertices in the order of their sets' numbers, and where each set begins."""
+    """The set of each vertex, in the smallest integers that will do, and where each begins."""
     if edges.types is not None:
         numbers = numbers * (edges.types.max(initial=0) + 1) + edges.types
         if numbers.max(initial=0) > 65535:
@@ -133,21 +136,20 @@ def _sets(edges: Edges, numbers: Array) -> tuple[Array, Array]:
     sizes = np.bincount(numbers)
     # NumPy sorts small integers by their digits, in a time that is linear.
     kind = np.uint8 if len(sizes) <= 256 else np.uint16 if len(sizes) <= 65536 else np.int64
-    return np.argsort(numbers.astype(kind), kind="stable"), np.concatenate([[0], sizes[sizes > 0].cumsum()])
+    return numbers.astype(kind), np.concatenate([[0], sizes[sizes > 0].cumsum()])
 
 
 def _table(edges: Edges, positions: Array, arity: int) -> Array:
     table = np.zeros((edges.size, arity), np.int64)
-    slots = np.repeat(positions * arity - edges.offsets[:-1], edges.counts) + np.arange(len(edges.children))
+    slots = (positions * arity - edges.offsets[:-1])[edges.parents] + np.arange(len(edges.children))
     table.reshape(-1)[slots] = positions[edges.children] + 1
     return table
 
 
-def _ranked(edges: Edges, order: Array, positions: Array) -> tuple[Array, Array, Array]:
-    counts = edges.counts[order]
-    starts = np.concatenate([[0], counts.cumsum()])
-    ranks = positions[edges.children[ranges(edges.offsets[order], counts)]] + 1
-    return ranks, starts, np.repeat(np.arange(edges.size), counts)
+def _ranked(edges: Edges, sets: Array, order: Array, positions: Array) -> tuple[Array, Array, Array]:
+    by_set = np.argsort(sets[edges.parents], kind="stable")  # of edges, which are in the order of their parents
+    starts = np.concatenate([[0], edges.counts[order].cumsum()])
+    return positions[edges.children[by_set]] + 1, starts, positions[edges.parents[by_set]]
 
 
 __all__ = ["POLICIES", "SCHEDULE", "VertexSchedule", "schedule"]
