@@ -16,7 +16,9 @@ from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.lift import arrays, reasons
 from asyncflow.lift.branches import lift_cond
 from asyncflow.lift.loops import lift_while
+from asyncflow.lift.zeros import without_zeros
 from asyncflow.ops.creation import arange
+from asyncflow.ops.derivatives.extents import extents
 from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.rows import all as _rules
 from asyncflow.ops.rows.by_row import row_by_row
@@ -97,6 +99,7 @@ class Lifting:
         self.label = label
         self._location = user_location()
         self._made: dict[Node, tuple[Node, ...]] = {}
+        self._extent: int | None = None
 
     def over(self, rows: RowAxis) -> Lifting:
         """The same over other rows, such as some of these."""
@@ -137,10 +140,23 @@ class Lifting:
             wanted: the values.
             among: the nodes that may be built; None: all of the body's.
         """
+        self._note_extents(known.values())
         for node in _needed(body, known, wanted, body.nodes if among is None else among):
             outputs = self._lifted(node, [known[x] for x in node.inputs], body)
+            self._note_extents(outputs)
             known.update(zip(node.outputs, outputs, strict=True))
         return [known[x] for x in wanted]
+
+    def _note_extents(self, values: Iterable[LiftedValue]) -> None:
+        """Notes that all of them have the same number of rows, so that gradients keep and compare no shapes."""
+        graph = current_graph()
+        for value in values:
+            x = value.tensor
+            if not value.has_rows or x.node.graph is not graph or not x.shape or x.shape[0] is not None:
+                continue
+            first, *others = extents(x) or ()
+            self._extent = first if self._extent is None else self._extent
+            graph.extents[x] = self._extent, *others
 
     def effects(self) -> list[Node]:
         """The nodes of this graph that were built for those that have effects, and not those inside of branches."""
@@ -181,6 +197,9 @@ class Lifting:
         if isinstance(node, CondNode):
             return lift_cond(self, node, inputs)
         _refuse_writes(node)
+        known = without_zeros(node, inputs)
+        if known is not None:
+            return [known]
         has_rows = gives_rows(node.op, any(value.has_rows for value in inputs))
         if not has_rows and not any(value.has_rows for value in inputs) and not node.op.is_random:
             return [LiftedValue(x, has_rows=False) for x in _copied(node, [value.tensor for value in inputs])]

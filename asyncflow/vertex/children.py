@@ -16,7 +16,7 @@ from asyncflow.ops.cost import per_input_element
 from asyncflow.ops.creation import arange, zeros
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import divide, maximum, multiply, subtract
-from asyncflow.ops.indexing import gather
+from asyncflow.ops.indexing import gather, take
 from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import concat, expand_dims, reshape
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
@@ -43,7 +43,7 @@ class Children(Protocol):
 class NoChildren:
     """Those of vertices that have none: what is gathered is the same for all of them."""
 
-    def __init__(self, initial: Sequence[Tensor]) -> None:
+    def __init__(self, initial: Sequence[LiftedValue]) -> None:
         self.initial = initial
 
     def known(self, traced: TracedFunction) -> dict[Tensor, LiftedValue]:
@@ -53,11 +53,17 @@ class NoChildren:
             for tensors in traced.gathers.values()
             for inner, outer in zip(tensors, self.initial, strict=True)
         }
+        for (part, slots), inner in traced.side_by_side.items():
+            state = self.initial[part]
+            found[inner] = state._replace(tensor=concat([state.tensor] * len(slots)))
         for node in traced.body.nodes:
             if node.op is REDUCE_CHILDREN:
-                found.update((x, zeros(_static(x), dtype=x.dtype)) for x in node.outputs)
-        found.update((x, constant(True)) for x in traced.is_leaf)
-        return {x: LiftedValue(value, has_rows=False) for x, value in found.items()}
+                found.update(
+                    (x, LiftedValue(zeros(_static(x), dtype=x.dtype), has_rows=False, is_zero=True))
+                    for x in node.outputs
+                )
+        found.update((x, LiftedValue(constant(True), has_rows=False)) for x in traced.is_leaf)
+        return found
 
 
 class SlottedChildren:
@@ -70,11 +76,15 @@ class SlottedChildren:
     def known(self, traced: TracedFunction) -> dict[Tensor, LiftedValue]:
         """See `Children.known`."""
         slots = [(self.table[:, child], tensors) for child, tensors in traced.gathers.items()]
-        return {
-            x: LiftedValue(store.take(ranks), has_rows=True)
-            for ranks, tensors in slots
-            for x, store in zip(tensors, self.states, strict=True)
+        found = {
+            x: store.take(ranks) for ranks, tensors in slots for x, store in zip(tensors, self.states, strict=True)
         }
+        for (part, children), x in traced.side_by_side.items():
+            store, (width,) = self.states[part], _static(x)
+            is_whole = self.table.shape is not None and children == tuple(range(self.table.shape[1] or 0))
+            ranks = self.table if is_whole else take(self.table, list(children), axis=1)
+            found[x] = reshape(store.take(ranks), (-1, width))
+        return {x: LiftedValue(rows, has_rows=True) for x, rows in found.items()}
 
 
 class AllChildren(NamedTuple):

@@ -43,6 +43,7 @@ class TracedFunction:
         body: its nodes.
         pulls: the values that it pulls, by name.
         gathers: the states of single children, by slot.
+        side_by_side: a part of the states of several children as one vector, by its number and their slots.
         is_leaf: the value that says whether the vertex has no children.
         scattered: the state.
         pushes: the values that it pushes, by name.
@@ -51,9 +52,15 @@ class TracedFunction:
     body: Subgraph
     pulls: dict[str, Tensor] = field(default_factory=dict)
     gathers: dict[int, list[Tensor]] = field(default_factory=dict)
+    side_by_side: dict[tuple[int, tuple[int, ...]], Tensor] = field(default_factory=dict)
     is_leaf: list[Tensor] = field(default_factory=list)
     scattered: list[Tensor] = field(default_factory=list)
     pushes: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def of_children(self) -> set[Tensor]:
+        """All that it is given of children told apart."""
+        return {*self.side_by_side.values(), *(x for tensors in self.gathers.values() for x in tensors)}
 
 
 class Vertex:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from asyncflow.control.case import switch_case
 from asyncflow.control.cond import cond
 from asyncflow.control.row_store import RowStore
@@ -40,6 +42,7 @@ from asyncflow.vertex.children import AllChildren, Children, NoChildren, Slotted
 from asyncflow.vertex.function import TracedFunction, VertexFunction
 from asyncflow.vertex.input_graph import InputGraph
 from asyncflow.vertex.schedule import schedule
+from asyncflow.vertex.side_by_side import join_products
 from asyncflow.vertex.split import FunctionParts, explained, split
 
 if TYPE_CHECKING:
@@ -80,7 +83,8 @@ def vertex_map(
         graph: the structure of the batch: data, or tensors that are fed.
         pulls: what vertices pull, by name: a row for each vertex, in the order of their numbers. A single tensor goes
             by the name "x".
-        initial: the state of a child that is not there: a nest like a state, or one number for all of it.
+        initial: the state of a child that is not there: a nest like a state, or one number for all of it. Where it is
+            the number 0, what it is multiplied by is left out of the first set, infinities included.
         policy: the order of the vertices: "breadth_first", "depth" or "agenda"; the last is for several types.
         lift_parts: whether eager and lazy operations leave the loop; False keeps all of it in the loop, which computes
             the same with less memory and more time.
@@ -181,6 +185,8 @@ class _VertexMap:
         graph = graph_for()
         specs = {key: Spec(x.dtype, x.shape and x.shape[1:]) for key, x in self.pulls.items()}
         traced = function.trace(graph, graph.unique_name(function.name), specs)
+        if lift_parts:
+            join_products(traced)
         parts = split(traced, all_in_core=not lift_parts)
         plan = self.schedule
         if is_only:
@@ -298,7 +304,9 @@ class _VertexMap:
 
     def _sets(self, kinds: Sequence[_VertexKind], before: Sequence[dict[Tensor, LiftedValue]]) -> _Stores:
         capacity = add(size(self.schedule.order), 1)
-        states = [RowStore(x.dtype, x.shape, capacity).append(expand_dims(x, axis=0)) for x in self.initial]
+        states = [
+            RowStore(x.tensor.dtype, x.shape, capacity).append(expand_dims(x.tensor, axis=0)) for x in self.initial
+        ]
         kept = [[_store(kind, x) for x in kind.kept] for kind in kinds]
         # Nothing is before the first set, so all that it gathers is `initial`, and computed once.
         stores = self._set(kinds, before, constant(0, int64), (states, kept), is_first=True)
@@ -399,8 +407,8 @@ def _arity(functions: Sequence[VertexFunction]) -> int | None:
     return None if first.children is None else max(each.children or 0 for each in functions)
 
 
-def _initial(initial: Nest, function: VertexFunction) -> list[Tensor]:
-    """The state of a child that is not there."""
+def _initial(initial: Nest, function: VertexFunction) -> list[LiftedValue]:
+    """The state of a child that is not there; it is 0 where numbers are given that are."""
     leaves, structure = nest.flatten(initial)
     if structure.kind is None and len(function.specs) > 1:
         leaves = leaves * len(function.specs)
@@ -417,9 +425,10 @@ def _initial(initial: Nest, function: VertexFunction) -> list[Tensor]:
         if x.dtype != spec.dtype:
             raise DTypeError(f"vertex_map: {path} is {dtype_name(x.dtype)}, and the state of {function} {spec}")
         try:
-            found.append(broadcast_to(x, spec.shape))
+            state = broadcast_to(x, spec.shape)
         except ShapeError:
             raise ShapeError(f"vertex_map: {path} is {x.spec}, and the state of {function} {spec}") from None
+        found.append(LiftedValue(state, has_rows=False, is_zero=not is_symbolic(leaf) and not np.any(leaf)))
     return found
 
 

@@ -50,7 +50,7 @@ def split(traced: TracedFunction, *, all_in_core: bool) -> FunctionParts:
     core = behind if all_in_core else behind & _needed(nodes, [*traced.scattered, *held])
     eager, lazy = set(nodes) - behind, behind - core
     results = tuple(traced.pushes.values())
-    of_vertex = {x for tensors in traced.gathers.values() for x in tensors}
+    of_vertex = traced.of_children
     before = [
         x
         for x in _read_by(core | lazy, (*traced.scattered, *results))
@@ -61,7 +61,7 @@ def split(traced: TracedFunction, *, all_in_core: bool) -> FunctionParts:
 
 
 def _behind_gathers(traced: TracedFunction, nodes: Iterable[Node]) -> set[Node]:
-    reached = {x.node for tensors in traced.gathers.values() for x in tensors}
+    reached = {x.node for x in traced.of_children}
     for node in nodes:
         if node.op is REDUCE_CHILDREN or any(source in reached for source in node.sources):
             reached.add(node)

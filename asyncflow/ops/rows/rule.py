@@ -29,10 +29,15 @@ if TYPE_CHECKING:
 
 
 class LiftedValue(NamedTuple):
-    """A value of the body as it is for all rows: `tensor` has a row axis in front, or it is the same for every row."""
+    """A value of the body as it is for all rows: `tensor` has a row axis in front, or it is the same for every row.
+
+    `is_zero` says that it is 0, and nobody can feed another value, so that what it is added to or multiplied by need
+    not be computed.
+    """
 
     tensor: Tensor
     has_rows: bool
+    is_zero: bool = False
 
     @property
     def shape(self) -> Shape:
