@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import size_of
 from asyncflow.lift.vmap import vmap
 from asyncflow.ops.creation import eye
@@ -15,10 +14,7 @@ from asyncflow.ops.elementwise import multiply
 from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.shape import shape, size
 from asyncflow.ops.statistical import sum as sum_of
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Nest
+from asyncflow.values import Nest
 
 
 def jacobian(y: Tensor, xs: Nest) -> Nest:

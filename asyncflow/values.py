@@ -6,12 +6,9 @@ They are for type checkers and readers alone; nothing asks for them at run time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-
-if TYPE_CHECKING:
-    pass
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array of NumPy's, or a scalar of its, or an array of CuPy's: kernels use what all of them have."""

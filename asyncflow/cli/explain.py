@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.cli.program import run_program
 from asyncflow.cli.target import Target
 from asyncflow.compiler.dump import listening
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def explain(target: str, passes: Sequence[str], arguments: Sequence[str]) -> int:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from asyncflow.devices.host import Call, Launches
+from asyncflow.devices.sim.machine import SimMachine
+from asyncflow.profiler import Summary
 from asyncflow.profiler.summary import COPY_STREAMS
-
-if TYPE_CHECKING:
-    from asyncflow.devices.host import Call, Launches
-    from asyncflow.devices.sim.machine import SimMachine
-    from asyncflow.profiler import Summary
 
 BOUND = 0.8
 """A host that is busy for more of the time, and for more than any device, holds up all of them."""

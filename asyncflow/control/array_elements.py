@@ -6,21 +6,17 @@ written before the loop, or in its body: what the shapes of those writes have in
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from asyncflow.control.array_store import Common, widen
 from asyncflow.graph.builtin import IDENTITY, PARAMETER
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Subgraph
-from asyncflow.graph.shapes import merge
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Op
+from asyncflow.graph.shapes import Shape, merge
 from asyncflow.graph.structured import CondNode, WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Op
-    from asyncflow.graph.shapes import Shape
 
 ElementRule: TypeAlias = "Callable[[Node], Shape]"
 """The shape of the elements that a node writes into an array."""

@@ -16,22 +16,17 @@ state: which of two reads comes too late depends on the schedule, that one of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from asyncflow.graph.dtypes import dtype_name
-from asyncflow.graph.shapes import format_shape, merge, relax
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.dtypes import DType
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace
+from asyncflow.graph.dtypes import DType, dtype_name
+from asyncflow.graph.shapes import Shape, format_shape, merge, relax
+from asyncflow.values import Array, Namespace
 
 Common: TypeAlias = "tuple[Shape] | None"
 """``(shape,)``: every element written so far has this partial shape. None: nothing is written yet."""

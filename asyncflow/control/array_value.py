@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
-from asyncflow.control.array_store import SCALAR_KINDS, Element, Family, Rows, Store, element_shape, item, widen
+from asyncflow.control.array_store import (
+    SCALAR_KINDS,
+    ArrayKind,
+    Common,
+    Element,
+    Family,
+    Rows,
+    Store,
+    element_shape,
+    item,
+    widen,
+)
 from asyncflow.graph.dtypes import dtype_name
-from asyncflow.graph.shapes import format_shape, is_compatible, is_static
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from asyncflow.control.array_store import ArrayKind, Common
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Namespace
+from asyncflow.graph.shapes import Shape, format_shape, is_compatible, is_static
+from asyncflow.values import Array, Namespace
 
 
 class ArrayValue:

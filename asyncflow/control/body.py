@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from asyncflow.errors import DTypeError, GraphError
 from asyncflow.graph import nest
-from asyncflow.graph.build import add_control_input, as_tensor, constant, identity, refuse_coroutines
+from asyncflow.graph.build import TensorLike, add_control_input, as_tensor, constant, identity, refuse_coroutines
 from asyncflow.graph.dtypes import VARIANT, promote
-from asyncflow.graph.graph import Graph
+from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import size_of
 from asyncflow.ops.manipulation import reshape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from asyncflow.graph.build import TensorLike
-    from asyncflow.graph.graph import Subgraph
-    from asyncflow.values import Nest
+from asyncflow.values import Nest
 
 _WEAK = (bool, int, float, complex)
 

@@ -5,7 +5,7 @@ The function is called once, while the graph is built.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from asyncflow.control.body import result_tensor, user_function
 from asyncflow.control.tensor_array import TensorArray
@@ -21,11 +21,7 @@ from asyncflow.ops.elementwise import add, subtract
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.logic import less
 from asyncflow.ops.shape import shape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asyncflow.values import Nest
+from asyncflow.values import Nest
 
 
 def scan(

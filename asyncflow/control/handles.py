@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from weakref import ref
 
 from asyncflow.errors import SourceLocation, user_location, warn_user
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import int64
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.op import Op
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.op import Op
 
 
 class Handle:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar, Union
+from dataclasses import Field
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, Union
 
-if TYPE_CHECKING:
-    from dataclasses import Field
-
-    from asyncflow.control.row_store import RowStore
-    from asyncflow.control.tensor_array import TensorArray
-    from asyncflow.graph.ir import Tensor
+from asyncflow.control.row_store import RowStore
+from asyncflow.control.tensor_array import TensorArray
+from asyncflow.graph.ir import Tensor
 
 
 class DataclassLike(Protocol):

@@ -7,7 +7,8 @@ ordering of their own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn, Self
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import NoReturn, Self
 
 import numpy as np
 
@@ -18,22 +19,14 @@ from asyncflow.control.handles import Handle
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, add_control_input, apply, as_tensor, graph_for, identity
-from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, int64
-from asyncflow.graph.ir import Tensor
-from asyncflow.graph.op import OPAQUE, Access, Memory, Op, Traits, define
-from asyncflow.graph.shapes import as_shape, format_shape, is_compatible, merge
+from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, dtype_name, int64
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import OPAQUE, Access, Effects, Memory, Op, Traits, define
+from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.extents import static_value
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Sequence
-
-    from asyncflow.graph.dtypes import DType, DTypeLike
-    from asyncflow.graph.ir import Node
-    from asyncflow.graph.op import Effects
-    from asyncflow.graph.shapes import Shape, ShapeLike
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 ARRAY = Spec(VARIANT, ())
 """The spec of every handle."""

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from asyncflow.devices.memory import MemoryLimitExceeded
-
-if TYPE_CHECKING:
-    from asyncflow.devices.protocol import Placed
-    from asyncflow.values import Kernel, Value
+from asyncflow.devices.protocol import Placed
+from asyncflow.values import Kernel, Value
 
 _log = logging.getLogger("asyncflow.devices")
 

@@ -14,12 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from asyncflow.errors import LoopIdentity
-
-if TYPE_CHECKING:
-    from asyncflow.values import Kernel, Value
+from asyncflow.values import Kernel, Value
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
-if TYPE_CHECKING:
-    from asyncflow.streams.sim.stream import HostClock
+from asyncflow.streams.sim.stream import HostClock
 
 Launches: TypeAlias = Literal["regions", "nodes", "graphs"]
 """How kernels come to a card: by regions with fused chains, one node at a time, or by regions made CUDA graphs."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import base64
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import VARIANT, string
-
-if TYPE_CHECKING:
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Array
+from asyncflow.graph.spec import Spec
+from asyncflow.values import Array
 
 # What NumPy stores an element of each kind from; anything else would be converted silently.
 _ELEMENT_TYPES: dict[str, type] = {"b": bool, "i": int, "u": int, "T": str, "c": complex}

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, cast, overload
+from typing import Any, Protocol, TypeAlias, TypeGuard, cast, overload
 
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, brief, told, user_location
 from asyncflow.graph import builtin
-from asyncflow.graph.dtypes import VARIANT, as_dtype, is_supported, string
+from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, is_supported, string
 from asyncflow.graph.frames import frame_of
 from asyncflow.graph.graph import Graph, current_graph, encloses, reopened
 from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Op
 from asyncflow.graph.operators import Operators
-from asyncflow.graph.shapes import as_shape
+from asyncflow.graph.shapes import ShapeLike, as_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode
-
-if TYPE_CHECKING:
-    from asyncflow.graph.dtypes import DType, DTypeLike
-    from asyncflow.graph.op import Op
-    from asyncflow.graph.shapes import ShapeLike
-    from asyncflow.values import Array
+from asyncflow.values import Array
 
 
 class SupportsTensor(Protocol):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, WHOLE_VIEW, define
 from asyncflow.graph.spec import Spec
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 def _spec_attr(*, spec: Spec) -> Spec:

@@ -6,14 +6,12 @@ weak, everything else is strong.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from asyncflow.errors import DTypeError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 DType: TypeAlias = np.dtype[Any]
 DTypeLike: TypeAlias = DType | type | str

@@ -6,15 +6,11 @@ frame further in, Exit's one further out; every other node stays in the frame of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
-from asyncflow.errors import GraphError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from asyncflow.errors import SourceLocation
-    from asyncflow.graph.ir import Node
+from asyncflow.errors import GraphError, SourceLocation
+from asyncflow.graph.ir import Node
 
 FramePath: TypeAlias = tuple[str, ...]
 

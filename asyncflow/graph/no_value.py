@@ -5,13 +5,11 @@ NumPy would otherwise take a tensor for a sequence, or an opaque object, and fai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from asyncflow.errors import GraphError
 from asyncflow.foreign_names import in_place_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FETCHING = frozenset({"cpu", "data", "detach", "eval", "get", "item", "numpy", "tobytes", "tolist", "value", "values"})
 """Attributes that, elsewhere, give the value."""

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, ParamSpec, TypeAlias
+from typing import Final, Literal, ParamSpec, TypeAlias
 
 import numpy as np
 
 from asyncflow.errors import GraphError
-from asyncflow.graph.ir import Node
+from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.spec import Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Attrs, Tensor
-    from asyncflow.values import Kernel, Namespace
+from asyncflow.values import Kernel, Namespace
 
 
 class Access(enum.Enum):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Hashable, Iterator
+from typing import Any, Self
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
-
-    from asyncflow.graph.ir import Node
+from asyncflow.graph.ir import Node
 
 _serial = itertools.count()
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import SupportsTensor, awaited_node, graph_for, is_symbolic, symbolic
 from asyncflow.graph.graph import is_name
 from asyncflow.graph.ir import Node, Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _DEVICE = re.compile(r"[a-z]+(:(0|[1-9][0-9]*))?")
 _LIKE_A_DEVICE = re.compile(r"(?:.*[/:])?([a-z]+)[ :]*([0-9]+)?")

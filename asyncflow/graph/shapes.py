@@ -7,12 +7,10 @@ scalar. Shapes are plain values; these functions are all there is to them.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from asyncflow.errors import AxisError, ShapeError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 Shape: TypeAlias = tuple[int | None, ...] | None
 ShapeLike: TypeAlias = "Sequence[int | None] | int | None"

@@ -28,23 +28,20 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from asyncflow.errors import GraphError, brief
 from asyncflow.graph.array_text import encode, python_values
 from asyncflow.graph.dtypes import VARIANT, dtype_name, is_supported
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.resource import Resource
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.tokens import MAX_DEPTH, NAME, WORD
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array
+from asyncflow.values import Array
 
 READABLE_SIZE = 32
 """Arrays up to this many elements print as nested lists, larger ones as base64 of their bytes."""

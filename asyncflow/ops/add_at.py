@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from asyncflow.graph.dtypes import float32
-
-if TYPE_CHECKING:
-    from asyncflow.values import Array, Index, Namespace
+from asyncflow.values import Array, Index, Namespace
 
 _ATOMIC = frozenset("efdiILQ")
 """Type characters of what CUDA adds atomically, and CuPy at positions; that of uint64 is ``L`` or ``Q``."""

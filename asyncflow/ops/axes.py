@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from asyncflow.errors import AxisError, GraphError, ShapeError, brief
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, format_shape, normalize_axis
-
-if TYPE_CHECKING:
-    pass
 
 Axes: TypeAlias = int | tuple[int, ...] | None
 """One axis, several, or None for all; negative ones count from the back."""

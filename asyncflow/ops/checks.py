@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for, identity
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, define
+from asyncflow.graph.spec import Spec
 from asyncflow.ops.promotion import kind_of, require_kind, same
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 def _text(value: Array, summarize: int | None) -> str:

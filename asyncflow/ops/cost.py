@@ -8,13 +8,9 @@ the first firing of what seems short takes place.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.shapes import Shape
-
+from asyncflow.graph.shapes import Shape
 
 PASS = 10.0
 """Operations of a matrix product in the time in which NumPy passes over one element of an array."""

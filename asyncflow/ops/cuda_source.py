@@ -11,19 +11,15 @@ kernel's compiler makes of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from asyncflow.graph.dtypes import DType, bool_
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Attrs
-    from asyncflow.graph.op import CudaRule, Op
+from asyncflow.graph.ir import Attrs
+from asyncflow.graph.op import CudaRule, Op
 
 _C_TYPES = {
     "bool": "bool",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from sys import getrefcount
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, overload
+from typing import Any, Generic, ParamSpec, TypeAlias, overload
 
 import numpy as np
 
@@ -14,20 +15,13 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for, is_masked, is_symbolic
 from asyncflow.graph.dtypes import dtype_name, string
 from asyncflow.graph.graph import current_graph
-from asyncflow.graph.ir import Attrs, Tensor
-from asyncflow.graph.op import Access, Op
-from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.ir import Attrs, Node, Tensor
+from asyncflow.graph.op import Access, Effects, Op
+from asyncflow.graph.shapes import Shape, format_shape, is_compatible
 from asyncflow.graph.spec import Spec, spec_of
 from asyncflow.ops.derivatives.user_rules import accepted_arguments, rule_of_op
 from asyncflow.ops.promotion import is_weak, promoted_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.graph.ir import Node
-    from asyncflow.graph.op import Effects
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace, Nest, Value
+from asyncflow.values import Array, Kernel, Namespace, Nest, Value
 
 nest.register_leaf(Spec)
 

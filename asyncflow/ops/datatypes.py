@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -12,15 +12,12 @@ from asyncflow.graph.dtypes import VARIANT, DType, DTypeLike, as_dtype, bfloat16
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, VIEW, Memory, Traits, define, inputs_from
 from asyncflow.graph.scopes import placed_on
-from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
+from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cuda_source import convert
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.promotion import is_weak, kind_of, promoted_dtype
-
-if TYPE_CHECKING:
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 FloatLimits: TypeAlias = "np.finfo[Any]"
 IntegerLimits: TypeAlias = "np.iinfo[Any]"

@@ -6,7 +6,8 @@ gives NaN on a GPU, which does not wait to find out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, Op, define
-from asyncflow.graph.shapes import broadcast, format_shape
+from asyncflow.graph.shapes import Shape, broadcast, format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import elements
@@ -25,12 +26,7 @@ from asyncflow.ops.elementwise import add, conj
 from asyncflow.ops.linalg import matmul, matrix_transpose
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, real_dtype
 from asyncflow.ops.shape import shape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 _DTYPES = ("float32", "float64", "complex64", "complex128")
 

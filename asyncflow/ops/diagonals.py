@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
+from asyncflow.graph.dtypes import DTypeLike
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define, inputs_from
-from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.shapes import Shape, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.cost import free
@@ -16,12 +17,7 @@ from asyncflow.ops.extents import Extent, shape_reader, split_extents
 from asyncflow.ops.promotion import require_kind
 from asyncflow.ops.shape import shape
 from asyncflow.ops.statistical import sum
-
-if TYPE_CHECKING:
-    from asyncflow.graph.dtypes import DTypeLike
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 def diagonal_length(rows: int, columns: int, offset: int) -> int:

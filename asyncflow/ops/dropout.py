@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.dtypes import float32
+from asyncflow.graph.ir import Tensor
 from asyncflow.ops.datatypes import astype, finfo
 from asyncflow.ops.elementwise import maximum
 from asyncflow.ops.extents import static_value
@@ -16,9 +15,6 @@ from asyncflow.ops.promotion import is_weak, require_kind
 from asyncflow.ops.random import uniform
 from asyncflow.ops.searching import where
 from asyncflow.ops.shape import shape
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
 
 
 def dropout(x: TensorLike, /, rate: TensorLike, *, seed: int | None = None, name: str | None = None) -> Tensor:

@@ -6,12 +6,14 @@ Dtypes follow NumPy's ufuncs (integers passed to `sqrt` and its like give floats
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from asyncflow.errors import DTypeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, identity
+from asyncflow.graph.dtypes import DType
+from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import KERNELS, Op, define
 from asyncflow.graph.operators import install
 from asyncflow.graph.shapes import broadcast
@@ -19,6 +21,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import zeros_like
 from asyncflow.ops.cuda_source import (
     HALVES,
+    UfuncLoop,
     arithmetic,
     convert,
     division,
@@ -42,14 +45,7 @@ from asyncflow.ops.promotion import (
     ufunc_op,
     unary,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.dtypes import DType
-    from asyncflow.graph.ir import Attrs, Tensor
-    from asyncflow.ops.cuda_source import UfuncLoop
-    from asyncflow.values import Kernel, Namespace
+from asyncflow.values import Kernel, Namespace
 
 _COMPLEX = "complex numbers have no expressions"
 

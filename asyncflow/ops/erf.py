@@ -5,18 +5,14 @@ Below 1 the function is ``x * T(x**2) / U(x**2)``, beyond it ``1 - exp(-x**2) * 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.ir import Tensor
 from asyncflow.ops.cuda_source import function
 from asyncflow.ops.nn import activation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Array, Namespace
+from asyncflow.values import Array, Namespace
 
 _T = (
     9.60497373987051638749,

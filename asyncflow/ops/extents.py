@@ -7,7 +7,8 @@ template ``(2, None)`` with the input `n`; a whole shape in one vector is the te
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
@@ -16,15 +17,10 @@ from asyncflow.graph.build import SupportsTensor, as_tensor, is_symbolic
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import bound_kernel
-from asyncflow.graph.shapes import is_static, size_of
+from asyncflow.graph.shapes import Shape, is_static, size_of
+from asyncflow.graph.spec import Spec
 from asyncflow.ops.shape import SHAPE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Array
+from asyncflow.values import Array
 
 Extent: TypeAlias = "SupportsIndex | Tensor | SupportsTensor"
 ExtentsLike: TypeAlias = "Extent | Sequence[Extent]"

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -21,23 +23,15 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import VARIANT, as_dtype, dtype_name, string
 from asyncflow.graph.graph import current_graph
-from asyncflow.graph.ir import Attrs, Tensor
+from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Op
-from asyncflow.graph.shapes import format_shape, is_compatible, size_of
+from asyncflow.graph.shapes import Shape, format_shape, is_compatible, size_of
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.custom import declared_specs
+from asyncflow.ops.custom import Outputs, declared_specs
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.derivatives.user_rules import output_gradients
 from asyncflow.ops.torch_arrays import CudaTensors, HostTensors, TorchTensor, torch_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import ModuleType
-
-    from asyncflow.graph.ir import Node
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.ops.custom import Outputs
-    from asyncflow.values import Array, Kernel, Nest, Value
+from asyncflow.values import Array, Kernel, Nest, Value
 
 _KINDS = frozenset({"cpu", "cuda"})
 """PyTorch's names of kinds of devices that sessions may have."""

@@ -7,8 +7,9 @@ extent; a GPU does not check positions, as that would mean waiting for it, and w
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from asyncflow.errors import ShapeError
 from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import uint64
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import KERNELS, OPAQUE, VIEW, Op, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
@@ -24,12 +26,7 @@ from asyncflow.ops.axes import replaced, static_int
 from asyncflow.ops.cost import PASS, elements, free, moving
 from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, encode, host_indices, indexed_shape, is_flag
 from asyncflow.ops.promotion import require_kind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 # -- x[key] ----------------------------------------------------------------------------------------------------------
 

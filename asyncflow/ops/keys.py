@@ -17,7 +17,8 @@ join in; their axes go where they stood, or to the front if a slice, newaxis or 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -26,12 +27,8 @@ from asyncflow.graph.build import TensorLike, as_tensor, is_symbolic
 from asyncflow.graph.dtypes import dtype_name, int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Array, Index, Namespace
+from asyncflow.graph.spec import Spec
+from asyncflow.values import Array, Index, Namespace
 
 Entry: TypeAlias = tuple[Any, ...]
 Key: TypeAlias = tuple[Entry, ...]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Sequence
 from functools import partial
 from string import ascii_letters
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, graph_for
 from asyncflow.graph.dtypes import DType, float32
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, Memory, Op, Traits, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
@@ -19,12 +21,7 @@ from asyncflow.ops.cost import PASS, elements, per_input_element
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.manipulation import view_op
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 Contraction: TypeAlias = int | tuple[tuple[int, ...], tuple[int, ...]]
 

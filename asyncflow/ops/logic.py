@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from types import NotImplementedType
 
 import numpy as np
 
@@ -11,14 +11,9 @@ from asyncflow.graph.build import TensorLike, is_symbolic
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import NEW, Op, define
 from asyncflow.graph.operators import install
-from asyncflow.ops.cuda_source import compared, of_ufunc
+from asyncflow.ops.cuda_source import UfuncLoop, Writer, compared, of_ufunc
 from asyncflow.ops.promotion import binary, comparison, predicate, ufunc_op, unary
-
-if TYPE_CHECKING:
-    from types import NotImplementedType
-
-    from asyncflow.ops.cuda_source import UfuncLoop, Writer
-    from asyncflow.values import Kernel
+from asyncflow.values import Kernel
 
 
 def _bitwise(sign: str) -> Writer:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,11 +21,7 @@ from asyncflow.ops.axes import Axes, as_axes, flat_extent, normalize_axes, repla
 from asyncflow.ops.cost import free
 from asyncflow.ops.extents import static_value
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 Dims: TypeAlias = tuple[int | None, ...]
 

@@ -6,29 +6,25 @@ once at the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor
 from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float32
+from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import KERNELS, NEW, OPAQUE, Op, define, inputs_from
-from asyncflow.graph.shapes import broadcast, format_shape, is_compatible, normalize_axis
+from asyncflow.graph.shapes import Shape, broadcast, format_shape, is_compatible, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, normalize_axes, reduced, static_int
 from asyncflow.ops.cost import PASS, elements, several_passes
 from asyncflow.ops.cuda_source import UfuncLoop, rounded_once
 from asyncflow.ops.extents import Extent, shape_reader, split_extents, template_shape
 from asyncflow.ops.promotion import kind_of, require_kind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.graph.ir import Attrs, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 def _wide(function: Callable[..., Any]) -> Kernel:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import float64
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.shapes import broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
@@ -21,10 +22,7 @@ from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.promotion import kind_of, promote_operands, promoted_dtype, require_kind
 from asyncflow.ops.searching import where
 from asyncflow.ops.statistical import max, min, sum
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 def vector_norm(x: TensorLike, /, *, axis: Axes = None, keepdims: bool = False, ord: float = 2) -> Tensor:

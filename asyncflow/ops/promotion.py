@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -20,13 +21,8 @@ from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import NEW, Op, register
 from asyncflow.graph.shapes import broadcast
 from asyncflow.graph.spec import Spec
-from asyncflow.ops.cuda_source import function, of_ufunc
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from asyncflow.ops.cuda_source import Writer
-    from asyncflow.values import Kernel
+from asyncflow.ops.cuda_source import Writer, function, of_ufunc
+from asyncflow.values import Kernel
 
 WeakScalar: TypeAlias = bool | int | float | complex
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import float64, int64
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.ops.axes import require_elements, static_int
 from asyncflow.ops.datatypes import astype
@@ -23,9 +23,6 @@ from asyncflow.ops.promotion import kind_of, require_kind
 from asyncflow.ops.searching import where
 from asyncflow.ops.shape import shape
 from asyncflow.ops.sorting import sort
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
 
 
 def quantile(x: TensorLike, q: TensorLike, /, *, axis: int | None = None, keepdims: bool = False) -> Tensor:

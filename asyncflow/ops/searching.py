@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, graph_for
 from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, NEW, OPAQUE, define
 from asyncflow.graph.shapes import broadcast, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
@@ -18,12 +20,7 @@ from asyncflow.ops.axes import Axes, as_axes, flat_extent, reduced, require_elem
 from asyncflow.ops.cost import per_input_element
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import promote_operands, promoted_dtype, require_kind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 # -- extremes --------------------------------------------------------------------------------------------------------
 

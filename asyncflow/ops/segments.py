@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from asyncflow.errors import GraphError, ShapeError
@@ -15,15 +13,12 @@ from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.creation import zeros
-from asyncflow.ops.extents import Extent
+from asyncflow.ops.extents import Extent, ExtentsLike
 from asyncflow.ops.indexing import scatter_add
 from asyncflow.ops.manipulation import concat, reshape
 from asyncflow.ops.promotion import require_kind
 from asyncflow.ops.shape import shape
-
-if TYPE_CHECKING:
-    from asyncflow.ops.extents import ExtentsLike
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 def _segment_ids_spec(segment_ids: Spec, x: Spec) -> Spec:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import int64
@@ -14,11 +15,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import flat_extent
 from asyncflow.ops.cost import sorting
 from asyncflow.ops.promotion import require_kind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 class UniqueAll(NamedTuple):

@@ -5,19 +5,15 @@ They are NumPy values on every device, as the host knows them: what takes a shap
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import METADATA, define
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Kernel, Namespace
+from asyncflow.values import Kernel, Namespace
 
 
 def _shape_kernel(xp: Namespace) -> Kernel:

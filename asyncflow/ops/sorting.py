@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.shapes import format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
@@ -15,10 +15,7 @@ from asyncflow.ops.axes import replaced, static_int
 from asyncflow.ops.cost import sorting
 from asyncflow.ops.indexing import take_along_axis
 from asyncflow.ops.promotion import require_kind
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 def _sort_spec(x: Spec, *, axis: int, descending: bool, stable: bool) -> Spec:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.shapes import format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import replaced, static_int
 from asyncflow.ops.cost import free
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 Sections: TypeAlias = int | tuple[int, ...]
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor
-from asyncflow.graph.dtypes import DType, as_dtype, dtype_name, float32, float64, int64, uint64
+from asyncflow.graph.dtypes import DType, DTypeLike, as_dtype, dtype_name, float32, float64, int64, uint64
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, NEW, Op, define
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, require_elements, static_int
 from asyncflow.ops.cost import per_input_element, several_passes
 from asyncflow.ops.promotion import kind_of, real_dtype, require_kind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asyncflow.graph.dtypes import DTypeLike
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 # -- sums and products -----------------------------------------------------------------------------------------------
 

@@ -7,13 +7,11 @@ costs a call.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.values import Kernel
+from asyncflow.values import Kernel
 
 
 class LineStep(NamedTuple):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from asyncflow.graph.dtypes import DType, bfloat16, dtype_name
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-    from contextlib import AbstractContextManager
-    from types import ModuleType
-
-    from asyncflow.values import Array
-
+from asyncflow.values import Array
 
 TorchTensor: TypeAlias = Any
 """A `torch.Tensor`; PyTorch need not be installed."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply
 from asyncflow.graph.dtypes import bool_
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import KERNELS, define
 from asyncflow.graph.shapes import normalize_axis
 from asyncflow.graph.spec import Spec
@@ -15,10 +15,7 @@ from asyncflow.ops.axes import Axes, as_axes, reduced, replaced, static_int
 from asyncflow.ops.manipulation import concat
 from asyncflow.ops.promotion import require_kind
 from asyncflow.ops.statistical import method_reduction
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Kernel, Namespace
+from asyncflow.values import Kernel, Namespace
 
 
 def _test_spec(x: Spec, *, axis: Axes, keepdims: bool) -> Spec:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define, inputs_from
 from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.axes import static_int
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.promotion import require_kind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 def _window_spec(x: Spec, *starts: Spec, sizes: tuple[int, ...]) -> Spec:

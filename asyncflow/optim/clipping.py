@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import DTypeError, GraphError
 from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor
+from asyncflow.graph.build import TensorLike, as_tensor
 from asyncflow.graph.dtypes import float32, float64
+from asyncflow.graph.ir import Tensor
 from asyncflow.ops.elementwise import add, clip, maximum, sqrt, square
 from asyncflow.ops.logic import isfinite
 from asyncflow.ops.promotion import kind_of, promoted_dtype
 from asyncflow.ops.searching import where
 from asyncflow.ops.statistical import sum
 from asyncflow.optim.scalars import as_dtype_of, as_scalar, is_number
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.build import TensorLike
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Nest
+from asyncflow.values import Nest
 
 
 def clip_by_value(grads: Nest, low: TensorLike, high: TensorLike) -> Nest:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor
+from asyncflow.graph.ir import Tensor
 from asyncflow.ops.promotion import kind_of
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
 
 
 def as_loss(what: str, value: object, advice: str = "") -> Tensor:

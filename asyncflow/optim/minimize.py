@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.control.body import user_function
 from asyncflow.graph import nest
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.optim.loss import as_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.state.variable import Variable
-    from asyncflow.values import Nest
+from asyncflow.state.variable import Variable
+from asyncflow.values import Nest
 
 _PAIRS = "pairs of (gradient, variable) alone (as partial(af.optim.sgd, learning_rate=0.1) is)"
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
-from asyncflow.graph.build import as_tensor, constant
+from asyncflow.graph.build import TensorLike, as_tensor, constant
+from asyncflow.graph.dtypes import DType
 from asyncflow.graph.ir import Tensor
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.promotion import is_weak, kind_of
-
-if TYPE_CHECKING:
-    from asyncflow.graph.build import TensorLike
-    from asyncflow.graph.dtypes import DType
 
 
 def as_scalar(what: str, x: TensorLike, dtype: DType) -> Tensor:

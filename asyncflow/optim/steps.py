@@ -7,15 +7,16 @@ each take effect in full, on the values that are there when they write.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
 from asyncflow.graph.build import TensorLike, as_tensor, graph_for, group
-from asyncflow.graph.dtypes import dtype_name, float32, float64, int64
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.dtypes import DTypeLike, dtype_name, float32, float64, int64
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.scopes import name_scope
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static
 from asyncflow.ops.datatypes import astype
@@ -23,11 +24,6 @@ from asyncflow.ops.elementwise import sqrt, square
 from asyncflow.ops.promotion import kind_of
 from asyncflow.optim.scalars import as_dtype_of, as_scalar, is_number, share
 from asyncflow.state.variable import Variable
-
-if TYPE_CHECKING:
-    from asyncflow.graph.dtypes import DTypeLike
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node
 
 Pairs: TypeAlias = "Iterable[tuple[TensorLike | None, Variable]]"
 """Gradients and the variables they belong to."""

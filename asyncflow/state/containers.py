@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Collection
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet, ref
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from asyncflow.graph.resource import Resource
-    from asyncflow.state.held import Holder
+from asyncflow.graph.resource import Resource
+from asyncflow.state.held import Holder
 
 _containers: dict[str, dict[str, Any]] = {}
 _lock = Lock()

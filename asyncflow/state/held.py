@@ -7,12 +7,11 @@ a variable there leaves a `HeldValue`; whoever reads it anywhere else, in anothe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from asyncflow.values import Array, Namespace
+from asyncflow.values import Array, Namespace
 
 
 class Holder(Protocol):

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
-from asyncflow.graph.graph import node_effects
+from asyncflow.graph.graph import Subgraph, node_effects
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import host_inputs, runs_on_host
 from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.shape import RANK, SHAPE, SIZE
 from asyncflow.ops.straight_line import LineStep, straight_line
 from asyncflow.state.immutable import sealed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asyncflow.graph.graph import Subgraph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Kernel, Namespace, Value
+from asyncflow.values import Kernel, Namespace, Value
 
 
 def check_pure(body: Subgraph, label: str) -> None:

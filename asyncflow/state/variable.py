@@ -6,6 +6,7 @@ the value is, says `asyncflow.state.variable_state`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -24,8 +25,8 @@ from asyncflow.graph.build import (
     is_symbolic,
 )
 from asyncflow.graph.dtypes import VARIANT, DTypeLike, as_dtype, dtype_name
-from asyncflow.graph.graph import Subgraph, is_name
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.graph import Graph, Subgraph, is_name
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access, Effects, Op, define, register
 from asyncflow.graph.operators import Operators
 from asyncflow.graph.resource import Resource
@@ -35,13 +36,7 @@ from asyncflow.ops.promotion import is_weak, promoted_dtype, ufunc_dtype
 from asyncflow.state.immutable import sealed
 from asyncflow.state.pure import check_pure, compile_pure, needs_host, stays_on_host
 from asyncflow.state.variable_state import VariableState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterator
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 class Variable(Resource, Operators):

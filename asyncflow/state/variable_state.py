@@ -18,24 +18,20 @@ a session that closed   an array of NumPy's   as above: closing brings it to the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from asyncflow.errors import AsyncflowError, DeviceLostError, DTypeError, GraphError, ShapeError
 from asyncflow.graph.dtypes import dtype_name
+from asyncflow.graph.resource import Resource
 from asyncflow.graph.shapes import format_shape, is_static, is_subshape
-from asyncflow.state.held import HeldValue, as_host_value, holder_of
+from asyncflow.graph.spec import Spec
+from asyncflow.state.held import HeldValue, Holder, as_host_value, holder_of
 from asyncflow.state.immutable import immutable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from asyncflow.graph.resource import Resource
-    from asyncflow.graph.spec import Spec
-    from asyncflow.state.held import Holder
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 MOST_RACES = 32
 """After so many writes of others in between, a write has these wait: elsewhere they may always be faster."""

@@ -28,10 +28,9 @@ from contextlib import contextmanager
 from contextvars import Context
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
-if TYPE_CHECKING:
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 _NS_PER_S = 1_000_000_000
 _ROUNDING_ULPS = 4

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from asyncflow.devices.host import Host, Launches
 from asyncflow.devices.presets import DEFAULT_HOST, MachineSpec, host_named, parse_machine
 from asyncflow.devices.sim.machine import SimMachine, check_chance, check_launches, current_machine, use_machine
 from asyncflow.runtime.loop import is_running_here
 from asyncflow.streams.virtual import VirtualClockLoop
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
 
 _Result = TypeVar("_Result")
 

@@ -23,8 +23,8 @@ of other nodes are wrong or the device is busy: the path itself takes longer tha
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.placement.node_costs import SMALL_NBYTES, NodeCosts, spec_nbytes
 from asyncflow.compiler.program.extract import FEED
@@ -33,14 +33,10 @@ from asyncflow.compiler.regions.regions import REGION
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
+from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from asyncflow.devices.protocol import Device
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node
 
 _MOST_VISITED = 256
 """How many nodes before a user are looked at for one that it comes after, so that large graphs compile in linear time.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from asyncflow.compiler.plan import Crossing, Dead, Kind, Partition, PlanFrame, PlanNode
 from asyncflow.compiler.program.frames import is_everywhere
+from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.compiler.regions.regions import REGION
 from asyncflow.control.primitives.enter import ENTER, require_one_window
 from asyncflow.control.primitives.exit import EXIT
@@ -18,15 +20,9 @@ from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.devices.protocol import is_coroutine_kernel
 from asyncflow.errors import GraphError, LoopIdentity
 from asyncflow.graph.builtin import CONSTANT
-from asyncflow.graph.frames import output_frame
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from asyncflow.compiler.regions.region_code import RegionCode
-    from asyncflow.graph.frames import FramePath
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Kernel, Value
+from asyncflow.graph.frames import FramePath, output_frame
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.values import Kernel, Value
 
 
 @dataclass(slots=True)

@@ -22,7 +22,8 @@ written by hand stay as they are, and are cut in the same way (`lower_by_hand`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from asyncflow.compiler.lowering.lower_by_hand import PlacesByHand
 from asyncflow.compiler.lowering.places import INDEX, NEWS, Device, EnclosingLoop, FlatBuilder, Place
@@ -35,13 +36,9 @@ from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.merge import MERGE
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import CondNode, WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from asyncflow.graph.graph import Graph, Subgraph
-    from asyncflow.graph.ir import Node, Tensor
 
 
 class Lowered(NamedTuple):

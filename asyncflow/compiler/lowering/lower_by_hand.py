@@ -7,22 +7,15 @@ live on one side of a predicate only, a Switch of that predicate; and constant E
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from asyncflow.compiler.lowering.places import NEWS, EnclosingLoop, Place
+from asyncflow.compiler.lowering.places import NEWS, Device, EnclosingLoop, FlatBuilder, Place
 from asyncflow.compiler.program.frames import is_everywhere
-from asyncflow.compiler.program.hand_written import Live
+from asyncflow.compiler.program.hand_written import HandFrame, HandWritten, Live, Side
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.exit import EXIT
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.control.primitives.switch import SWITCH
-from asyncflow.graph.frames import output_frame
-
-if TYPE_CHECKING:
-    from asyncflow.compiler.lowering.places import Device, FlatBuilder
-    from asyncflow.compiler.program.hand_written import HandFrame, HandWritten, Side
-    from asyncflow.graph.frames import FramePath
-    from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.frames import FramePath, output_frame
+from asyncflow.graph.ir import Node, Tensor
 
 
 class PlacesByHand:

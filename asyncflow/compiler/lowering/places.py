@@ -6,8 +6,9 @@ is, and how values cross from device to device.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,13 +22,9 @@ from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
 from asyncflow.graph.dtypes import bool_, float32, int32, uint16
 from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Attrs, Node, Tensor
+from asyncflow.graph.op import Op
 from asyncflow.graph.spec import Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-
-    from asyncflow.graph.ir import Attrs, Node, Tensor
-    from asyncflow.graph.op import Op
 
 Device: TypeAlias = str | None
 """A full name; None for the only device of a plan that was not placed."""

@@ -6,18 +6,14 @@ depends on the arrays fed: the run looks up how long it took before on as many e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from asyncflow.compiler.plan import Kind
+from asyncflow.compiler.plan import Kind, Partition, PlanNode
+from asyncflow.devices.protocol import Device
 from asyncflow.graph.structured import WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.compiler.plan import Partition, PlanNode
-    from asyncflow.devices.protocol import Device
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 
 @dataclass(frozen=True, slots=True)

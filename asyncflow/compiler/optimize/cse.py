@@ -6,22 +6,19 @@ to the bits of floats. Ops with effects, state, randomness, the user's code or T
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.compiler.program.replacements import Replacements, join_inputs
 from asyncflow.graph.dtypes import string
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array
+from asyncflow.values import Array
 
 _LARGEST = 64 * 1024
 """Bytes of an array among the attributes; comparing larger ones costs more than it is likely to gain."""

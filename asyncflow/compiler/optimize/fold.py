@@ -7,7 +7,8 @@ branch that is taken, and a `while` that never begins by its initial values.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +16,10 @@ from asyncflow.compiler.program.kernels import bind_kernel
 from asyncflow.compiler.program.purity import awaited_nodes, has_variants, nbytes
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
-from asyncflow.graph.graph import has_side_effect
+from asyncflow.graph.graph import Graph, has_side_effect
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Value
+from asyncflow.values import Array, Value
 
 _LARGEST = 64 * 1024
 """Bytes of a result; larger constants would be kept for as long as the plan."""

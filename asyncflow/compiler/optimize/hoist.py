@@ -7,17 +7,13 @@ is kept for as long as the loop runs, it must be no larger than what it is made 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, nbytes
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, is_constant
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import WhileNode
-
-if TYPE_CHECKING:
-    from asyncflow.graph.graph import Graph, Subgraph
-    from asyncflow.graph.ir import Node, Tensor
 
 _SMALL = 1024
 """Bytes of a value that may always be kept."""

@@ -5,18 +5,14 @@ A variable that the body gives back as it is becomes a capture, and two that sta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
 
 from asyncflow.compiler.optimize.cse import Unhashable, attrs_key
 from asyncflow.compiler.program.purity import has_variants
 from asyncflow.compiler.program.replacements import Replacements, join_inputs
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.structured import WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Tensor
 
 _DEEPEST = 4
 """How far back the next values of two variables are compared."""

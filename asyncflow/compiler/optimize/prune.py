@@ -5,17 +5,13 @@ What may fail stays although nobody uses its value, for it was part of the progr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from asyncflow.compiler.program.purity import cannot_fail
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import StructuredNode
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from asyncflow.graph.ir import Node, Tensor
 
 
 def prune(graph: Graph, keep: Collection[Node] = ()) -> None:

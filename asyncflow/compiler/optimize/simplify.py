@@ -6,7 +6,7 @@ identities that nothing waits for. Not ``x + 0`` of floats, which turns -0.0 int
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, is_constant
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Op
 from asyncflow.graph.shapes import is_static
 from asyncflow.ops.datatypes import ASTYPE, BROADCAST_TO
 from asyncflow.ops.elementwise import ADD, DIVIDE, FLOOR_DIVIDE, MULTIPLY, NEGATIVE, POSITIVE, SUBTRACT
@@ -22,13 +25,6 @@ from asyncflow.ops.linalg import MATRIX_TRANSPOSE
 from asyncflow.ops.logic import BITWISE_INVERT, BITWISE_OR, BITWISE_XOR, LOGICAL_NOT
 from asyncflow.ops.manipulation import PERMUTE_DIMS, RESHAPE
 from asyncflow.ops.searching import WHERE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Op
 
 
 def simplify(graph: Graph) -> None:

@@ -12,7 +12,8 @@ other, as on one device, and a value that goes to another stream is handed over,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from asyncflow.compiler.placement.choices import Choices, find_counters
 from asyncflow.compiler.placement.followers import place_followers
@@ -21,13 +22,9 @@ from asyncflow.compiler.placement.place import find_places
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.compiler.program.frames import has_primitives, is_everywhere
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node
 from asyncflow.graph.structured import WhileNode, levels
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node
 
 _LIGHT_NS = 20_000.0
 """Lighter kernels hold the interpreter's lock most of their time: two streams of them do not overlap."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
 from asyncflow.compiler.placement.constraints import usable_devices
 from asyncflow.compiler.placement.node_costs import spec_nbytes
+from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node
 from asyncflow.graph.resource import resources_of
 from asyncflow.graph.structured import WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from asyncflow.devices.protocol import Device
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node
 
 
 class Choices:

@@ -10,27 +10,22 @@ passes through: what it holds stays where it was written, and requests for anoth
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from asyncflow.autodiff.saved_values import SAVE
 from asyncflow.compiler.program.extract import EMIT, FETCH
 from asyncflow.compiler.program.frames import has_primitives
 from asyncflow.compiler.program.hand_written import HandWritten
 from asyncflow.devices.names import DeviceName, DeviceSpec
+from asyncflow.devices.protocol import Device
 from asyncflow.errors import PlacementError
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.frames import format_frame, output_frame
-from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import runs_on_host
 from asyncflow.graph.resource import resources_of
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
-
-    from asyncflow.devices.protocol import Device
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
 
 
 def needs_all_kernels(node: Node) -> bool:

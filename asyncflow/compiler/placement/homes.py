@@ -5,16 +5,12 @@ A variable stays there, whatever else a later plan runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Mapping
 
 from asyncflow.devices.names import DeviceSpec
 from asyncflow.errors import PlacementError
+from asyncflow.graph.graph import Graph
 from asyncflow.graph.resource import resources_of
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
-
-    from asyncflow.graph.graph import Graph
 
 
 def send_home(graph: Graph, homes: Mapping[Hashable, str]) -> None:

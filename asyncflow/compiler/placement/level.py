@@ -6,24 +6,18 @@ then does so in the simulated execution as well, and stages of a pipeline pay.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from asyncflow.compiler.placement.list_schedule import GAIN, search
-from asyncflow.compiler.placement.node_costs import tensor_nbytes
+from asyncflow.compiler.placement.choices import Choices
+from asyncflow.compiler.placement.list_schedule import GAIN, Solution, search
+from asyncflow.compiler.placement.node_costs import NodeCosts, tensor_nbytes
 from asyncflow.compiler.placement.simulated_execution import Group, Places, Problem, Spread, Task, Value, loads
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import StructuredNode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-
-    from asyncflow.compiler.placement.choices import Choices
-    from asyncflow.compiler.placement.list_schedule import Solution
-    from asyncflow.compiler.placement.node_costs import NodeCosts
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,15 +8,10 @@ time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from asyncflow.compiler.placement.simulated_execution import SPREAD, Execution, edges, loads, simulate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from asyncflow.compiler.placement.simulated_execution import Problem, Task
+from asyncflow.compiler.placement.simulated_execution import SPREAD, Execution, Problem, Task, edges, loads, simulate
 
 GAIN = 0.9
 """Tasks are only spread if that takes at most this part of the time they take together."""

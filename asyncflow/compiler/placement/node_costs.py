@@ -7,23 +7,18 @@ event loop or on a thread of it: they decide which, before anything has been mea
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.work import assumed, flops_of, makes_what_it_is_told
 from asyncflow.devices.cost import NS_PER_CALL, NS_PER_FLOP
+from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
-from asyncflow.graph.shapes import is_static, size_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from asyncflow.devices.protocol import Device
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Value
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.shapes import Shape, is_static, size_of
+from asyncflow.graph.spec import Spec
+from asyncflow.values import Value
 
 NS_PER_ELEMENT = 1.0
 NS_PER_DRAW = 40.0

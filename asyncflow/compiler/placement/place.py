@@ -14,28 +14,23 @@ value is made, a capture to where its value is, a `cond` or `while` to its predi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.placement.choices import Choices
 from asyncflow.compiler.placement.followers import place_followers
 from asyncflow.compiler.placement.level import PlacementLevel, Split, Whole
-from asyncflow.compiler.placement.list_schedule import GAIN
+from asyncflow.compiler.placement.list_schedule import GAIN, Solution
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, NodeCosts, tensor_nbytes
 from asyncflow.compiler.placement.simulated_execution import Value
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
+from asyncflow.devices.protocol import Device
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import StructuredNode, WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from asyncflow.compiler.placement.list_schedule import Solution
-    from asyncflow.devices.protocol import Device
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
 
 _LIGHT_NS = 200_000.0
 """A body whose nodes take less together is not worth cutting."""

@@ -7,11 +7,8 @@ that needs it, as soon as it is there: that is what the runtime does.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 SPREAD = -1
 """The device of a task that runs on several."""

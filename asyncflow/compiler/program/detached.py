@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Attrs, Node, Tensor
-    from asyncflow.graph.op import Op
-    from asyncflow.graph.spec import Spec
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Attrs, Node, Tensor
+from asyncflow.graph.op import Op
+from asyncflow.graph.spec import Spec
 
 
 def detached_node(

@@ -8,8 +8,8 @@ effect. Loop variables and branch results nobody uses are dropped.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.shape_rules import SHAPE_BY_RULE, rule_of, shape_sources
 from asyncflow.control.tensor_array import ELEMENT_SHAPE, READ
@@ -18,18 +18,13 @@ from asyncflow.graph.build import SupportsTensor
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
-from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import Access, Op
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.derivatives.shapes import CHECK_SHAPE
 from asyncflow.ops.shape import SHAPE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from asyncflow.graph.ir import Attrs
 
 FEED = Op("feed", lambda *, spec, index: spec)
 FETCH = Op("fetch", lambda value: ())

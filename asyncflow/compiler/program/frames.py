@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from asyncflow.control.primitives.enter import ENTER
 from asyncflow.control.primitives.merge import MERGE
@@ -11,14 +11,9 @@ from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.errors import InternalError
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.frames import FramePath, frame_of
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node
 from asyncflow.graph.verify import verify
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node
-
 
 _BY_HAND = frozenset({ENTER, SWITCH})
 

@@ -8,27 +8,23 @@ and multiplications and additions stay apart (``--fmad=false``: NVRTC would cont
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from asyncflow.errors import InternalError
+from asyncflow.graph.ir import Attrs, Node
 from asyncflow.graph.op import KERNELS, Op, bound_kernel
-from asyncflow.graph.shapes import is_static
+from asyncflow.graph.shapes import Shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
 from asyncflow.ops.cuda_functions import helpers
 from asyncflow.ops.cuda_source import HALVES, c_type, expression
 from asyncflow.ops.straight_line import LineStep, straight_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from asyncflow.graph.ir import Attrs, Node
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Kernel, Namespace, Value
+from asyncflow.values import Kernel, Namespace, Value
 
 _OPTIONS = ("--fmad=false",)
 

@@ -13,8 +13,9 @@ regular stays on one device, and so does what uses a value of which it is not kn
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from asyncflow.compiler.program.frames import assign_frames, is_everywhere
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
@@ -26,14 +27,9 @@ from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.graph.builtin import IDENTITY
 from asyncflow.graph.frames import FramePath, format_frame, output_frame
-from asyncflow.graph.graph import Subgraph, has_side_effect
+from asyncflow.graph.graph import Graph, Subgraph, has_side_effect
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.ops.logic import LOGICAL_NOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
 
 Side: TypeAlias = "tuple[Tensor, bool]"
 """A predicate, and whether it holds."""

@@ -12,23 +12,18 @@ is no part of a region.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 from asyncflow.compiler.program.extract import FEED
 from asyncflow.control.primitives.loop_cond import LOOP_COND
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, PARAMETER
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
-from asyncflow.graph.structured import CondNode, WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from collections.abc import Set as AbstractSet
-
-    from asyncflow.graph.graph import Graph, Subgraph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
-    from asyncflow.graph.structured import StructuredNode
+from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 
 NUMBERS = "biufc"
 """Kinds of dtype whose values of rank 0 are NumPy scalars on the host."""

@@ -13,21 +13,17 @@ control trigger. Nodes of two frames are not ordered, nor are the iterations of 
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.frames import assign_frames, has_primitives
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.graph.build import constant, identity
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph, node_effects
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access
 from asyncflow.graph.structured import CondNode, WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
-
-    from asyncflow.graph.ir import Node, Tensor
 
 _FIRST_TURN = "first_turn"
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import size_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
+from asyncflow.graph.spec import Spec
 
 
 def nbytes(spec: Spec) -> int | None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from asyncflow.graph.graph import Subgraph
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.structured import StructuredNode
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.structured import StructuredNode
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,23 +6,19 @@ check what it was given. The rule by which the graph was typed tells it, without
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncflow.control.tensor_array import READ
 from asyncflow.errors import GraphError
 from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.ir import Attrs, Tensor
 from asyncflow.graph.op import Memory, Op, Traits, host_inputs, inputs_from, runs_on_host
 from asyncflow.graph.shapes import Shape, is_static
 from asyncflow.graph.spec import Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Attrs, Tensor
-    from asyncflow.values import Array, Kernel, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 
 @dataclass(frozen=True, slots=True)

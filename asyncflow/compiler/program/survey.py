@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Hashable
+from typing import NamedTuple
 
-from asyncflow.graph.graph import has_side_effect
+from asyncflow.compiler.program.kernels import Resolve
+from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.resource import resources_of
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable
-
-    from asyncflow.compiler.program.kernels import Resolve
-    from asyncflow.graph.graph import Graph
-    from asyncflow.state.variable_state import VariableState
+from asyncflow.state.variable_state import VariableState
 
 
 class Survey(NamedTuple):

@@ -6,17 +6,14 @@ Send and Recv of one transfer share its number; with the tag it is the key under
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from asyncflow.graph.dtypes import float32, uint16
 from asyncflow.graph.op import OPAQUE, Op
 from asyncflow.graph.spec import Spec
-from asyncflow.values import Kernel
-
-if TYPE_CHECKING:
-    from asyncflow.values import Namespace, Value
+from asyncflow.values import Kernel, Namespace, Value
 
 SEND = Op("send", lambda *values, transfer, target, is_acknowledged: ())
 """Hands its input to the Recv of the same `transfer` on the device `target`; without an input, the news that it ran.

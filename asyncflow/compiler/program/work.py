@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.errors import told
+from asyncflow.graph.ir import Node
 from asyncflow.graph.op import host_inputs
-from asyncflow.graph.shapes import is_static
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node
-    from asyncflow.graph.shapes import Shape
+from asyncflow.graph.shapes import Shape, is_static
 
 ASSUMED_EXTENT = 256
 

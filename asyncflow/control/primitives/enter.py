@@ -7,20 +7,15 @@ other Enter's value goes to iteration 0. Deadness: a dead Enter delivers a dead 
 from __future__ import annotations
 
 from types import EllipsisType
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError, ShapeError
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.frames import FramePath, format_frame, output_frame
-from asyncflow.graph.graph import is_name
+from asyncflow.graph.graph import Graph, is_name
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import define
-from asyncflow.graph.shapes import ShapeLike, as_shape, format_shape, is_subshape
+from asyncflow.graph.shapes import Shape, ShapeLike, as_shape, format_shape, is_subshape
 from asyncflow.graph.spec import Spec
-
-if TYPE_CHECKING:
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
 
 
 def _infer(

@@ -31,13 +31,11 @@ from asyncio import AbstractEventLoop
 from collections import Counter
 from collections.abc import Callable, Hashable
 from time import perf_counter_ns, thread_time_ns
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from asyncflow.devices.hardware import usable_cores
 from asyncflow.streams.cpu.stream import ThreadStream
-
-if TYPE_CHECKING:
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 SHORT_NS = 5_000_000
 """A firing that is expected to take no longer is a short one (5 ms)."""

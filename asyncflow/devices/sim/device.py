@@ -28,27 +28,23 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from asyncflow.devices.memory import format_bytes
 from asyncflow.devices.presets import kernel_ns
-from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark
+from asyncflow.devices.protocol import Deliver, Device, KernelInfo, Mark, Placed
 from asyncflow.devices.sim.launch import SimHostLauncher, SimLauncher
 from asyncflow.devices.sim.links import CopyLane, first_common_gap
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.regions import SimRegionLauncher
 from asyncflow.devices.sim.timeline import Timeline
 from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimMemoryAccount, SimOpaque, Storage
-from asyncflow.devices.values import as_scalar, stays_on_host
+from asyncflow.devices.values import DType, as_scalar, stays_on_host
 from asyncflow.errors import FetchError
 from asyncflow.streams.sim.stream import SimEvent, SimStream
-
-if TYPE_CHECKING:
-    from asyncflow.devices.protocol import Placed
-    from asyncflow.devices.values import DType
-    from asyncflow.values import Array, Kernel, Value
+from asyncflow.values import Array, Kernel, Value
 
 _NS_PER_S = 1e9
 

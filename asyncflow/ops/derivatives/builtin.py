@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER, PLACEHOLDER
 from asyncflow.graph.op import gradient_of_first, not_differentiable
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
-
-if TYPE_CHECKING:
-    pass
-
 
 gradient_of_first(IDENTITY, lambda node, grad: in_dtype_of(grad, node.inputs[0]))
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops.checks import ASSERT, CHECK_NUMERICS, PRINT
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 
 @derivative(PRINT, CHECK_NUMERICS)

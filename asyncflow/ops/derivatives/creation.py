@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
 from asyncflow.ops.creation import ARANGE, EYE, FULL, FULL_LIKE, LINSPACE, MESHGRID, TRIL, TRIU, linspace, tril, triu
 from asyncflow.ops.derivatives.datatypes import in_dtype_of
@@ -11,11 +12,6 @@ from asyncflow.ops.derivatives.shapes import shape_of
 from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.promotion import real_dtype
 from asyncflow.ops.statistical import sum as sum_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 not_differentiable(ARANGE, because="its bounds say how many values there are, which jumps")
 not_differentiable(EYE, because="it is made of sizes alone")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative
 from asyncflow.ops.datatypes import ASTYPE, BROADCAST_ARRAYS, BROADCAST_TO, astype
 from asyncflow.ops.derivatives.shapes import carries_gradient, sum_to_like
 from asyncflow.ops.elementwise import conj, real
 from asyncflow.ops.promotion import kind_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 
 def in_dtype_of(grad: Tensor, x: Tensor) -> Tensor | None:

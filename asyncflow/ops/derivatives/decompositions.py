@@ -8,10 +8,11 @@ decomposition" (2016).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops import decompositions as d
 from asyncflow.ops.creation import tril, triu
@@ -25,11 +26,6 @@ from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.norms import CROSS, cross
 from asyncflow.ops.searching import where
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 not_differentiable(d.MATRIX_RANK, because="a rank is an integer")
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative
 from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of
 from asyncflow.ops.diagonals import DIAGONAL, DIAGONAL_MATRIX, diagonal, diagonal_matrix
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 
 @derivative(DIAGONAL)

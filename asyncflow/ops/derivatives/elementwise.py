@@ -12,10 +12,11 @@ At kinks: `abs` and `hypot` pass nothing at 0, and `atan2` nothing at the origin
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
-from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Op, derivative, gradient_of_first, not_differentiable
 from asyncflow.ops import elementwise as ew
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.derivatives.datatypes import conjugated, in_dtype_of
@@ -28,12 +29,6 @@ from asyncflow.ops.logic import greater_equal, isinf, less_equal, logical_and, l
 from asyncflow.ops.nn import sigmoid
 from asyncflow.ops.promotion import kind_of
 from asyncflow.ops.searching import where
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.op import Op
 
 
 def reaching(x: Tensor, grad: Callable[[], Tensor]) -> Tensor | None:

@@ -9,13 +9,10 @@ turns up again. Outside of bodies nothing is said, because there a run may feed 
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import GraphError
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Node, Tensor
 
 _LEAST = 1 << 40
 

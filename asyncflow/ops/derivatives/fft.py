@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, Op, define, derivative, gradient_of_first
 from asyncflow.ops.derivatives.indexing import sliced
 from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
@@ -12,12 +13,7 @@ from asyncflow.ops.elementwise import real
 from asyncflow.ops.fft import FFT, IFFT, IRFFT, OPPOSITE, RFFT
 from asyncflow.ops.manipulation import concat
 from asyncflow.ops.promotion import same
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 def _fitted(node: Node, grad: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.graph.build import apply, constant
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative
 from asyncflow.ops.creation import arange, zeros
 from asyncflow.ops.derivatives.scatter import WHOLE, scatter_along_axis, scatter_to
@@ -16,11 +17,6 @@ from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.searching import where
 from asyncflow.ops.shape import shape, size
 from asyncflow.ops.windows import DYNAMIC_SLICE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 
 def along(axis: int, entry: tuple[object, ...]) -> Key:

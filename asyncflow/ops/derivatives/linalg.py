@@ -8,13 +8,15 @@ transposes, so three ops a product are enough for every order.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from string import ascii_letters
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Attrs, Node, Tensor
 from asyncflow.graph.op import OPAQUE, Op, define, derivative, gradient_of_first, inputs_from
-from asyncflow.graph.shapes import is_static, merge, normalize_axis
+from asyncflow.graph.shapes import Shape, is_static, merge, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops import linalg
 from asyncflow.ops.cost import elements
@@ -26,13 +28,7 @@ from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, temp
 from asyncflow.ops.linalg import einsum, matmul, matrix_transpose, tensordot, vecdot
 from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.promotion import promoted_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.graph.ir import Attrs, Node, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 # -- transposes that find out at run time how their operands are shaped ----------------------------------------------
 

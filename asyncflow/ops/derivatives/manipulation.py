@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.builtin import CONSTANT
 from asyncflow.graph.dtypes import float32, int64
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from, not_differentiable
-from asyncflow.graph.shapes import normalize_axis
+from asyncflow.graph.shapes import Shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops import manipulation as m
 from asyncflow.ops.add_at import add_at
@@ -28,13 +29,7 @@ from asyncflow.ops.shape import RANK, SHAPE, SIZE
 from asyncflow.ops.splitting import SPLIT
 from asyncflow.ops.statistical import prod
 from asyncflow.ops.statistical import sum as sum_
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 not_differentiable(RANK, SHAPE, SIZE, because="they are integers")
 

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from asyncflow.graph.dtypes import float32
+from asyncflow.graph.dtypes import DType, float32
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, gradient_of_first, not_differentiable
 from asyncflow.ops import nn
 from asyncflow.ops.datatypes import astype
@@ -20,12 +21,6 @@ from asyncflow.ops.nn import sigmoid
 from asyncflow.ops.promotion import weak_constant
 from asyncflow.ops.searching import where
 from asyncflow.ops.statistical import mean, sum
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.dtypes import DType
-    from asyncflow.graph.ir import Node, Tensor
 
 
 def _widened(x: Tensor) -> Tensor:

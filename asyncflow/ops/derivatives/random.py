@@ -5,17 +5,13 @@ The scale and offset of `normal` and `uniform` are arithmetic on the sample, whi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.errors import GraphError
 from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops import random
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 not_differentiable(
     random.NORMAL, random.TRUNCATED_NORMAL, random.UNIFORM, because="a standard sample depends on no value"

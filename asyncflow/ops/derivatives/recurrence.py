@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative
+from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import PASS, elements
 from asyncflow.ops.creation import zeros_like
 from asyncflow.ops.derivatives.datatypes import conjugated
 from asyncflow.ops.derivatives.indexing import sliced
 from asyncflow.ops.manipulation import concat
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 def _recurrence_spec(x: Spec, factors: Spec, *, axis: int, reverse: bool) -> Spec:

@@ -7,15 +7,17 @@ element all add up.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, inputs_from
-from asyncflow.graph.shapes import format_shape, is_compatible, merge
+from asyncflow.graph.shapes import Shape, format_shape, is_compatible, merge
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
 from asyncflow.ops.cost import moving_all
@@ -26,13 +28,7 @@ from asyncflow.ops.indexing import GETITEM, take_along_axis
 from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, host_indices, indexed_shape, is_flag
 from asyncflow.ops.manipulation import concat, reshape
 from asyncflow.ops.shape import shape as shape_tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Index, Kernel, Namespace
+from asyncflow.values import Array, Index, Kernel, Namespace
 
 T = TypeVar("T")
 

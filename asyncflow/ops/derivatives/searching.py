@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.graph.build import constant
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops.derivatives.shapes import sum_to_like
 from asyncflow.ops.searching import ARGMAX, ARGMIN, COUNT_NONZERO, NONZERO, SEARCHSORTED, WHERE, where
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 not_differentiable(ARGMAX, ARGMIN, NONZERO, SEARCHSORTED, because="positions are integers")
 not_differentiable(COUNT_NONZERO, because="a count is an integer")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops.indexing import gather
 from asyncflow.ops.segments import BINCOUNT, SEGMENT_IDS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 not_differentiable(SEGMENT_IDS, because="segment ids are integers")
 

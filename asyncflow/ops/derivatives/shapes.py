@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import reopened
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import KERNELS, OPAQUE, Memory, Traits, define, derivative, gradient_of_first, inputs_from
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import Shape, format_shape, is_static, is_subshape, merge
@@ -18,13 +20,7 @@ from asyncflow.ops.creation import zeros
 from asyncflow.ops.datatypes import broadcast_to
 from asyncflow.ops.extents import ExtentsLike, shape_reader, split_extents, template_shape
 from asyncflow.ops.shape import shape
-from asyncflow.values import Kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Namespace, Value
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 Extents: TypeAlias = "tuple[int, ...] | Tensor"
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative, not_differentiable
 from asyncflow.ops.derivatives.scatter import scatter_along_axis
 from asyncflow.ops.derivatives.shapes import shape_of
 from asyncflow.ops.sorting import ARGSORT, SORT, TOP_K, argsort
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 not_differentiable(ARGSORT, TOP_K, because="positions are integers")
 

@@ -7,10 +7,11 @@ hold any number of zeros. Nothing flows to the elements of a slice with a NaN in
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.graph.build import constant
 from asyncflow.graph.dtypes import float16, float32, float64
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative
 from asyncflow.graph.shapes import is_static
 from asyncflow.ops import statistical as s
@@ -27,11 +28,6 @@ from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import expand_dims, flip, reshape
 from asyncflow.ops.promotion import real_dtype
 from asyncflow.ops.searching import where
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
 
 
 def _with_axes(reduced: Tensor, node: Node) -> Tensor:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor, refuse_coroutines
+from asyncflow.graph.build import TensorLike, as_tensor, refuse_coroutines
 from asyncflow.graph.dtypes import VARIANT, dtype_name
 from asyncflow.graph.graph import current_graph
-from asyncflow.graph.ir import Attrs, Tensor
+from asyncflow.graph.ir import Attrs, Node, Tensor
+from asyncflow.graph.op import Derivative
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.ops.derivatives.shapes import carries_gradient, checked_shape, zeros_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.graph.build import TensorLike
-    from asyncflow.graph.ir import Node
-    from asyncflow.graph.op import Derivative
-    from asyncflow.values import Nest
+from asyncflow.values import Nest
 
 
 def accepted_arguments(function: Callable[..., object], arguments: Attrs) -> Attrs:

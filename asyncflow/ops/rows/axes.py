@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import normalize_axis, size_of
 from asyncflow.ops import fft, nn
 from asyncflow.ops import manipulation as m
@@ -13,15 +14,9 @@ from asyncflow.ops.datatypes import BROADCAST_ARRAYS
 from asyncflow.ops.manipulation import expand_dims, reshape
 from asyncflow.ops.padding import PAD
 from asyncflow.ops.rows.by_row import row_by_row
-from asyncflow.ops.rows.rule import LiftedValue, fixed, row_rule
+from asyncflow.ops.rows.rule import LiftedValue, RowAxis, fixed, row_rule
 from asyncflow.ops.shape import shape
 from asyncflow.ops.statistical import prod
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.ops.rows.rule import RowAxis
 
 
 def behind(axis: int) -> int:

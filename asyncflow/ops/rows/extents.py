@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.graph.build import apply, constant
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.shapes import is_static, size_of
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.shapes import Shape, is_static, size_of
 from asyncflow.ops import creation
 from asyncflow.ops.datatypes import BROADCAST_TO, astype, broadcast_to
 from asyncflow.ops.derivatives.linalg import (
@@ -26,19 +27,11 @@ from asyncflow.ops.elementwise import abs, floor_divide
 from asyncflow.ops.logic import equal
 from asyncflow.ops.manipulation import RESHAPE, RESHAPE_TO, concat, expand_dims, reshape
 from asyncflow.ops.rows.by_row import row_by_row
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, fixed, no_row_rule, row_rule
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, no_row_rule, row_rule
 from asyncflow.ops.searching import where
 from asyncflow.ops.shape import shape
 from asyncflow.ops.statistical import prod
 from asyncflow.ops.statistical import sum as sum_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.ops.rows.by_row import row_by_row
-from asyncflow.ops.rows.rule import RowAxis
 
 
 def row_template(

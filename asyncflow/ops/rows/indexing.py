@@ -6,10 +6,13 @@ positions in it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from asyncflow.graph.build import apply, constant
 from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.creation import arange
 from asyncflow.ops.derivatives.indexing import along
@@ -27,15 +30,8 @@ from asyncflow.ops.nn import EMBEDDING
 from asyncflow.ops.rows.axes import behind
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.extents import row_template
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, fixed, row_rule
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, row_rule
 from asyncflow.ops.windows import DYNAMIC_SLICE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.ops.rows.rule import RowAxis
 
 
 class RowKey(NamedTuple):

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from string import ascii_letters
-from typing import TYPE_CHECKING
 
 from asyncflow.graph.build import apply
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.ops import linalg
 from asyncflow.ops.decompositions import SOLVE
 from asyncflow.ops.linalg import EINSUM, MATMUL, MATRIX_TRANSPOSE, TENSORDOT, matrix_transpose
 from asyncflow.ops.manipulation import expand_dims, moveaxis, permute_dims, reshape, squeeze
-from asyncflow.ops.rows.rule import LiftedValue, row_rule
+from asyncflow.ops.rows.rule import LiftedValue, RowAxis, row_rule
 from asyncflow.ops.shape import shape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.ops.rows.rule import RowAxis
 
 
 @row_rule(MATMUL)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.graph.build import apply, constant
 from asyncflow.graph.dtypes import int64
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.ops.indexing import getitem
-from asyncflow.ops.rows.rule import row_rule
+from asyncflow.ops.rows.rule import LiftedValue, RowAxis, row_rule
 from asyncflow.ops.shape import RANK, SHAPE, SIZE
 from asyncflow.ops.statistical import prod
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.ops.rows.rule import LiftedValue, RowAxis
 
 
 @row_rule(SHAPE, alike=True)

@@ -8,23 +8,19 @@ much to make, such as `arange`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from asyncflow.compiler.placement.node_costs import NS_PER_ELEMENT, kernel_ns
+from asyncflow.compiler.plan import PlanNode
 from asyncflow.compiler.program.work import makes_what_it_is_told
 from asyncflow.devices.cost import INLINE_LIMIT_NS, MeasuredCost
 from asyncflow.errors import GraphError
+from asyncflow.graph.ir import Node
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.compiler.plan import PlanNode
-    from asyncflow.graph.ir import Node
-    from asyncflow.values import Value
-
+from asyncflow.values import Value
 
 ON_A_THREAD: Final = MeasuredCost(base_ns=inf)
 """Of a function that has asked for a run and waited for it: short as that was, the event loop would wait for itself."""

@@ -6,11 +6,10 @@ Only `asyncflow.runtime.scheduler.scheduler` changes them; its rules say when.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from asyncflow.compiler.plan import Dead, PlanFrame, PlanNode
-    from asyncflow.values import Value
+from asyncflow.compiler.plan import Dead, PlanFrame, PlanNode
+from asyncflow.values import Value
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from asyncflow.compiler.plan import PlanNode
+from asyncflow.compiler.regions.region_code import RegionCode
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.errors import (
     AsyncflowError,
@@ -18,13 +21,7 @@ from asyncflow.errors import (
 )
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.shapes import format_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.compiler.plan import PlanNode
-    from asyncflow.compiler.regions.region_code import RegionCode
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 
 def describe(value: object) -> str:

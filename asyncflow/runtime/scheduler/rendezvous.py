@@ -6,15 +6,13 @@ event loop and does nothing by itself: a Send hands its value over, and if the R
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asyncflow.compiler.plan import PlanNode
-    from asyncflow.runtime.scheduler.frame import Iteration
-    from asyncflow.values import Value
+from asyncflow.compiler.plan import PlanNode
+from asyncflow.runtime.scheduler.frame import Iteration
+from asyncflow.values import Value
 
 Key: TypeAlias = tuple[int, tuple[int, ...]]
 Arrived: TypeAlias = "Callable[[PlanNode, Iteration, Value, int], None]"

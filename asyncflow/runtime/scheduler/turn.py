@@ -6,17 +6,13 @@ it is spent waits in a queue, and the queue goes on in the next pass, first come
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncflow.runtime.loop import burst_clock, clock_of
-
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
-
-    from asyncflow.runtime.scheduler.executor import Executor
+from asyncflow.runtime.scheduler.executor import Executor
 
 BURST_NS = 1_000_000
 """How long a session's runs may hold the event loop at a time (1 ms)."""

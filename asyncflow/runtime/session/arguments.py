@@ -10,21 +10,18 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import numpy as np
 
 from asyncflow.errors import FeedError, GraphError, told
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_array, is_symbolic, placeholder
-from asyncflow.graph.dtypes import as_dtype
+from asyncflow.graph.dtypes import DType, as_dtype
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.spec import Spec, spec_of
 from asyncflow.runtime.values.foreign_feeds import NotExchangeable, exchanged, is_exchangeable
-
-if TYPE_CHECKING:
-    from asyncflow.graph.dtypes import DType
-    from asyncflow.values import Nest, Value
+from asyncflow.values import Nest, Value
 
 _NUMPY = (np.ndarray, np.generic)
 

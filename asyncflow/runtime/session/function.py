@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, overload
 from weakref import WeakKeyDictionary, ref
 
 from asyncflow.errors import GraphError, located_at, user_location
@@ -22,9 +22,7 @@ from asyncflow.graph.graph import Graph, current_graph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.runtime.session.arguments import Arguments, Parameters, explain_changes
 from asyncflow.runtime.session.session import Session, current_session
-
-if TYPE_CHECKING:
-    from asyncflow.values import Nest, Value
+from asyncflow.values import Nest, Value
 
 _MOST_TRACES = 256
 """How many graphs a function keeps; the one used least recently goes first."""

@@ -10,19 +10,17 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from heapq import nlargest
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 from asyncflow.compiler.placement.node_costs import assumed_ns
+from asyncflow.compiler.plan import Plan, PlanNode
 from asyncflow.compiler.program.request import PlanRequest
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.graph import Graph
 from asyncflow.runtime.loop import is_virtual
 from asyncflow.streams.beside import call_beside
-
-if TYPE_CHECKING:
-    from asyncflow.compiler.plan import Plan, PlanNode
-    from asyncflow.graph.graph import Graph
 
 _COMPILED_INLINE = 50
 """A graph of at most so many nodes compiles on the event loop, in less than 5 ms."""

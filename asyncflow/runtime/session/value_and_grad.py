@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
+from typing import ParamSpec, TypeVar, overload
 
 from asyncflow.autodiff.gradients import gradients
 from asyncflow.errors import DTypeError, GraphError, brief
@@ -16,9 +16,7 @@ from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.optim.loss import as_loss
 from asyncflow.runtime.session.function import Function
 from asyncflow.state.variable import Variable
-
-if TYPE_CHECKING:
-    from asyncflow.values import Nest, Value
+from asyncflow.values import Nest, Value
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +12,7 @@ from asyncflow.runtime.loop import is_virtual
 from asyncflow.runtime.values.feeds import LARGE_BYTES, LargeFeed
 from asyncflow.runtime.values.fetches import is_fresh
 from asyncflow.streams.cpu.stream import ThreadStream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from asyncflow.values import Value
+from asyncflow.values import Value
 
 
 class CopyThread(ThreadStream):

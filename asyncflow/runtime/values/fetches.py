@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from asyncflow.compiler.plan import Dead
+from asyncflow.compiler.program.request import Fetch
 from asyncflow.devices.values import DeviceArray
 from asyncflow.errors import FetchError, GraphError
 from asyncflow.graph import nest
@@ -15,12 +16,7 @@ from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.frames import format_frame, output_frame
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Node, Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.compiler.program.request import Fetch
-    from asyncflow.values import Array, Nest, Value
+from asyncflow.values import Array, Nest, Value
 
 
 class OnDevice:

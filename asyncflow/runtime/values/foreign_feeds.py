@@ -8,7 +8,8 @@ comes to that is given a copy first, made by the library itself.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +17,7 @@ from asyncflow.devices.cuda.backend import cuda_backend
 from asyncflow.devices.cuda.transfers.exchange import CUDA_MEMORY, HOST_MEMORY, ForeignArray, read, view
 from asyncflow.graph.dtypes import DType, as_dtype, bfloat16
 from asyncflow.streams.beside import call_beside
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.values import Array, Value
+from asyncflow.values import Array, Value
 
 
 class NotExchangeable(Exception):
