@@ -19,9 +19,12 @@ KEPT: Final = 256 << 20
 """Free bytes that each of glibc's heaps may keep."""
 LARGEST: Final = 32 << 20
 """Arrays above this have pages of their own, which they give back; glibc allows no more."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+PADDING: Final = 64 << 20
+"""Bytes that are asked for at once, not touched and hence not taken. A heap of a thread is made of parts of so many, of
+which glibc gives back any that is free, whatever it may keep, unless padding would ask for it again."""
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _TRIMS_AT: Final = 128 << 10
-"""Where glibc begins to give back, unless told otherwise."""
+"""Where glibc begins to give back, and how much it asks for at once, unless told otherwise."""
 _USERS: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
@@ -60,6 +63,7 @@ class Heap:
             self._users += 1
             if self._users == 1 and self._allocator is not None:
                 self._allocator.mallopt(_TRIM_THRESHOLD, KEPT)
+                self._allocator.mallopt(_TOP_PAD, PADDING)
                 self._allocator.mallopt(_MMAP_THRESHOLD, LARGEST)
 
     def leave(self) -> None:
@@ -72,6 +76,7 @@ class Heap:
             self._users -= 1
             if not self._users and self._allocator is not None:
                 self._allocator.mallopt(_TRIM_THRESHOLD, _TRIMS_AT)
+                self._allocator.mallopt(_TOP_PAD, _TRIMS_AT)
                 self.trimming = threading.Thread(target=self._allocator.malloc_trim, args=(0,), daemon=True)
                 self.trimming.start()
 
