@@ -75,6 +75,7 @@ def batch_of(graphs: Sequence[af.InputGraph], hidden: int) -> Trees:
         for a, b in pairwise(sets.tolist())
     ]
     xs = np.random.default_rng(0).standard_normal((len(order), hidden), np.float32)
+    xs.flags.writeable = False  # fed without a copy, as the guide says
     return Trees(graph, xs, order, levels, roots - 1)
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
 from asyncflow.graph.build import apply, constant
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.op import OPAQUE, define, derivative
+from asyncflow.graph.op import KERNELS, OPAQUE, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.add_at import add_at
-from asyncflow.ops.cost import per_input_element
+from asyncflow.ops.cost import moving, per_input_element
 from asyncflow.ops.creation import arange, zeros
 from asyncflow.ops.datatypes import astype
+from asyncflow.ops.derivatives.shapes import ensure_shape
 from asyncflow.ops.elementwise import divide, maximum, multiply, subtract
 from asyncflow.ops.indexing import gather, take
 from asyncflow.ops.logic import equal
@@ -87,7 +89,8 @@ class SlottedChildren:
         return {x: LiftedValue(rows, has_rows=True) for x, rows in found.items()}
 
 
-class AllChildren(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class AllChildren:
     """Those of vertices that have any number, one after the other.
 
     Attributes:
@@ -95,16 +98,28 @@ class AllChildren(NamedTuple):
         ranks: of the children.
         owners: for each the row of its vertex.
         starts: where the children of each vertex begin, and where the last ones end.
+        taken: the children's own states, once somebody has asked for them.
     """
 
     states: Sequence[RowStore]
     ranks: Tensor
     owners: Tensor
     starts: Tensor
+    taken: list[Tensor] = field(default_factory=list)
 
     def known(self, traced: TracedFunction) -> dict[Tensor, LiftedValue]:
         """See `Children.known`."""
         return {}
+
+    def rows(self) -> list[Tensor]:
+        """The states of the children, a row for each: the same for all that read them, as their gradients add up."""
+        if not self.taken:
+            self.taken.extend(store.take(self.ranks) for store in self.states)
+        return self.taken
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The row of its vertex for each child."""
+        return apply(SPREAD_SEGMENTS, x, self.starts, self.owners)[0]
 
 
 class VertexAxis(RowAxis):
@@ -129,8 +144,8 @@ def _reduce(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
         own_loops=rows.own_loops,
         label=f"{rows.label[:-1]}/child)",
     )
-    states = [LiftedValue(store.take(children.ranks), has_rows=True) for store in children.states]
-    captures = [LiftedValue(gather(x.tensor, children.owners), True) if x.has_rows else x for x in inputs]
+    states = [LiftedValue(x, has_rows=True) for x in children.rows()]
+    captures = [LiftedValue(children.spread(x.tensor), True) if x.has_rows else x for x in inputs]
     found = Lifting(edges, f"{node.name}/each").results(node.attrs["each"], [*states, *captures])
     return [_reduced(edges.spread(x), children, node.attrs["reduce"]) for x in found]
 
@@ -167,13 +182,17 @@ def _segments_spec(x: Spec, starts: Spec, owners: Spec, *, reduce: str) -> Spec:
 
 
 def _segments_kernel(xp: Namespace, *, reduce: str) -> Kernel:
+    operation: np.ufunc = np.add if reduce == "sum" else np.maximum
+
     def on_host(x: Array, starts: Array, owners: Array) -> Array:
+        if len(x) >= _MANY:
+            return _in_turns(operation, x, starts)
         reduced = np.zeros((len(starts) - 1, *x.shape[1:]), x.dtype)
         filled = np.flatnonzero(starts[1:] > starts[:-1])
         if len(filled) == len(reduced):
-            (np.add if reduce == "sum" else np.maximum).reduceat(x, starts[:-1], axis=0, out=reduced)
+            operation.reduceat(x, starts[:-1], axis=0, out=reduced)
         elif len(filled):
-            reduced[filled] = (np.add if reduce == "sum" else np.maximum).reduceat(x, starts[filled], axis=0)
+            reduced[filled] = operation.reduceat(x, starts[filled], axis=0)
         return reduced
 
     def elsewhere(x: Array, starts: Array, owners: Array) -> Array:
@@ -192,6 +211,32 @@ def _segments_kernel(xp: Namespace, *, reduce: str) -> Kernel:
     return on_host if xp is np else elsewhere
 
 
+_MANY: Final = 64
+"""Rows from which on `reduceat`, which goes down each column of each segment by itself, is slower than whole rows."""
+_FEW: Final = 8
+"""Segments that are left are reduced one by one."""
+
+
+def _in_turns(operation: np.ufunc, x: Array, starts: Array) -> Array:
+    """All first rows of segments, with all second ones, and so on."""
+    first, counts = starts[:-1], np.diff(starts)
+    if counts.all():
+        reduced = x.take(first, axis=0)
+    else:
+        reduced = np.zeros((len(counts), *x.shape[1:]), x.dtype)
+        filled = np.flatnonzero(counts)
+        reduced[filled] = x.take(first[filled], axis=0)
+    turn, left = 1, np.flatnonzero(counts > 1)
+    while len(left) >= _FEW:
+        reduced[left] = operation(reduced.take(left, axis=0), x.take(first[left] + turn, axis=0))
+        turn += 1
+        left = left[counts[left] > turn]
+    for segment in left.tolist():
+        rest = operation.reduce(x[first[segment] + turn : starts[segment + 1]], axis=0)
+        reduced[segment] = operation(reduced[segment], rest)
+    return reduced
+
+
 REDUCE_SEGMENTS = define(
     "reduce_segments", _segments_spec, _segments_kernel, host_inputs=(1,), flops=per_input_element, traits=OPAQUE
 )
@@ -199,11 +244,30 @@ REDUCE_SEGMENTS = define(
 no_row_rule(REDUCE_SEGMENTS, because="it takes the children of a whole batch at once")
 
 
+SPREAD_SEGMENTS = define(
+    "spread_segments",
+    lambda x, starts, owners: Spec(x.dtype, None if x.shape is None else ((owners.shape or (None,))[0], *x.shape[1:])),
+    lambda xp: lambda x, starts, owners: xp.take(x, owners, axis=0),
+    host_inputs=(1,),
+    flops=moving,
+    traits=KERNELS,
+)
+"""The row of its segment for each row of several: the transpose of their sum."""
+no_row_rule(SPREAD_SEGMENTS, because="it gives to the children of a whole batch at once")
+
+
 @derivative(REDUCE_SEGMENTS)
 def _segments(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    x, starts, owners = node.inputs
+    x, *segments = node.inputs
     if node.attrs["reduce"] == "sum":
-        return [gather(grad, owners), None, None]
-    is_largest = astype(equal(x, gather(node.outputs[0], owners)), x.dtype)
-    ties = apply(REDUCE_SEGMENTS, is_largest, starts, owners, reduce="sum")[0]
-    return [multiply(gather(divide(grad, maximum(ties, 1.0)), owners), is_largest), None, None]
+        return [apply(SPREAD_SEGMENTS, grad, *segments)[0], None, None]
+    is_largest = astype(equal(x, apply(SPREAD_SEGMENTS, node.outputs[0], *segments)[0]), x.dtype)
+    ties = apply(REDUCE_SEGMENTS, is_largest, *segments, reduce="sum")[0]
+    spread = apply(SPREAD_SEGMENTS, divide(grad, maximum(ties, 1.0)), *segments)[0]
+    return [multiply(spread, is_largest), None, None]
+
+
+@derivative(SPREAD_SEGMENTS)
+def _spread(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
+    x, *segments = node.inputs
+    return [ensure_shape(apply(REDUCE_SEGMENTS, grad, *segments, reduce="sum")[0], x.shape), None, None]

@@ -100,6 +100,26 @@ async def test_a_set_takes_and_multiplies_once_and_so_does_its_gradient(graph: a
 
 
 @own_sessions
+async def test_all_children_are_taken_once_for_all_that_read_them(graph: af.Graph) -> None:
+    """A part of a state: one take, and one addition to its gradient."""
+    u, v, part = af.Variable(U), af.Variable(V), af.spec("float64", (H,))
+
+    @af.vertex_function(state=(part, part))
+    def cell(vertex: Any) -> None:
+        own = vertex.pull()
+        h = vertex.gather_all(lambda child: child[0]) @ u
+        kept = vertex.gather_all(lambda child: af.sigmoid(own + child[0] @ v) * child[1])
+        vertex.scatter((af.tanh(own + h + kept), kept + own))
+
+    roots: Any = af.vertex_map(cell, BATCH, X).roots
+    grads = af.gradients(af.sum(roots[0] * roots[1]), [u, v])
+    async with af.Session(graph) as session:
+        assert counted(session, roots, inside=FORWARD)["row_store_take"] == 2
+        assert counted(session, grads, inside=BACKWARD)["add_row_gradients"] == 2
+        assert "scatter_to" not in counted(session, grads, inside=BACKWARD)
+
+
+@own_sessions
 async def test_gradients_of_sets_compare_and_keep_no_shapes(graph: af.Graph) -> None:
     """All values of a set have as many rows, whatever a run finds that number to be."""
     u, v = af.Variable(U), af.Variable(V)
