@@ -320,7 +320,9 @@ class KernelError(AsyncflowError):
 
 def in_row(error: Exception, label: str, numbers: Sequence[int]) -> None:
     """Notes in which row a kernel failed that works on many; `row_of` tells it."""
-    error.row = "/".join(map(str, (label, *numbers)))  # type: ignore[attr-defined]
+    for each in map(str, numbers):
+        label = label.replace(":", each, 1) if ":" in label else f"{label}/{each}"
+    error.row = label  # type: ignore[attr-defined]
 
 
 def row_of(error: BaseException) -> str:

@@ -110,6 +110,7 @@ class Graph(NotPickled):
         self.shapes: dict[Tensor, Tensor] = {}
         self.extents: dict[Tensor, tuple[int, ...] | None] = {}
         self.kept_for_gradients: dict[Node, Any] = {}
+        self.parted: dict[Node, Any] = {}  # of which branch or loop over rows a node was made
         self.remarks: dict[str, str] = {}  # how something was built, by its label: for `Plan.explain`
         self.compiled: dict[Hashable, Any] = {}  # what sessions keep for it, which goes when it does
         self._by_name: dict[str, Node] = {}
@@ -215,10 +216,9 @@ class Graph(NotPickled):
             gone = self.nodes[count:]
             del self.nodes[count:]
             for node in gone:
-                for body in node.subgraphs:
-                    body.take_back(0)
-                self.root._by_name.pop(node.name, None)
-                self.root._taken.pop(node.name, None)
+                for each in (node, *(inner for body in node.subgraphs for inner in body.walk())):
+                    self.root._by_name.pop(each.name, None)
+                    self.root._taken.pop(each.name, None)
             outputs = {tensor for node in gone for tensor in node.outputs}
             self.shapes = {x: found for x, found in self.shapes.items() if outputs.isdisjoint((x, found))}
 

@@ -14,6 +14,7 @@ from asyncflow.graph.op import OPAQUE, define, derivative, not_differentiable
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, relax, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.flow import branches_with_rows
+from asyncflow.lift.parted import parting
 from asyncflow.ops.cost import moving, per_input_element
 from asyncflow.ops.creation import zeros
 from asyncflow.ops.derivatives.shapes import ensure_shape
@@ -102,14 +103,7 @@ def split_rows(predicate: Tensor) -> tuple[Tensor, Tensor]:
 
 def some_rows(rows: RowAxis, numbers: Tensor) -> RowAxis:
     """The axis of the rows with these numbers."""
-    return RowAxis(
-        size(numbers),
-        None,
-        lambda: gather(rows.numbers(), numbers),
-        loops=rows.loops,
-        own_loops=rows.own_loops,
-        label=rows.label,
-    )
+    return rows.among(size(numbers), lambda: gather(rows.numbers(), numbers))
 
 
 def taken(values: Sequence[LiftedValue], numbers: Tensor) -> list[LiftedValue]:
@@ -128,6 +122,7 @@ def lift_cond(lifting: Lifting, node: CondNode, inputs: Sequence[LiftedValue]) -
         true, false = (partial(_results, lifting, body, captures, flags) for body in node.subgraphs)
         returned = cond(predicate.tensor, true, false, name="cond")
         return [LiftedValue(x, has_rows) for x, has_rows in zip(returned if flags else (), flags, strict=True)]
+    note = parting(node, inputs, lifting.rows)
     places = split_rows(predicate.tensor)
     one_body, other_body = node.subgraphs
     sides = [_side(lifting, one_body, captures, *places), _side(lifting, other_body, captures, places[1])]
@@ -141,7 +136,9 @@ def lift_cond(lifting: Lifting, node: CondNode, inputs: Sequence[LiftedValue]) -
             raise CannotLift(f"{node.name} gives rows of {one.spec} and of {other.spec}")
         given = (rows.count, places[0], one, places[1], other)
         joined += apply(JOIN_ROWS, *given, extent=rows.extent, absent=absent)
-    return [LiftedValue(x, True) for x in joined]
+    outputs = [LiftedValue(x, True) for x in joined]
+    note(outputs)
+    return outputs
 
 
 def _results(

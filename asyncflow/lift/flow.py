@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.structured import CondNode, WhileNode
+from asyncflow.lift.parted import parted_at
 from asyncflow.ops.rows.rule import gives_rows
 
 if TYPE_CHECKING:
@@ -19,7 +20,11 @@ def results_with_rows(body: Subgraph, inputs: Sequence[bool]) -> list[bool]:
     known: dict[Tensor, bool] = dict(zip(body.inputs, inputs, strict=True))
     for node in body.nodes:
         if node.outputs and node.outputs[0] not in known:
-            known.update(zip(node.outputs, _outputs(node, [known[x] for x in node.inputs]), strict=True))
+            if (parted := parted_at(node)) is not None:
+                flags: Sequence[bool] = [parted.gives_rows([known[x] for x in parted.needs])] * len(node.outputs)
+            else:
+                flags = _outputs(node, [known[x] for x in node.inputs])
+            known.update(zip(node.outputs, flags, strict=True))
     return [known[x] for x in body.results]
 
 

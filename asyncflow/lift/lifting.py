@@ -16,12 +16,14 @@ from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.lift import arrays, reasons
 from asyncflow.lift.branches import lift_cond
 from asyncflow.lift.loops import lift_while
+from asyncflow.lift.parted import PartedRows, parted_at
 from asyncflow.lift.zeros import without_zeros
 from asyncflow.ops.creation import arange
 from asyncflow.ops.derivatives.extents import extents
 from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.rows import all as _rules
 from asyncflow.ops.rows.by_row import row_by_row
+from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, gives_rows, row_rule_of, why_no_row_rule
 
 if TYPE_CHECKING:
@@ -142,7 +144,8 @@ class Lifting:
         """
         self._note_extents(known.values())
         for node in _needed(body, known, wanted, body.nodes if among is None else among):
-            outputs = self._lifted(node, [known[x] for x in node.inputs], body)
+            given = [known[x] for x in (node.needs if isinstance(node, PartedRows) else node.inputs)]
+            outputs = self._lifted(node, given, body)
             self._note_extents(outputs)
             known.update(zip(node.outputs, outputs, strict=True))
         return [known[x] for x in wanted]
@@ -161,21 +164,26 @@ class Lifting:
     def effects(self) -> list[Node]:
         """The nodes of this graph that were built for those that have effects, and not those inside of branches."""
         graph = current_graph()
-        return [made for node, each in self._made.items() if _writes(node) for made in each if made.graph is graph]
+        found = (made for node, each in self._made.items() if _writes(node) for made in each if made.graph is graph)
+        return list(dict.fromkeys(found))
 
-    def _lifted(self, node: Node, inputs: list[LiftedValue], body: Subgraph) -> Sequence[LiftedValue]:
+    def _lifted(self, unit: Node | PartedRows, inputs: list[LiftedValue], body: Subgraph) -> Sequence[LiftedValue]:
         graph = current_graph()
         assert graph is not None
         count, first = len(graph.nodes), graph.root.version
-        with graph.scoped(name_scope=self._scope(node, body), device=node.device, controls=self._controls(node, graph)):
+        node, of = (unit.node, unit.made) if isinstance(unit, PartedRows) else (unit, (unit,))
+        with graph.scoped(name_scope=self._scope(node, body), device=node.device, controls=self._controls(of, graph)):
             try:
-                outputs = self._outputs(node, inputs)
+                if isinstance(unit, PartedRows):
+                    outputs: Sequence[LiftedValue] = self._rows_of_rows(unit, inputs)
+                else:
+                    outputs = self._outputs(node, inputs)
             except CannotLift as reason:
                 if reason.location is not None:
                     raise
                 raise CannotLift(str(reason), node.location) from None
         made = graph.nodes[count:]
-        self._made[node] = tuple(each for each in made if _writes(each)) or tuple(made[-1:])
+        self._made.update(dict.fromkeys(of, tuple(each for each in made if _writes(each)) or tuple(made[-1:])))
         for each in made:
             # An error in the run names the user's line of the node that was lifted.
             if each.id >= first and each.location == self._location:
@@ -186,10 +194,24 @@ class Lifting:
         inner = node.name.removeprefix(f"{body.label}/").rpartition("/")
         return f"{self.label}/{inner[0]}{inner[1]}"
 
-    def _controls(self, node: Node, graph: Graph) -> tuple[Node, ...]:
-        before = [made for each in node.control_inputs for made in self._made.get(each, ())]
+    def _controls(self, nodes: Iterable[Node], graph: Graph) -> tuple[Node, ...]:
+        before = [made for node in nodes for each in node.control_inputs for made in self._made.get(each, ())]
         local = [graph.import_control(each) for each in before if graph.can_use(each.graph)]
         return tuple(each for each in local if each is not None)
+
+    def _rows_of_rows(self, parted: PartedRows, given: Sequence[LiftedValue]) -> list[LiftedValue]:
+        """The outputs of a branch or loop over rows, for the rows of each row."""
+        *inputs, count, numbers = given
+        if count.has_rows:
+            raise CannotLift(f"{parted.node.name} has another number of rows for each row")
+        if not parted.gives_rows([value.has_rows for value in given]):
+            rows = parted.rows.among(count.tensor, lambda: numbers.tensor, parted.rows.extent)
+            same = [LiftedValue(x.tensor, own.has_rows) for x, own in zip(inputs, parted.inputs, strict=True)]
+            return [LiftedValue(y.tensor, False) for y in self.over(rows)._outputs(parted.node, same)]
+        folded = FoldedRows(self.rows, count.tensor if parted.rows.extent is None else parted.rows.extent)
+        flat = [folded.fold(x, own.has_rows) for x, own in zip(inputs, parted.inputs, strict=True)]
+        outputs = self.over(folded.axis(parted.rows, numbers))._outputs(parted.node, flat)
+        return [LiftedValue(folded.unfold(y.tensor), True) for y in outputs]
 
     def _outputs(self, node: Node, inputs: list[LiftedValue]) -> Sequence[LiftedValue]:
         if isinstance(node, WhileNode):
@@ -234,12 +256,28 @@ def _writes(node: Node) -> bool:
     return any(access is Access.WRITE for _, access in node_effects(node))
 
 
-def _needed(body: Subgraph, known: Collection[Tensor], wanted: Iterable[Tensor], among: Collection[Node]) -> list[Node]:
-    """The nodes behind what is wanted and what has effects, in order, as far as they are not known."""
+def _needed(
+    body: Subgraph, known: Collection[Tensor], wanted: Iterable[Tensor], among: Collection[Node]
+) -> list[Node | PartedRows]:
+    """The nodes behind what is wanted and what has effects, in order, as far as they are not known.
+
+    Those that were made of a branch or loop over rows are one, but for values of them that others look at.
+    """
     needed = {x.node for x in wanted if x not in known}
+    wholes: dict[Node, PartedRows] = {}
     for node in reversed(body.nodes):
         if node in needed or (_writes(node) and node in among):
-            needed.add(node)
-            needed.update(x.node for x in node.inputs if x not in known)
-            needed.update(node.control_inputs)
-    return [node for node in body.nodes if node in needed and not any(x in known for x in node.outputs)]
+            parted = body.parted.get(node) if _writes(node) else parted_at(node)
+            if parted is not None:
+                needed.discard(node)
+                wholes[parted.made[-1]] = parted
+            else:
+                needed.add(node)
+            of, needs = ([node], node.inputs) if parted is None else (parted.made, parted.needs)
+            needed.update(x.node for x in needs if x not in known)
+            needed.update({x for each in of for x in each.control_inputs}.difference(of))
+    found: list[Node | PartedRows] = []
+    for node in body.nodes:
+        found += [node] if node in needed else []
+        found += [wholes[node]] if node in wholes else []
+    return [each for each in found if not any(x in known for x in each.outputs)]

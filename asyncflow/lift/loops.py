@@ -13,12 +13,13 @@ from asyncflow.graph.shapes import is_static, relax
 from asyncflow.graph.structured import levels
 from asyncflow.lift.branches import some_rows, split_rows, taken
 from asyncflow.lift.flow import decided_by_row, variables_with_rows
+from asyncflow.lift.parted import parting
 from asyncflow.ops.creation import arange
 from asyncflow.ops.derivatives.shapes import ensure_shape
 from asyncflow.ops.elementwise import add
 from asyncflow.ops.indexing import gather
 from asyncflow.ops.logic import greater
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue
 from asyncflow.ops.shape import size
 from asyncflow.ops.sorting import argsort
 from asyncflow.ops.utility import all as all_of
@@ -37,14 +38,17 @@ def lift_while(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue])
     has_rows = [value.has_rows for value in inputs]
     flags = variables_with_rows(node, has_rows)
     if decided_by_row(node, flags, has_rows):
-        return _RowsLoop(lifting, node, inputs, flags).build()
+        note = parting(node, inputs, lifting.rows)
+        outputs = _RowsLoop(lifting, node, inputs, flags).build()
+        note(outputs)
+        return outputs
     return _together(lifting, node, inputs, flags)
 
 
 def _together(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], flags: list[bool]) -> list[LiftedValue]:
     """A loop that all rows leave in the same iteration."""
     captures = inputs[node.n_vars :]
-    inner = lifting.over(_inside(lifting.rows))
+    inner = lifting.over(lifting.rows.inside())
 
     def lifted(values: Sequence[Tensor]) -> list[LiftedValue]:
         return [*(LiftedValue(x, rows) for x, rows in zip(values, flags, strict=True)), *captures]
@@ -61,13 +65,6 @@ def _together(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], 
         name="while",
     )
     return [LiftedValue(x, rows) for x, rows in zip(returned, flags, strict=True)]
-
-
-def _inside(rows: RowAxis) -> RowAxis:
-    """The same rows, inside of a loop."""
-    return RowAxis(
-        rows.count, rows.extent, rows.numbers, loops=rows.loops + 1, own_loops=rows.own_loops, label=rows.label
-    )
 
 
 class _RowsLoop:
@@ -130,7 +127,7 @@ class _RowsLoop:
 
     def _step(self, *state: Nest) -> Nest:
         pieces, places, live, left_places, arrays = state
-        inner = self.lifting.over(_inside(some_rows(self.lifting.rows, places)))
+        inner = self.lifting.over(some_rows(self.lifting.rows, places).inside())
         results = inner.spread(inner.results(self.node.body, self._values(live)), self.flags)
         live = [*results, *live[len(results) :]]
         return self._parted(inner, (pieces, places, live, left_places, arrays), is_step=True)

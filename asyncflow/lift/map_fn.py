@@ -17,7 +17,7 @@ from asyncflow.graph.dtypes import int64
 from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
-from asyncflow.graph.structured import CondNode, WhileNode, levels
+from asyncflow.graph.structured import CondNode, WhileNode
 from asyncflow.lift import by_row_gradient
 from asyncflow.lift.lifting import in_rows
 from asyncflow.lift.lifting import lift as lift_body
@@ -96,7 +96,10 @@ def map_fn(
 
 def _require_alike(body: Subgraph) -> None:
     """Raises CannotLift where rows of branches or loops may differ in shape, as they may in a loop over rows."""
-    for node in (each for level in levels(body) for each in level.nodes):
+    # What was lifted has rows of one shape, as far as whoever lifted it asked for that.
+    for node in (each for each in body.nodes if each not in body.parted):
+        for inner in node.subgraphs:
+            _require_alike(inner)
         if isinstance(node, CondNode):
             saved = set(node.graph.root.kept_for_gradients.get(node, {}).values())
             sides = zip(node.outputs, *(branch.results for branch in node.subgraphs), strict=True)

@@ -63,7 +63,7 @@ def split(traced: TracedFunction, *, all_in_core: bool) -> FunctionParts:
 def _behind_gathers(traced: TracedFunction, nodes: Iterable[Node]) -> set[Node]:
     reached = {x.node for x in traced.of_children}
     for node in nodes:
-        if node.op is REDUCE_CHILDREN or any(source in reached for source in node.sources):
+        if node.op is REDUCE_CHILDREN or any(source in reached for source in _sources(node)):
             reached.add(node)
     return {node for node in reached if node.op is not PARAMETER}
 
@@ -72,8 +72,15 @@ def _needed(nodes: list[Node], wanted: Iterable[Tensor]) -> set[Node]:
     needed = {x.node for x in wanted}
     for node in reversed(nodes):
         if node in needed:
-            needed.update(node.sources)
+            parted = node.graph.parted.get(node)
+            needed.update(_sources(node) if parted is None else parted.made)
     return needed
+
+
+def _sources(node: Node) -> Iterable[Node]:
+    """Nodes that a node depends on; what was made of one branch or loop over rows is one."""
+    parted = node.graph.parted.get(node)
+    return node.sources if parted is None else [*node.sources, *(x.node for x in parted.needs)]
 
 
 def _read_by(nodes: Collection[Node], results: Iterable[Tensor]) -> list[Tensor]:

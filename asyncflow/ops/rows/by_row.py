@@ -27,7 +27,7 @@ from asyncflow.graph.op import (
 from asyncflow.graph.shapes import format_shape, is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements
-from asyncflow.ops.manipulation import concat, permute_dims, reshape
+from asyncflow.ops.rows.folded import FoldedRows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule, row_rule
 from asyncflow.ops.shape import shape
 
@@ -54,7 +54,7 @@ def row_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequ
         inputs = [LiftedValue(rows.spread(value), has_rows=True) for value in inputs]
     elif op.is_user and not all(is_static(y.shape) for y in node.outputs):
         raise CannotLift(f"{node.name} ({op.name}) leaves the shape of its results open, and rows need one")
-    attrs = {"loops": (_place(rows),)} if op.needs_context else {"host": tuple(sorted(host_inputs(node)))}
+    attrs = {"loops": rows.places()} if op.needs_context else {"host": tuple(sorted(host_inputs(node)))}
     return apply(
         _calling(node),
         rows.numbers(),
@@ -75,14 +75,6 @@ def _calling(node: Node) -> Op:
     if node.op.effects is not None:
         return BY_ROW_CHECKED
     return _ON_HOST if runs_on_host(node) else BY_ROW
-
-
-def _place(rows: RowAxis) -> tuple[int, int, int]:
-    """The place of a row's numbers in a tag; see `_tag`."""
-    shape = rows.numbers().shape
-    assert shape is not None
-    assert shape[1] is not None
-    return shape[1], rows.loops, rows.own_loops
 
 
 def op_of(node: Node) -> Op:
@@ -252,42 +244,16 @@ BY_ROW_OPS = (BY_ROW, _ON_HOST, BY_ROW_CHECKED)
 def _rows_of_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     """Rows of each row: all of them are the rows of one node."""
     numbers, *values = inputs
-    inner = shape(numbers.tensor)[1 if numbers.has_rows else 0]
-    flat = [_flattened(value, split, rows, inner) for value, split in zip(values, node.attrs["has_rows"], strict=True)]
-    attrs = dict(node.attrs)
-    outer = _flattened(LiftedValue(rows.numbers(), True), False, rows, inner)
-    leading = concat([outer, _flattened(numbers, True, rows, inner)], axis=1)
+    folded = FoldedRows(rows, shape(numbers.tensor)[1 if numbers.has_rows else 0])
+    flat = [folded.fold(value, split).tensor for value, split in zip(values, node.attrs["has_rows"], strict=True)]
+    attrs = {**node.attrs, "label": folded.label(node.attrs["label"])}
     if node.op is BY_ROW_DRAWN:
-        attrs["loops"] = (_place(rows), *attrs["loops"])
+        attrs["loops"] = (*rows.places(), *attrs["loops"])
     attrs["has_rows"] = tuple(
         split or value.has_rows for value, split in zip(values, node.attrs["has_rows"], strict=True)
     )
     attrs["specs"] = tuple(Spec(spec.dtype, spec.shape and (None, *spec.shape[1:])) for spec in node.attrs["specs"])
-    outputs = apply(node.op, leading, *flat, **attrs)
-    return [_parted(y, rows, inner) for y in outputs]
-
-
-def _flattened(value: LiftedValue, split: bool, rows: RowAxis, inner: Tensor) -> Tensor:
-    """A value whose rows are those of all outer and inner rows, or which is the same for all."""
-    if not split and not value.has_rows:
-        return value.tensor
-    whole = rows.spread(value)
-    if not split:
-        whole = RowAxis(inner, None, rows.numbers).spread(LiftedValue(whole, False))
-        order = (1, 0, *range(2, whole.ndim or 0))
-        whole = permute_dims(whole, order)
-    return reshape(whole, (rows.count * inner, *_tail(whole, 2)))
-
-
-def _parted(x: Tensor, rows: RowAxis, inner: Tensor) -> Tensor:
-    return reshape(x, (rows.count, inner, *_tail(x, 1)))
-
-
-def _tail(x: Tensor, first: int) -> list[int | Tensor]:
-    """The extents of `x` from axis `first` on."""
-    if x.shape is None:
-        raise CannotLift(f"the rank of {x.name} is not known while the graph is built")
-    return [shape(x)[axis] if known is None else known for axis, known in enumerate(x.shape) if axis >= first]
+    return [folded.unfold(y) for y in apply(node.op, folded.numbers(numbers), *flat, **attrs)]
 
 
 no_row_rule("as found", because="what it gives is as long as the run finds it, for each row")

@@ -77,6 +77,7 @@ class RowAxis:
         extent: the same, where it is known while the graph is built.
         loops: how many lifted loops are around, inside of what was lifted.
         own_loops: how many loops are around those that bring rows in turn, and have nothing to do with what a row is.
+        outer: where rows are those of rows, the same of the axes around: how many numbers, `loops` and `own_loops`.
         label: a name for the axis, by which errors tell a row.
     """
 
@@ -88,18 +89,40 @@ class RowAxis:
         *,
         loops: int = 0,
         own_loops: int = 0,
+        outer: tuple[tuple[int, int, int], ...] = (),
         label: str = "row",
     ) -> None:
         self.count = count
         self.extent = extent
         self.loops = loops
         self.own_loops = own_loops
+        self.outer = outer
         self.label = label
         self._numbers = numbers
 
     def numbers(self) -> Tensor:
         """The numbers that random draws count rows by: int64 ``[rows, k]``, a vector that is the row's own."""
         return self._numbers()
+
+    def places(self) -> tuple[tuple[int, int, int], ...]:
+        """Where the numbers of a row stand in a tag, of each axis: how many, `loops` and `own_loops`."""
+        shape = self.numbers().shape
+        assert shape is not None
+        assert shape[1] is not None
+        return (*self.outer, (shape[1] - sum(width for width, *_ in self.outer), self.loops, self.own_loops))
+
+    def among(self, count: Tensor, numbers: Callable[[], Tensor], extent: int | None = None) -> RowAxis:
+        """The axis of some of the rows."""
+        return self._like(count, extent, numbers, 0)
+
+    def inside(self) -> RowAxis:
+        """The same rows, inside of a loop."""
+        return self._like(self.count, self.extent, self.numbers, 1)
+
+    def _like(self, count: Tensor, extent: int | None, numbers: Callable[[], Tensor], loops: int) -> RowAxis:
+        outer = tuple((width, inside + loops, around) for width, inside, around in self.outer)
+        own_loops, label = self.own_loops, self.label
+        return RowAxis(count, extent, numbers, loops=self.loops + loops, own_loops=own_loops, outer=outer, label=label)
 
     def shape(self, row: Shape) -> Shape:
         """The shape of rows of this shape."""
