@@ -6,8 +6,8 @@ empty, and nobody looks at them (EuroSys '18 §5).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial, reduce
-from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
 from asyncflow.autodiff.part_sums import are_parts, whole_sum, with_parts
@@ -18,19 +18,14 @@ from asyncflow.control.cond import add_cond
 from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import current_graph, reopened
+from asyncflow.graph.graph import Subgraph, current_graph, reopened
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import is_subshape, relax
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import CondNode
 from asyncflow.ops.creation import zeros
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.graph import Subgraph
-    from asyncflow.graph.structured import CondNode
-    from asyncflow.state.variable import Variable
+from asyncflow.state.variable import Variable
 
 
 def differentiate_cond(

@@ -6,10 +6,11 @@ inputs too: gradients that arrive there go to the user's function, and from ther
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import MethodType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.errors import GraphError, brief
@@ -17,19 +18,14 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, graph_for, identity, refuse_coroutines
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define
+from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.derivatives.user_rules import input_gradients, output_gradients
-from asyncflow.state.variable import VARIABLE_READ
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
-    from asyncflow.state.variable import Variable
-    from asyncflow.values import Kernel, Namespace, Nest
+from asyncflow.state.variable import VARIABLE_READ, Variable
+from asyncflow.values import Kernel, Namespace, Nest
 
 
 def _infer(*inputs: Spec, n_outputs: int) -> tuple[Spec, ...]:

@@ -8,17 +8,13 @@ Sets of sources are the bits of an int.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
+from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.state.variable import VARIABLE_READ
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from asyncflow.graph.graph import Graph, Subgraph
-    from asyncflow.graph.ir import Node, Tensor
 
 
 def nodes_behind(graph: Graph, tensors: Iterable[Tensor]) -> list[Node]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from asyncflow.autodiff.store_gradients import no_gradient
 from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import Graph, Subgraph
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.scopes import device
 from asyncflow.ops.derivatives.shapes import zeros_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from asyncflow.graph.ir import Node
-    from asyncflow.state.variable import Variable
+from asyncflow.state.variable import Variable
 
 _FEW = 32
 """Steps that are taken again at most: in a longer chain, some values are kept."""

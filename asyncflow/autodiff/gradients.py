@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from asyncflow.autodiff import row_gradients as _row_rules
 from asyncflow.autodiff import row_rules as _rules_of_rows
@@ -14,23 +15,16 @@ from asyncflow.autodiff.structured import differentiate_structured
 from asyncflow.autodiff.sweep import Sweep, add_gradients
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor, graph_for, is_symbolic, symbolic
+from asyncflow.graph.build import TensorLike, as_tensor, graph_for, is_symbolic, symbolic
 from asyncflow.graph.dtypes import VARIANT
-from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape, is_compatible
 from asyncflow.ops.creation import ones
 from asyncflow.ops.derivatives import all as _rules
 from asyncflow.ops.derivatives.shapes import carries_gradient, checked_shape, shape_of, zeros_of
 from asyncflow.state.variable import Variable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.build import TensorLike
-    from asyncflow.graph.graph import Graph
-    from asyncflow.values import Nest
-
+from asyncflow.values import Nest
 
 _RULES = (_rules, _row_rules, _rules_of_rows)
 """The modules whose import has installed the derivatives of the library's operations."""

@@ -7,29 +7,24 @@ same in all of them is added up as it is, and put in its place behind the loop; 
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from asyncflow.autodiff.gradient_body import zeros_if_none
+from asyncflow.autodiff.gradient_body import GradientBody, zeros_if_none
 from asyncflow.autodiff.part_sums import are_parts, whole_sum, with_parts
 from asyncflow.autodiff.store_gradients import no_gradient
 from asyncflow.autodiff.stores import STORE
 from asyncflow.autodiff.sweep import add_gradients, sum_gradients
 from asyncflow.graph.build import constant
 from asyncflow.graph.builtin import is_constant
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import is_static
+from asyncflow.graph.spec import Spec
 from asyncflow.ops.derivatives.scatter import SCATTER_TO, parts_of, scatter_to
 from asyncflow.ops.derivatives.shapes import ensure_shape, shape_of, zeros_of
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
-    from asyncflow.autodiff.gradient_body import GradientBody
-    from asyncflow.graph.ir import Node
-    from asyncflow.graph.spec import Spec
-    from asyncflow.state.variable import Variable
+from asyncflow.state.variable import Variable
 
 
 class _GradientSum(Protocol):

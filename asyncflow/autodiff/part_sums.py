@@ -9,31 +9,27 @@ The gradient of such a sum is one, too: from it are read the parts that were add
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from asyncflow.autodiff.store_gradients import merge_gradients, no_gradient
 from asyncflow.autodiff.stores import STORE, StoreLog, StoreVersion
 from asyncflow.graph.build import apply
+from asyncflow.graph.dtypes import DType
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative
-from asyncflow.graph.shapes import size_of
+from asyncflow.graph.shapes import Shape, size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 from asyncflow.ops.derivatives import scatter
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, ensure_shape, shape_of
 from asyncflow.ops.extents import shape_reader, split_extents, template_shape
 from asyncflow.ops.keys import ELLIPSIS, Key, compile_key, device_index, host_indices, indexed_shape, is_flag
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from asyncflow.graph.dtypes import DType
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 _WHOLE: Key = (ELLIPSIS,)
 

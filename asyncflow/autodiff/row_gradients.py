@@ -12,17 +12,19 @@ log. When as much has been added as the array holds, what it holds begins a new 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from asyncflow.autodiff.store_gradients import ADDERS, no_gradient
 from asyncflow.autodiff.stores import STORE, Grad, StoreLog, StoreVersion
-from asyncflow.control.row_block import even_rows
+from asyncflow.control.row_block import RowKind, even_rows
 from asyncflow.control.row_store import APPEND, ROW_STORE, SIZE, SLICE, TAKE, kind_of
 from asyncflow.graph.build import apply
 from asyncflow.graph.graph import reopened
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative, not_differentiable
 from asyncflow.graph.scopes import device
 from asyncflow.graph.shapes import format_shape
@@ -30,13 +32,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free, moving
 from asyncflow.ops.derivatives.scatter import add_at_rows, are_distinct, counted
 from asyncflow.ops.derivatives.shapes import carries_gradient, ensure_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from asyncflow.control.row_block import RowKind
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 class _Added(NamedTuple):

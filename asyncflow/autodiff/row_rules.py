@@ -5,23 +5,18 @@ A store of saved values has rows if what is saved has them, and a store of gradi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.autodiff import part_sums, row_gradients, saved_values, store_gradients
 from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.manipulation import concat, moveaxis
 from asyncflow.ops.rows.extents import row_template
 from asyncflow.ops.rows.indexing import row_key, row_parts
-from asyncflow.ops.rows.rule import fixed, no_row_rule, row_rule
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.ops.rows.rule import LiftedValue, RowAxis
+from asyncflow.ops.rows.rule import LiftedValue, RowAxis, fixed, no_row_rule, row_rule
 
 
 @row_rule(saved_values.NEW_STORE, alike=True)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from asyncflow.graph import nest
 from asyncflow.graph.build import apply
 from asyncflow.graph.builtin import IDENTITY
-from asyncflow.graph.op import KERNELS, define, not_differentiable
+from asyncflow.graph.op import KERNELS, not_differentiable, register
+from asyncflow.values import Nest
 
-if TYPE_CHECKING:
-    from asyncflow.values import Kernel, Namespace, Nest
-
-
-def _kernel(xp: Namespace) -> Kernel:
-    return lambda value: value
-
-
-STOP_GRADIENT = define(
-    "stop_gradient", lambda x: x, _kernel, is_total=True, rows="elementwise", cuda=IDENTITY.cuda, traits=KERNELS
-)
+STOP_GRADIENT = register(replace(IDENTITY, name="stop_gradient", traits=KERNELS))
 not_differentiable(STOP_GRADIENT, because="that is what it is for")
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.autodiff.cond_gradient import differentiate_cond
+from asyncflow.autodiff.sweep import Sweep
 from asyncflow.autodiff.while_gradient import differentiate_while
-from asyncflow.graph.structured import CondNode, WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.autodiff.sweep import Sweep
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.structured import StructuredNode
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 
 
 def differentiate_structured(

@@ -6,8 +6,9 @@ imported like any other, and is found where it is kept.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT, differentiate_custom
 from asyncflow.autodiff.dependencies import Dependencies
@@ -17,20 +18,14 @@ from asyncflow.errors import GraphError, user_location
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.graph import current_graph
-from asyncflow.graph.ir import Tensor
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import derivative_of, why_not_differentiable
 from asyncflow.graph.scopes import device
 from asyncflow.graph.structured import StructuredNode
 from asyncflow.ops.derivatives.scatter import sum_of_gradients
 from asyncflow.ops.derivatives.shapes import carries_gradient
 from asyncflow.ops.elementwise import add
-from asyncflow.state.variable import VARIABLE_READ
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
-    from asyncflow.graph.ir import Node
-    from asyncflow.state.variable import Variable
+from asyncflow.state.variable import VARIABLE_READ, Variable
 
 
 class StructuredRule(Protocol):

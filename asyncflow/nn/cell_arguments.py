@@ -5,20 +5,16 @@ Without these checks a wrong state would broadcast or be promoted, and a loss wo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
-from asyncflow.graph.build import as_tensor
+from asyncflow.graph.build import TensorLike, as_tensor
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.shapes import format_shape
 from asyncflow.ops.promotion import kind_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from asyncflow.graph.build import TensorLike
 
 Weight: TypeAlias = Any
 """An array, a tensor or a `Variable` that a cell computes with. Whoever reads it again finds what was put in."""

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asyncflow.errors import ShapeError
-from asyncflow.graph.shapes import format_shape
-
-if TYPE_CHECKING:
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.graph.shapes import Shape
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.shapes import Shape, format_shape
 
 
 def plus(gates: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncflow.graph.dtypes import DTypeLike, as_dtype, float32
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from asyncflow.values import Array
+from asyncflow.values import Array
 
 
 def glorot_uniform(

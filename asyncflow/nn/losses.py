@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from asyncflow.errors import DTypeError, ShapeError
-from asyncflow.graph.build import apply, as_tensor, constant, graph_for
+from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import OPAQUE, define, not_differentiable
 from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.ops.axes import Axes
 from asyncflow.ops.datatypes import astype
 from asyncflow.ops.elementwise import multiply, negative, square, subtract
 from asyncflow.ops.indexing import take_along_axis
@@ -17,12 +17,7 @@ from asyncflow.ops.manipulation import expand_dims, squeeze
 from asyncflow.ops.nn import log_softmax, softplus
 from asyncflow.ops.promotion import is_weak, kind_of, same
 from asyncflow.ops.statistical import mean, sum
-
-if TYPE_CHECKING:
-    from asyncflow.graph.build import TensorLike
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.ops.axes import Axes
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 
 def _class_numbers_kernel(xp: Namespace) -> Kernel:

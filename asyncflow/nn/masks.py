@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asyncflow.errors import DTypeError
-from asyncflow.graph.build import as_tensor
+from asyncflow.graph.build import TensorLike, as_tensor
 from asyncflow.graph.dtypes import dtype_name, int64
+from asyncflow.graph.ir import Tensor
 from asyncflow.ops.creation import arange
 from asyncflow.ops.datatypes import astype, broadcast_to
 from asyncflow.ops.derivatives.shapes import shape_of
 from asyncflow.ops.elementwise import maximum
+from asyncflow.ops.extents import Extent
 from asyncflow.ops.logic import less
 from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.searching import count_nonzero, where
 from asyncflow.ops.statistical import sum
-
-if TYPE_CHECKING:
-    from asyncflow.graph.build import TensorLike
-    from asyncflow.graph.ir import Tensor
-    from asyncflow.ops.extents import Extent
 
 
 def sequence_mask(lengths: TensorLike, steps: Extent) -> Tensor:

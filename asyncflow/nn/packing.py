@@ -6,20 +6,21 @@ first. So the rows of one step are side by side, and those that go on after it a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import ShapeError
 from asyncflow.graph.build import TensorLike, apply, identity
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define, derivative, gradient_of_first, inputs_from
 from asyncflow.graph.scopes import control_dependencies
-from asyncflow.graph.shapes import format_shape, is_compatible
+from asyncflow.graph.shapes import Shape, format_shape, is_compatible
 from asyncflow.graph.spec import Spec
 from asyncflow.nn.masks import as_lengths, sequence_mask
 from asyncflow.ops.checks import assert_that
 from asyncflow.ops.cost import free, moving
 from asyncflow.ops.derivatives.shapes import ensure_shape
-from asyncflow.ops.extents import shape_reader, split_extents, template_shape
+from asyncflow.ops.extents import Extent, shape_reader, split_extents, template_shape
 from asyncflow.ops.indexing import gather, getitem
 from asyncflow.ops.logic import equal, greater_equal, less_equal, logical_and
 from asyncflow.ops.manipulation import reshape
@@ -29,14 +30,7 @@ from asyncflow.ops.searching import count_nonzero, nonzero
 from asyncflow.ops.shape import shape
 from asyncflow.ops.sorting import argsort
 from asyncflow.ops.utility import all
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.ops.extents import Extent
-    from asyncflow.values import Array, Kernel, Namespace
+from asyncflow.values import Array, Kernel, Namespace
 
 # -- ops -------------------------------------------------------------------------------------------------------------
 # Each is the derivative of the other. That no row is named twice makes both a plain copy; `gather` has to expect that

@@ -202,11 +202,6 @@ def promote_for(
 # -- shape rules -----------------------------------------------------------------------------------------------------
 
 
-def promoted(*inputs: Spec) -> Spec:
-    """Rule of ops that promote and broadcast their inputs."""
-    return Spec(promoted_dtype(x.dtype for x in inputs), broadcast(x.shape for x in inputs))
-
-
 def same(x: Spec, *_: Spec, **attrs: object) -> Spec:
     """Rule of ops whose output is like their first input."""
     return x

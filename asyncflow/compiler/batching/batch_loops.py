@@ -13,20 +13,16 @@ results are the same within rounding. What may fail stays in the loop as well, a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from asyncflow.compiler.batching.batch_rows import batch_rows
 from asyncflow.compiler.batching.batch_sums import batch_sums
 from asyncflow.compiler.batching.take_apart import take_apart
 from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.devices.protocol import Device
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node
 from asyncflow.graph.structured import WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.devices.protocol import Device
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node
 
 _BLOCK_BYTES = 24 << 20
 """Most bytes of a block. Larger ones gain nothing more: their products are as fast as one of all rows. From 32 MiB on,

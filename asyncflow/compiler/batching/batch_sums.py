@@ -8,8 +8,8 @@ the rows of `g`, the gradient of a bias, joins them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.batching.batch_rows import FAST
 from asyncflow.compiler.batching.pending_sums import ADD_PRODUCTS, NEW_SUMS, SUMS, pays
@@ -17,17 +17,13 @@ from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.compiler.program.replacements import Replacements
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.shapes import is_compatible, is_static
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import WhileNode
 from asyncflow.ops.derivatives.shapes import ENSURE_SHAPE, SUM_TO
 from asyncflow.ops.elementwise import ADD
 from asyncflow.ops.linalg import MATMUL
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.structured import WhileNode
 
 
 def batch_sums(loop: WhileNode, block_bytes: int, replaced: Replacements) -> tuple[list[Node], list[Node]]:

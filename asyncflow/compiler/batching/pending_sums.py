@@ -11,23 +11,19 @@ or what is behind the loop, is the one and only user.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from asyncflow.compiler.batching.products_ahead import most_at_once
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import Op
+from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements, free
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace, Value
-
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 _ENOUGH_ROWS = 1024
 """With so many rows the product takes far longer than adding it to the total."""

@@ -10,29 +10,24 @@ the predicate says how many iterations are left, they are as long as pays.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.dtypes import VARIANT, DType
 from asyncflow.graph.op import OPAQUE, Op, find_op
+from asyncflow.graph.shapes import Shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import elements, free
 from asyncflow.ops.indexing import GETITEM
 from asyncflow.ops.linalg import MATMUL
 from asyncflow.ops.straight_line import LineStep, straight_line
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.dtypes import DType
-    from asyncflow.graph.shapes import Shape
-    from asyncflow.values import Array, Kernel, Namespace, Value
-
+from asyncflow.values import Array, Kernel, Namespace, Value
 
 ENOUGH_ROWS = 4096
 """With so many rows a matrix product is as fast as it gets; with 512 of them it takes a fifth longer."""

@@ -7,22 +7,18 @@ variable, a body it is passed into.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncflow.compiler.program.kernels import is_small_spec
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import is_static
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.spec import Spec
-    from asyncflow.values import Kernel
+from asyncflow.graph.spec import Spec
+from asyncflow.values import Kernel
 
 
 def dead_values(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> dict[int, list[Tensor]]:

@@ -9,22 +9,18 @@ decide by its own values, and so do branches and loops in them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 
 from asyncflow.compiler.program.host_values import add_host_values, computes_on_host
+from asyncflow.compiler.regions.regions import Region
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.shapes import is_static
 from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.indexing import GETITEM
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-    from collections.abc import Set as AbstractSet
-
-    from asyncflow.compiler.regions.regions import Region
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Kernel, Namespace
+from asyncflow.values import Kernel, Namespace
 
 _COPIES_A_LAUNCH = 2
 """Launching a kernel from Python takes about as long as copying so many arrays in or out of a graph's buffers."""

@@ -6,23 +6,17 @@ They are generated as those of regions are, but where a body branches or loops, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.regions.codegen import generate
 from asyncflow.compiler.regions.regions import Region
-from asyncflow.devices.decisions import Branch, Loop, decisions
+from asyncflow.devices.decisions import Body, Branch, Condition, Loop, decisions
 from asyncflow.errors import LoopIdentity
-from asyncflow.graph.structured import WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-
-    from asyncflow.devices.decisions import Body, Condition
-    from asyncflow.graph.graph import Subgraph
-    from asyncflow.graph.ir import Node
-    from asyncflow.graph.structured import StructuredNode
-    from asyncflow.values import Kernel, Value
+from asyncflow.graph.graph import Subgraph
+from asyncflow.graph.ir import Node
+from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.values import Kernel, Value
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ the loop, and looks once at how far it came (`loop_launch.py` of CUDA devices). 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.host_values import find_host_values
@@ -18,18 +17,13 @@ from asyncflow.compiler.regions.capturable import DEVICE_WHILE, captures_on_host
 from asyncflow.compiler.regions.device_functions import DeviceFunctions
 from asyncflow.compiler.regions.fuse import fuse_bodies
 from asyncflow.devices.decisions import LoopCode
-from asyncflow.devices.protocol import KernelInfo
+from asyncflow.devices.protocol import AsynchronousDevice, KernelInfo
 from asyncflow.errors import LoopIdentity
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.structured import WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from asyncflow.devices.protocol import AsynchronousDevice
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.values import Kernel, Namespace
+from asyncflow.values import Kernel, Namespace
 
 
 def make_device_loops(graph: Graph, devices: Collection[str], *, fusion: bool = True) -> set[Tensor]:

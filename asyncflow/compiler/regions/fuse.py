@@ -10,24 +10,19 @@ Left alone are integers and booleans of rank 0, which are kept on the host, and 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.fused import FUSED, Chain, Member
 from asyncflow.compiler.program.kernels import is_host_spec
 from asyncflow.compiler.program.replacements import Replacements
-from asyncflow.compiler.regions.regions import REGION
+from asyncflow.compiler.regions.regions import REGION, Region
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.shapes import Shape
 from asyncflow.ops.cuda_source import expression
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from asyncflow.compiler.regions.regions import Region
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.shapes import Shape
 
 _MOST_PARAMETERS = 20
 """Inputs and outputs of a kernel."""

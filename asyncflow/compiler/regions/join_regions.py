@@ -16,22 +16,18 @@ way of others, for what the region waits for in a later iteration. Else it is th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from asyncflow.compiler.placement.assign_streams import has_no_stream
+from asyncflow.compiler.placement.assign_streams import ComputeStream, has_no_stream
 from asyncflow.compiler.placement.node_costs import ASSUMED_ITERATIONS, SMALL_NBYTES, NodeCosts, tensor_nbytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
-
-    from asyncflow.compiler.placement.assign_streams import ComputeStream
-    from asyncflow.devices.protocol import Device
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Node, Tensor
+from asyncflow.devices.protocol import Device
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
 
 _MOST_IN_LANE = 48
 """All pairs of a lane are looked at, again and again; where it has more regions, they stay as they are."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 from asyncflow.compiler.regions.capturable import DEVICE_WHILE, why_host_drives
 from asyncflow.compiler.regions.device_loops import devices_of_loop
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Tensor
 from asyncflow.graph.structured import WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from collections.abc import Set as AbstractSet
-
-    from asyncflow.graph.graph import Graph
-    from asyncflow.graph.ir import Tensor
 
 
 class LoopDriver(NamedTuple):

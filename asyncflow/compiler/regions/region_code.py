@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
+from asyncflow.graph.ir import Node
 from asyncflow.graph.structured import WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncflow.graph.ir import Node
-    from asyncflow.values import Kernel, Value
+from asyncflow.values import Kernel, Value
 
 _MOST_NAMES = 3
 """A label names so many scopes, those of most nodes first."""

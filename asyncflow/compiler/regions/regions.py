@@ -19,31 +19,26 @@ Loops that stay primitives get regions inside their bodies, so their iterations 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from operator import add, or_
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from asyncflow.compiler.placement.assign_streams import ComputeStream, has_no_stream
 from asyncflow.compiler.program.extract import EMIT, FEED, FETCH
 from asyncflow.compiler.program.frames import has_primitives, is_everywhere
 from asyncflow.compiler.program.host_values import mixes_vectors
 from asyncflow.compiler.program.replacements import Replacements
-from asyncflow.compiler.regions.join_regions import Body, join_regions
+from asyncflow.compiler.regions.join_regions import Body, RegionCosts, join_regions
 from asyncflow.control.primitives.control_trigger import CONTROL_TRIGGER
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.errors import InternalError
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
 from asyncflow.graph.graph import Graph, Subgraph
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Op, host_inputs, runs_on_host
 from asyncflow.graph.structured import StructuredNode, WhileNode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
-
-    from asyncflow.compiler.regions.join_regions import RegionCosts
-    from asyncflow.graph.ir import Node, Tensor
 
 _LARGEST = 400
 """A straight line of more nodes is cut: neither compiling a region nor running it may hold its thread for long."""
