@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import linecache
+import re
 import traceback
 import tracemalloc
 from collections.abc import Callable
@@ -593,6 +594,46 @@ async def test_random_bodies_with_buffers(graph: af.Graph, seed: int) -> None:
     feeds = {n: 5} | {x: random.normal(size=(40, 40)).astype(np.float32) for x in start}
     first, second = await both_ways(graph, [*fetches, *start], feeds)
     assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("counts", [[], [5] * 4, [40, 40, 7, 7, 1, 0], [1, 3, 30, 30, 2]], ids=str)
+@pytest.mark.parametrize("stop", [0, 1, 40])
+async def test_buffers_of_as_many_rows_as_the_run_says(graph: af.Graph, counts: list[int], stop: int) -> None:
+    """They are written again where rows are as many as before; other rows are broadcast, or get a buffer."""
+    fed, x, w = (
+        af.placeholder("int64", (None,)),
+        af.placeholder("float32", (None, 48)),
+        af.placeholder("float32", (48, 48)),
+    )
+    end = af.placeholder("int64", ())
+
+    def body(i: Any, rows: Any, array: Any) -> Any:
+        a = x[: fed[i]]
+        b = af.tanh(a * 0.5 + x[0]) * (a - 1)
+        c = af.concat([b[:, :16] * 2, -a[:, 16:]], axis=1) @ w
+        d = af.cond(fed[i] == stop, lambda: (c + x[:end]) * 0.5, lambda: c * 2 - 1)
+        return i + 1, af.tanh(d) * rows[:1] + 1, array.write(i, d * 3 + (x[:end] - c) * c)
+
+    array = af.TensorArray("float32", af.size(fed), element_shape=(None, 48))
+    start = af.placeholder("float32", (None, 48))
+    n, last, array = af.while_loop(
+        lambda i, *_: i < af.size(fed), body, (np.int64(0), start, array), shape_invariants=((), (None, 48), None)
+    )
+    random = np.random.default_rng(0)
+    many, weights = random.standard_normal((40, 48), np.float32), random.standard_normal((48, 48), np.float32)
+    feeds = {fed: counts, x: many, w: weights / 7, start: many[:3], end: 1}
+    first, second = await both_ways(graph, [n, last, array.concat(), last * 2 + many[:1]], feeds)
+    assert_same_bits(first, second)
+
+
+async def test_rows_of_one_count_share_a_buffer(graph: af.Graph) -> None:
+    x, w = af.placeholder("float32", (None, 48), name="x"), af.placeholder("float32", (48, 48), name="w")
+    _, y = af.while_loop(lambda i, y: i < 5, lambda i, y: (i + 1, af.tanh(y @ w + x)), (0, x))
+    async with af.Session(graph) as session:
+        source = session.plan(y, [x, w]).explain(source=True)
+    matmul = r"matmul = (\w+) = k_matmul\(var\w*, \w+, out=\1 if 0 < len\(var\w*\) == len\(\1\) else None\)"
+    assert re.search(matmul, source), source
+    assert re.search(r"add\w* = (\w+) = k_add\w*\(matmul, \w+, out=\1 if 0 < len\(matmul\) == ", source), source
 
 
 async def test_results_of_one_run_are_not_written_by_the_next(graph: af.Graph) -> None:

@@ -81,11 +81,34 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
 
 def writes_to_buffer(node: Node, kernel: Kernel | None) -> bool:
     """Whether the node can write its result to a buffer that it is given, and that is worth it."""
-    takes_out = kernel.nout == 1 if isinstance(kernel, np.ufunc) else getattr(kernel, "takes_out", False)
-    if not (takes_out and node.single):
-        return False
     spec = node.outputs[0].spec
-    return is_static(spec.shape) and not is_small_spec(spec)
+    return _takes_out(node, kernel) and is_static(spec.shape) and not is_small_spec(spec)
+
+
+def _takes_out(node: Node, kernel: Kernel | None) -> bool:
+    takes_out = kernel.nout == 1 if isinstance(kernel, np.ufunc) else getattr(kernel, "takes_out", False)
+    return bool(takes_out) and node.single
+
+
+def counted_rows(node: Node, kernel: Kernel | None) -> Sequence[Tensor]:
+    """The inputs of a node whose result is known but for its number of rows, which is theirs if they all have as many.
+
+    Steps of a loop over a batch often have as many rows as the last, or two operations in a row do, and then a buffer
+    can be written again; the code that is generated counts. There are none where that cannot be said, or pays nothing.
+    """
+    shape = node.outputs[0].shape if _takes_out(node, kernel) else None
+    if not shape or shape[0] is not None or not is_static(shape[1:]):
+        return ()
+    if isinstance(kernel, np.ufunc) and kernel.signature is not None:
+        left, *others = node.inputs
+        return [left] if len(shape) == 2 and left.spec.rank == 2 and all(is_static(x.shape) for x in others) else ()
+    counted = [x for x in node.inputs if x.shape and len(x.shape) == len(shape) and x.shape[0] is None]
+    if not all(is_static(x.shape[1:] if any(x is y for y in counted) else x.shape) for x in node.inputs if x.shape):
+        return ()
+    if isinstance(kernel, np.ufunc):
+        return counted if all(x.shape is not None for x in node.inputs) else ()
+    # Others join along an axis that is not that of rows, since these would not all have as many.
+    return counted if len(counted) == len(node.inputs) and node.attrs.get("axis") not in (0, None, -len(shape)) else ()
 
 
 def carried_results(
@@ -131,7 +154,7 @@ class Buffers:
 
     def slot_for(self, node: Node, index: int, kernel: Kernel, new_slot: Callable[[], str]) -> str | None:
         """The variable whose buffer `node`, at `index`, may write its result to; None if it has to make a new one."""
-        if not writes_to_buffer(node, kernel):
+        if not writes_to_buffer(node, kernel) and not counted_rows(node, kernel):
             return None
         output = node.outputs[0]
         if self.uses.dies_at(output) is None and output not in self.carried:

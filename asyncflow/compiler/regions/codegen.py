@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.placement.node_costs import may_be_long
 from asyncflow.compiler.program.kernels import is_small_spec
-from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
+from asyncflow.compiler.regions.buffers import (
+    Buffers,
+    carried_results,
+    counted_rows,
+    dead_values,
+    find_uses,
+    writes_to_buffer,
+)
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.errors import LoopIdentity, TooManyIterations
@@ -130,6 +137,7 @@ class _Generator:
     constants: dict[Tensor, str] = field(default_factory=dict)
     kernels: dict[Node, Kernel] = field(default_factory=dict)
     slots: list[str] = field(default_factory=list)
+    counted: set[str] = field(default_factory=set)
     buffered: set[Tensor] = field(default_factory=set)
     needs_context: bool = False
     is_generator: bool = False
@@ -154,7 +162,7 @@ class _Generator:
             parameters += ["*", *(f"{key}={key}" for key in self.bound)]
         signature = f"def {function}({', '.join(parameters)}):"
         head = [signature, *(["    budget = 1"] if self.is_generator else [])]
-        head.extend(f"    {slot} = None" for slot in self.slots)
+        head.extend(f"    {slot} = {() if slot in self.counted else None}" for slot in self.slots)
         source = "\n".join((*head, *self.lines)) + "\n"
         filename = f"<asyncflow region {function} {next(_serial)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -328,8 +336,17 @@ class _Generator:
             self.needs_context = True
             arguments.insert(0, self.context(block))
         if slot is not None:
-            arguments.append(f"out={slot}")
+            arguments.append(f"out={slot}{self.if_as_many(node, slot)}")
         return f"{self.bind_name(f'k_{node.op.name}', 'kernel', kernel)}({', '.join(arguments)})"
+
+    def if_as_many(self, node: Node, slot: str) -> str:
+        """The condition under which a buffer has as many rows as a result, where that is not known before."""
+        rows = counted_rows(node, self.kernel(node))
+        if not rows:
+            return ""
+        self.counted.add(slot)
+        lengths = dict.fromkeys(f"len({self.value(x)})" for x in rows)
+        return f" if 0 < {' == '.join(lengths)} == len({slot}) else None"
 
     def context(self, block: _KnownNames) -> str:
         if not block.loops:
