@@ -294,7 +294,7 @@ class _Kept:
                 if parameter.dtype.kind in "iu"
                 and is_constant(initial)
                 and initial.shape == parameter.shape == ()
-                and _is_successor(result, parameter)
+                and is_successor(result, parameter)
             }
         return self._counters
 
@@ -399,7 +399,8 @@ def _home(store: Tensor) -> Node:
     return node
 
 
-def _is_successor(result: Tensor, parameter: Tensor) -> bool:
+def is_successor(result: Tensor, parameter: Tensor) -> bool:
+    """Whether a loop variable goes up by one: `result` is what `parameter` is in the next iteration."""
     node = result.node
     if node.op is not ADD or len(node.inputs) != 2:
         return False

@@ -16,6 +16,7 @@ from asyncflow.compiler.lowering.bind import Binding
 from asyncflow.compiler.lowering.delay_recvs import delay_recvs
 from asyncflow.compiler.lowering.lower import lower
 from asyncflow.compiler.lowering.single_call import find_single_call
+from asyncflow.compiler.memory.choose_saved import choose_saved
 from asyncflow.compiler.memory.saved import find_saved
 from asyncflow.compiler.optimize.cse import eliminate_common_subexpressions
 from asyncflow.compiler.optimize.fold import fold
@@ -262,6 +263,7 @@ PASSES = (
     Pass("simplify", _of_graph(simplify), _optimizes),
     Pass("cse", _of_graph(eliminate_common_subexpressions), _optimizes),
     Pass("hoist", _of_graph(hoist), _moves),
+    Pass("choose_saved", _of_graph(choose_saved), _optimizes),
     Pass("batch_loops", _batch_loops, _batches),
     Pass("prune", _prune, _optimizes),
     Pass("order_effects", _of_graph(order_effects), needed="nodes that touch one variable would run in any order"),

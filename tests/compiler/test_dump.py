@@ -64,7 +64,10 @@ def test_passes_run_in_the_order_of_the_list(x: af.Tensor, y: af.Tensor) -> None
         ({"regions": False}, {"regions"}),
         ({"loop_batching": False}, {"batch_loops"}),
         ({"check_numerics": True}, {"hoist", "batch_loops"}),
-        ({"optimize": False}, {"loop_variables", "fold", "simplify", "cse", "hoist", "batch_loops", "prune"}),
+        (
+            {"optimize": False},
+            {"loop_variables", "fold", "simplify", "cse", "hoist", "choose_saved", "batch_loops", "prune"},
+        ),
     ],
 )
 def test_passes_that_are_left_out(x: af.Tensor, y: af.Tensor, options: dict[str, object], left_out: set[str]) -> None:

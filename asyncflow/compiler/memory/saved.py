@@ -15,7 +15,7 @@ from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
 from asyncflow.state.variable import VARIABLE_READ
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from asyncflow.errors import SourceLocation
     from asyncflow.graph.graph import Graph
@@ -77,7 +77,7 @@ def find_saved(graph: Graph) -> tuple[Saved, ...]:
             value=value.node.name,
             spec=value.spec,
             readers=readers.of(loop.outputs[place]),
-            is_shared=_is_shared(value, loop),
+            is_shared=is_shared(value, loop),
             same_as=_name_before(names, loop, value),
         )
         for loop, place, value in found
@@ -120,24 +120,35 @@ def _name_before(names: dict[tuple[WhileNode, Tensor], str], loop: WhileNode, va
     """The name under which the buffer of a value was saved before; else the value gives its own."""
     if value.spec.dtype == VARIANT:
         return None
-    found = names.setdefault((loop, _source(value, loop)), value.node.name)
+    found = names.setdefault((loop, buffer_of(value, dict(loop.carried))), value.node.name)
     return None if found == value.node.name else found
 
 
-def _source(value: Tensor, loop: WhileNode) -> Tensor:
-    """The node that made the buffer of a value of the body: a loop variable has what the iteration before gave it."""
-    variables = dict(loop.carried)
+def buffer_of(value: Tensor, variables: Mapping[Tensor, Tensor]) -> Tensor:
+    """The value whose memory holds a value of a loop's body, as far as is known.
+
+    Args:
+        value: of the body.
+        variables: the loop variables: each has the memory of what the iteration before gave it.
+    """
     seen: set[Tensor] = set()
     while value not in seen:
         seen.add(value)
         if value in variables:
             value = variables[value]
-        elif value.node.op.traits.memory is Memory.WHOLE_VIEW:
+        elif _is_view(value.node):
             value = value.node.inputs[0]
     return value
 
 
-def _is_shared(value: Tensor, loop: WhileNode) -> bool:
+def _is_view(node: Node) -> bool:
+    """Whether a node gives its first input in another way; picked rows have a memory of their own."""
+    if node.op.traits.memory not in (Memory.VIEW, Memory.WHOLE_VIEW):
+        return False
+    return all(given.shape == () for given in node.inputs[1:])
+
+
+def is_shared(value: Tensor, loop: WhileNode) -> bool:
     """Whether a value of the body is made outside the loop, or by reading a variable that the loop does not change."""
     if value.node.op is PARAMETER:
         return all(value is not variable for variable, _ in loop.carried)

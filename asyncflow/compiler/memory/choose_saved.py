@@ -1,0 +1,330 @@
+"""Pass: saves those values of a loop from which its gradient can compute the others cheaply, if that takes less memory.
+
+A gradient is built from the values that its rules ask for, and a loop saves each of them. Among the values that those
+are computed from by cheap ops (elementwise ones, casts and views), a minimum cut (`min_cut`) finds the set of least
+bytes; the gradient's body computes the others again, next to their use, by the same kernels from the same inputs. An
+LSTM cell need not save tanh(c) beside c.
+
+Constants, counters and captures are there for nothing. What lies in one buffer, as what an iteration gives and the next
+begins with, counts once. A kernel that runs again has a price in bytes: saving so little costs less than that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from itertools import combinations
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncflow.autodiff.saved_values import READ_SAVED
+from asyncflow.autodiff.while_gradient import is_successor
+from asyncflow.compiler.memory.min_cut import smallest_cut
+from asyncflow.compiler.memory.saved import buffer_of, is_shared
+from asyncflow.compiler.memory.store_paths import LoopStore, StorePaths, StoreReader, stores_of
+from asyncflow.compiler.program.detached import detached_node
+from asyncflow.compiler.program.purity import has_variants
+from asyncflow.compiler.program.replacements import Replacements
+from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
+from asyncflow.graph.dtypes import VARIANT, int64
+from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import WhileNode
+from asyncflow.ops.cuda_source import has_source
+from asyncflow.ops.datatypes import ASTYPE
+from asyncflow.ops.elementwise import ADD
+from asyncflow.ops.promotion import ufunc_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from asyncflow.compiler.memory.min_cut import Cut
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+
+KERNEL = 256
+"""Price of a kernel that runs again, in bytes: so few are made and kept in the time that a call takes."""
+
+PASS = 16
+"""An elementwise kernel costs, besides, one of so many bytes of its result. Memory that is written for the first time
+is slow, so that keeping a value costs about as much time as making it again."""
+
+_EXTENTS = 64, 1, 4096
+"""Stand-ins for extents that only a run knows. The first is compared by; no other may come out worse."""
+
+_MOST_SHARED = 4
+"""Buffers with several names of which all combinations are tried, to pay for them or not."""
+
+_LARGE = 300
+"""So many values are tried once."""
+
+
+def choose_saved(graph: Graph) -> None:
+    """Does so for all loops of `graph` that save values, outer ones first, in place."""
+    loops = [node for node in graph.walk() if isinstance(node, WhileNode) and stores_of(node)]
+    if not loops:
+        return
+    paths = StorePaths(graph)
+    for loop in loops:
+        asked = {node.device for node in loop.body.walk() if node.device is not None}
+        if len(asked) < 2:  # else a value is saved where it is made
+            _SavingLoop(loop, paths).improve()
+
+
+class _SavingLoop:
+    """A forward loop, and what its gradients read.
+
+    Attributes:
+        loop: it.
+        paths: all stores of the program.
+        readers: by store, those of stores that may be dropped, since nothing else uses them.
+        wanted: the values that those stores hold.
+        pinned: values that are saved in any case, and their stores.
+        depth: from how many loops, at most, stores are taken out.
+        values: of the forward body, that gradients read or that those may be computed from.
+        numbers: the place of each among them.
+    """
+
+    def __init__(self, loop: WhileNode, paths: StorePaths) -> None:
+        self.loop = loop
+        self.paths = paths
+        self.readers: dict[LoopStore, list[StoreReader]] = {}
+        self.wanted: dict[Tensor, LoopStore] = {}
+        self.pinned: dict[Tensor, LoopStore] = {}
+        for store in stores_of(loop):
+            value = store.value
+            found = None if value.dtype == VARIANT or store.save.control_inputs else paths.readers(store)
+            if found is None or value in self.wanted:
+                self.pinned[value] = store
+            else:
+                self.readers[store] = found
+                self.wanted[value] = store
+        self.depth = max((each.depth for found in self.readers.values() for each in found), default=0)
+        self.variables = dict(loop.carried)
+        self.captured = loop.captured(loop.body)
+        self.values: list[Tensor] = []
+        self.numbers: dict[Tensor, int] = {}
+        self._prices: list[int | None] = []
+
+    def improve(self) -> None:
+        """Saves other values, if that is better."""
+        read = [value for value, store in self.wanted.items() if self.readers[store]]
+        self._collect(read)
+        needed = frozenset(self.numbers[value] for value in read if value in self.numbers)
+        kept = {self.values[number] for number in needed}
+        if needed:
+            cut = self._best(needed)
+            chosen = {self.values[number] for number in cut.kept}
+            if self._price(cut) < self._saved_bytes(kept) and all(
+                self._saved_bytes(chosen, extent) <= self._saved_bytes(kept, extent) for extent in _EXTENTS
+            ):
+                kept = chosen
+        if any(value not in kept for value in self.wanted):
+            self._change(kept)
+
+    # -- what there is to choose from ---------------------------------------------------------------------------------
+
+    def is_free(self, value: Tensor) -> bool:
+        """Whether a value of the body is there for nothing wherever the loop's stores are read."""
+        return is_free(value, self.loop, self.depth, self.paths)
+
+    def _collect(self, wanted: Iterable[Tensor]) -> None:
+        """Notes the values that `wanted` are, or may be computed from."""
+        open_ = list(wanted)
+        while open_:
+            value = open_.pop()
+            if value in self.numbers or self.is_free(value):
+                continue
+            self.numbers[value] = len(self.values)
+            self.values.append(value)
+            self._prices.append(price_of(value))
+            if self._prices[-1] is not None:
+                open_ += value.node.inputs
+
+    def _best(self, needed: Collection[int]) -> Cut:
+        """The cut of least price, as far as buffers with several names allow to find it."""
+        pinned = {self._buffer(value) for value in self.pinned}
+        buffers = [self._buffer(value) for value in self.values]
+        costs = [0 if buffer in pinned else self._nbytes(buffer) for buffer in buffers]
+        inputs = [
+            [] if price is None else [self.numbers[x] for x in value.node.inputs if x in self.numbers]
+            for value, price in zip(self.values, self._prices, strict=True)
+        ]
+        names: dict[Tensor, list[int]] = defaultdict(list)
+        for number, buffer in enumerate(buffers):
+            names[buffer].append(number)
+        shared = [each for each in names.values() if len(each) > 1 and costs[each[0]]]
+        shared.sort(key=lambda each: costs[each[0]], reverse=True)
+        shared = shared[: 0 if len(self.values) > _LARGE else _MOST_SHARED]
+        found = []
+        for count in range(len(shared) + 1):
+            for paid in combinations(shared, count):
+                free = {number for each in paid for number in each}
+                rest = [0 if number in free else cost for number, cost in enumerate(costs)]
+                found.append(smallest_cut(rest, self._prices, inputs, needed))
+        return min(found, key=self._price)
+
+    def _price(self, cut: Cut) -> int:
+        """Bytes that are saved, and the price of what is computed again."""
+        again = sum(self._prices[number] or 0 for number in cut.again)
+        return self._saved_bytes(self.values[number] for number in cut.kept) + again
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def _saved_bytes(self, values: Iterable[Tensor], extent: int = _EXTENTS[0]) -> int:
+        """Bytes an iteration that all saved values take, if these are among them."""
+        buffers = {self._buffer(value) for value in (*values, *self.pinned)}
+        return sum(self._nbytes(buffer, extent) for buffer in buffers)
+
+    def _buffer(self, value: Tensor) -> Tensor:
+        return buffer_of(value, self.variables)
+
+    def _nbytes(self, buffer: Tensor, extent: int = _EXTENTS[0]) -> int:
+        """Bytes of a buffer an iteration; 0 for one that is there anyway."""
+        is_there = buffer.dtype == VARIANT or buffer.node.op is READ_SAVED
+        if is_there or buffer in self.captured or is_shared(buffer, self.loop):
+            return 0
+        return nbytes_of(buffer.spec, extent)
+
+    # -- the change ---------------------------------------------------------------------------------------------------
+
+    def _change(self, kept: Collection[Tensor]) -> None:
+        """Saves `kept`, and computes the others again where they are read."""
+        dropped = [store for value, store in self.wanted.items() if value not in kept]
+        stores = {**self.pinned, **{value: store for value, store in self.wanted.items() if value in kept}}
+        for value in kept:
+            if value not in stores:
+                stores[value] = self.paths.add_store(self.loop, value, dropped[0])
+        places: dict[Graph, dict[Node, StoreReader]] = defaultdict(dict)
+        for readers in self.readers.values():
+            for reader in readers:
+                places[reader.node.graph][reader.node] = reader
+        for graph, here in places.items():
+            again: dict[Tensor, _ComputedAgain] = defaultdict(partial(_ComputedAgain, self, stores))
+            replaced = Replacements()
+            for reader in [here[node] for node in graph.nodes if node in here]:
+                value = again[reader.index].value(reader.store.value, reader)
+                if value is not reader.node.outputs[0]:
+                    replaced.tensors[reader.node.outputs[0]] = value
+                    self.paths.drop_reader(reader)
+            for node in graph.nodes:
+                replaced.apply(node)
+            replaced.apply_to_results(graph)
+        for store in dropped:
+            self.paths.drop(store)
+        self.paths.settle()
+
+
+class _ComputedAgain:
+    """Forward values of one iteration, computed again in one body of a gradient."""
+
+    def __init__(self, loop: _SavingLoop, stores: dict[Tensor, LoopStore]) -> None:
+        self.loop = loop
+        self.stores = stores
+        self.made: dict[Tensor, Tensor] = {}
+
+    def value(self, value: Tensor, reader: StoreReader) -> Tensor:
+        """A forward value where `reader` stands: what is made for it is put behind that."""
+        open_ = [value]
+        while open_:
+            each = open_[-1]
+            if each in self.made:
+                open_.pop()
+            elif self.loop.is_free(each):
+                self.made[each] = _brought(each, self.loop.loop, reader, self.loop.paths)
+            elif each in self.stores:
+                self.made[each] = self._read(self.stores[each], reader)
+            elif missing := [x for x in each.node.inputs if x not in self.made]:
+                open_ += missing
+            else:
+                self._compute(each.node, reader)
+        return self.made[value]
+
+    def _read(self, store: LoopStore, reader: StoreReader) -> Tensor:
+        return reader.node.outputs[0] if reader.store == store else self.loop.paths.read(store, reader)
+
+    def _compute(self, node: Node, reader: StoreReader) -> None:
+        inputs = [self.made[x] for x in node.inputs]
+        again = _copied(node, inputs, reader, self.loop.paths)
+        self.made.update(zip(node.outputs, again.outputs, strict=True))
+
+
+def _copied(node: Node, inputs: Sequence[Tensor], reader: StoreReader, paths: StorePaths) -> Node:
+    # As if the gradient had computed it: errors and listings look up by the name what it is the gradient of.
+    name = reader.node.graph.reserve(f"{reader.node.name.rpartition('/')[0]}/{node.name.rpartition('/')[2]}")
+    again = detached_node(reader.node.graph, node.op, inputs, node.attrs, node, node.specs, reserved_name=name)
+    paths.insert(again, behind=reader.node)
+    return again
+
+
+def _brought(value: Tensor, loop: WhileNode, reader: StoreReader, paths: StorePaths) -> Tensor:
+    """A value that is there for nothing in the body of a loop, where `reader` stands."""
+    if is_constant(value):
+        return _copied(value.node, (), reader, paths).outputs[0]
+    graph = reader.node.graph
+    start = counter_start(value, loop)
+    if start is not None:
+        return _counted(start, value, reader, paths)
+    outer = loop.captured(loop.body)[value]
+    if reader.around is None:
+        return paths.captured(outer, graph)
+    owner = paths.owners[loop.graph]
+    assert isinstance(owner, WhileNode)
+    return paths.captured(_brought(outer, owner, reader.around, paths), graph)
+
+
+def _counted(start: Tensor, counter: Tensor, reader: StoreReader, paths: StorePaths) -> Tensor:
+    """A counter of the forward loop: the number of the iteration, and what the counter begins with."""
+    graph, like, scalar = reader.node.graph, counter.node, Spec(int64, ())
+    first = np.asarray(start.node.attrs["value"], int64)
+    made = [detached_node(graph, CONSTANT, (), {"value": first}, like, scalar)]
+    made.append(detached_node(graph, ADD, [reader.index, made[0].outputs[0]], {}, like, scalar))
+    made.append(detached_node(graph, ASTYPE, made[1].outputs, {"dtype": counter.dtype}, like, counter.spec))
+    for node in made:
+        paths.insert(node, behind=reader.node)
+    return made[-1].outputs[0]
+
+
+# -- the rules --------------------------------------------------------------------------------------------------------
+
+
+def is_free(value: Tensor, loop: WhileNode, depth: int, paths: StorePaths) -> bool:
+    """Whether a value of the body of `loop` is there for nothing in a gradient, so many loops further out."""
+    if is_constant(value) or counter_start(value, loop) is not None:
+        return True
+    outer = loop.captured(loop.body).get(value) if value.node.op is PARAMETER else None
+    if outer is None or outer.dtype == VARIANT or not depth:
+        return outer is not None and outer.dtype != VARIANT
+    owner = paths.owners[loop.graph]
+    return isinstance(owner, WhileNode) and is_free(outer, owner, depth - 1, paths)
+
+
+def counter_start(value: Tensor, loop: WhileNode) -> Tensor | None:
+    """The constant with which a loop variable begins that goes up by one in each iteration; None for anything else."""
+    if value.node.op is not PARAMETER or value.dtype.kind not in "iu" or value.shape != ():
+        return None
+    place = next((place for place, (x, _) in enumerate(loop.carried) if x is value), None)
+    if place is None or not is_constant(loop.inputs[place]) or not is_successor(loop.body.results[place], value):
+        return None
+    return loop.inputs[place]
+
+
+def is_cheap(node: Node) -> bool:
+    """Whether a gradient may compute again what a node gives: an elementwise op, a cast or a view."""
+    op = node.op
+    is_known = op.traits.is_cheap or has_source(op) or op in ufunc_ops()
+    return is_known and op.is_pure and not node.control_inputs and not has_variants((*node.inputs, *node.outputs))
+
+
+def price_of(value: Tensor) -> int | None:
+    """The price, in bytes, of computing a value again; None if it is not cheap."""
+    if not is_cheap(value.node):
+        return None
+    return 0 if value.node.op.traits.is_cheap else KERNEL + nbytes_of(value.spec, _EXTENTS[0]) // PASS
+
+
+def nbytes_of(spec: Spec, extent: int) -> int:
+    """Bytes of a value, if all extents that are not known are `extent`."""
+    shape = (extent,) if spec.shape is None else spec.shape
+    return prod(extent if dim is None else dim for dim in shape) * spec.dtype.itemsize
