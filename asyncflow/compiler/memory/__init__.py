@@ -1,1 +1,1 @@
-"""Which values loops save for their gradients, and what that takes."""
+"""Which values loops save for their gradients, and which ones gradients compute again."""

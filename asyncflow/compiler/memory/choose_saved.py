@@ -31,10 +31,8 @@ from asyncflow.graph.builtin import CONSTANT, PARAMETER, is_constant
 from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.spec import Spec
 from asyncflow.graph.structured import WhileNode
-from asyncflow.ops.cuda_source import has_source
 from asyncflow.ops.datatypes import ASTYPE
 from asyncflow.ops.elementwise import ADD
-from asyncflow.ops.promotion import ufunc_ops
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -195,7 +193,7 @@ class _SavingLoop:
         stores = {**self.pinned, **{value: store for value, store in self.wanted.items() if value in kept}}
         for value in kept:
             if value not in stores:
-                stores[value] = self.paths.add_store(self.loop, value, dropped[0])
+                stores[value] = self.paths.add_store(dropped[0], value, beside=dropped[0].save)
         places: dict[Graph, dict[Node, StoreReader]] = defaultdict(dict)
         for readers in self.readers.values():
             for reader in readers:
@@ -313,8 +311,9 @@ def counter_start(value: Tensor, loop: WhileNode) -> Tensor | None:
 def is_cheap(node: Node) -> bool:
     """Whether a gradient may compute again what a node gives: an elementwise op, a cast or a view."""
     op = node.op
-    is_known = op.traits.is_cheap or has_source(op) or op in ufunc_ops()
-    return is_known and op.is_pure and not node.control_inputs and not has_variants((*node.inputs, *node.outputs))
+    if not (op.traits.is_cheap or op.rows == "elementwise") or not op.is_pure or op.runs_on_host:
+        return False
+    return not node.control_inputs and not has_variants((*node.inputs, *node.outputs))
 
 
 def price_of(value: Tensor) -> int | None:

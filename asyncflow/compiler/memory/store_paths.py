@@ -17,33 +17,27 @@ from asyncflow.graph.graph import Graph, Subgraph
 from asyncflow.graph.structured import StructuredNode, WhileNode, levels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from asyncflow.graph.ir import Node, Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LoopStore:
-    """A store of a loop, by the node that saves a value in it in each iteration."""
+    """A store that a loop saves a value in, in each iteration.
+
+    Attributes:
+        loop: which.
+        save: the node that saves.
+        output: the store behind the loop.
+    """
 
     loop: WhileNode
     save: Node
+    output: Tensor
 
     @property
     def value(self) -> Tensor:
         """The value that is saved."""
         return self.save.inputs[2]
-
-    @property
-    def place(self) -> int:
-        """Which loop variable it is."""
-        (version,) = self.save.outputs
-        return next(place for place, result in enumerate(self.loop.body.results) if result is version)
-
-    @property
-    def output(self) -> Tensor:
-        """The store behind the loop."""
-        return self.loop.outputs[self.place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,35 +67,49 @@ class StoreReader:
 
 def stores_of(loop: WhileNode) -> list[LoopStore]:
     """The stores that a loop saves values in."""
-    pairs = zip(loop.body.inputs, loop.body.results, strict=False)
+    places = zip(loop.inputs, loop.body.inputs, loop.body.results, loop.outputs, strict=False)
     return [
-        LoopStore(loop, result.node) for x, result in pairs if result.node.op is SAVE and result.node.inputs[0] is x
+        LoopStore(loop, result.node, output)
+        for initial, x, result, output in places
+        if result.node.op is SAVE and result.node.inputs[0] is x and initial.node.op is NEW_STORE
     ]
 
 
 class StorePaths:
     """All ways of stores through a program, which may be changed.
 
-    New nodes and those to drop are noted first: `settle` puts them into their graphs, and takes them out.
+    New nodes and all that is to be dropped are noted first: `settle` puts them into their graphs, and takes it out.
+
+    Attributes:
+        owners: the branch or loop of each body.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.owners: dict[Graph, StructuredNode] = {}
+        self._stores: dict[Node, LoopStore] = {}
         self._users: dict[Tensor, list[Node]] = {}
         self._given_back: set[Tensor] = set()
+        self._seen: dict[tuple[Tensor, Graph], Tensor] = {}
         self._before: dict[Node, list[Node]] = {}
         self._behind: dict[Node, list[Node]] = {}
         self._dropped: dict[Node, None] = {}
+        self._dropped_captures: dict[StructuredNode, set[Tensor]] = {}
+        self._dropped_variables: dict[StructuredNode, set[int]] = {}
         for level in levels(graph):
             if isinstance(level, Subgraph):
                 self._given_back.update(x for x in level.results if x.dtype == VARIANT)
             for node in level.nodes:
                 for x in node.inputs:
-                    if x.dtype == VARIANT:
-                        self._users.setdefault(x, []).append(node)
-                for body in node.subgraphs:
-                    assert isinstance(node, StructuredNode)
-                    self.owners[body] = node
+                    self._note(x, node)
+                if isinstance(node, StructuredNode):
+                    self._enter(node)
+
+    def _enter(self, node: StructuredNode) -> None:
+        for body in node.subgraphs:
+            self.owners[body] = node
+            self._seen.update(((outer, body), inner) for inner, outer in node.captured(body).items())
+        if isinstance(node, WhileNode):
+            self._stores.update((store.save, store) for store in stores_of(node))
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
@@ -119,7 +127,7 @@ class StorePaths:
             elif isinstance(user, StructuredNode):
                 is_captured = all(each is not version for each in user.inputs[: user.first_capture])
                 if not is_captured or not all(
-                    self._find(inner, store, around, found) for inner in _inside(user, version)
+                    self._find(self._seen[version, body], store, around, found) for body in user.subgraphs
                 ):
                     return False
             elif user.op is not SAVE or not self._find_outside(user, version, store, around, found):
@@ -131,10 +139,8 @@ class StorePaths:
     ) -> bool:
         if around is not None:
             return False  # a gradient that saves what it has read, for a gradient of its own
-        loop = self.owners.get(save.graph)
-        if not isinstance(loop, WhileNode) or all(result is not save.outputs[0] for result in loop.body.results):
-            return False
-        outside = self.readers(LoopStore(loop, save)) if save.inputs[2] is version else None
+        outer = self._stores.get(save)
+        outside = None if outer is None or outer.value is not version else self.readers(outer)
         return outside is not None and all(self._find(each.node.outputs[0], store, each, found) for each in outside)
 
     # -- adding ------------------------------------------------------------------------------------------------------
@@ -146,25 +152,25 @@ class StorePaths:
         owner = self.owners[graph]
         assert isinstance(graph, Subgraph)
         there = self.captured(outer, owner.graph)
-        inner = next((inner for inner, each in owner.captured(graph).items() if each is there), None)
-        if inner is None:
-            inner = owner.add_capture(there, graph)
+        if (there, graph) not in self._seen:
+            owner.add_capture(there, graph)
+            self._seen.update(((there, body), body.inputs[-1]) for body in owner.subgraphs)
             self._note(there, owner)
-        return inner
+        return self._seen[there, graph]
 
-    def add_store(self, loop: WhileNode, value: Tensor, like: LoopStore) -> LoopStore:
-        """Makes a loop save one more value; `like` is one of its stores, beside which it is placed."""
-        old = loop.inputs[like.place].node
-        new = detached_node(loop.graph, NEW_STORE, (), {}, old, STORE)
+    def add_store(self, like: LoopStore, value: Tensor, *, beside: Node) -> LoopStore:
+        """Makes the loop of `like` save one more value; the store is placed where `beside` is."""
+        loop = like.loop
+        new = detached_node(loop.graph, NEW_STORE, (), {}, beside, STORE)
         self.insert(new, before=loop)
-        inner, _ = loop.add_variable(new.outputs[0])
-        save = detached_node(loop.body, SAVE, [inner, like.save.inputs[1], value], {}, like.save, STORE)
+        inner, output = loop.add_variable(new.outputs[0])
+        save = detached_node(loop.body, SAVE, [inner, like.save.inputs[1], value], {}, beside, STORE)
         loop.body.nodes.append(save)
         loop.body.results.append(save.outputs[0])
         self._given_back.add(save.outputs[0])
-        if value.dtype == VARIANT:
-            self._note(value, save)
-        return LoopStore(loop, save)
+        self._note(value, save)
+        self._stores[save] = LoopStore(loop, save, output)
+        return self._stores[save]
 
     def read(self, store: LoopStore, reader: StoreReader) -> Tensor:
         """Reads `store` for the iteration for which `reader` reads another store of the same loop.
@@ -175,11 +181,14 @@ class StorePaths:
         if reader.around is not None:
             outer = reader.around.store
             saved = (each for each in stores_of(outer.loop) if each.value is version)
-            holder = next(saved, None) or self.add_store(outer.loop, version, outer)
+            # What passes a store on has to be on its device, too.
+            holder = next(saved, None) or self.add_store(outer, version, beside=store.save)
             version = self.read(holder, reader.around)
         graph = reader.node.graph
         inputs = [self.captured(version, graph), reader.index]
-        node = detached_node(graph, READ_SAVED, inputs, {"value": store.value.spec}, reader.node, store.value.spec)
+        spec = store.value.spec
+        node = detached_node(graph, READ_SAVED, inputs, {"value": spec}, store.save, spec)
+        node.location = reader.node.location
         self.insert(node, behind=reader.node)
         self._note(inputs[0], node)
         return node.outputs[0]
@@ -196,15 +205,11 @@ class StorePaths:
     def drop(self, store: LoopStore) -> None:
         """Takes away a store, all that reads it, and all ways to there."""
         self._drop_uses(store.output)
-        loop, place = store.loop, store.place
-        initial = loop.inputs[place].node
-        loop.drop_inputs({place})
-        loop.keep_variables([each for each in range(loop.n_vars) if each != place])
+        self._dropped_variables.setdefault(store.loop, set()).add(store.output.index)
         self._dropped[store.save] = None
+        self._dropped[store.loop.inputs[store.output.index].node] = None
         if store.value in self._users:
             self._users[store.value].remove(store.save)
-        if initial.op is NEW_STORE:
-            self._dropped[initial] = None
 
     def _drop_uses(self, version: Tensor) -> None:
         for user in dict.fromkeys(self._users.pop(version, ())):
@@ -212,13 +217,11 @@ class StorePaths:
                 self._dropped[user] = None
                 self._drop_uses(user.outputs[0])
             elif isinstance(user, StructuredNode):
-                for inner in _inside(user, version):
-                    self._drop_uses(inner)
-                user.drop_inputs({place for place, outer in enumerate(user.inputs) if outer is version})
+                for body in user.subgraphs:
+                    self._drop_uses(self._seen[version, body])
+                self._dropped_captures.setdefault(user, set()).add(version)
             else:
-                loop = self.owners[user.graph]
-                assert isinstance(loop, WhileNode)
-                self.drop(LoopStore(loop, user))
+                self.drop(self._stores[user])
 
     def drop_reader(self, reader: StoreReader) -> None:
         """Takes away a node that reads a store, and whose value nobody uses."""
@@ -227,6 +230,13 @@ class StorePaths:
 
     def settle(self) -> None:
         """Carries out what has been noted."""
+        for node in {**self._dropped_captures, **self._dropped_variables}:
+            gone, first = self._dropped_captures.get(node, ()), node.first_capture
+            places = {place for place in range(first, len(node.inputs)) if node.inputs[place] in gone}
+            variables = self._dropped_variables.get(node, set())
+            node.drop_inputs(places | variables)
+            if isinstance(node, WhileNode) and variables:
+                node.keep_variables([place for place in range(node.n_vars) if place not in variables])
         anchors = [*self._before, *self._behind, *self._dropped]
         for graph in dict.fromkeys(node.graph for node in anchors):
             graph.nodes[:] = [
@@ -235,16 +245,9 @@ class StorePaths:
                 for each in (*self._before.get(node, ()), node, *self._behind.get(node, ()))
                 if each not in self._dropped
             ]
-        self._before, self._behind, self._dropped = {}, {}, {}
+        for noted in (self._before, self._behind, self._dropped, self._dropped_captures, self._dropped_variables):
+            noted.clear()
 
     def _note(self, tensor: Tensor, user: Node) -> None:
         if tensor.dtype == VARIANT:
             self._users.setdefault(tensor, []).append(user)
-
-
-def _inside(node: StructuredNode, outer: Tensor) -> Iterator[Tensor]:
-    """A captured value as the bodies see it."""
-    for body in node.subgraphs:
-        for inner, each in node.captured(body).items():
-            if each is outer:
-                yield inner

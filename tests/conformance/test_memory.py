@@ -1,0 +1,59 @@
+"""CONFORMANCE 68: whatever is saved for gradients, and whatever is computed again, they are the same to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from random import Random
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.compiler.memory import choose_saved
+from tests.cells import Arrangement
+from tests.property.differentiable import COLUMNS, ROWS, random_loss
+
+OpenSession = Callable[..., AbstractAsyncContextManager[af.Session]]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("seed", "order"),
+    [(8, 1), pytest.param(12, 1, marks=SLOW), pytest.param(23, 1, marks=SLOW), pytest.param(0, 2, marks=SLOW)],
+)
+async def test_68_gradients_do_not_depend_on_what_is_saved(
+    open_session: OpenSession,
+    arrangement: Arrangement,
+    cards: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    order: int,
+) -> None:
+    """CONFORMANCE 68: loops in loops, with branches, to the second order; all is computed again that may be."""
+    monkeypatch.setattr(choose_saved, "KERNEL", 0)
+    monkeypatch.setattr(choose_saved, "PASS", 1 << 60)
+    with af.Graph() as graph:
+        x = af.placeholder("float32", (None if seed % 2 else ROWS, COLUMNS))
+        w = af.placeholder("float32", (COLUMNS, COLUMNS))
+        fetched = [random_loss(Random(seed), x, w, is_open=bool(seed % 2))]
+        fetched += af.gradients(fetched[0], [x, w], unconnected="zero")
+        if order == 2:
+            fetched += af.gradients(af.sum(af.square(fetched[1])), [x, w], unconnected="zero")
+    random = np.random.default_rng(seed)
+    fed = {x: random.standard_normal((ROWS, COLUMNS), np.float32)}
+    fed[w] = random.standard_normal((COLUMNS, COLUMNS), np.float32)
+    values, saved = [], []
+    for without in ([], ["choose_saved"]):
+        async with open_session(graph, without=without) as session:
+            values.append(await session.run(fetched, fed))
+            saved.append([each.value for each in session.plan(fetched, list(fed)).saved])
+    assert saved[0] != saved[1]
+    for one, other in zip(*values, strict=True):
+        if cards and arrangement.draw is not None:
+            # Nodes are elsewhere, and what was copied between cards lies in memory in another order.
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        else:
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
