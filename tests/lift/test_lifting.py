@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -170,3 +171,41 @@ async def test_rows_that_differ_in_number_fail_the_run_however_they_broadcast() 
         for y in found:
             with pytest.raises(af.KernelError, match="has size 3; got 1 rows"):
                 await session.run(y, {one: [1.0, 2.0, 3.0], other: [1.0], loose: [1.0]})
+
+
+def _unpacking(body: Any) -> Any:
+    return lambda each: body(*each)
+
+
+_INDEXED: dict[str, Any] = {
+    "own": lambda row, i: row[i],
+    "shared": lambda row, i: af.constant(X)[i, 1],
+    "take": lambda row, i: af.take(af.constant(X.T), i, axis=1),
+    "take_along_axis": lambda row, i: af.take_along_axis(row, af.stack([i, i])),
+    "update": lambda row, i: af.index_update(row, i, 1.0),
+    "scatter_add": lambda row, i: af.scatter_add(row, i, 1.0),
+    "embedding": lambda row, i: af.embedding(af.constant(X), i),
+    "branch": lambda row, i: af.cond(i > 1, lambda: row[i], lambda: row[0]),
+    "apart": lambda row, i: af.zeros((3, 2, 3))[i, :, i * 0],
+    "rows of rows": lambda row, i, lift: af.map_fn(lambda j: row[j], af.stack([i * 0, i]), lift=lift, name="inner"),
+}
+
+
+@pytest.mark.parametrize("regions", [True, False])
+@pytest.mark.parametrize("name", _INDEXED)
+async def test_a_position_out_of_range_names_the_row_as_the_loop_does(name: str, regions: bool) -> None:
+    """So does the extent, and the number of its axis is that of a row."""
+    told = []
+    for lift in (True, False):
+        with af.Graph() as graph:
+            positions = af.placeholder("int64", (None,))
+            body = partial(_INDEXED[name], lift=lift) if name == "rows of rows" else _INDEXED[name]
+            y = af.map_fn(_unpacking(body), (af.constant(X), positions), lift=lift, name="map")
+        async with af.Session(graph, regions=regions) as session:
+            with pytest.raises(
+                af.KernelError, match=r"IndexError: index 9 is out of bounds for axis . with size"
+            ) as failed:
+                await session.run(y, {positions: [0, 2, 1, 9, 0, -8, 1]})
+        told.append((failed.value.tag, failed.value.reason, failed.value.location))
+    assert told[0] == told[1]
+    assert told[0][0].startswith("map/3")

@@ -336,7 +336,7 @@ def _lifted(x: Tensor) -> list[Tensor]:
     def body(row: Tensor) -> list[Tensor]:
         drawn = af.random.normal((2,), seed=1)
         found = [af.searchsorted(af.constant(V), row), af.linspace(af.sum(row), 1.0, 3), drawn]
-        return [*found, af.constant(V)]
+        return [*found, row[af.argmax(row)], af.constant(V)]
 
     held, others = split_rows(x[:, 0] > 1.0)
     joined = apply(

@@ -237,3 +237,20 @@ async def test_84_what_fails_names_function_sample_and_vertex(
     assert f"vertex_map/{function.name} ({vertices})/{place}" in found.value.tag
     assert f"built at {__file__}" in str(found.value)
     assert (await run(roots, {x: np.ones((9, 3))})).shape == (2, 3)
+
+
+@pytest.mark.parametrize("of_gathered", [True, False])
+async def test_a_position_out_of_range_names_sample_and_vertex(graph: af.Graph, of_gathered: bool) -> None:
+    x, places = af.placeholder("float64", (9, 3)), np.zeros(9, np.int64)
+
+    def body(v: Any) -> None:
+        state, place = v.gather(0), v.pull("place")
+        v.scatter(v.pull() + (state if of_gathered else v.pull())[place] + state)
+
+    places[7] = 4
+    roots = af.vertex_map(declared(body), CHAINS, {"x": x, "place": places}).roots
+    async with af.Session(graph) as session:
+        with pytest.raises(KernelError, match="index 4 is out of bounds for axis 0 with size 3") as found:
+            await session.run(roots, {x: ROWS})
+    assert "vertex_map/body (sample/vertex)/1/3" in found.value.tag
+    assert f"built at {__file__}" in str(found.value)

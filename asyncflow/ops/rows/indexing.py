@@ -30,6 +30,7 @@ from asyncflow.ops.nn import EMBEDDING
 from asyncflow.ops.rows.axes import behind
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.extents import row_template
+from asyncflow.ops.rows.positions import positions_of_rows
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, row_rule
 from asyncflow.ops.windows import DYNAMIC_SLICE
 
@@ -86,8 +87,13 @@ def row_key(node: Node, rows: RowAxis, key: Key, x: Shape, indices: Sequence[Lif
         return RowKey((WHOLE, *key), [v.tensor for v in indices], joined, at, moves=False)
     numbers = arange(rows.count if rows.extent is None else rows.extent, dtype=int64)
     numbers = expand_dims(numbers, axis=tuple(range(1, 1 + joined))) if joined else numbers
-    tensors = [rows.raised(v, joined) if v.has_rows else v.tensor for v in indices]
+    tensors = _named(rows, indices, joined, axes=1)
     return RowKey((("input", len(indices)), *key), [*tensors, numbers], joined, at, moves=True)
+
+
+def _named(rows: RowAxis, indices: Sequence[LiftedValue], rank: int, *, axes: int) -> list[Tensor]:
+    """Indices of one rank in each row, which name it if they are out of range."""
+    return [positions_of_rows(rows, rows.raised(v, rank), axes=axes) if v.has_rows else v.tensor for v in indices]
 
 
 def _positions(node: Node, key: Key, x: Shape, indices: Sequence[LiftedValue]) -> tuple[int, int, bool]:
@@ -120,7 +126,7 @@ def _take(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[
         return apply(TAKE, x.tensor, indices.tensor, axis=behind(axis))
     if x.has_rows:
         return [_indexed(node, rows, along(axis, ("input", 0)), x, [indices])]
-    (taken,) = apply(TAKE, x.tensor, indices.tensor, axis=axis)
+    (taken,) = apply(TAKE, x.tensor, *_named(rows, [indices], 0, axes=0), axis=axis)
     at = axis % x.rank
     return [moveaxis(taken, at, 0) if at else taken]
 
@@ -130,8 +136,7 @@ def _indexed(node: Node, rows: RowAxis, key: Key, x: LiftedValue, indices: Seque
         found = row_key(node, rows, key, x.shape, indices)
         return found.from_front(apply(GETITEM, x.tensor, *found.indices, key=found.key)[0])
     joined, at, apart = _positions(node, key, x.shape, indices)
-    tensors = [rows.raised(v, joined) if v.has_rows else v.tensor for v in indices]
-    (whole,) = apply(GETITEM, x.tensor, *tensors, key=key)
+    (whole,) = apply(GETITEM, x.tensor, *_named(rows, indices, joined, axes=0), key=key)
     return whole if apart or not at else moveaxis(whole, at, 0)
 
 
@@ -167,7 +172,9 @@ def row_parts(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> tuple
 
 @row_rule(TAKE_ALONG_AXIS)
 def _take_along_axis(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    return apply(node.op, *map(rows.spread, inputs), axis=behind(node.attrs["axis"]))
+    x, indices = inputs
+    found = _named(rows, [indices], 0, axes=1) if indices.has_rows else [rows.spread(indices)]
+    return apply(node.op, rows.spread(x), *found, axis=behind(node.attrs["axis"]))
 
 
 @row_rule(SCATTER_ALONG_AXIS)
@@ -190,4 +197,6 @@ def _dynamic_slice(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> 
 @row_rule(EMBEDDING)
 def _embedding(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     table, ids = inputs
-    return row_by_row(node, rows, inputs) if table.has_rows else apply(EMBEDDING, table.tensor, ids.tensor)
+    if table.has_rows:
+        return row_by_row(node, rows, inputs)
+    return apply(EMBEDDING, table.tensor, *_named(rows, [ids], 0, axes=0))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncflow.compiler.plan import PlanNode
-from asyncflow.compiler.regions.region_code import RegionCode
+from asyncflow.compiler.regions.region_code import SourcePlace
 from asyncflow.devices.memory import MemoryLimitExceeded
 from asyncflow.errors import (
     AsyncflowError,
@@ -21,6 +21,7 @@ from asyncflow.errors import (
 )
 from asyncflow.graph.dtypes import dtype_name
 from asyncflow.graph.shapes import format_shape
+from asyncflow.ops.rows.positions import name_row
 from asyncflow.values import Value
 
 
@@ -53,10 +54,16 @@ def as_kernel_error(
         kind, sizes = OutOfMemoryError, {"requested": error.requested, "used": error.used, "limit": error.limit}
     elif isinstance(error, MemoryError):
         kind, sizes = OutOfMemoryError, {"requested": 0, "used": 0, "limit": 0}
+    found = None if node.region is None else node.region.place_of(error)
+    row = row_of(error)
+    if isinstance(error, IndexError):
+        failed, values = (node.source, inputs) if found is None else (found[0].node, found[2])
+        of_row = name_row(error, failed, values)
+        reason, row = told(of_row), row_of(of_row)
     wrapped = with_provenance(kind, reason, node, tag, device, described, **sizes)
-    if node.region is not None:
-        _place_in_region(wrapped, node.region, error)
-    if row := row_of(error):
+    if found is not None:
+        _place_in_region(wrapped, *found)
+    if row:
         tag, name, op = "/".join(filter(None, (wrapped.tag, row))), wrapped.node, wrapped.op
         wrapped.move_to(node=name, op=op, tag=tag, inputs=wrapped.inputs, location=wrapped.location)
     if isinstance(error, TooManyIterations) and not error.loop.by_hand:
@@ -69,19 +76,18 @@ def as_kernel_error(
     return wrapped
 
 
-def _place_in_region(wrapped: KernelError, code: RegionCode, error: BaseException) -> None:
+def _place_in_region(
+    wrapped: KernelError, place: SourcePlace, counters: Sequence[int], values: Sequence[Value]
+) -> None:
     """Names the node inside the region that failed, and the iterations of the loops around it."""
-    found = code.place_of(error)
-    if found is not None:
-        place, counters, values = found
-        inner = "/".join(f"{label}/{count}" for (label, _), count in zip(place.loops, counters, strict=True))
-        wrapped.move_to(
-            node=place.node.name,
-            op=place.node.op.name,
-            tag="/".join(filter(None, (wrapped.tag, inner))),
-            inputs=tuple(describe(value) for value in values),
-            location=place.node.location,
-        )
+    inner = "/".join(f"{label}/{count}" for (label, _), count in zip(place.loops, counters, strict=True))
+    wrapped.move_to(
+        node=place.node.name,
+        op=place.node.op.name,
+        tag="/".join(filter(None, (wrapped.tag, inner))),
+        inputs=tuple(describe(value) for value in values),
+        location=place.node.location,
+    )
 
 
 def with_provenance(

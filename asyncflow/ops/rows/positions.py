@@ -1,0 +1,106 @@
+"""Positions of rows know whose they are, so that one that is out of range is told with its row.
+
+That costs nothing unless it happens: then the kernel is called again with the positions of fewer and fewer rows, until
+the first row is found with which it fails.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncflow.errors import in_row
+from asyncflow.graph.build import apply
+from asyncflow.graph.op import VIEW, bound_kernel, define, not_differentiable
+from asyncflow.ops.cost import free
+from asyncflow.ops.rows.folded import FoldedRows
+from asyncflow.ops.rows.rule import LiftedValue, RowAxis, row_rule
+from asyncflow.ops.shape import shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.values import Array, Kernel, Namespace, Value
+
+
+class RowPositions(np.ndarray):
+    """Positions, those of each row together; `numbers` has a vector for each row, its own, and `label` tells of what.
+
+    Attributes:
+        axes: how many axes what is indexed has in front of those of a row.
+    """
+
+    numbers: Array | None = None
+    label = ""
+    axes = 0
+
+    def of_first(self, count: int) -> Array:
+        """The positions of the first rows; those behind have 0 for them."""
+        found = np.array(self)
+        if self.numbers is not None:
+            found.reshape(-1, prod(self.shape[self.numbers.ndim - 1 :]))[count:] = 0
+        return found
+
+
+def name_row(error: IndexError, node: Node, values: Sequence[Value]) -> IndexError:
+    """The error of a node as it is told of the first row whose positions are out of range, if they know their row."""
+    named = [x for x in values if isinstance(x, RowPositions) and x.numbers is not None]
+    if not named or not named[0].size:
+        return error
+    positions = named[0]
+    assert positions.numbers is not None
+    numbers = positions.numbers.reshape(-1, positions.numbers.shape[-1])
+    kernel = bound_kernel(node.op, np, node.attrs, of_scalars=False)
+
+    def failure(count: int) -> IndexError | None:
+        try:
+            kernel(*(x.of_first(count) if isinstance(x, RowPositions) else x for x in values))
+        except IndexError as raised:
+            return raised
+        return None
+
+    row = bisect_left(range(1, len(numbers)), True, key=lambda count: failure(count) is not None)
+    axes = positions.axes
+    text = re.sub(r"(?<= axis )\d+", lambda axis: str(int(axis[0]) - axes), str(failure(row + 1) or error))
+    told = IndexError(text)
+    in_row(told, positions.label, numbers[row].tolist())
+    return told
+
+
+def _kernel(xp: Namespace, *, label: str, axes: int) -> Kernel:
+    def mark(positions: Array, numbers: Array) -> Array:
+        if type(positions) is not np.ndarray:
+            return positions  # a card wraps positions around
+        found = positions.view(RowPositions)
+        found.numbers, found.label, found.axes = numbers, label, axes
+        return found
+
+    return mark
+
+
+ROW_POSITIONS = define(
+    "row_positions", lambda positions, numbers, label, axes: positions, _kernel, flops=free, is_total=True, traits=VIEW
+)
+"""Positions as they are, which know the numbers of the rows that they are of."""
+not_differentiable(ROW_POSITIONS, because="positions are integers")
+
+
+def positions_of_rows(rows: RowAxis, positions: Tensor, *, axes: int) -> Tensor:
+    """Positions with a row axis in front, for a kernel; `axes`: see `RowPositions`."""
+    if positions.node.op is ROW_POSITIONS:
+        return positions
+    return apply(ROW_POSITIONS, positions, rows.numbers(), label=rows.label, axes=axes)[0]
+
+
+@row_rule(ROW_POSITIONS)
+def _of_rows_of_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    positions, numbers = inputs
+    folded = FoldedRows(rows, shape(numbers.tensor)[int(numbers.has_rows)])
+    both = folded.unfold(folded.numbers(numbers))
+    attrs = {"label": folded.label(node.attrs["label"]), "axes": node.attrs["axes"] + 1}
+    return apply(ROW_POSITIONS, rows.spread(positions), both, **attrs)
