@@ -259,6 +259,7 @@ from asyncflow.runtime.session.function import Function as Function
 from asyncflow.runtime.session.function import function as function
 from asyncflow.runtime.session.namespace_info import NamespaceInfo as _NamespaceInfo
 from asyncflow.runtime.session.session import Session as Session
+from asyncflow.runtime.session.session_statistics import DeviceMemory as DeviceMemory
 from asyncflow.runtime.session.session_statistics import SessionStatistics as SessionStatistics
 from asyncflow.runtime.session.value_and_grad import value_and_grad as value_and_grad
 from asyncflow.runtime.trace import Trace as Trace

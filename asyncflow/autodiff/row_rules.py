@@ -19,7 +19,7 @@ from asyncflow.ops.rows.indexing import row_key, row_parts
 from asyncflow.ops.rows.rule import LiftedValue, RowAxis, fixed, no_row_rule, row_rule
 
 
-@row_rule(saved_values.NEW_STORE, alike=True)
+@row_rule(saved_values.NEW_STORE, saved_values.MOVING_STORE, alike=True)
 @row_rule(store_gradients.NO_GRADIENT, store_gradients.MERGE_GRADIENTS)
 def _alike(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     return apply(node.op, *(x.tensor for x in inputs))

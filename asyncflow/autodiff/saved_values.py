@@ -10,21 +10,58 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncflow.autodiff.store_gradients import gradient_of_read, gradient_of_write
-from asyncflow.autodiff.stores import STORE, SavedValues, StoreLog, store_op
+from asyncflow.autodiff.stores import STORE, MovingLog, SavedValues, StoreLog, store_op
 from asyncflow.graph.build import apply
-from asyncflow.graph.op import READS_STORE, derivative, not_differentiable
+from asyncflow.graph.op import OPAQUE, READS_STORE, define, derivative, not_differentiable
 from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.ops.cost import free
 
 if TYPE_CHECKING:
+    from asyncflow.devices.swapping import Swapping
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import KernelContext
     from asyncflow.graph.spec import Spec
+    from asyncflow.values import Kernel, Namespace
 
 
-NEW_STORE = store_op("saved_values", lambda: STORE, lambda: SavedValues(StoreLog(), 0, 0), is_random=True)
-SAVE = store_op("save_value", lambda store, index, value: STORE, SavedValues.saved, host_inputs=(1,))
-READ_SAVED = store_op(
-    "saved_value", lambda store, index, *, value: value, SavedValues.read, host_inputs=(1,), traits=READS_STORE
+NEW_STORE = define(
+    "saved_values",
+    lambda **_: STORE,
+    lambda xp, **_: lambda: SavedValues(StoreLog(), 0, 0),
+    flops=free,
+    is_random=True,
+    traits=OPAQUE,
 )
+"""A store with nothing in it; its attribute ``moves``, if it has one, is for `asyncflow.compiler.memory.move_saved`."""
+
+
+def _moving_store(xp: Namespace, *, swapping: Swapping, label: str, always: bool) -> Kernel:
+    def new(context: KernelContext) -> SavedValues:
+        return SavedValues(MovingLog((), swapping, label=label, run=context.run, always=always), 0, 0)
+
+    return new
+
+
+MOVING_STORE = define(
+    "moving_saved_values",
+    lambda **_: STORE,
+    _moving_store,
+    flops=free,
+    is_random=True,
+    needs_context=True,
+    traits=OPAQUE,
+)
+"""`NEW_STORE` on a device that can move values away, for a plan alone: its attributes hold the device's `Swapping`."""
+SAVE = store_op("save_value", lambda store, index, value: STORE, SavedValues.saved, host_inputs=(1,))
+READ_SAVED = define(
+    "saved_value",
+    lambda store, index, *, value, is_last=False: value,
+    lambda xp, *, value, is_last=False: SavedValues.read_last if is_last else SavedValues.read,
+    flops=free,
+    host_inputs=(1,),
+    traits=READS_STORE,
+)
+"""Whatever makes one: the innermost loop around it reads each number once. The compiler says which read is the last."""
 
 
 def new_store() -> Tensor:
@@ -56,4 +93,4 @@ def saved_value(store: Tensor, index: Tensor, value: Spec) -> Tensor:
 
 derivative(SAVE)(gradient_of_write)
 derivative(READ_SAVED)(gradient_of_read)
-not_differentiable(NEW_STORE, because="it has no inputs")
+not_differentiable(NEW_STORE, MOVING_STORE, because="it has no inputs")

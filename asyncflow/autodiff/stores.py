@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
+from asyncflow.devices.swapping import SavedEntry
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import OPAQUE, Op, Traits, define
 from asyncflow.graph.shapes import format_shape
@@ -20,8 +21,10 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
+    from typing import Self
 
+    from asyncflow.devices.swapping import Swapping
     from asyncflow.graph.op import HostInputs
     from asyncflow.values import Array, Kernel, Namespace, Value
 
@@ -43,6 +46,25 @@ class StoreLog(list[Entry]):
         self.lock = Lock()
         self.extend(entries)
 
+    add = list.append
+
+    def get(self, index: int) -> Entry:
+        """Entry number `index`."""
+        return self[index]
+
+    def take(self, index: int) -> Entry:
+        """Entry number `index`, for the last time: the log lets go of it."""
+        entry, self[index] = self[index], cast("Entry", None)
+        return entry
+
+    def must_wait(self, index: int | None = None) -> bool:
+        """Whether to read number `index`, or to add one more, takes a while: never."""
+        return False
+
+    def copied(self, length: int) -> Self:
+        """A log of its own with the first `length` entries."""
+        return type(self)(self[:length])
+
     def since(self, count: int) -> Sequence[object]:
         """The values behind the first `count`."""
         return self[count:]
@@ -50,6 +72,53 @@ class StoreLog(list[Entry]):
     def buffers(self) -> Sequence[Array]:
         """None: values are kept as they come."""
         return ()
+
+
+class MovingLog(StoreLog["Value"]):
+    """Saved values of which the large ones may leave the device's memory, and come back before they are read.
+
+    Args:
+        entries: with which it begins.
+        swapping: moves them.
+        label: the node that saves them.
+        run: which they belong to.
+        always: they move although memory is not short.
+    """
+
+    __slots__ = ("_always", "_label", "_run", "_swapping")
+
+    def __init__(
+        self, entries: Iterable[Value], swapping: Swapping, *, label: str, run: Hashable, always: bool
+    ) -> None:
+        super().__init__(entries)
+        self._swapping, self._label, self._run, self._always = swapping, label, run, always
+
+    def add(self, value: Value) -> None:
+        """One value more."""
+        self.append(self._swapping.keep(value, self._label, self._run, always=self._always))
+
+    def get(self, index: int) -> Value:
+        """Value number `index`."""
+        entry = self[index]
+        return self._swapping.take(entry, is_last=False) if type(entry) is SavedEntry else entry
+
+    def take(self, index: int) -> Value:
+        """Value number `index`, for the last time."""
+        entry, self[index] = self[index], None
+        return self._swapping.take(entry, is_last=True) if type(entry) is SavedEntry else entry
+
+    def must_wait(self, index: int | None = None) -> bool:
+        """Whether to read number `index`, or to add one more, takes a while."""
+        return self._swapping.must_wait(None if index is None else self[index])
+
+    def copied(self, length: int) -> MovingLog:
+        """A log of its own with the first `length` entries."""
+        entries = self[:length]
+        self._swapping.share(entries)
+        return MovingLog(entries, self._swapping, label=self._label, run=self._run, always=self._always)
+
+    def __del__(self) -> None:
+        self._swapping.release(self)
 
 
 class StoreVersion(Generic[Entry]):
@@ -84,7 +153,9 @@ class StoreVersion(Generic[Entry]):
             if self.length == len(log):
                 log.extend(entries)
                 return log
-        return type(log)([*self.entries(), *entries])
+        copy = log.copied(self.length)
+        copy.extend(entries)
+        return copy
 
 
 class SavedValues(StoreVersion["Value"]):
@@ -98,15 +169,18 @@ class SavedValues(StoreVersion["Value"]):
         if index != length:
             raise IndexError(f"value number {index} is saved into a store of {length}")
         log = self.log
-        if length == len(log):
-            log.append(value)  # a loop saves to each version once, so that no other thread does
-        else:
-            log = self.grown((value,))
+        if length != len(log):  # a loop saves to each version once, so that no other thread does
+            log = log.copied(length)
+        log.add(value)
         return SavedValues(log, length + 1, self.nbytes + getattr(value, "nbytes", 0))
 
     def read(self, index: int) -> Value:
         """The value saved as number `index`."""
-        return self.log[index]
+        return self.log.get(index)
+
+    def read_last(self, index: int) -> Value:
+        """The same, where nobody reads it again: the store lets go of it."""
+        return self.log.take(index)
 
 
 Grad: TypeAlias = Any

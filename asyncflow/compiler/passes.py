@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.program.survey import Survey
     from asyncflow.compiler.regions.loop_drivers import LoopDriver
     from asyncflow.devices.protocol import Device
+    from asyncflow.devices.swapping import Swapping
     from asyncflow.graph.graph import Graph
     from asyncflow.graph.ir import Node, Tensor
 
@@ -108,6 +109,11 @@ class Context:
     def has_streams(self) -> bool:
         """Whether a device has several streams for kernels."""
         return any(len(device.compute_streams) > 1 for device in self.devices)
+
+    @cached_property
+    def swapping(self) -> dict[str, Swapping]:
+        """The movers of saved values, by the name of the device, where anything does."""
+        return {device.name: device.swapping for device in self.devices if device.swapping is not None}
 
     @cached_property
     def block_bytes(self) -> int | None:

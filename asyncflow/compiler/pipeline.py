@@ -17,6 +17,8 @@ from asyncflow.compiler.lowering.delay_recvs import delay_recvs
 from asyncflow.compiler.lowering.lower import lower
 from asyncflow.compiler.lowering.single_call import find_single_call
 from asyncflow.compiler.memory.choose_saved import choose_saved
+from asyncflow.compiler.memory.last_reads import mark_last_reads
+from asyncflow.compiler.memory.move_saved import move_saved
 from asyncflow.compiler.memory.saved import find_saved
 from asyncflow.compiler.optimize.cse import eliminate_common_subexpressions
 from asyncflow.compiler.optimize.fold import fold
@@ -199,6 +201,11 @@ def _find_host_values(program: Program, context: Context) -> None:
     )
 
 
+@wraps(move_saved)
+def _move_saved(program: Program, context: Context) -> None:
+    move_saved(program.graph, context.swapping)
+
+
 @wraps(assign_streams)
 def _assign_streams(program: Program, context: Context) -> None:
     counts = {device.name: len(device.compute_streams) for device in context.devices}
@@ -266,9 +273,11 @@ PASSES = (
     Pass("choose_saved", _of_graph(choose_saved), _optimizes),
     Pass("batch_loops", _batch_loops, _batches),
     Pass("prune", _prune, _optimizes),
+    Pass("last_reads", _of_graph(mark_last_reads), _optimizes),
     Pass("order_effects", _of_graph(order_effects), needed="nodes that touch one variable would run in any order"),
     Pass("place", _place, needed="every node runs on a device", is_analysis=True),
     Pass("survey", _survey, needed="runs ask it which variables they touch", is_analysis=True),
+    Pass("move_saved", _move_saved, lambda _, context: context.swapping, is_analysis=True),
     Pass("device_loops", _make_device_loops, lambda _, context: context.has_device_loops),
     Pass("host_values", _find_host_values, _has_cards, "later passes ask what the host can look at", is_analysis=True),
     Pass("assign_streams", _assign_streams, lambda _, context: context.has_streams, is_analysis=True),

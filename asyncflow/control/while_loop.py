@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, overload
 from asyncflow.control.body import add_outer_controls, as_predicate, join_captures, result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.primitives.switch import check_predicate
-from asyncflow.errors import DTypeError, GraphError, ShapeError, warn_user
+from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
 from asyncflow.graph.dtypes import dtype_name, int64
@@ -95,7 +95,10 @@ def while_loop(
         shape_invariants: same nest, of partial shapes, for variables whose shape changes; None for a TensorArray.
             None for the whole: no shape changes.
         parallel_iterations: how many iterations may be live at once, at least 1. It never changes the result.
-        swap_memory: values saved for gradients may move to host memory; this version keeps them where they are.
+        swap_memory: values of 64 KiB and more that are saved for gradients leave the device's memory as they are saved
+            and come back ahead of their reads, where there is a place for them: the host's memory, or with a
+            `memory_limit` on a CPU the file in `Session(spill_directory=)`. Else they do so once memory is short.
+            Gradients are the same bits (EuroSys '18 §5.3).
         maximum_iterations: stop after so many, at least 0; a number or an integer scalar.
         name: of the node.
 
@@ -110,8 +113,6 @@ def while_loop(
     """
     graph = graph_for(*(leaf for leaf in nest.flatten(loop_vars)[0]))
     check_parallel_iterations(parallel_iterations)
-    if swap_memory:
-        warn_no_swapping()
     variables = _Variables(graph, loop_vars, shape_invariants)
     cond = user_function(cond, "cond of while_loop", *variables.passed)
     body = user_function(body, "body of while_loop", *variables.passed)
@@ -131,11 +132,6 @@ def while_loop(
     node = add_loop(condition, loop_body, variables.initial, variables.specs, label, parallel_iterations, swap_memory)
     result = variables.structure.unflatten(node.outputs)
     return result if maximum_iterations is None else result[1]
-
-
-def warn_no_swapping() -> None:
-    """Says that ``swap_memory=True`` changes nothing yet."""
-    warn_user("swap_memory=True has no effect in this version: saved values stay in the memory of their device")
 
 
 def add_loop(

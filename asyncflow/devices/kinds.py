@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
+from asyncflow.devices.swap import Space
 from asyncflow.errors import PlacementError
 
 if TYPE_CHECKING:
@@ -46,11 +47,15 @@ class DeviceOptions:
         memory_limit: bytes that each may hold; None for what there is.
         compute_streams: how many streams of kernels each has.
         sharing: how many devices of the kind the session opens.
+        host: where saved values go.
+        spill_directory: where they go beyond that; None for nowhere.
     """
 
     memory_limit: int | None = None
     compute_streams: int = 1
     sharing: int = 1
+    host: Space = field(default_factory=lambda: Space("host"), compare=False)
+    spill_directory: str | None = None
 
 
 class DeviceKind(ABC):

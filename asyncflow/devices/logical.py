@@ -22,6 +22,7 @@ from asyncflow.streams.protocol import Stream
 
 if TYPE_CHECKING:
     from asyncflow.devices.protocol import Placed, Spans
+    from asyncflow.devices.swapping import Swapping
     from asyncflow.values import Kernel, Value
 
 AnyStream = TypeVar("AnyStream", bound=Stream)
@@ -39,6 +40,7 @@ class LogicalDevice(Generic[AnyStream]):
     """
 
     asynchronous: AsynchronousDevice | None = None
+    swapping: Swapping | None = None
     xp: ModuleType = np
     memory: MemoryAccount
     handover_ns: float = 50_000.0  # two turns of the event loop, and the waking of a thread

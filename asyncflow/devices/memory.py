@@ -86,15 +86,16 @@ class MemoryLimitExceeded(Exception):
         top: the largest buffers alive, largest first.
     """
 
-    def __init__(self, *, device: str, requested: int, used: int, limit: int, top: tuple[LiveBuffer, ...]) -> None:
+    def __init__(
+        self, *, device: str, requested: int, used: int, limit: int, top: tuple[LiveBuffer, ...], advice: str = ""
+    ) -> None:
         self.device = device
         self.requested = requested
         self.used = used
         self.limit = limit
         self.top = top
-        super().__init__(
-            self._message(", ".join(f"{buffer.label or 'unnamed'} {format_bytes(buffer.nbytes)}" for buffer in top))
-        )
+        largest = ", ".join(f"{buffer.label or 'unnamed'} {format_bytes(buffer.nbytes)}" for buffer in top)
+        super().__init__(self._message(largest) + (f"; {advice}" if advice else ""))
 
     def _message(self, largest: str) -> str:
         held, most = format_bytes(self.used), format_bytes(self.limit)
@@ -115,7 +116,10 @@ class MemoryAccount:
     after its callback ran, hence never while `_settle` has not seen it.
     """
 
-    __slots__ = ("_device", "_exact", "_freed", "_limit", "_live", "_lock", "_peak", "_stores", "_used")
+    __slots__ = ("_device", "_exact", "_freed", "_limit", "_live", "_lock", "_peak", "_stores", "_used", "advise")
+
+    advise: Callable[[], str]
+    """Says, for errors, why more did not move away."""
 
     def __init__(self, device_name: str, limit: int | None = None) -> None:
         """Open an account.
@@ -132,6 +136,7 @@ class MemoryAccount:
         self._peak = 0
         self._stores = 0
         self._exact = 0
+        self.advise = str
 
     @property
     def limit(self) -> int | None:
@@ -143,6 +148,15 @@ class MemoryAccount:
         """Bytes held now."""
         with self._lock:
             self._settle()
+            return self._used
+
+    @property
+    def exact(self) -> int:
+        """The same, after a look through the stores."""
+        with self._lock:
+            self._settle()
+            if self._stores:
+                self._look_through()
             return self._used
 
     @property
@@ -177,6 +191,10 @@ class MemoryAccount:
                     del value, held
                     self._check(nbytes, min(_SLACK_BYTES, self._limit // 8))
 
+    def count(self, array: Buffer, label: str) -> None:
+        """Count an array that owns its memory, as `track` does, whatever the limit."""
+        self._watch(array, array.nbytes, label)
+
     def top(self, n: int = _TOP) -> tuple[LiveBuffer, ...]:
         """The ``n`` largest buffers that are counted and alive, largest first."""
         return tuple(heapq.nlargest(n, self._buffers()))
@@ -205,7 +223,9 @@ class MemoryAccount:
             used = self._used
             if used <= limit or (self._exact <= limit and used <= self._exact + slack):
                 return
-        raise MemoryLimitExceeded(device=self._device, requested=requested, used=used, limit=limit, top=self.top())
+        raise MemoryLimitExceeded(
+            device=self._device, requested=requested, used=used, limit=limit, top=self.top(), advice=self.advise()
+        )
 
     def _put(self, held: Held, label: str) -> int:
         """Count what was put into a store since the last time; gives how much that is."""
@@ -223,8 +243,10 @@ class MemoryAccount:
             watch.nbytes += nbytes
             self._used += nbytes
             self._peak = max(self._peak, self._used)
-        for buffer in held.buffers():
-            if self._watch(buffer, buffer.nbytes, label):
+        # What was fed counts once a store holds it.
+        buffers = [owner_of(value) for value in fresh if isinstance(value, np.ndarray)]
+        for buffer in (*held.buffers(), *buffers):
+            if buffer.nbytes >= TRACKED_BYTES and self._watch(buffer, buffer.nbytes, label):
                 nbytes += buffer.nbytes
         return nbytes
 
@@ -325,7 +347,7 @@ class ChargedAccount(MemoryAccount):
         buffers = [*self._buffers(), LiveBuffer(nbytes, label)]
         used = sum(buffer.nbytes for buffer in buffers)
         top = tuple(heapq.nlargest(_TOP, buffers))
-        return kind(device=self._device, requested=nbytes, used=used, limit=limit, top=top)
+        return kind(device=self._device, requested=nbytes, used=used, limit=limit, top=top, advice=self.advise())
 
     def _buffers(self) -> list[LiveBuffer]:
         with self._lock:

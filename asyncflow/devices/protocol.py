@@ -16,6 +16,7 @@ from asyncflow.devices.memory import MemoryAccount
 from asyncflow.streams.protocol import Stream
 
 if TYPE_CHECKING:
+    from asyncflow.devices.swapping import Swapping
     from asyncflow.values import Kernel, Value
 
 Shape: TypeAlias = tuple[int, ...]
@@ -196,6 +197,10 @@ class Device(Protocol):
     @property
     def memory(self) -> MemoryAccount:
         """The bytes it holds, and their limit."""
+
+    @property
+    def swapping(self) -> Swapping | None:
+        """The mover of saved values, away and back; None if nothing does."""
 
     @property
     def asynchronous(self) -> AsynchronousDevice | None:

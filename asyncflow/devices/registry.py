@@ -12,6 +12,7 @@ from asyncflow.devices.names import DeviceName, DeviceSpec
 from asyncflow.devices.protocol import Device
 from asyncflow.devices.sim.kind import SimKind
 from asyncflow.devices.sim.machine import SimMachine, current_machine
+from asyncflow.devices.swap import Space
 from asyncflow.errors import PlacementError
 
 _SIMULATED = {"cpu": SimKind("cpu"), "sim": SimKind("sim")}
@@ -25,7 +26,12 @@ _AVAILABLE = "available are logical CPU devices, as many as you like: cpu:0, cpu
 
 
 def open_devices(
-    specs: Sequence[str] | None = None, memory_limit: int | None = None, compute_streams: int = 1
+    specs: Sequence[str] | None = None,
+    memory_limit: int | None = None,
+    compute_streams: int = 1,
+    *,
+    host_memory_limit: int | None = None,
+    spill_directory: str | None = None,
 ) -> tuple[Device, ...]:
     """The devices of a session, in the order named; the caller closes them.
 
@@ -39,6 +45,8 @@ def open_devices(
             the machine.
         memory_limit: bytes that each may hold; None for no limit, and for cards what the card has.
         compute_streams: how many streams of kernels each has.
+        host_memory_limit: bytes of saved values of all of them that the host's memory takes; None for no limit.
+        spill_directory: where saved values go beyond that, and those of CPU devices; None for nowhere.
 
     Raises:
         PlacementError: a name that is none, is there twice, or is of a kind that is not available; or no name at all.
@@ -62,9 +70,17 @@ def open_devices(
         if names.count(name) > 1:
             raise PlacementError(f"device {name} is named {names.count(name)} times in devices=; name each once")
     sharing = Counter(kinds)
+    host = Space("host", host_memory_limit)
     return tuple(
         kind.open(
-            name.index, DeviceOptions(memory_limit=memory_limit, compute_streams=compute_streams, sharing=sharing[kind])
+            name.index,
+            DeviceOptions(
+                memory_limit=memory_limit,
+                compute_streams=compute_streams,
+                sharing=sharing[kind],
+                host=host,
+                spill_directory=spill_directory,
+            ),
         )
         for name, kind in zip(names, kinds, strict=True)
     )

@@ -8,7 +8,7 @@ from asyncflow.control.array_store import ArrayKind
 from asyncflow.control.body import result_tensor, user_function
 from asyncflow.control.primitives.enter import check_parallel_iterations
 from asyncflow.control.tensor_array import ARRAY, TensorArray
-from asyncflow.control.while_loop import add_loop, warn_no_swapping
+from asyncflow.control.while_loop import add_loop
 from asyncflow.errors import DTypeError, GraphError, ShapeError
 from asyncflow.graph import nest
 from asyncflow.graph.build import as_tensor, graph_for
@@ -57,7 +57,7 @@ def dynamic_rnn(
         initial_state: ``(batch, ...)``, or a nest of such. The state keeps its nest, dtypes and shapes.
         lengths: integers, ``(batch,)``, from 0 to `steps`; None if all sequences have all steps.
         parallel_iterations: how many steps may be worked on at once, as far as states allow.
-        swap_memory: values saved for gradients may move to host memory; this version keeps them where they are.
+        swap_memory: as for `while_loop`.
         name: of the loop.
 
     Returns:
@@ -81,8 +81,6 @@ def dynamic_rnn(
     float32 (7, 2, 5) (2, 5)
     """
     check_parallel_iterations(parallel_iterations)
-    if swap_memory:
-        warn_no_swapping()
     with graph_for(*nest.flatten((inputs, initial_state, lengths))[0]) as graph:
         sequences = _Sequences(inputs, initial_state)
         arguments = (

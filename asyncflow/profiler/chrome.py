@@ -61,7 +61,10 @@ def chrome_events(trace: Trace) -> Iterator[Event]:
             "name": "memory",
             "pid": pids[sample.device],
             "ts": _microseconds(sample.time_ns - origin),
-            "args": {"bytes": sample.nbytes},
+            "args": {
+                "bytes": sample.nbytes,
+                **{name: count for name in ("saved", "host", "disk") if (count := getattr(sample, name))},
+            },
         }
 
 

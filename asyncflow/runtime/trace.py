@@ -110,11 +110,18 @@ class Transfer(NamedTuple):
 
 
 class MemorySample(NamedTuple):
-    """Bytes a device held at one moment."""
+    """Bytes a device held at one moment.
+
+    Attributes:
+        saved, host, disk: see `DeviceMemory`.
+    """
 
     device: str
     time_ns: int
     nbytes: int
+    saved: int = 0
+    host: int = 0
+    disk: int = 0
 
 
 @dataclass(slots=True, kw_only=True, repr=False)

@@ -195,8 +195,7 @@ def test_two_gradients_save_each_value_once() -> None:
 def test_the_window_of_the_forward_loop_is_kept(window: int) -> None:
     """`parallel_iterations` and `swap_memory` hold for both loops."""
     x = af.placeholder("float64", ())
-    with pytest.warns(UserWarning, match="swap_memory=True has no effect in this version"):
-        y = repeat(3, af.sin, x, parallel_iterations=window, swap_memory=True)
+    y = repeat(3, af.sin, x, parallel_iterations=window, swap_memory=True)
     for node in (y.node, loop_of(af.gradients(y, x))):
         assert node.attrs["parallel_iterations"] == window
         assert node.attrs["swap_memory"]

@@ -51,7 +51,7 @@ def test_a_change_is_a_diff(x: af.Tensor, y: af.Tensor) -> None:
 
 
 def test_passes_run_in_the_order_of_the_list(x: af.Tensor, y: af.Tensor) -> None:
-    on_cards = {"homes", "device_loops", "host_values", "assign_streams", "fuse", "delay_recvs"}
+    on_cards = {"homes", "device_loops", "host_values", "assign_streams", "fuse", "delay_recvs", "move_saved"}
     assert list(changes(y, x)) == [each.name for each in PASSES if each.name not in on_cards]
     assert "assign_streams" in changes(y, x, compute_streams=2)
 
@@ -66,7 +66,17 @@ def test_passes_run_in_the_order_of_the_list(x: af.Tensor, y: af.Tensor) -> None
         ({"check_numerics": True}, {"hoist", "batch_loops"}),
         (
             {"optimize": False},
-            {"loop_variables", "fold", "simplify", "cse", "hoist", "choose_saved", "batch_loops", "prune"},
+            {
+                "loop_variables",
+                "fold",
+                "simplify",
+                "cse",
+                "hoist",
+                "choose_saved",
+                "batch_loops",
+                "prune",
+                "last_reads",
+            },
         ),
     ],
 )

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -72,12 +73,20 @@ def of_cards(x: af.Tensor) -> af.Tensor:
     return af.sqrt(grown * 0.5 + 1)
 
 
+def of_a_gradient(x: af.Tensor) -> af.Tensor:
+    """A loop that saves values, and one that reads them."""
+    y = af.while_loop(lambda i, _: i < STEPS, lambda i, h: (i + 1, af.tanh(h)), (0, x))[1]
+    return af.gradients(y, x)
+
+
 CARDS: dict[str, Any] = {"devices": ["cuda:0"], "device_while": True}
 CONCERNED: dict[str, tuple[Callable[[af.Tensor], af.Tensor], dict[str, Any]]] = {
     "choose_saved": (of_gradients, {}),
     "assign_streams": (of_two_streams, {"compute_streams": 2}),
     "device_loops": (of_cards, CARDS),
     "fuse": (of_cards, CARDS),
+    "last_reads": (of_a_gradient, {}),
+    "move_saved": (of_a_gradient, {"memory_limit": 1 << 30, "spill_directory": gettempdir()}),
 }
 
 

@@ -176,10 +176,13 @@ def test_a_store_counts_small_values_once_and_while_it_lives() -> None:
     assert account.used == sys.getsizeof(value) + 8
     assert [buffer.label for buffer in account.top()] == ["saved"]
     number, view, large = np.float32(1.0), value[2:].copy()[1:], np.ones(1000)
-    held += [number, view, large]  # a large array counts by itself
+    held += [number, view, large]  # a large array counts by itself, though nobody had counted it before
     account.track(State(held), "saved")
-    assert account.used == sum(map(sys.getsizeof, (value, number, view, view.base))) + 4 * 8
+    account.track(large, "again")
+    assert account.used == sum(map(sys.getsizeof, (value, number, view, view.base))) + 4 * 8 + large.nbytes
     del held
+    assert account.used == large.nbytes
+    del large
     assert account.used == 0
 
 

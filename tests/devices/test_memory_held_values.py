@@ -142,7 +142,7 @@ def test_a_sum_of_gradients_counts_beside_what_it_is_made_of(kind: str) -> None:
         return af.gradients(total, [whole])[0]
 
     _, peak = held_by(kind, build, regions=True)
-    assert peak >= 3 * N * ELEMENT
+    assert 2 * N * ELEMENT <= peak < 3 * N * ELEMENT, "what was saved has gone as it was read"
 
 
 @pytest.mark.parametrize("regions", [True, False])

@@ -287,8 +287,7 @@ def test_cells_that_do_not_fit() -> None:
 
 def test_options_of_the_loop() -> None:
     """They are those of `while_loop`."""
-    with pytest.warns(UserWarning, match="swap_memory=True has no effect in this version"):
-        outputs, _ = af.nn.dynamic_rnn(gru, INPUTS, H, parallel_iterations=3, swap_memory=True, name="layer")
+    outputs, _ = af.nn.dynamic_rnn(gru, INPUTS, H, parallel_iterations=3, swap_memory=True, name="layer")
     loop = next(node for node in outputs.graph.nodes if node.op.name == "while")
     assert (loop.name, loop.attrs["parallel_iterations"], loop.attrs["swap_memory"]) == ("layer", 3, True)
     with pytest.raises(af.GraphError, match="parallel_iterations"):

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 X = np.array([[0.5, -1.5, 2.0], [3.0, 0.25, -0.75]])
 V = np.array([1.5, -0.5, 2.5])
 N = np.array([2, 0, 1])
-NOT_HERE = frozenset({"identity", "no_op", "stop_gradient", "custom_gradient"})
-"""Ops that hand their inputs on."""
+NOT_HERE = frozenset({"identity", "no_op", "stop_gradient", "custom_gradient", "moving_saved_values"})
+"""Ops that hand their inputs on, and one without inputs, for the plans of a device."""
 
 
 def _evaluated(node: Node, values: dict[Tensor, Any], kernel: Callable[..., Any], inputs: Sequence[Any]) -> None:

@@ -90,7 +90,7 @@ class Binding:
         if launching is None:
             # Accounting costs a region more than many a kernel: without a limit only what enters and leaves counts.
             track = device.memory.track if self.options.debug or device.memory.limit is not None else None
-            code = generate_region(partial(self.kernel, device), track=track)
+            code = generate_region(partial(self.kernel, device), track=track, moves=device.swapping is not None)
             return code, code.function
 
         def bind(member: Node) -> Kernel:

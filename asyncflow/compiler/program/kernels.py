@@ -51,6 +51,16 @@ def is_small_spec(spec: Spec) -> bool:
     return size is not None and size * spec.dtype.itemsize < SMALL_BYTES
 
 
+def waits_for_saved(node: Node) -> Sequence[Tensor] | None:
+    """The store, and for a read the number, that say whether `node` has to wait; None if it never does.
+
+    What is known to be small never moves.
+    """
+    if node.op is READ_SAVED:
+        return None if is_small_spec(node.outputs[0].spec) else node.inputs
+    return None if node.op is not SAVE or is_small_spec(node.inputs[2].spec) else node.inputs[:1]
+
+
 def bind_kernel(node: Node, xp: Namespace, resolve: Resolve, *, check_outputs: bool, check_numerics: bool) -> Kernel:
     """The callable that runs `node` on one device.
 

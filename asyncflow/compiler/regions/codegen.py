@@ -3,7 +3,8 @@
 Values of rank 0 are NumPy scalars and combine by Python operators, which give the same dtype and the same bits as the
 ufuncs. Loop variables are local variables. A region with loops is a generator: at every back edge it counts down the
 budget it was given, and yields when that is spent, so that whoever drives it can look at the clock, stop it, or carry
-it on elsewhere. So is one with kernels that may be long, each of which counts too. Any other is a plain function.
+it on elsewhere. So is one with kernels that may be long, each of which counts too, and one that may have to
+wait for saved values. Any other is a plain function.
 
 Errors find their node again through the line of the generated source, and their iteration through the loop counters
 among its locals.
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.placement.node_costs import may_be_long
-from asyncflow.compiler.program.kernels import is_small_spec
+from asyncflow.compiler.program.kernels import is_small_spec, waits_for_saved
 from asyncflow.compiler.regions.buffers import (
     Buffers,
     carried_results,
@@ -87,6 +88,7 @@ def generate(
     max_iterations: int | None,
     enqueues: bool = False,
     decide: Callable[[StructuredNode], Callable[..., object]] | None = None,
+    moves: bool = False,
 ) -> RegionCode:
     """The function of `region`.
 
@@ -99,8 +101,9 @@ def generate(
         enqueues: the kernels only enqueue work on a device that looks after its own buffers.
         decide: for a function that nobody stops, and that does not branch or loop: gives what to call in place of a
             branch or loop. The function yields what that returns, and is sent the results.
+        moves: saved values may be away when they are read. The function then yields False before it waits for one.
     """
-    return _Generator(region, bind, track, max_iterations, enqueues, decide).generate(name)
+    return _Generator(region, bind, track, max_iterations, enqueues, decide, moves).generate(name)
 
 
 @dataclass(slots=True)
@@ -129,6 +132,7 @@ class _Generator:
     max_iterations: int | None
     enqueues: bool
     decide: Callable[[StructuredNode], Callable[..., object]] | None
+    moves: bool
     names: dict[Tensor, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
@@ -293,6 +297,11 @@ class _Generator:
             slot = block.buffers.slot_for(node, index, kernel, self.new_slot)
         if slot is not None:
             self.buffered.update(node.outputs)
+        if self.moves and (waits := waits_for_saved(node)) is not None:
+            store, *number = [self.value(tensor) for tensor in waits]
+            self.is_generator = True
+            self.line(block, f"if {store}.log.must_wait({', '.join(number)}):")
+            self.line(block.deeper(), "budget = yield False")
         expression = self.call(node, block, slot)
         targets = [self.name(tensor) for tensor in node.outputs]
         if not targets:

@@ -8,9 +8,11 @@ import numpy as np
 
 from asyncflow.devices.cost import NS_PER_BYTE, NS_PER_CALL, NS_PER_FLOP
 from asyncflow.devices.cpu.lanes import Lanes
+from asyncflow.devices.cpu.spilling import CpuSwapping
 from asyncflow.devices.logical import LogicalDevice
 from asyncflow.devices.memory import MemoryAccount
 from asyncflow.devices.protocol import Capabilities
+from asyncflow.devices.swap import Space
 from asyncflow.streams.cpu.stream import ThreadStream
 
 if TYPE_CHECKING:
@@ -31,7 +33,13 @@ class CpuDevice(LogicalDevice[ThreadStream]):
     """
 
     def __init__(
-        self, index: int = 0, *, memory_limit: int | None = None, compute_streams: int = 1, sharing: int = 1
+        self,
+        index: int = 0,
+        *,
+        memory_limit: int | None = None,
+        compute_streams: int = 1,
+        sharing: int = 1,
+        spill_directory: str | None = None,
     ) -> None:
         """Make the device ``cpu:<index>``.
 
@@ -40,8 +48,10 @@ class CpuDevice(LogicalDevice[ThreadStream]):
             memory_limit: most bytes it may hold; None for no limit.
             compute_streams: over how many streams the compiler divides a plan; see `asyncflow.devices.cpu.lanes`.
             sharing: how many CPU devices of a session share the cores.
+            spill_directory: with a limit, where values that loops save go once memory is short; None for nowhere.
 
         Raises:
+            OSError: there can be no file in that directory.
             ValueError: ``memory_limit`` is no positive number of bytes, or there is not one compute stream.
         """
         super().__init__("cpu", index, Capabilities(), compute_streams)
@@ -51,6 +61,19 @@ class CpuDevice(LogicalDevice[ThreadStream]):
         self.compute = self.compute_streams[0]
         # What copies in and out is the host's memory and the device's; the order is kept apart all the same.
         self.h2d, self.d2h = ThreadStream(f"{self.name}/h2d"), ThreadStream(f"{self.name}/d2h")
+        if memory_limit is not None:
+            self.memory.advise = lambda: "or give spill_directory=, to which values that loops save for gradients go"
+            if spill_directory is not None:
+                spaces = [Space("disk")]
+                self.swapping = CpuSwapping(self.memory, spaces, spill_directory, self.d2h, self.h2d)
+                self.memory.advise = self.swapping.advice
+
+    async def aclose(self, grace_s: float) -> bool:
+        """Take no more work and wait up to ``grace_s`` seconds for what there is; True if all ended. Idempotent."""
+        have_ended = await super().aclose(grace_s)
+        if self.swapping is not None:
+            self.swapping.close()
+        return have_ended
 
     @property
     def streams(self) -> tuple[ThreadStream, ...]:

@@ -16,7 +16,11 @@ class CpuKind(DeviceKind):
     def open(self, index: int, options: DeviceOptions) -> CpuDevice:
         """The device ``cpu:<index>``."""
         return CpuDevice(
-            index, memory_limit=options.memory_limit, compute_streams=options.compute_streams, sharing=options.sharing
+            index,
+            memory_limit=options.memory_limit,
+            compute_streams=options.compute_streams,
+            sharing=options.sharing,
+            spill_directory=options.spill_directory,
         )
 
     def describe(self) -> tuple[DeviceDescription, ...]:

@@ -31,7 +31,7 @@ from asyncflow.runtime.scheduler.recorder import Recorder
 from asyncflow.runtime.scheduler.region_launch import Regions
 from asyncflow.runtime.scheduler.scheduler import Scheduler, SchedulingError
 from asyncflow.runtime.scheduler.sliced_region import size_of
-from asyncflow.runtime.scheduler.threads import goes_to_a_thread, launch_on_a_thread
+from asyncflow.runtime.scheduler.threads import goes_to_a_thread, launch_on_a_thread, must_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.devices.cost import MeasuredCost
     from asyncflow.devices.protocol import AsynchronousDevice, Device, Mark, Spans
+    from asyncflow.devices.swapping import Swapping
     from asyncflow.runtime.run.run import Run
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
@@ -79,6 +80,7 @@ class Executor:
     stopped: bool = field(default=False, init=False)
     failures: list[tuple[int, int, BaseException]] = field(default_factory=list, init=False)
     _is_driven: bool = field(default=False, init=False)
+    _swapping: Swapping | None = field(init=False)
     _throttled: bool = field(default=False, init=False)
     # Made when something is to cross, or is a generator or a coroutine.
     _ports: Ports | None = field(default=None, init=False)
@@ -91,6 +93,7 @@ class Executor:
         self.scheduler = Scheduler(partition, seed=seed, max_iterations=run.options.max_iterations)
         self.device = run.devices[partition.device]
         self.asynchronous = self.device.asynchronous
+        self._swapping = self.device.swapping
         if run.trace is not None:
             self.recorder = Recorder(run.trace, run.id, self.device, run.turn.clock)
             self.scheduler.ready = self.recorder.ready
@@ -197,7 +200,7 @@ class Executor:
                     node = None
                     if scheduler.ended:
                         self._acknowledge_ended()
-                    if self.asynchronous is not None and self.asynchronous.throttle(self._resume):
+                    if self._has_to_pause():
                         self._throttled = True
                         self.in_flight += 1
                         return False
@@ -220,6 +223,13 @@ class Executor:
         if self._ports is None:  # a dead iteration ends where no value has come in or gone out
             self._ports = Ports(self)
         self._ports.acknowledge_ended()
+
+    def _has_to_pause(self) -> bool:
+        """Whether the device, or its memory, needs time before more is launched; `_resume` is called then."""
+        device, swapping = self.asynchronous, self._swapping
+        if device is not None and device.throttle(self._resume):
+            return True
+        return swapping is not None and swapping.throttle(self._resume, self.run.turn.loop)
 
     def _resume(self) -> None:
         """The device has caught up with what was launched on it."""
@@ -350,7 +360,7 @@ class Executor:
             cost = node.cost = first_guess(node, inputs)
         expected_ns = cost.predict_ns(size)
         may_leave = expected_ns > INLINE_LIMIT_NS or node.source.op.alone is not None
-        if may_leave and goes_to_a_thread(self, node, expected_ns):
+        if (may_leave and goes_to_a_thread(self, node, expected_ns)) or (self._swapping and must_wait(node, inputs)):
             launch_on_a_thread(self, node, iteration, inputs, size)
             return
         started = perf_counter_ns()

@@ -175,7 +175,9 @@ class Recorder:
             return
         trace.firings.append(firing)
         held = self._device.memory.used if used is None else used
-        trace.memory.append(MemorySample(self._device.name, firing.ended_ns, held))
+        swapping = self._device.swapping
+        moved = (0, 0, 0) if swapping is None else swapping.statistics()[:3]
+        trace.memory.append(MemorySample(self._device.name, firing.ended_ns, held, *moved))
 
 
 def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:

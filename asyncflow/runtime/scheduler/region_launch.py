@@ -71,9 +71,10 @@ class Regions:
                     now = firing.run_slice()
                     if device is not None:
                         break  # the throttle decides whether to go on
-                    if firing.is_heavy:  # looked at first: a heavy slice ends behind the deadline
+                    if firing.is_heavy or firing.is_waiting:  # looked at first: a heavy slice ends behind the deadline
                         self._record_part(firing, "inline", began, now)
-                        firing.learn_hold()
+                        if firing.is_heavy:
+                            firing.learn_hold()
                         self._on_stream(firing)
                         return
         except StopIteration as ended:

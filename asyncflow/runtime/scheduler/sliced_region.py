@@ -68,6 +68,8 @@ class SlicedRegion:
     """The number of back edges and long kernels until it yields again; None before it has begun."""
     is_heavy: bool = field(default=False, init=False)
     """The last slice held the event loop for too long, so that the rest belongs on a thread."""
+    is_waiting: bool = field(default=False, init=False)
+    """It has stopped before it waits for a saved value, which is for a thread."""
     is_suspect: bool = field(init=False)
     """An earlier slice may have, in this firing or the one before."""
     is_unsettled: bool = field(default=False, init=False)
@@ -127,6 +129,7 @@ class SlicedRegion:
             self._take_time(before, now, busy_ns)
             raise
         now = clock()
+        self.is_waiting = begins_loop is False
         self._note_phase(before, now)
         taken, spent = self._take_time(before, now, busy_ns)
         self.is_watched = (self.is_suspect and not self.is_proved) or bool(begins_loop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, cast
 
+from asyncflow.compiler.program.kernels import waits_for_saved
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.devices.cpu.lanes import Times
 from asyncflow.runtime.scheduler.first_guess import ON_A_THREAD
@@ -13,6 +14,7 @@ from asyncflow.streams.holding import ThreadHold, holding, may_wait_for_itself, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from asyncflow.autodiff.stores import SavedValues
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.cost import MeasuredCost
     from asyncflow.devices.cpu.device import CpuDevice
@@ -28,6 +30,15 @@ def goes_to_a_thread(executor: Executor, node: PlanNode, expected_ns: float) -> 
         return True  # other work on the state that the kernel changes is under way
     # What nobody knows is found out on the loop where a thread might wait for itself.
     return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(executor.run.context))
+
+
+def must_wait(node: PlanNode, inputs: Sequence[Value]) -> bool:
+    """Whether a firing waits for a saved value that is away, or for room for one."""
+    waits = waits_for_saved(node.source)
+    if waits is None:
+        return False
+    store, *number = cast("tuple[SavedValues, int]", inputs[: len(waits)])
+    return store.log.must_wait(*number)
 
 
 def launch_on_a_thread(
@@ -96,4 +107,4 @@ def submit(
         deliver(None, error, Times.never())
 
 
-__all__ = ["goes_to_a_thread", "launch_on_a_thread", "submit"]
+__all__ = ["goes_to_a_thread", "launch_on_a_thread", "must_wait", "submit"]

@@ -28,7 +28,7 @@ from asyncflow.runtime.run.runs import Runs
 from asyncflow.runtime.session.calls import Call, CallCache, Prepared
 from asyncflow.runtime.session.plans import PlanCache
 from asyncflow.runtime.session.session_options import SessionOptions, taking, with_arguments
-from asyncflow.runtime.session.session_statistics import SessionStatistics
+from asyncflow.runtime.session.session_statistics import SessionStatistics, device_memory
 from asyncflow.runtime.trace import Trace
 from asyncflow.runtime.values.feeds import as_feeds
 from asyncflow.state.containers import StateStore
@@ -85,7 +85,13 @@ class Session(NotPickled):
     @taking(SessionOptions)
     def __init__(self, options: SessionOptions) -> None:
         self.graph = options.graph
-        self.devices: tuple[Device, ...] = open_devices(options.devices, options.memory_limit, options.compute_streams)
+        self.devices: tuple[Device, ...] = open_devices(
+            options.devices,
+            options.memory_limit,
+            options.compute_streams,
+            host_memory_limit=options.host_memory_limit,
+            spill_directory=options.spill_directory,
+        )
         if options.device_while:
             for device in self.devices:
                 device.check_loops()
@@ -234,11 +240,12 @@ class Session(NotPickled):
 
     def statistics(self) -> SessionStatistics:
         """A snapshot."""
-        used = {device.name: device.memory.used for device in self.devices}
+        memory = {device.name: device_memory(device) for device in self.devices}
+        used = {name: each.held for name, each in memory.items()}
         runs = self._runs
         queued, refused = (0, 0) if runs.admission is None else (runs.admission.queued, runs.admission.refused)
         running = len(runs.in_flight)
-        return SessionStatistics(running, len(self._plans), runs.begun - running, used, queued, refused)
+        return SessionStatistics(running, len(self._plans), runs.begun - running, used, memory, queued, refused)
 
     # -- running -------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Concatenate, Final, ParamSpec, TypeVar
@@ -27,6 +28,7 @@ _LEAST: Final = {
     "plans": 1,
     "max_runs": 1,
     "max_queued": 0,
+    "host_memory_limit": 0,
 }
 """The least that each integer may be; devices check their memory limits."""
 
@@ -60,6 +62,10 @@ class SessionOptions:
         seed: picks among ready firings at random, to show that results do not depend on the order. None: in order.
         memory_limit: bytes per device; None for no limit. Runs that only compute, and pass it together, are done one
             after the other; what passes it alone fails with `OutOfMemoryError`.
+        host_memory_limit: bytes of the host's memory for values that loops save for gradients and that leave the
+            memory of their device (`while_loop`), for all devices together; None for no limit.
+        spill_directory: where such values go beyond that, and those of CPU devices with a `memory_limit`: to a file
+            that has no name and goes with the session. None for nowhere.
         threads: BLAS threads a stream. One is best when several runs are in flight.
         compute_streams: streams for kernels on each device; with more than one, the compiler divides a run's
             independent branches, and the iterations of its loops, over them. Kernels of different runs on a CPU overlap
@@ -98,6 +104,8 @@ class SessionOptions:
     debug: bool = False
     seed: int | None = None
     memory_limit: int | None = None
+    host_memory_limit: int | None = None
+    spill_directory: str | None = None
     threads: int = 1
     compute_streams: int = 1
     transfer_dtype: str | None = None
@@ -122,6 +130,8 @@ class SessionOptions:
             raise ValueError("max_queued limits the runs that wait, and without max_runs none ever does: give both")
         check_without(self.without)
         check_dump(self.dump)
+        if self.spill_directory is not None and not os.path.isdir(self.spill_directory):
+            raise ValueError(f"spill_directory is a directory that is there; got {self.spill_directory!r}")
         if self.transfer_dtype not in (None, "bfloat16"):
             raise ValueError(f"transfer_dtype is None or 'bfloat16'; got {self.transfer_dtype!r}")
 

@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from asyncflow.devices.protocol import Device
+
+
+class DeviceMemory(NamedTuple):
+    """The memory of one device of a session at one moment, in bytes.
+
+    Attributes:
+        held: in the device's memory now, as ``memory_limit`` counts it.
+        peak: the most that was held at a time.
+        saved: of that, values that loops have saved for their gradients and that could move away; 0 where nothing can
+            (`Session(spill_directory=)`, and a device with a memory of its own).
+        host: such values that are in the memory of the host instead.
+        disk: such values that are in the spill file.
+        moved_out: bytes that have moved away so far.
+        moved_in: bytes that have come back so far; those that nobody needed any more do not.
+    """
+
+    held: int
+    peak: int
+    saved: int = 0
+    host: int = 0
+    disk: int = 0
+    moved_out: int = 0
+    moved_in: int = 0
 
 
 class SessionStatistics(NamedTuple):
@@ -17,6 +43,7 @@ class SessionStatistics(NamedTuple):
             captured CUDA graphs, and values fetched by `on_device`, until the first run after their last reference is
             gone. On a CPU it is arrays of 4 KiB or more that runs have made; and, with a limit, all that TensorArrays
             and loops with gradients keep, with what Python takes for each value.
+        memory: of each device, by its name.
         queued: with `max_runs`, runs that wait for their turn.
         refused: with `max_runs`, runs that were not started, because there were too many or it was too late.
     """
@@ -25,8 +52,18 @@ class SessionStatistics(NamedTuple):
     plans: int
     completed: int
     used_bytes: dict[str, int]
+    memory: dict[str, DeviceMemory]
     queued: int = 0
     refused: int = 0
 
 
-__all__ = ["SessionStatistics"]
+def device_memory(device: Device) -> DeviceMemory:
+    """The memory of a device now."""
+    held, peak = device.memory.exact, device.memory.peak
+    if device.swapping is None:
+        return DeviceMemory(held, peak)
+    moved = device.swapping.statistics()
+    return DeviceMemory(held, peak, moved.kept, moved.host, moved.disk, moved.moved_out, moved.moved_in)
+
+
+__all__ = ["DeviceMemory", "SessionStatistics", "device_memory"]

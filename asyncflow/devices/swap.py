@@ -1,0 +1,459 @@
+"""Which saved values move out of a device's memory and back, and when: a pure state machine (EuroSys '18 §5.3).
+
+It starts no copy, knows no device and never waits: it is told of saves, reads and copies that have ended, and answers
+which copies to start next. `asyncflow.devices.swapping` does what it says.
+
+Rules, the paper's:
+
+1. A value under 64 KiB never moves, and no buffer moves twice: what came back, stays.
+2. Of a run, the oldest value goes first, since a gradient loop reads it last; of several runs those of the youngest.
+3. A value that *always* moves goes once a newer one is saved. All else goes once more than 70 % of the limit are held,
+   and only as many as it takes.
+4. Values come back in the order in which they are read, the newest first: an iteration ahead, and further if by what
+   copies and steps have taken so far they would come late; and only into memory that is free.
+5. A value that is read before it has left stays where it is.
+
+==========  ===========================  ================================================================
+state       told                         becomes
+==========  ===========================  ================================================================
+KEPT        (chosen)                     LEAVING: start the copy out
+LEAVING     left                         AWAY: the device's buffer goes
+LEAVING     wanted, or will be soon      KEPT: the copy is thrown away when it ends
+LEAVING     stays (the copy failed)      KEPT
+AWAY        wanted, or will be soon      COMING: start the copy in
+COMING      refused (it did not start)   AWAY
+COMING      came                         KEPT
+any         dropped by the last holder   GONE: what is away is freed, at the end of a copy that is in flight
+==========  ===========================  ================================================================
+
+Bytes that went out come in, or are thrown away: ``moved_out == moved_in + discarded`` once all values are GONE.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from asyncflow.devices.protocol import Placed
+
+LEAST_BYTES = 64 << 10
+"""Smaller values never move: a copy would cost more than the memory is worth."""
+
+_SHORT = 0.70
+"""Above this part of the limit, memory is short."""
+
+_FULL = 0.85
+"""Nothing comes back ahead of its read into memory above this part of the limit: an iteration needs the rest."""
+
+_AHEAD = 2.0
+"""How many times what its copy is expected to take a value is asked for before it is read."""
+
+_MEMORY = 0.9
+"""The weight of what was measured before."""
+
+
+class Account(Protocol):
+    """The memory of the device."""
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes it may hold."""
+
+    @property
+    def used(self) -> int:
+        """Bytes it holds, those of copies that come in among them."""
+
+
+class Space:
+    """A place where values go: the host's memory, or a file. Devices of a session share it; any thread may use it.
+
+    Attributes:
+        name: ``"host"`` or ``"disk"``.
+        limit: bytes; None for no limit.
+        used: bytes.
+    """
+
+    __slots__ = ("_lock", "limit", "name", "used")
+
+    def __init__(self, name: str, limit: int | None = None) -> None:
+        self.name = name
+        self.limit = limit
+        self.used = 0
+        self._lock = Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Take so many bytes, if they are free."""
+        with self._lock:
+            if self.limit is not None and self.used + nbytes > self.limit:
+                return False
+            self.used += nbytes
+            return True
+
+    def give(self, nbytes: int) -> None:
+        """Give bytes back."""
+        with self._lock:
+            self.used -= nbytes
+
+
+class SavedState(enum.Enum):
+    """Where a value is; see the table above."""
+
+    KEPT = enum.auto()
+    LEAVING = enum.auto()
+    AWAY = enum.auto()
+    COMING = enum.auto()
+    GONE = enum.auto()
+
+
+class _Pace:
+    """The mean time from one value to the next, of late."""
+
+    __slots__ = ("_last", "_ns", "_ranks")
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] | None = None
+        self._ns = self._ranks = 0.0
+
+    def note(self, now_ns: int, rank: int, towards: int) -> None:
+        """A value of that rank was saved (`towards` 1) or read (-1)."""
+        if self._last is not None and (rank - self._last[1]) * towards > 0:
+            self._ns = _MEMORY * self._ns + now_ns - self._last[0]
+            self._ranks = _MEMORY * self._ranks + abs(rank - self._last[1])
+        self._last = (now_ns, rank)
+
+    def step_ns(self) -> float | None:
+        """None before there were two."""
+        return self._ns / self._ranks if self._ranks else None
+
+
+@dataclass(slots=True, eq=False)
+class SavedGroup:
+    """The values of one run, in the order in which they were saved, which is the reverse of that of their reads.
+
+    Attributes:
+        key: of the run.
+        count: how many were saved so far.
+        live: how many of them are not GONE.
+        newest: the last one that always moves, and has not been asked to.
+        kept: those that may go once memory is short, the oldest first.
+        out: those that have left, or are leaving, the newest last.
+        saves, reads: how fast they follow one another.
+        last: the rank of the last value that each node saved.
+    """
+
+    key: Hashable
+    count: int = 0
+    live: int = 0
+    newest: SavedHandle | None = None
+    kept: deque[SavedHandle] = field(default_factory=deque)
+    out: list[SavedHandle] = field(default_factory=list)
+    saves: _Pace = field(default_factory=_Pace)
+    reads: _Pace = field(default_factory=_Pace)
+    last: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class SavedHandle:
+    """A saved value that may move.
+
+    Attributes:
+        nbytes: its size.
+        label: the node that saves it.
+        group: those it is one of.
+        rank: its place there.
+        stride: how many places the value that the same node saved before is away: those of one iteration.
+        state: where it is; `SwapManager` alone changes it.
+        holders: how many entries of stores refer to it.
+        has_moved: it has left, or was about to, and never will again.
+        space: where it goes or is.
+        copying: a copy of it is in flight.
+        here: the device's buffer, for whoever copies it.
+        there: what has been copied out.
+        error: why it cannot come back.
+    """
+
+    nbytes: int
+    label: str
+    group: SavedGroup
+    rank: int = 0
+    stride: int = 1
+    state: SavedState = SavedState.KEPT
+    holders: int = 1
+    has_moved: bool = False
+    space: Space | None = None
+    copying: bool = False
+    here: Placed = None
+    there: Placed = None
+    error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"<SavedHandle {self.label} #{self.rank} {self.state.name} {self.nbytes} B>"
+
+
+class Orders(NamedTuple):
+    """Copies to start now, in this order."""
+
+    out: Sequence[SavedHandle] = ()
+    into: Sequence[SavedHandle] = ()
+
+
+class SwapStatistics(NamedTuple):
+    """Bytes of saved values of one device."""
+
+    kept: int = 0
+    """On the device, those that are leaving or coming among them."""
+    host: int = 0
+    """Away, in the memory of the host."""
+    disk: int = 0
+    """Away, in a file."""
+    moved_out: int = 0
+    """So far, counted when a copy starts."""
+    moved_in: int = 0
+    discarded: int = 0
+    """Moved out so far, and not needed any more."""
+    late: int = 0
+    """How many reads so far came before the value was back."""
+
+
+class SwapManager:
+    """Decides for the saved values of one device of a session; see the rules above. One caller at a time."""
+
+    def __init__(
+        self, account: Account, spaces: Sequence[Space], *, least_bytes: int = LEAST_BYTES, ns_per_byte: float = 0.1
+    ) -> None:
+        """Begin with nothing.
+
+        Args:
+            account: of the device.
+            spaces: where values may go, the best place first.
+            least_bytes: smaller values never move.
+            ns_per_byte: what a copy is expected to take, until one has been measured.
+        """
+        self.least_bytes = least_bytes
+        self.missing = 0
+        self._account = account
+        self._spaces = spaces
+        self._groups: dict[Hashable, SavedGroup] = {}
+        self._ns_per_byte = ns_per_byte
+        self._copied = [0, 0]
+        self._held = {"kept": 0, "host": 0, "disk": 0}
+        self._leaving = self._coming = 0
+        self._moved_out = self._moved_in = self._discarded = self._late = 0
+
+    # -- told ----------------------------------------------------------------------------------------------------
+
+    def saved(self, handle: SavedHandle, now_ns: int, *, always: bool = False) -> Orders:
+        """A value of at least `least_bytes` was saved, for the first time; with `always`, it moves in any case."""
+        group = handle.group
+        handle.rank, group.count, group.live = group.count, group.count + 1, group.live + 1
+        handle.stride = handle.rank - group.last.get(handle.label, handle.rank - 1)
+        group.last[handle.label] = handle.rank
+        group.saves.note(now_ns, handle.rank, 1)
+        self._held["kept"] += handle.nbytes
+        out: list[SavedHandle] = []
+        if always:
+            before, group.newest = group.newest, handle
+            if before is not None and not self._goes(before, out):
+                group.kept.append(before)
+        else:
+            group.kept.append(handle)
+        self._relieve(out)
+        return Orders(out=out)
+
+    def wanted(self, handle: SavedHandle, now_ns: int) -> Orders:
+        """A value is to be read: if it is away, it is the first to come; others that are read after it follow."""
+        group = handle.group
+        into: list[SavedHandle] = []
+        group.reads.note(now_ns, handle.rank, -1)
+        self._late += handle.state in (SavedState.AWAY, SavedState.COMING)
+        if handle.state is SavedState.LEAVING:
+            self._stay(handle)
+        elif handle.state is SavedState.AWAY:
+            self._come(handle, into)
+        if group.out:
+            self._fetch_ahead(group, handle.rank - handle.stride, into)
+        return Orders(into=into)
+
+    def left(self, handle: SavedHandle, taken_ns: int) -> Orders:
+        """A copy out has ended. If the value is AWAY now, its buffer goes; else the copy goes."""
+        self._ended(handle, taken_ns)
+        if handle.state is SavedState.LEAVING:
+            handle.state = SavedState.AWAY
+            self._leaving -= handle.nbytes
+            self._held["kept"] -= handle.nbytes
+            self._hold(handle, handle.nbytes)
+        else:
+            self._discard(handle)
+        return self.relieve()
+
+    def stays(self, handle: SavedHandle) -> None:
+        """A copy out has failed: the value stays where it is."""
+        handle.copying = False
+        if handle.state is SavedState.LEAVING:
+            self._stay(handle)
+        self._discard(handle)
+
+    def came(self, handle: SavedHandle, taken_ns: int) -> None:
+        """A copy in has ended: what was away is free."""
+        self._ended(handle, taken_ns)
+        self._coming -= handle.nbytes
+        self._free(handle)
+        if handle.state is SavedState.COMING:
+            handle.state = SavedState.KEPT
+
+    def refused(self, handle: SavedHandle) -> None:
+        """A copy in could not be started: the value is AWAY as before."""
+        handle.state, handle.copying = SavedState.AWAY, False
+        self._coming -= handle.nbytes
+        self._moved_in -= handle.nbytes
+        self._held["kept"] -= handle.nbytes
+        self._hold(handle, handle.nbytes)
+
+    def shared(self, handle: SavedHandle) -> None:
+        """One more entry of a store refers to the value."""
+        handle.holders += 1
+
+    def dropped(self, handle: SavedHandle) -> bool:
+        """An entry of a store refers to the value no longer; whether that was the last."""
+        handle.holders -= 1
+        if handle.holders:
+            return False
+        state, handle.state = handle.state, SavedState.GONE
+        if state is SavedState.AWAY:
+            self._hold(handle, -handle.nbytes)
+            self._discard(handle)
+        else:
+            self._held["kept"] -= handle.nbytes
+        if state is SavedState.LEAVING:
+            self._leaving -= handle.nbytes
+        group = handle.group
+        if group.newest is handle:
+            group.newest = None
+        for known in (group.kept, group.out):
+            while known and known[-1].state is SavedState.GONE:
+                known.pop()
+        group.live -= 1
+        if not group.live and self._groups.get(group.key) is group:
+            del self._groups[group.key]
+        return True
+
+    def relieve(self) -> Orders:
+        """Those that go because memory is short now."""
+        out: list[SavedHandle] = []
+        self._relieve(out)
+        return Orders(out=out)
+
+    # -- asked ---------------------------------------------------------------------------------------------------
+
+    def group(self, key: Hashable) -> SavedGroup:
+        """The values that one run saves; to be asked for at each save."""
+        found = self._groups.get(key)
+        if found is None:
+            found = self._groups[key] = SavedGroup(key)
+        return found
+
+    @property
+    def is_short(self) -> bool:
+        """Whether so much is held that whoever needs more should wait for the copies out that are in flight."""
+        limit = self._account.limit
+        return self._leaving > 0 and limit is not None and self._account.used > _FULL * limit
+
+    def statistics(self) -> SwapStatistics:
+        """A snapshot."""
+        return SwapStatistics(
+            **self._held,
+            moved_out=self._moved_out,
+            moved_in=self._moved_in,
+            discarded=self._discarded,
+            late=self._late,
+        )
+
+    # -- deciding ------------------------------------------------------------------------------------------------
+
+    def _relieve(self, out: list[SavedHandle]) -> None:
+        """Have the oldest of the youngest run go, and so on, until what stays is no more than may."""
+        limit = self._account.limit
+        if limit is None:
+            return
+        over = self._account.used - self._leaving - _SHORT * limit
+        for group in reversed(self._groups.values()):
+            while over > 0 and group.kept:
+                handle = group.kept[0]
+                if handle.state is SavedState.KEPT and not handle.has_moved:
+                    if not self._goes(handle, out):
+                        return
+                    over -= handle.nbytes
+                group.kept.popleft()
+
+    def _goes(self, handle: SavedHandle, out: list[SavedHandle]) -> bool:
+        """Whether there is a place for the value; then it goes."""
+        space = next((space for space in self._spaces if space.take(handle.nbytes)), None)
+        if space is None:
+            self.missing = max(self.missing, handle.nbytes)
+            return False
+        handle.state, handle.space, handle.has_moved, handle.copying = SavedState.LEAVING, space, True, True
+        self._leaving += handle.nbytes
+        self._moved_out += handle.nbytes
+        handle.group.out.append(handle)
+        out.append(handle)
+        return True
+
+    def _fetch_ahead(self, group: SavedGroup, rank: int, into: list[SavedHandle]) -> None:
+        """Start what is to be read soon: all down to this rank, an iteration away, and what else would come late."""
+        limit, step_ns = self._account.limit, group.reads.step_ns() or group.saves.step_ns()
+        free = None if limit is None else _FULL * limit - self._account.used - sum(x.nbytes for x in into)
+        while group.out:
+            handle = group.out[-1]
+            if handle.state in (SavedState.AWAY, SavedState.LEAVING):
+                needs_ns = (self._coming + _AHEAD * handle.nbytes) * self._ns_per_byte
+                if handle.rank < rank and step_ns is not None and (rank - handle.rank) * step_ns > needs_ns:
+                    return
+                is_away = handle.state is SavedState.AWAY
+                if free is not None and free + (0 if is_away else self._leaving) < handle.nbytes:
+                    return
+                if is_away:
+                    self._come(handle, into)
+                    if free is not None:
+                        free -= handle.nbytes
+                else:
+                    self._stay(handle)
+            group.out.pop()
+
+    def _come(self, handle: SavedHandle, into: list[SavedHandle]) -> None:
+        handle.state, handle.copying = SavedState.COMING, True
+        self._hold(handle, -handle.nbytes)
+        self._held["kept"] += handle.nbytes
+        self._coming += handle.nbytes
+        self._moved_in += handle.nbytes
+        into.append(handle)
+
+    def _stay(self, handle: SavedHandle) -> None:
+        handle.state = SavedState.KEPT
+        self._leaving -= handle.nbytes
+
+    # -- counting ------------------------------------------------------------------------------------------------
+
+    def _ended(self, handle: SavedHandle, taken_ns: int) -> None:
+        handle.copying = False
+        copied = self._copied
+        copied[0], copied[1] = copied[0] + handle.nbytes, copied[1] + taken_ns
+        self._ns_per_byte = copied[1] / copied[0] if copied[0] else self._ns_per_byte
+
+    def _hold(self, handle: SavedHandle, nbytes: int) -> None:
+        assert handle.space is not None
+        self._held[handle.space.name] += nbytes
+
+    def _discard(self, handle: SavedHandle) -> None:
+        self._discarded += handle.nbytes
+        self._free(handle)
+
+    def _free(self, handle: SavedHandle) -> None:
+        assert handle.space is not None
+        handle.space.give(handle.nbytes)
+        handle.space = None

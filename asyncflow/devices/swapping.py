@@ -1,0 +1,293 @@
+"""The mover of saved values on one device: the base of what each kind of device does with a `SwapManager`.
+
+A store of saved values that may move (`asyncflow.autodiff.stores.MovingLog`) calls `keep`, `take` and `release`; what
+it holds in place of a value is a `SavedEntry`. A kind of device says which values can move (`movable`), and starts
+copies (`send`, `bring`), at whose ends `sent`, `not_sent`, `brought` or `not_brought` is called, on any thread.
+
+Where a value is valid in the order of its stream, `take` gives one that is COMING; whoever uses it waits for its event.
+Where values are simply there (`waits`), `take` waits, and `must_wait` says so before, for those who cannot.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Condition, Lock
+from typing import TYPE_CHECKING, NamedTuple
+
+from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.swap import LEAST_BYTES, Orders, SavedHandle, SavedState, Space, SwapManager, SwapStatistics
+from asyncflow.errors import SessionClosedError
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+    from asyncflow.devices.memory import MemoryAccount
+    from asyncflow.values import Array, Value
+
+
+class Movable(NamedTuple):
+    """A value that a device can move."""
+
+    buffer: object
+    """The owner of its memory, and nothing else does; it can be referred to weakly."""
+    view: Callable[[Array], Value] | None
+    """Gives the value for a buffer that has come back; None where it is the buffer."""
+
+
+class SavedEntry:
+    """Stands in a store for a value that may move."""
+
+    __slots__ = ("handle", "nbytes", "view")
+
+    def __init__(self, handle: SavedHandle, nbytes: int, view: Callable[[Array], Value] | None) -> None:
+        self.handle = handle
+        self.nbytes = nbytes
+        self.view = view
+
+
+class Swapping(ABC):
+    """Moves saved values of one device of a session. All threads may call it; it never blocks but where it `waits`.
+
+    Attributes:
+        manager: decides; only to be asked under the lock.
+        spaces: where values may go.
+        waits: `take` gives what is there, and waits for it.
+    """
+
+    waits = False
+
+    def __init__(
+        self,
+        account: MemoryAccount,
+        spaces: Sequence[Space],
+        *,
+        least_bytes: int = LEAST_BYTES,
+        ns_per_byte: float = 0.1,
+    ) -> None:
+        self.manager = SwapManager(account, spaces, least_bytes=least_bytes, ns_per_byte=ns_per_byte)
+        self.spaces = spaces
+        self._least_bytes = least_bytes
+        # By what owns their memory, as long as that is alive: a value may have left while others still use it here.
+        self._known: dict[int, tuple[weakref.ref[object], SavedHandle]] = {}
+        # Stores let go of values wherever they are collected, maybe while this thread holds the lock.
+        self._released: deque[SavedEntry] = deque()
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
+        self._is_closed = False
+        self._paused: list[tuple[Callable[[], None], AbstractEventLoop]] = []
+
+    # -- for stores ----------------------------------------------------------------------------------------------
+
+    def keep(self, value: Value, label: str, run: Hashable, *, always: bool) -> Value:
+        """Take a value that is saved, or leave it to the store: gives what that is to hold.
+
+        Args:
+            value: as kernels have it.
+            label: the node that saves it.
+            run: which it belongs to.
+            always: it moves although memory is not short.
+        """
+        nbytes: int = getattr(value, "nbytes", 0)
+        found = self.movable(value) if nbytes >= self._least_bytes else None
+        if found is None:
+            return value
+        with self._locked():
+            while self.waits and self.manager.is_short:
+                self._wait()
+            _, handle = self._known.get(id(found.buffer), (None, None))
+            if handle is not None and handle.state is not SavedState.GONE:
+                self.manager.shared(handle)
+            elif handle is not None and handle.has_moved:  # it was read, and is saved again by the loop that reads it
+                return value
+            else:
+                handle = SavedHandle(nbytes, label, self.manager.group(run))
+                self.arrives(handle, found.buffer)
+                self._start(self.manager.saved(handle, self.now_ns(), always=always))
+            return SavedEntry(handle, nbytes, found.view)
+
+    def take(self, entry: SavedEntry, *, is_last: bool) -> Value:
+        """The value, for the last time or not; where this `waits`, once it is there.
+
+        Raises:
+            BaseException: why it cannot come back.
+        """
+        handle = entry.handle
+        with self._locked():
+            self._start(self.manager.wanted(handle, self.now_ns()))
+            while self.waits and handle.state is SavedState.COMING and handle.error is None:
+                self._wait()
+            if handle.error is not None:
+                raise handle.error
+            buffer = handle.here
+            if is_last:
+                self._drop(handle)
+        return buffer if entry.view is None else entry.view(buffer)
+
+    def release(self, entries: Iterable[object]) -> None:
+        """A store holds these entries no longer; takes no lock."""
+        self._released.extend(entry for entry in entries if type(entry) is SavedEntry)
+        self._settle()
+
+    def share(self, entries: Iterable[object]) -> None:
+        """A copy of a store holds these entries, too."""
+        with self._locked():
+            for entry in entries:
+                if type(entry) is SavedEntry:
+                    self.manager.shared(entry.handle)
+
+    def must_wait(self, entry: object = None) -> bool:
+        """Whether `take` of this entry, or without one `keep`, would have to wait."""
+        if not self.waits:
+            return False
+        if type(entry) is SavedEntry:
+            return entry.handle.state in (SavedState.AWAY, SavedState.COMING)
+        return entry is None and self.manager.is_short
+
+    def throttle(self, resume: Callable[[], None], loop: AbstractEventLoop) -> bool:
+        """Whether launching has to pause until a copy out has ended; `loop` then calls ``resume()``."""
+        if not self.manager.is_short:
+            return False
+        with self._locked():  # which looks whether that is still so
+            self._paused.append((resume, loop))
+        return True
+
+    def close(self) -> None:
+        """Have nobody wait any more."""
+        with self._locked():
+            self._is_closed = True
+
+    def statistics(self) -> SwapStatistics:
+        """A snapshot."""
+        with self._locked():
+            return self.manager.statistics()
+
+    def advice(self) -> str:
+        """Why more did not move, for the error that says that memory is short; empty if nothing stood in the way."""
+        missing = self.manager.missing
+        if not missing:
+            return ""
+        full = " and ".join(f"the {space.name} has {format_bytes(space.limit or 0)}" for space in self.spaces)
+        return (
+            f"a saved value of {format_bytes(missing)} had no place to go ({full}, all in use); raise "
+            "host_memory_limit=, or give spill_directory="
+        )
+
+    # -- for kinds of devices ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def movable(self, value: Value) -> Movable | None:
+        """How the value can be moved; None if it cannot, or if that would free nothing."""
+
+    @abstractmethod
+    def send(self, handle: SavedHandle) -> None:
+        """Start to copy ``handle.here`` to ``handle.space``; it ends with `sent` or `not_sent`, never before."""
+
+    @abstractmethod
+    def bring(self, handle: SavedHandle) -> None:
+        """Start to copy ``handle.there`` back; it ends with `brought` or `not_brought`, never before."""
+
+    @abstractmethod
+    def discard(self, there: object) -> None:
+        """Give back what a copy out has made."""
+
+    @abstractmethod
+    def now_ns(self) -> int:
+        """The time by which saves, reads and copies are measured."""
+
+    def sent(self, handle: SavedHandle, there: object, taken_ns: int) -> None:
+        """A copy out has ended, and has made `there`."""
+        with self._locked():
+            handle.there = there
+            orders = self.manager.left(handle, taken_ns)
+            if handle.state is SavedState.AWAY:
+                handle.here = None
+            else:
+                self._discard(handle)
+            self._start(orders)
+
+    def not_sent(self, handle: SavedHandle) -> None:
+        """A copy out has failed: the value stays on the device."""
+        with self._locked():
+            self.manager.stays(handle)
+
+    def brought(self, handle: SavedHandle, taken_ns: int, here: object = None) -> None:
+        """A copy in has ended. `here` is the buffer, if the device has not said so before."""
+        with self._locked():
+            self.manager.came(handle, taken_ns)
+            if handle.state is not SavedState.GONE and here is not None:
+                self.arrives(handle, here)
+            self._discard(handle)
+
+    def not_brought(self, handle: SavedHandle, error: BaseException) -> None:
+        """A copy in has failed: whoever reads the value gets the error."""
+        with self._locked():
+            self.manager.came(handle, 0)
+            handle.error = error
+            self._discard(handle)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+                self._changed.notify_all()
+                if self._paused and not self.manager.is_short:
+                    paused, self._paused = self._paused, []
+                    for resume, loop in paused:
+                        if not loop.is_closed():
+                            loop.call_soon_threadsafe(resume)
+        finally:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Drop what stores have let go of; who has the lock does so when it gives that back."""
+        while self._released and self._lock.acquire(blocking=False):
+            try:
+                while self._released:
+                    self._drop(self._released.popleft().handle)
+            finally:
+                self._lock.release()
+
+    def _wait(self) -> None:
+        if self._is_closed:
+            raise SessionClosedError("the session was closed while a saved value was on its way")
+        self._changed.wait()
+
+    def _start(self, orders: Orders) -> None:
+        for handle in orders.out:
+            self.send(handle)
+        for number, handle in enumerate(orders.into):
+            try:
+                self.bring(handle)
+            except BaseException:
+                for refused in orders.into[number:]:
+                    self.manager.refused(refused)
+                raise
+
+    def _drop(self, handle: SavedHandle) -> None:
+        if self.manager.dropped(handle):
+            handle.here = None
+            if not handle.copying:
+                self._discard(handle)
+
+    def arrives(self, handle: SavedHandle, here: object) -> None:
+        """The device's buffer of a value is `here`; `bring` may say so at once, where streams order what follows."""
+        key, known = id(here), self._known
+
+        def dies(reference: weakref.ref[object]) -> None:
+            if key in known and known[key][0] is reference:
+                del known[key]
+
+        handle.here = here
+        known[key] = (weakref.ref(here, dies), handle)
+
+    def _discard(self, handle: SavedHandle) -> None:
+        there, handle.there = handle.there, None
+        if there is not None:
+            self.discard(there)

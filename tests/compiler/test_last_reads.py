@@ -1,0 +1,90 @@
+"""Which reads of saved values are the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.autodiff.saved_values import READ_SAVED
+
+
+def loop(x: Any, *, times: int = 5) -> Any:
+    _, y = af.while_loop(lambda i, _: i < times, lambda i, y: (i + 1, af.tanh(y) * af.sin(y)), (0, x))
+    return y
+
+
+def slope(x: Any) -> Any:
+    return af.gradients(loop(x), x)
+
+
+def nested(x: Any) -> Any:
+    """Stores of the inner loop are values of the outer one's."""
+    _, y = af.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, loop(y)), (0, x))
+    return af.gradients(y, x)
+
+
+def in_branch(x: Any) -> Any:
+    """The forward loop is in a branch, and so is the gradient loop."""
+    return af.gradients(af.cond(af.sum(x) > 0, lambda: loop(x), lambda: x), x)
+
+
+def branch_in_loop(x: Any) -> Any:
+    def body(i: Any, y: Any) -> Any:
+        return i + 1, af.cond(i % 2 == 0, lambda: loop(y, times=2), lambda: af.sin(y))
+
+    _, y = af.while_loop(lambda i, _: i < 4, body, (0, x))
+    return af.gradients(y, x)
+
+
+def twice(x: Any) -> Any:
+    """Two gradient loops read what one loop has saved."""
+    y = loop(x)
+    return af.gradients(y, x) + af.gradients(af.sum(y * y), x)
+
+
+def in_another_loop(x: Any) -> Any:
+    """The gradient loop runs again and again over the same stores."""
+    y = loop(x)
+    _, total = af.while_loop(
+        lambda i, _: i < 3, lambda i, s: (i + 1, s + af.gradients(y, x, af.ones_like(y) * s)), (0, af.ones_like(x))
+    )
+    return total
+
+
+def second(x: Any) -> Any:
+    """The first gradient loop is differentiated, and what it read is read again."""
+    return af.gradients(slope(x), x)
+
+
+@pytest.mark.parametrize(
+    ("build", "last"),
+    [
+        (slope, "all"),
+        (nested, "all"),
+        (in_branch, "all"),
+        (branch_in_loop, "all"),
+        (twice, "none"),
+        (in_another_loop, "none"),
+        (second, "some"),
+    ],
+)
+async def test_a_read_is_the_last_if_nobody_else_can_come(
+    session: af.Session, graph: af.Graph, build: Callable[[Any], Any], last: str
+) -> None:
+    """Results are those without the pass, whatever it says."""
+    x = af.placeholder("float64", (3,))
+    y = build(x)
+    plan = session.plan(y, [x])
+    reads = [node for node in plan.graph.walk() if node.op is READ_SAVED]
+    regions = [inner for node in plan.graph.walk() if "region" in node.attrs for inner in node.attrs["region"].walk()]
+    reads += [node for node in regions if node.op is READ_SAVED]
+    marked = [bool(node.attrs.get("is_last")) for node in reads]
+    assert marked
+    assert {"all": all(marked), "none": not any(marked), "some": any(marked)}[last]
+    feeds = {x: np.array([0.3, 1.1, 0.7])}
+    async with af.Session(graph, without=["last_reads"]) as plain:
+        np.testing.assert_array_equal(await session.run(y, feeds), await plain.run(y, feeds))
