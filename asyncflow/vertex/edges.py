@@ -28,6 +28,8 @@ class Edges:
         types: of the vertices; None: there are none.
         counts: number of children of each vertex.
         parents: the vertex that has each child, ascending.
+        first_sample: the number in the batch of what is sample 0 here.
+        first_vertex: the number in the batch of what is vertex 0 here.
     """
 
     offsets: Array
@@ -36,11 +38,35 @@ class Edges:
     types: Array | None
     counts: Array
     parents: Array
+    first_sample: int = 0
+    first_vertex: int = 0
 
     @property
     def size(self) -> int:
         """Number of vertices."""
         return len(self.counts)
+
+    def part(self, number: int, count: int) -> Edges:
+        """One of several parts of a batch, one behind the other: whole samples, and as many vertices as in the others.
+
+        They differ by up to the largest sample, and may be empty.
+        """
+        wanted = self.size * np.array([number, number + 1]) / count
+        after = np.searchsorted(self.samples, wanted)
+        before = np.maximum(after - 1, 0)
+        first, last = np.where(wanted - self.samples[before] < self.samples[after] - wanted, before, after).tolist()
+        start, stop = self.samples[[first, last]].tolist()
+        below = slice(self.offsets[start], self.offsets[stop])
+        return Edges(
+            self.offsets[start : stop + 1] - below.start,
+            self.children[below] - start,
+            self.samples[first : last + 1] - start,
+            None if self.types is None else self.types[start:stop],
+            self.counts[start:stop],
+            self.parents[below] - start,
+            first,
+            start,
+        )
 
     def check(self, arity: int | None, n_types: int | None) -> None:
         """Looks for too many children, and for types that there are not; None is no limit.
@@ -79,16 +105,16 @@ class Edges:
     def error(self, vertex: int, wrong: str) -> GraphError:
         """The error that says what is wrong with a vertex."""
         sample = np.searchsorted(self.samples, vertex, side="right") - 1
-        first = self.samples[sample]
-        batch = f" ({vertex} in the batch)" if first else ""
-        return GraphError(f"vertex {vertex - first} of sample {sample}{batch} {wrong}")
+        first, in_batch = self.samples[sample], self.first_vertex + vertex
+        batch = "" if in_batch == vertex - first else f" ({in_batch} in the batch)"
+        return GraphError(f"vertex {vertex - first} of sample {self.first_sample + sample}{batch} {wrong}")
 
     def cycle(self, vertex: int) -> GraphError:
         """The error of a vertex that is on a cycle."""
         return self.error(vertex, "is its own descendant; the edges of an input graph form no cycle")
 
 
-def read_edges(offsets: Array, children: Array, samples: Array, types: Array | None) -> Edges:
+def read_edges(offsets: Array, children: Array, samples: Array, types: Array | None = None) -> Edges:
     """The arrays of an input graph, checked but for cycles.
 
     Raises:

@@ -20,22 +20,22 @@ from asyncflow.control.row_store import RowStore
 from asyncflow.control.while_loop import while_loop
 from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph import nest
-from asyncflow.graph.build import TensorLike, apply, as_tensor, constant, graph_for, identity, is_symbolic
+from asyncflow.graph.build import TensorLike, as_tensor, constant, graph_for, identity, is_symbolic
 from asyncflow.graph.dtypes import bool_, dtype_name, int64
-from asyncflow.graph.op import define, inputs_from, not_differentiable
 from asyncflow.graph.scopes import control_dependencies, name_scope
-from asyncflow.graph.shapes import format_shape, is_static
+from asyncflow.graph.shapes import is_static
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import Lifting
+from asyncflow.ops.axes import static_int
 from asyncflow.ops.creation import arange, zeros
 from asyncflow.ops.datatypes import astype, broadcast_to
 from asyncflow.ops.elementwise import add, minimum, multiply, subtract
 from asyncflow.ops.indexing import gather, scatter_update
 from asyncflow.ops.logic import equal, less
 from asyncflow.ops.manipulation import concat, expand_dims, stack
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, no_row_rule
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis
 from asyncflow.ops.searching import nonzero, searchsorted
-from asyncflow.ops.shape import shape, size
+from asyncflow.ops.shape import size
 from asyncflow.ops.statistical import cumulative_sum
 from asyncflow.ops.utility import all as all_of
 from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncflow.graph.ir import Tensor
-    from asyncflow.values import Array, Kernel, Namespace, Nest
+    from asyncflow.values import Nest
 
 
 class VertexResults(NamedTuple):
@@ -69,6 +69,7 @@ def vertex_map(
     initial: Nest = 0,
     policy: str = "breadth_first",
     lift_parts: bool = True,
+    streams: int = 1,
     name: str | None = None,
 ) -> VertexResults:
     """Runs a vertex function over all vertices of a batch of graphs, set by set: children before their parents.
@@ -88,6 +89,9 @@ def vertex_map(
         policy: the order of the vertices: "breadth_first", "depth" or "agenda"; the last is for several types.
         lift_parts: whether eager and lazy operations leave the loop; False keeps all of it in the loop, which computes
             the same with less memory and more time.
+        streams: into how many parts of about as many vertices the batch is cut, between samples. Each has a loop of
+            its own, so that they overlap on a device with so many compute streams (``Session(compute_streams=2)``).
+            It pays for large products, on a CPU with a core for each; one thread launches for a card, and loses by it.
         name: what names of its nodes begin with.
 
     Raises:
@@ -108,18 +112,42 @@ def vertex_map(
     given: Mapping[str, TensorLike] = {}
     if pulls is not None:
         given = pulls if isinstance(pulls, Mapping) else {"x": pulls}
+    if static_int(streams, "vertex_map(streams): streams") < 1:
+        raise GraphError(f"vertex_map(streams): streams is the number of parts of the batch, 1 or more; got {streams}")
     with graph_for(*given.values(), graph.offsets), name_scope("vertex_map" if name is None else name) as scope:
         tensors = {key: as_tensor(value) for key, value in given.items()}
-        mapping = _VertexMap(scope.rstrip("/"), functions, graph, tensors, initial, policy)
+        label = scope.rstrip("/")
         try:
-            return mapping.build(
-                [
-                    mapping.kind(number, each, lift_parts=lift_parts, is_only=len(functions) == 1)
-                    for number, each in enumerate(functions)
-                ]
-            )
+            maps = [
+                _VertexMap(label, functions, graph, tensors, initial, policy, None if streams == 1 else (part, streams))
+                for part in range(streams)
+            ]
+            traced = [_traced(each, tensors, lift_parts=lift_parts) for each in functions]
+            return _joined([mapping.build(mapping.kinds(functions, traced)) for mapping in maps])
         except CannotLift as reason:
             raise GraphError(f"vertex_map: {reason}") from None
+
+
+def _traced(
+    function: VertexFunction, pulls: Mapping[str, Tensor], *, lift_parts: bool
+) -> tuple[TracedFunction, FunctionParts]:
+    """A function as a body over one vertex, and its parts."""
+    graph = graph_for()
+    specs = {key: Spec(x.dtype, x.shape and x.shape[1:]) for key, x in pulls.items()}
+    traced = function.trace(graph, graph.unique_name(function.name), specs)
+    if lift_parts:
+        join_products(traced)
+    return traced, split(traced, all_in_core=not lift_parts)
+
+
+def _joined(parts: Sequence[VertexResults]) -> VertexResults:
+    """The results of the parts of a batch, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    pushes = {name: concat([part.pushes[name] for part in parts]) for name in parts[0].pushes}
+    states = [nest.flatten(part.roots) for part in parts]
+    roots = [concat(rows) for rows in zip(*(leaves for leaves, _ in states), strict=True)]
+    return VertexResults(pushes, states[0][1].unflatten(roots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +194,7 @@ class _VertexMap:
         pulls: dict[str, Tensor],
         initial: Nest,
         policy: str,
+        part: tuple[int, int] | None,
     ) -> None:
         self.label = label
         self.liftings: list[Lifting] = []
@@ -176,27 +205,26 @@ class _VertexMap:
         self.initial = _initial(initial, self.function)
         if len(functions) > 1 and graph.types is None:
             raise GraphError(f"vertex_map of {len(functions)} functions needs a graph with types; this one has none")
-        self.schedule = schedule(graph, policy, arity=self.arity, n_types=len(functions))
-        self.schedule = self.schedule._replace(order=_with_rows(pulls, self.schedule.order))
+        self.schedule = schedule(graph, policy, pulls, arity=self.arity, n_types=len(functions), part=part)
         self.n_sets = subtract(size(self.schedule.set_starts), 1)
 
-    def kind(self, number: int, function: VertexFunction, *, lift_parts: bool, is_only: bool) -> _VertexKind:
-        """Traces a function, and finds its vertices."""
-        graph = graph_for()
-        specs = {key: Spec(x.dtype, x.shape and x.shape[1:]) for key, x in self.pulls.items()}
-        traced = function.trace(graph, graph.unique_name(function.name), specs)
-        if lift_parts:
-            join_products(traced)
-        parts = split(traced, all_in_core=not lift_parts)
+    def kinds(
+        self, functions: Sequence[VertexFunction], traced: Sequence[tuple[TracedFunction, FunctionParts]]
+    ) -> list[_VertexKind]:
+        """The functions, each with its vertices."""
         plan = self.schedule
-        if is_only:
-            return _VertexKind(number, function, traced, parts, plan.order, None, plan.set_starts)
+        if len(functions) == 1:
+            return [_VertexKind(0, functions[0], *traced[0], plan.order, None, plan.set_starts)]
+        return [self._kind(number, *each) for number, each in enumerate(zip(functions, traced, strict=True))]
+
+    def _kind(self, number: int, function: VertexFunction, traced: tuple[TracedFunction, FunctionParts]) -> _VertexKind:
+        plan = self.schedule
         assert plan.set_types is not None
         (places,) = nonzero(equal(gather(as_tensor(self.graph.types), plan.order), number))
         own = astype(equal(plan.set_types, number), int64)
         sizes = subtract(plan.set_starts[1:], plan.set_starts[:-1])
         starts = cumulative_sum(multiply(sizes, own), include_initial=True)
-        return _VertexKind(number, function, traced, parts, gather(plan.order, places), places, starts)
+        return _VertexKind(number, function, *traced, gather(plan.order, places), places, starts)
 
     def build(self, kinds: Sequence[_VertexKind]) -> VertexResults:
         """Adds the sets and what stands before and after them."""
@@ -295,10 +323,11 @@ class _VertexMap:
         nothing = zeros((1, *(extent or 0 for extent in shape[1:])), dtype=given[0][1].dtype)
         places, count = zeros((size(self.schedule.order),), dtype=int64), constant(1, int64)
         for kind, _ in given:
-            own = size(kind.vertices)
-            places = scatter_update(places, kind.vertices, add(arange(own, dtype=int64), count))
+            assert kind.places is not None
+            own = size(kind.places)
+            places = scatter_update(places, kind.places, add(arange(own, dtype=int64), count))
             count = add(count, own)
-        return gather(concat([nothing, *(x for _, x in given)]), places)
+        return gather(concat([nothing, *(x for _, x in given)]), gather(places, self.schedule.positions))
 
     # -- set by set ------------------------------------------------------------------------------------------------
 
@@ -430,45 +459,3 @@ def _initial(initial: Nest, function: VertexFunction) -> list[LiftedValue]:
             raise ShapeError(f"vertex_map: {path} is {x.spec}, and the state of {function} {spec}") from None
         found.append(LiftedValue(state, has_rows=False, is_zero=not is_symbolic(leaf) and not np.any(leaf)))
     return found
-
-
-# -- rows that are pulled --------------------------------------------------------------------------------------------
-
-
-def _with_rows(pulls: Mapping[str, Tensor], order: Tensor) -> Tensor:
-    """The order, of as many vertices as every input has rows; the run looks where that is not known before."""
-    wanted = (order.shape or (None,))[0]
-    unknown = []
-    for name, x in pulls.items():
-        rows = (None,) if x.shape is None else x.shape[:1]
-        if not rows or (None not in (*rows, wanted) and rows != (wanted,)):
-            raise ShapeError(f"vertex_map: pulls[{name!r}] has a row for each vertex, {wanted or 'as many'}; got {x!r}")
-        if None in (*rows, wanted):
-            unknown.append(name)
-    if not unknown:
-        return order
-    return apply(CHECK_ROWS, order, *(shape(pulls[name]) for name in unknown), names=tuple(unknown))[0]
-
-
-def _check_rows_kernel(xp: Namespace, *, names: tuple[str, ...]) -> Kernel:
-    def check(order: Array, *shapes: Array) -> Array:
-        for name, found in zip(names, shapes, strict=True):
-            if found[:1] != len(order):
-                raise ValueError(
-                    f"pulls[{name!r}] has a row for each vertex: the graph has {len(order)} vertices, and what is "
-                    f"pulled is of shape {format_shape(found.tolist())}"
-                )
-        return order
-
-    return check
-
-
-CHECK_ROWS = define(
-    "check_rows",
-    lambda order, *_, names: order,
-    _check_rows_kernel,
-    runs_on_host=True,
-    host_inputs=inputs_from(0),
-)
-not_differentiable(CHECK_ROWS, because="the numbers of vertices are integers")
-no_row_rule(CHECK_ROWS, because="a batch is checked as a whole")

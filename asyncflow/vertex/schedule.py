@@ -6,24 +6,27 @@ children that are missing. So the *rank* of a vertex, the number of its row, is 
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from asyncflow.errors import DTypeError, GraphError, ShapeError
-from asyncflow.graph.build import apply
+from asyncflow.graph.build import apply, as_tensor
 from asyncflow.graph.dtypes import int64
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.op import define, inputs_from, not_differentiable
+from asyncflow.graph.shapes import format_shape
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.rows.rule import no_row_rule
+from asyncflow.ops.shape import shape
 from asyncflow.vertex.agenda import agenda
 from asyncflow.vertex.breadth_first import breadth_first
 from asyncflow.vertex.depth import depth
 from asyncflow.vertex.edges import read_edges, roots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from asyncflow.values import Array, Kernel, Namespace
     from asyncflow.vertex.edges import Edges
@@ -41,10 +44,10 @@ With types, each is then cut into sets of one type.
 
 
 class VertexSchedule(NamedTuple):
-    """Vectors of int64; those that another arity or graph does not need are None."""
+    """Vectors of int64, of a batch or a part of it; those that another arity or graph does not need are None."""
 
     order: Tensor
-    """Vertices in execution order: set by set, and by number within a set."""
+    """Vertices in execution order: set by set, and by number within a set. The numbers are those of the batch."""
     positions: Tensor
     """The position of each vertex in that order."""
     set_starts: Tensor
@@ -63,51 +66,102 @@ class VertexSchedule(NamedTuple):
 
 
 def schedule(
-    graph: InputGraph, policy: str = "breadth_first", *, arity: int | None, n_types: int | None = None
+    graph: InputGraph,
+    policy: str = "breadth_first",
+    pulls: Mapping[str, Tensor] = MappingProxyType({}),
+    *,
+    arity: int | None,
+    n_types: int | None = None,
+    part: tuple[int, int] | None = None,
 ) -> VertexSchedule:
     """Adds the node that orders the vertices of a batch, on the host.
 
     Args:
         graph: of tensors or arrays; with types, each set has vertices of one type alone.
         policy: one of `POLICIES`. Results do not depend on it.
+        pulls: tensors that have a row for each vertex of the batch; the run looks where that is not known before.
         arity: how many children a vertex may have; None for any number.
         n_types: types are below it; None for any.
+        part: which of how many parts of the batch is ordered, see `Edges.part`; None: all of it.
 
     Raises:
         GraphError: there is no such policy, or what the graph holds are no vectors of integers. The run fails if they
             form no graph; the error names sample and vertex.
+        ShapeError: a tensor has not as many rows; a run fails if it is found there.
     """
     if policy not in POLICIES:
         raise GraphError(f"policies are {', '.join(map(repr, POLICIES))}; got {policy!r}")
     arrays = (graph.offsets, graph.children, graph.samples, *(() if graph.types is None else (graph.types,)))
-    found = apply(SCHEDULE, *arrays, policy=policy, arity=arity, n_types=n_types)
+    unknown = _of_unknown_rows(pulls, as_tensor(graph.offsets))
+    rows = [shape(pulls[name]) for name in unknown]
+    found = apply(
+        SCHEDULE, *arrays, *rows, policy=policy, arity=arity, n_types=n_types, part=part, pulls=tuple(unknown)
+    )
     order, positions, set_starts, root_ranks, child_ranks = found[:5]
     starts, parents = found[5:7] if arity is None else (None, None)
     types = None if graph.types is None else found[-1]
     return VertexSchedule(order, positions, set_starts, root_ranks, child_ranks, starts, parents, types)
 
 
+def _of_unknown_rows(pulls: Mapping[str, Tensor], offsets: Tensor) -> list[str]:
+    """The pulls of which is not known before the run whether they have a row for each vertex."""
+    ends = (offsets.shape or (None,))[0]
+    wanted = None if ends is None else ends - 1
+    unknown = []
+    for name, x in pulls.items():
+        rows = (None,) if x.shape is None else x.shape[:1]
+        if not rows or (None not in (*rows, wanted) and rows != (wanted,)):
+            raise ShapeError(f"vertex_map: pulls[{name!r}] has a row for each vertex, {wanted or 'as many'}; got {x!r}")
+        if None in (*rows, wanted):
+            unknown.append(name)
+    return unknown
+
+
 def _spec(
-    offsets: Spec, children: Spec, *rest: Spec, policy: str, arity: int | None, n_types: int | None
+    offsets: Spec,
+    children: Spec,
+    *rest: Spec,
+    policy: str,
+    arity: int | None,
+    n_types: int | None,
+    part: tuple[int, int] | None,
+    pulls: tuple[str, ...],
 ) -> tuple[Spec, ...]:
     for spec in (offsets, children, *rest):
         if spec.dtype.kind not in "iu":
             raise DTypeError(f"the arrays of an input graph are integers; got {spec}")
         if spec.rank not in (1, None):
             raise ShapeError(f"the arrays of an input graph are vectors; got {spec}")
-    ends = offsets.shape[0] if offsets.shape else None
+    ends = offsets.shape[0] if offsets.shape and part is None else None
     size = None if ends is None else max(ends - 1, 0)
     per_vertex, any_number = Spec(int64, (size,)), Spec(int64, (None,))
-    per_child = Spec(int64, children.shape or (None,))
+    per_child = Spec(int64, children.shape if children.shape and part is None else (None,))
     table = (Spec(int64, (size, arity)),)
     ranks = table if arity is not None else (per_child, Spec(int64, (ends,)), per_child)
-    return per_vertex, per_vertex, any_number, any_number, *ranks, *(any_number,) * (len(rest) - 1)
+    return per_vertex, per_vertex, any_number, any_number, *ranks, *(any_number,) * (len(rest) - len(pulls) - 1)
 
 
-def _kernel(xp: Namespace, *, policy: str, arity: int | None, n_types: int | None) -> Kernel:
-    def kernel(offsets: Array, children: Array, samples: Array, types: Array | None = None) -> tuple[Array, ...]:
-        edges = read_edges(offsets, children, samples, types)
+def _kernel(
+    xp: Namespace,
+    *,
+    policy: str,
+    arity: int | None,
+    n_types: int | None,
+    part: tuple[int, int] | None = None,
+    pulls: tuple[str, ...] = (),
+) -> Kernel:
+    def kernel(offsets: Array, children: Array, samples: Array, *more: Array) -> tuple[Array, ...]:
+        types, shapes = more[: len(more) - len(pulls)], more[len(more) - len(pulls) :]
+        edges = read_edges(offsets, children, samples, *types)
         edges.check(arity, n_types)
+        for name, found in zip(pulls, shapes, strict=True):
+            if found[:1] != edges.size:
+                raise ValueError(
+                    f"pulls[{name!r}] has a row for each vertex: the graph has {edges.size} vertices, and what is "
+                    f"pulled is of shape {format_shape(found.tolist())}"
+                )
+        if part is not None:
+            edges = edges.part(*part)
         sets, set_starts = _sets(edges, POLICIES[policy](edges))
         order = np.argsort(sets, kind="stable")
         positions = np.empty_like(order)
@@ -117,7 +171,8 @@ def _kernel(xp: Namespace, *, policy: str, arity: int | None, n_types: int | Non
         else:
             ranks = (_table(edges, positions, arity),)
         of_sets = () if edges.types is None else (edges.types[order[set_starts[:-1]]],)
-        return order, positions, set_starts, positions[roots(edges.size, edges.children)] + 1, *ranks, *of_sets
+        numbers = order if part is None else edges.first_vertex + order
+        return numbers, positions, set_starts, positions[roots(edges.size, edges.children)] + 1, *ranks, *of_sets
 
     return kernel
 

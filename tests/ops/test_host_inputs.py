@@ -31,7 +31,6 @@ from asyncflow.ops.derivatives.linalg import fit_to
 from asyncflow.ops.derivatives.scatter import scatter_along_axis, scatter_to
 from asyncflow.ops.derivatives.shapes import checked_shape, ensure_shape
 from asyncflow.vertex.children import REDUCE_SEGMENTS
-from asyncflow.vertex.map import CHECK_ROWS
 from asyncflow.vertex.schedule import schedule
 from tests.ops.device_arrays import XP, DeviceArray, on_device, values_of
 
@@ -327,9 +326,8 @@ def _on_host(x: Tensor, n: Tensor) -> list[Tensor]:
 
 def _ordering(offsets: Tensor, children: Tensor) -> list[Tensor]:
     graph = af.InputGraph(offsets, children, constant([0, 3]))
-    order = schedule(graph, arity=2).order
-    checked = apply(CHECK_ROWS, order, af.shape(offsets)[:1] - 1, names=("x",))
-    return [*checked, *(x for arity in (None, 2) for x in schedule(graph, arity=arity) if x is not None)]
+    pulls = {"x": offsets[: af.size(children) + 1]}
+    return [x for arity in (None, 2) for x in schedule(graph, pulls=pulls, arity=arity) if x is not None]
 
 
 def _lifted(x: Tensor) -> list[Tensor]:
