@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from threadpoolctl import threadpool_limits
 
@@ -28,12 +30,15 @@ from benchmarks import (
     parallel_iterations,
     ragged_training,
     run_latency,
+    scheduling,
     small_beside_large,
     stacked_lstm,
     stacked_lstm_training,
     training_memory,
     trees,
     two_device_loop,
+    vertex_models,
+    vertex_parts,
     white_paper_pipelines,
 )
 from benchmarks.environment import restart_without_hindrances
@@ -52,6 +57,10 @@ class Workload(Protocol):
     def __call__(self, peers: Peers = NO_PEERS, *, repeats: int = ...) -> Coroutine[Any, Any, list[Result]]:
         """The figures of all systems."""
         ...
+
+
+Sizes: TypeAlias = "dict[str, tuple[int, ...] | tuple[str, ...]]"
+"""Keyword arguments of a workload that are sequences."""
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -77,6 +86,9 @@ WORKLOADS: dict[str, Workload] = {
     "dynamic_unrolling": dynamic_unrolling.measure,
     "stacked_lstm_training": stacked_lstm_training.measure,
     "trees": trees.measure,
+    "vertex_models": vertex_models.measure,
+    "scheduling": scheduling.measure,
+    "vertex_parts": vertex_parts.measure,
 }
 
 GPU_WORKLOADS: dict[str, Workload] = {
@@ -100,6 +112,9 @@ PICTURES: dict[str, Callable[[Sequence[Result], Path], list[Path]]] = {
     "gpu_pipeline": gpu.draw_pipeline,
     "gpu_lstm_training": gpu.draw_lstm,
     "stacked_lstm_training": stacked_lstm_training.draw,
+    "vertex_models": vertex_models.draw,
+    "scheduling": scheduling.draw,
+    "vertex_parts": vertex_parts.draw,
 }
 """What draws the workload's results, and its timelines, into a folder."""
 
@@ -113,6 +128,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "workloads", nargs="*", metavar="workload", help=f"any of {', '.join(known)}, or gpu for a card's; default: all"
     )
     parser.add_argument("--repeats", type=int, help="trials of each system; default: each workload's own number")
+    parser.add_argument(
+        "--size",
+        action="append",
+        default=[],
+        type=_size,
+        metavar="NAME=A,B",
+        help="a sequence of numbers or words that the workload takes, such as batches=1,16,64",
+    )
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out even where they are installed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measured value to FILE")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw workloads over several devices into FOLDER")
@@ -122,6 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"there is no card: {backend.reason}")
     if unknown := [name for name in chosen if name not in known]:
         parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(known)}")
+    for size, _ in options.size:
+        if any(size not in inspect.signature(known[name]).parameters for name in chosen or known):
+            parser.error(f"--size {size}: not every workload that is measured has such sizes")
     if options.repeats is not None and options.repeats < 1:
         parser.error(f"--repeats is at least 1; got {options.repeats}")
 
@@ -134,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = []
     for name in chosen or known:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        results += af.run(_measure(known[name], peers, options.repeats))
+        results += af.run(_measure(known[name], peers, options.repeats, dict(options.size)))
     print(f"\n{format_table(results)}")
     if options.json is not None:
         write_json(options.json, machine, results)
@@ -146,10 +172,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _measure(measure: Workload, peers: Peers, repeats: int | None) -> list[Result]:
+def _size(text: str) -> tuple[str, tuple[int, ...] | tuple[str, ...]]:
+    name, equals, listed = text.partition("=")
+    if not (name and equals and listed):
+        raise argparse.ArgumentTypeError(f"a size is written name=1,2 or name=word; got {text}")
+    values = listed.split(",")
+    return name, tuple(map(int, values)) if all(value.isdecimal() for value in values) else tuple(values)
+
+
+async def _measure(measure: Workload, peers: Peers, repeats: int | None, sizes: Sizes) -> list[Result]:
+    chosen: Callable[..., Coroutine[Any, Any, list[Result]]] = measure
+    if repeats is not None:
+        chosen = partial(chosen, repeats=repeats)
     # NumPy's own programs get one BLAS thread too, in and outside sessions.
     with threadpool_limits(limits=1, user_api="blas"):
-        return await (measure(peers) if repeats is None else measure(peers, repeats=repeats))
+        return await chosen(peers, **sizes)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ class Machine:
 def describe_machine(peers: Peers) -> Machine:
     """This machine, now, and what the systems that take part compute with."""
     packages = {}
-    for name in ("numpy", "uvloop", "tensorflow-cpu", "torch", "jax"):
+    for name in ("numpy", "uvloop", "tensorflow-cpu", "torch", "jax", "dyNET38"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

@@ -21,6 +21,7 @@ TENSORFLOW_2: Final = "tensorflow 2 function"
 TENSORFLOW_EAGER: Final = "tensorflow 2 eager"
 TORCH: Final = "torch eager"
 JAX: Final = "jax jit"
+DYNET: Final = "dynet autobatch"
 NUMPY: Final = "numpy"
 PYTHON: Final = "python"
 """Names in tables; the last two are the same work written by hand."""
@@ -60,6 +61,7 @@ class Peers:
     tensorflow: TensorFlow | None = None
     torch: Any = None
     jax: Any = None
+    dynet: Any = None
 
     @property
     def present(self) -> list[str]:
@@ -77,7 +79,9 @@ NO_PEERS: Final = Peers()
 
 def load_peers() -> Peers:
     """Every peer that is installed, set to one thread."""
-    peers = Peers(tensorflow=_load(load_tensorflow), torch=_load(load_torch), jax=_load(load_jax))
+    peers = Peers(
+        tensorflow=_load(load_tensorflow), torch=_load(load_torch), jax=_load(load_jax), dynet=_load(load_dynet)
+    )
     # They keep hundreds of thousands of objects alive, which the collector would look at during other systems' trials.
     gc.collect()
     gc.freeze()
@@ -118,6 +122,16 @@ def load_jax() -> Any:
         # XLA reads there how many threads to start, once, and starts them with the first device.
         jax.config.update("jax_default_device", jax.devices("cpu")[0])
     return jax
+
+
+def load_dynet() -> Any:
+    """DyNet, which batches what is alike by itself, or ImportError: it is on the registry as dyNET38."""
+    import dynet_config
+
+    dynet_config.set(autobatch=1, mem=512, random_seed=1)
+    import dynet
+
+    return dynet
 
 
 @contextmanager

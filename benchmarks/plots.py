@@ -63,10 +63,10 @@ class Timeline:
     colours: str = "iteration"
 
 
-def draw_charts(path: Path, charts: Sequence[Chart], *, note: str = "") -> Path:
+def draw_charts(path: Path, charts: Sequence[Chart], *, note: str = "", columns: int = 3) -> Path:
     """Writes the charts side by side; gives `path`."""
     pyplot = _pyplot()
-    columns = min(3, len(charts))
+    columns = min(columns, len(charts))
     rows = -(-len(charts) // columns)
     beside = max(2.4 * (len(chart.curves) + len(chart.paper) > _MOST_ENTRIES_INSIDE) for chart in charts)
     figure, axes = pyplot.subplots(

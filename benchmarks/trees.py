@@ -237,7 +237,9 @@ class TreeLstmByHand:
 class OfAsyncflow:
     """A vertex function over the trees, its loss and gradients."""
 
-    def __init__(self, trees: Trees, model: tuple[af.VertexFunction, list[af.Variable]], *, lift_parts: bool) -> None:
+    def __init__(
+        self, trees: Trees, model: tuple[af.VertexFunction, list[af.Variable]], *, lift_parts: bool, **options: Any
+    ) -> None:
         function, variables = model
         with af.Graph() as graph:
             self.graph, x = af.InputGraph.placeholder(), af.placeholder("float32", (None, trees.xs.shape[1]))
@@ -245,7 +247,7 @@ class OfAsyncflow:
             self.loss = af.sum(roots[0] if isinstance(roots, tuple) else roots) * trees.weight
             self.grads = af.gradients(self.loss, variables)
         self.feeds = {**self.graph.feeds(trees.graph), x: trees.xs}
-        self.session = af.Session(graph)
+        self.session = af.Session(graph, **options)
 
     async def forward(self) -> Any:
         """The loss."""

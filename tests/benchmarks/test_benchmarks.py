@@ -29,12 +29,15 @@ from benchmarks import (
     parallel_iterations,
     ragged_training,
     run_latency,
+    scheduling,
     small_beside_large,
     stacked_lstm,
     stacked_lstm_training,
     training_memory,
     trees,
     two_device_loop,
+    vertex_models,
+    vertex_parts,
     white_paper_pipelines,
 )
 from benchmarks.__main__ import WORKLOADS, Workload, main
@@ -57,7 +60,7 @@ from benchmarks.harness import (
 from benchmarks.peers import NO_PEERS, Peers
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Sequence
     from pathlib import Path
 
 TINY = {
@@ -89,6 +92,13 @@ TINY = {
         repeats=2, steps=2, batch=2, hidden=4, counts=(1, 2), batches=(2,), simulated_steps=2, simulated_hidden=4
     ),
     "trees": lambda: trees.measure(repeats=1, fc_sizes=((4, 2, 3),), lstm_sizes=((2, 3),), files=12),
+    "vertex_models": lambda: vertex_models.measure(
+        repeats=1, batches=(1,), hiddens=(3,), at=(2, 3), steps=4, leaves=4, files=12
+    ),
+    "scheduling": lambda: scheduling.measure(
+        repeats=1, batches=(2,), hiddens=(3,), vertices=(100,), depth=5, files=12, steps=4, leaves=4
+    ),
+    "vertex_parts": lambda: vertex_parts.measure(repeats=1, batch=2, hidden=3, leaves=4, steps=4, files=12),
 }
 TINY_PIPELINES: dict[str, dict[str, int]] = {
     white_paper_pipelines.SYNCHRONOUS: {"batch": 4, "features": 8},
@@ -231,8 +241,8 @@ async def test_timed() -> None:
 
 
 def test_peers_that_are_missing() -> None:
-    assert NO_PEERS.missing == ["tensorflow", "torch", "jax"]
-    assert Peers(torch=object()).missing == ["tensorflow", "jax"]
+    assert NO_PEERS.missing == ["tensorflow", "torch", "jax", "dynet"]
+    assert Peers(torch=object()).missing == ["tensorflow", "jax", "dynet"]
 
 
 async def test_table_and_json(tmp_path: Path) -> None:
@@ -262,22 +272,31 @@ async def test_table_and_json(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def measure(peers: Peers = NO_PEERS, *, repeats: int = 3) -> list[Result]:
-        assert (peers, repeats) == (NO_PEERS, 1)
+    async def measure(
+        peers: Peers = NO_PEERS, *, repeats: int = 3, nodes: Sequence[int] = (), words: Sequence[str] = ()
+    ) -> list[Result]:
+        assert (peers, repeats, nodes, words) == (NO_PEERS, 1, (3, 4), ("a-b",))
         return await compare("work", "case", {ASYNCFLOW: _trial([1.0, 2.0])}, repeats=repeats)
 
     chosen: Workload = measure
     monkeypatch.setitem(WORKLOADS, "graph_size", chosen)
     path = tmp_path / "results.json"
-    assert main(["graph_size", "--no-peers", "--repeats", "1", "--json", str(path)]) == 0
+    sizes = ["--size", "nodes=3,4", "--size", "words=a-b"]
+    assert main(["graph_size", "--no-peers", "--repeats", "1", "--json", str(path), *sizes]) == 0
     output = capsys.readouterr().out
-    assert "tensorflow, torch, jax skipped: left out" in output
+    assert "tensorflow, torch, jax, dynet skipped: left out" in output
     assert "time, s" in output
     assert json.loads(path.read_text(encoding="utf-8"))["results"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"), [(["nonsense"], "no workload nonsense"), (["--repeats", "0"], "at least 1; got 0")]
+    ("arguments", "reason"),
+    [
+        (["nonsense"], "no workload nonsense"),
+        (["--repeats", "0"], "at least 1; got 0"),
+        (["trees", "--size", "batches"], "written name=1,2"),
+        (["trees", "vertex_models", "--size", "batches=1"], "not every workload"),
+    ],
 )
 def test_command_refuses(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

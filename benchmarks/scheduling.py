@@ -1,0 +1,187 @@
+"""What ordering the vertices of a batch takes (Cavs, fig. 9): by batch and by size of the graph, and beside a step.
+
+*schedule* is the host op that runs in each step: it checks the arrays, finds sets and ranks. *batch* is what a user
+calls before: it joins the graphs of a batch. DyNet's figure is that of building its graph, which takes the place of
+both; that it then looks for what is alike is part of its computation, and not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+import asyncflow as af
+from asyncflow.vertex.schedule import SCHEDULE
+from benchmarks import tree_peers
+from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
+from benchmarks.peers import NO_PEERS, Peers
+from benchmarks.plots import Chart, draw_charts
+from benchmarks.results import curves_of
+from benchmarks.sequences import OfVertices, sequences
+from benchmarks.trees import OfAsyncflow, TreeFcByHand, tree_fc, tree_lstm
+from benchmarks.vertex_models import MODELS, of_trees
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from benchmarks.sequences import Sequences
+    from benchmarks.simulation import Curve
+    from benchmarks.trees import TreeLstmByHand, Trees
+
+NAME: Final = "scheduling"
+SCHEDULE_TIME: Final = Figure("schedule", "us")
+BATCH_TIME: Final = Figure("batch", "us")
+SHARE: Final = Figure("schedule, of a training step", "%")
+SORTS: Final = "numpy, one sort of as many bytes"
+DYNET_GRAPH: Final = "dynet, building the graph"
+BATCHES: Final = (1, 16, 64, 256)
+_MANY: Final = 20
+"""Calls in one trial."""
+
+
+async def measure(
+    peers: Peers = NO_PEERS,
+    *,
+    repeats: int = 5,
+    models: Sequence[str] = MODELS,
+    batches: Sequence[int] = (1, 16),
+    hiddens: Sequence[int] = (64,),
+    vertices: Sequence[int] = (1_000, 10_000, 100_000),
+    depth: int = 50,
+    steps: int = 60,
+    leaves: int = 256,
+    files: int = 60,
+) -> list[Result]:
+    """us a batch, and % of a training step.
+
+    Args:
+        peers: of which DyNet takes part.
+        repeats: measured trials.
+        models: whose batches are ordered.
+        batches: samples in them.
+        hiddens: extents of the training steps that are compared with.
+        vertices: of one random tree each.
+        depth: of these.
+        steps: of sequences.
+        leaves: of each tree of Tree-FC.
+        files: how many files of the library syntax trees come from.
+    """
+    sizes = _Sizes(steps, leaves, files)
+    results: list[Result] = []
+    for size in vertices:
+        case = f"random tree of depth {depth}, {size} vertices"
+        numbers = np.random.default_rng(0).integers(0, depth, size).astype(np.uint8)
+        trials = {
+            ASYNCFLOW: _timed(SCHEDULE_TIME, _scheduling(random_tree(size, depth), None)),
+            SORTS: _timed(SCHEDULE_TIME, partial(np.argsort, numbers, kind="stable")),
+        }
+        results += await compare(NAME, case, trials, repeats=repeats, baselines=[SORTS])
+    for model in models:
+        for batch in batches:
+            graphs, arity = sizes.graphs(model, batch)
+            case = f"{model}, batch {batch}"
+            trials = {ASYNCFLOW: _timed(SCHEDULE_TIME, _scheduling(af.InputGraph.batch(graphs), arity))}
+            if peers.dynet is not None and model == "Tree-FC":
+                trials[DYNET_GRAPH] = _timed(SCHEDULE_TIME, sizes.building(peers.dynet, batch), calls=2)
+            results += await compare(NAME, case, trials, repeats=repeats)
+            joining = {ASYNCFLOW: _timed(BATCH_TIME, partial(af.InputGraph.batch, graphs))}
+            results += await compare(NAME, case, joining, repeats=repeats)
+            for hidden in hiddens:
+                results += await _share(model, batch, hidden, sizes, repeats)
+    return results
+
+
+def random_tree(size: int, depth: int) -> af.InputGraph:
+    """A tree of so many levels; the parent of each vertex is any of the level above."""
+    random = np.random.default_rng(0)
+    levels = np.sort(np.concatenate([np.arange(depth), random.integers(1, depth, size - depth)]))
+    starts = np.searchsorted(levels, np.arange(depth + 1))
+    parents = random.integers(starts[np.maximum(levels - 1, 0)], np.maximum(starts[levels], 1))
+    parents[0] = -1
+    return af.InputGraph.from_parents(parents)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    steps: int
+    leaves: int
+    files: int
+
+    def trees(self, model: str, batch: int, hidden: int) -> tuple[Trees, TreeFcByHand | TreeLstmByHand]:
+        return of_trees(model, batch, hidden, leaves=self.leaves, files=self.files)
+
+    def sequences(self, model: str, batch: int, hidden: int) -> Sequences:
+        return sequences(batch, hidden, self.steps if model == MODELS[0] else min(5, self.steps), self.steps)
+
+    def graphs(self, model: str, batch: int) -> tuple[list[af.InputGraph], int | None]:
+        """The graphs of a batch, and the arity of the model."""
+        if model.startswith("Tree"):
+            return list(self.trees(model, batch, 1)[0].graph), 2 if model == "Tree-FC" else None
+        return [af.InputGraph.chain([length]) for length in self.sequences(model, batch, 1).lengths], 1
+
+    def building(self, dy: Any, batch: int) -> Callable[[], Any]:
+        """Builds the graph of Tree-FC in DyNet."""
+        trees, by_hand = self.trees("Tree-FC", batch, 64)
+        assert isinstance(by_hand, TreeFcByHand)
+        return tree_peers.dynet_graph(dy, trees, by_hand)
+
+
+def _scheduling(graph: af.InputGraph, arity: int | None) -> Callable[[], Any]:
+    assert SCHEDULE.kernel is not None
+    kernel = SCHEDULE.kernel(np, policy="breadth_first", arity=arity, n_types=None)
+    return lambda: kernel(graph.offsets, graph.children, graph.samples)
+
+
+def _timed(figure: Figure, work: Callable[[], Any], calls: int = _MANY) -> Trial:
+    async def trial() -> Sample:
+        started = perf_counter()
+        for _ in range(calls):
+            work()
+        return Sample({figure: (perf_counter() - started) * 1e6 / calls})
+
+    return trial
+
+
+async def _share(model: str, batch: int, hidden: int, sizes: _Sizes, repeats: int) -> list[Result]:
+    """The share of scheduling in a training step; both are measured next to each other."""
+    graphs, arity = sizes.graphs(model, batch)
+    if model.startswith("Tree"):
+        trees, _ = sizes.trees(model, batch, hidden)
+        ours = OfAsyncflow(trees, tree_fc(hidden) if model == "Tree-FC" else tree_lstm(hidden), lift_parts=True)
+        step, session = ours.step, ours.session
+    else:
+        each = OfVertices(sizes.sequences(model, batch, hidden))
+        step, session = each.run, each.session
+    schedule = _scheduling(af.InputGraph.batch(graphs), arity)
+
+    async def trial() -> Sample:
+        started = perf_counter()
+        for _ in range(_MANY):
+            schedule()
+        scheduled = perf_counter()
+        await step()
+        taken = perf_counter() - scheduled
+        return Sample({SHARE: (scheduled - started) / _MANY / taken * 100})
+
+    try:
+        case = f"{model}, batch {batch}, hidden {hidden}"
+        return await compare(NAME, case, {ASYNCFLOW: trial}, repeats=repeats, lead_ins=1)
+    finally:
+        await session.aclose()
+
+
+def draw(results: Sequence[Result], folder: Path) -> list[Path]:
+    """Time of scheduling by batch."""
+    curves: dict[str, Curve] = {}
+    for model in MODELS:
+        found = curves_of(results, SCHEDULE_TIME, {batch: f"{model}, batch {batch}" for batch in BATCHES})
+        curves |= {f"{model}{'' if name == ASYNCFLOW else f', {name}'}": curve for name, curve in found.items()}
+    if not curves:
+        return []
+    chart = Chart(title="ordering the vertices of a batch", x="batch", y="us", curves=curves, is_log=True)
+    return [draw_charts(folder / f"{NAME}.png", [chart])]

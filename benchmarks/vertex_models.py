@@ -1,0 +1,236 @@
+"""Training steps of Cavs' four models (ATC '18, fig. 8), by batch size and by hidden extent, beside the peers.
+
+asyncflow runs a vertex function, declared over one vertex. *By level* is what somebody writes by hand who knows how the
+batch is to be cut, *by node* what people write first, and DyNet batches the latter by itself. Figures are for one
+sample: a sequence or a tree.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from benchmarks import sequences, tree_peers
+from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
+from benchmarks.lstm import AsyncflowStep, Step, comparable, looped
+from benchmarks.lstm_by_hand import ByHand
+from benchmarks.lstm_peers import jax_scan, torch_loop, torch_module
+from benchmarks.peers import DYNET, JAX, NO_PEERS, NUMPY, Peers
+from benchmarks.plots import Chart, draw_charts
+from benchmarks.ragged_training import sliced
+from benchmarks.results import curves_of
+from benchmarks.trees import (
+    OfAsyncflow,
+    TreeFcByHand,
+    TreeLstmByHand,
+    batch_of,
+    complete,
+    torch_step,
+    tree_fc,
+    tree_lstm,
+)
+from examples.syntax_trees import read_functions
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from asyncflow import Session
+    from benchmarks.sequences import Sequences
+    from benchmarks.trees import Trees
+
+NAME: Final = "vertex_models"
+MODELS: Final = ("Fixed-LSTM", "Var-LSTM", "Tree-FC", "Tree-LSTM")
+STEP: Final = Figure("training, a sample", "us")
+BY_LEVEL: Final = "torch by level"
+BY_NODE: Final = "torch by node"
+TORCH_MODULE: Final = "torch nn.LSTM"
+WHILE_LOOP: Final = f"{ASYNCFLOW} while_loop"
+DYNAMIC_RNN: Final = f"{ASYNCFLOW} dynamic_rnn"
+TOLERANCE: Final = 2e-3
+BATCHES: Final = (1, 16, 64, 256)
+HIDDENS: Final = (64, 256, 512, 1024)
+AT: Final = (16, 256)
+"""As in the pictures; see `measure`."""
+
+
+async def measure(
+    peers: Peers = NO_PEERS,
+    *,
+    repeats: int = 3,
+    models: Sequence[str] = MODELS,
+    batches: Sequence[int] = (1, 16),
+    hiddens: Sequence[int] = (64, 256),
+    at: tuple[int, int] = AT,
+    steps: int = 60,
+    leaves: int = 256,
+    files: int = 60,
+    by_node: int = 8200,
+) -> list[Result]:
+    """us a sample.
+
+    Args:
+        peers: what takes part beside NumPy.
+        repeats: measured trials of each system.
+        models: some of `MODELS`.
+        batches: samples.
+        hiddens: hidden extents.
+        at: the batch by which hidden extents are compared, and the hidden extent by which batches are.
+        steps: of Fixed-LSTM; Var-LSTM has 5 up to so many.
+        leaves: of each tree of Tree-FC.
+        files: how many files of the library the syntax trees of Tree-LSTM come from.
+        by_node: the most vertices for which the systems take part that go by them.
+    """
+    results: list[Result] = []
+    for model in models:
+        for batch, hidden in dict.fromkeys([*((batch, at[1]) for batch in batches), *((at[0], n) for n in hiddens)]):
+            if model.startswith("Tree"):
+                trees, by_hand = of_trees(model, batch, hidden, leaves=leaves, files=files)
+                ours, trials = _tree_trials(peers, trees, by_hand, many=len(trees.xs) > by_node)
+            else:
+                each = sequences.sequences(batch, hidden, steps if model == MODELS[0] else min(5, steps), steps)
+                ours, trials = _sequence_trials(peers, each, many=len(each.rows) > by_node)
+            try:
+                results += await compare(
+                    NAME, case(model, batch, hidden), trials, repeats=repeats, lead_ins=1, tolerance=TOLERANCE
+                )
+            finally:
+                for session in ours:
+                    await session.aclose()
+    return results
+
+
+def case(model: str, batch: int, hidden: int) -> str:
+    """The name of a case."""
+    return f"{model}, batch {batch}, hidden {hidden}"
+
+
+# -- trees -----------------------------------------------------------------------------------------------------------
+
+
+def of_trees(
+    model: str, batch: int, hidden: int, *, leaves: int = 256, files: int = 60
+) -> tuple[Trees, TreeFcByHand | TreeLstmByHand]:
+    """A batch for Tree-FC or Tree-LSTM, and its step by hand."""
+    if model == "Tree-FC":
+        trees = batch_of([complete(leaves)] * batch, hidden)
+        return trees, TreeFcByHand(trees, hidden)
+    functions = [function for part in read_functions(files) for function in part]
+    chosen = np.random.default_rng(2).choice(len(functions), batch, replace=len(functions) < batch)
+    trees = batch_of([functions[place].tree for place in chosen], hidden)
+    return trees, TreeLstmByHand(trees, hidden)
+
+
+def _tree_trials(
+    peers: Peers, trees: Trees, by_hand: TreeFcByHand | TreeLstmByHand, *, many: bool
+) -> tuple[list[Session], dict[str, Trial]]:
+    hidden = trees.xs.shape[1]
+    is_fc = isinstance(by_hand, TreeFcByHand)
+    ours = OfAsyncflow(trees, tree_fc(hidden) if is_fc else tree_lstm(hidden), lift_parts=True)
+    works: dict[str, Callable[[], Any]] = {NUMPY: by_hand.step}
+    if (torch := peers.torch) is not None:
+        works[BY_LEVEL] = torch_step(torch, trees, by_hand)
+        if not many:
+            works[BY_NODE] = (
+                tree_peers.torch_by_node(torch, trees, by_hand)
+                if isinstance(by_hand, TreeFcByHand)
+                else tree_peers.torch_lstm_by_node(torch, trees, by_hand)
+            )
+    if (jax := peers.jax) is not None:
+        works[JAX] = (
+            tree_peers.jax_by_level(jax, trees, by_hand)
+            if isinstance(by_hand, TreeFcByHand)
+            else tree_peers.jax_lstm_by_level(jax, trees, by_hand)
+        )
+    if (dy := peers.dynet) is not None and not many:
+        works[DYNET] = (
+            tree_peers.dynet(dy, trees, by_hand)
+            if isinstance(by_hand, TreeFcByHand)
+            else tree_peers.dynet_lstm(dy, trees, by_hand)
+        )
+    trials = {ASYNCFLOW: timed_sample(trees.count, ours.step)}
+    trials |= {name: timed_sample(trees.count, work) for name, work in works.items()}
+    return [ours.session], trials
+
+
+# -- sequences -------------------------------------------------------------------------------------------------------
+
+
+def _sequence_trials(peers: Peers, batch: Sequences, *, many: bool) -> tuple[list[Session], dict[str, Trial]]:
+    model, counts, outputs = batch.model, batch.counts, batch.outputs
+    last = np.array(len(model.xs), np.int32)
+    vertices, rnn = sequences.OfVertices(batch), sequences.OfDynamicRnn(batch)
+    is_fixed = batch.is_fixed
+    loop = AsyncflowStep(batch.locked, looped if is_fixed else sliced, outputs, [last] if is_fixed else [last, counts])
+    listed = None if is_fixed else counts.tolist()
+    works: dict[str, Callable[[], Any]] = {
+        ASYNCFLOW: vertices.run,
+        WHILE_LOOP: loop.run,
+        DYNAMIC_RNN: rnn.run,
+        NUMPY: ByHand(model, listed),
+    }
+    if (torch := peers.torch) is not None:
+        works[BY_LEVEL] = torch_loop(torch, model, outputs, listed)
+        works[TORCH_MODULE] = torch_module(torch, model, outputs, None if is_fixed else batch.lengths.tolist())
+        if not many:
+            works[BY_NODE] = sequences.torch_by_node(torch, batch)
+    if (jax := peers.jax) is not None:
+        works[JAX] = jax_scan(jax, model, outputs) if is_fixed else sequences.jax_masked(jax, batch)
+    if (dy := peers.dynet) is not None and not many:
+        works[DYNET] = sequences.dynet(dy, batch)
+
+    def of_weights(step: Step) -> Any:
+        loss, grads = step
+        return comparable((loss, list(grads)[: len(model.weights)]), outputs)
+
+    trials = {name: timed_sample(len(batch.lengths), work, of_weights) for name, work in works.items()}
+    return [vertices.session, rnn.session, loop.session], trials
+
+
+def timed_sample(
+    count: int, work: Callable[[], Any], answer_of: Callable[[Any], Any] | None = None, figure: Figure = STEP
+) -> Trial:
+    """A trial of a step of so many samples, awaited or not; `answer_of` gives what it computed in one array."""
+
+    def joined(step: Any) -> Any:
+        return np.concatenate([np.ravel(part) for part in step])
+
+    async def trial() -> Sample:
+        started = perf_counter()
+        step = work()
+        if hasattr(step, "__await__"):
+            awaited: Awaitable[Any] = step
+            step = await awaited
+        taken = perf_counter() - started
+        return Sample({figure: taken * 1e6 / count}, (answer_of or joined)(step))
+
+    return trial
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------
+
+
+def draw(results: Sequence[Result], folder: Path) -> list[Path]:
+    """Time a sample by batch and by hidden extent, for each model."""
+    charts = list(_charts(results))
+    if not charts:
+        return []
+    note = "training, time a sample; one thread for everybody"
+    return [draw_charts(folder / f"{NAME}.png", charts, note=note, columns=4)]
+
+
+def _charts(results: Sequence[Result]) -> Iterator[Chart]:
+    batch, hidden = AT
+    by_batch = {model: {each: case(model, each, hidden) for each in BATCHES} for model in MODELS}
+    by_hidden = {model: {each: case(model, batch, each) for each in HIDDENS} for model in MODELS}
+    for x, fixed, cases in (("batch", f"hidden {hidden}", by_batch), ("hidden", f"batch {batch}", by_hidden)):
+        for model, named in cases.items():
+            curves = {name: curve for name, curve in curves_of(results, STEP, named).items() if name not in _UNDRAWN}
+            if curves:
+                yield Chart(title=f"{model}, {fixed}", x=x, y="us a sample", curves=curves, is_log=True)
+
+
+_UNDRAWN: Final = (WHILE_LOOP, DYNAMIC_RNN, TORCH_MODULE)
+"""They stand in tables: more curves than a chart can show."""
