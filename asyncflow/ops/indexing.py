@@ -18,7 +18,7 @@ from asyncflow.graph import operators
 from asyncflow.graph.build import TensorLike, apply, as_tensor, graph_for
 from asyncflow.graph.dtypes import uint64
 from asyncflow.graph.ir import Node, Tensor
-from asyncflow.graph.op import KERNELS, OPAQUE, VIEW, Op, define
+from asyncflow.graph.op import KERNELS, NEW, OPAQUE, VIEW, Op, define
 from asyncflow.graph.shapes import Shape, broadcast, format_shape, normalize_axis
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.add_at import add_at
@@ -104,7 +104,7 @@ def _take_spec(x: Spec, indices: Spec, *, axis: int) -> Spec:
     return Spec(x.dtype, (*x.shape[:at], *indices.shape, *x.shape[at + 1 :]))
 
 
-TAKE = define("take", _take_spec, lambda xp, axis: partial(xp.take, axis=axis), traits=KERNELS)
+TAKE = define("take", _take_spec, lambda xp, axis: partial(xp.take, axis=axis), traits=NEW)
 
 
 def take(x: TensorLike, indices: TensorLike, /, *, axis: int | None = None) -> Tensor:

@@ -27,14 +27,15 @@ from asyncflow.ops.promotion import kind_of, require_kind
 from asyncflow.values import Array, Kernel, Namespace, Value
 
 
-def _wide(function: Callable[..., Any]) -> Kernel:
+def _wide(function: Callable[..., Any], *, takes_out: bool = False) -> Kernel:
     """A kernel that computes in float32 at least and gives back the dtype of its first input."""
 
-    def run(x: Array, *rest: Array) -> Value:
+    def run(x: Array, *rest: Array, **out: Array) -> Value:
         if x.dtype.itemsize >= float32.itemsize:
-            return function(x, *rest)
+            return function(x, *rest, **out)
         return function(x.astype(float32), *(item.astype(float32) for item in rest)).astype(x.dtype)
 
+    run.takes_out = takes_out  # type: ignore[attr-defined]
     return run
 
 
@@ -64,7 +65,7 @@ def activation(
     return define(
         name,
         _float_spec,
-        lambda xp: _wide(partial(function, xp)),
+        lambda xp: _wide(partial(function, xp), takes_out=function is _sigmoid),
         is_total=True,
         flops=cost,
         rows="elementwise",
@@ -77,11 +78,12 @@ def activation(
 # -- activations -----------------------------------------------------------------------------------------------------
 
 
-def _sigmoid(xp: Namespace, x: Array) -> Array:
+def _sigmoid(xp: Namespace, x: Array, out: Array | None = None) -> Array:
     # Both tails keep their digits; where the exponential overflows, the result is below the smallest normal number.
-    grown = xp.exp(xp.negative(x))
-    if not grown.ndim:
-        return 1 / (1 + grown)
+    if not x.ndim:
+        return 1 / (1 + xp.exp(xp.negative(x)))
+    grown = xp.negative(x, out=out)
+    xp.exp(grown, out=grown)
     grown += 1
     return xp.divide(1, grown, out=grown)
 
@@ -127,7 +129,11 @@ def _relu_spec(x: Spec) -> Spec:
 
 
 def _relu_kernel(xp: Namespace) -> Kernel:
-    return lambda x: xp.maximum(x, x.dtype.type(0))
+    def relu(x: Array, out: Array | None = None) -> Value:
+        return xp.maximum(x, x.dtype.type(0), out=out)
+
+    relu.takes_out = True  # type: ignore[attr-defined]
+    return relu
 
 
 def _relu_source(attrs: Attrs, inputs: Sequence[DType], output: DType, operands: Sequence[str]) -> str:
@@ -135,7 +141,7 @@ def _relu_source(attrs: Attrs, inputs: Sequence[DType], output: DType, operands:
     return f"asyncflow_maximum<{loop.type}>({operands[0]}, {loop.number(0)})"
 
 
-RELU = define("relu", _relu_spec, _relu_kernel, is_total=True, rows="elementwise", cuda=_relu_source, traits=KERNELS)
+RELU = define("relu", _relu_spec, _relu_kernel, is_total=True, rows="elementwise", cuda=_relu_source, traits=NEW)
 SIGMOID = activation("sigmoid", _sigmoid, 4, _sigmoid_source)
 SILU = activation("silu", _silu, 6, _silu_source)
 SOFTPLUS = activation("softplus", _softplus, 8, _softplus_source)

@@ -182,14 +182,17 @@ def _where_kernel(xp: Namespace) -> Kernel:
     return _where_on_host if xp is np else xp.where
 
 
-def _where_on_host(condition: Array, x1: Array, x2: Array) -> Array:
+def _where_on_host(condition: Array, x1: Array, x2: Array, out: Array | None = None) -> Array:
     """`numpy.where`, which branches for each element: where one side is 0, the other's bits times the condition."""
     if x2.ndim == 0 and x1.size >= _MANY and condition.shape == x1.shape and x1.itemsize <= 8:
         bits = np.dtype(f"u{x1.itemsize}")
         if not x2.view(bits):  # -0.0 has a bit
-            chosen: Array = np.multiply(x1.view(bits), condition).view(x1.dtype)
-            return chosen
+            chosen: Array = np.multiply(x1.view(bits), condition, out=None if out is None else out.view(bits))
+            return chosen.view(x1.dtype)
     return np.where(condition, x1, x2)
+
+
+_where_on_host.takes_out = True  # type: ignore[attr-defined]
 
 
 _MANY: Final = 1024

@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncflow.graph.build import apply, constant
 from asyncflow.graph.dtypes import int64
-from asyncflow.graph.op import KERNELS, OPAQUE, define, derivative
+from asyncflow.graph.op import NEW, Memory, Traits, define, derivative
 from asyncflow.graph.spec import Spec
 from asyncflow.lift.lifting import Lifting
 from asyncflow.ops.add_at import add_at
@@ -215,6 +215,7 @@ _MANY: Final = 64
 """Rows from which on `reduceat`, which goes down each column of each segment by itself, is slower than whole rows."""
 _FEW: Final = 8
 """Segments that are left are reduced one by one."""
+_COPIES: Final = Traits(Memory.NEW, is_capturable=False, is_cheap=False)
 
 
 def _in_turns(operation: np.ufunc, x: Array, starts: Array) -> Array:
@@ -238,7 +239,7 @@ def _in_turns(operation: np.ufunc, x: Array, starts: Array) -> Array:
 
 
 REDUCE_SEGMENTS = define(
-    "reduce_segments", _segments_spec, _segments_kernel, host_inputs=(1,), flops=per_input_element, traits=OPAQUE
+    "reduce_segments", _segments_spec, _segments_kernel, host_inputs=(1,), flops=per_input_element, traits=_COPIES
 )
 """The sum or the largest of each of several rows that stand side by side; zeros for none."""
 no_row_rule(REDUCE_SEGMENTS, because="it takes the children of a whole batch at once")
@@ -250,7 +251,7 @@ SPREAD_SEGMENTS = define(
     lambda xp: lambda x, starts, owners: xp.take(x, owners, axis=0),
     host_inputs=(1,),
     flops=moving,
-    traits=KERNELS,
+    traits=NEW,
 )
 """The row of its segment for each row of several: the transpose of their sum."""
 no_row_rule(SPREAD_SEGMENTS, because="it gives to the children of a whole batch at once")

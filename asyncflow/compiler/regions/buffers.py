@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncflow.compiler.program.kernels import is_small_spec
+from asyncflow.compiler.regions.row_buffers import has_open_rows, is_elementwise, is_own, leading_inputs, takes_out
 from asyncflow.graph.builtin import CONSTANT, IDENTITY
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Memory
@@ -82,33 +83,7 @@ def find_uses(nodes: Sequence[Node], escaping: Iterable[Tensor]) -> Uses:
 def writes_to_buffer(node: Node, kernel: Kernel | None) -> bool:
     """Whether the node can write its result to a buffer that it is given, and that is worth it."""
     spec = node.outputs[0].spec
-    return _takes_out(node, kernel) and is_static(spec.shape) and not is_small_spec(spec)
-
-
-def _takes_out(node: Node, kernel: Kernel | None) -> bool:
-    takes_out = kernel.nout == 1 if isinstance(kernel, np.ufunc) else getattr(kernel, "takes_out", False)
-    return bool(takes_out) and node.single
-
-
-def counted_rows(node: Node, kernel: Kernel | None) -> Sequence[Tensor]:
-    """The inputs of a node whose result is known but for its number of rows, which is theirs if they all have as many.
-
-    Steps of a loop over a batch often have as many rows as the last, or two operations in a row do, and then a buffer
-    can be written again; the code that is generated counts. There are none where that cannot be said, or pays nothing.
-    """
-    shape = node.outputs[0].shape if _takes_out(node, kernel) else None
-    if not shape or shape[0] is not None or not is_static(shape[1:]):
-        return ()
-    if isinstance(kernel, np.ufunc) and kernel.signature is not None:
-        left, *others = node.inputs
-        return [left] if len(shape) == 2 and left.spec.rank == 2 and all(is_static(x.shape) for x in others) else ()
-    counted = [x for x in node.inputs if x.shape and len(x.shape) == len(shape) and x.shape[0] is None]
-    if not all(is_static(x.shape[1:] if any(x is y for y in counted) else x.shape) for x in node.inputs if x.shape):
-        return ()
-    if isinstance(kernel, np.ufunc):
-        return counted if all(x.shape is not None for x in node.inputs) else ()
-    # Others join along an axis that is not that of rows, since these would not all have as many.
-    return counted if len(counted) == len(node.inputs) and node.attrs.get("axis") not in (0, None, -len(shape)) else ()
+    return takes_out(kernel) and node.single and is_static(spec.shape) and not is_small_spec(spec)
 
 
 def carried_results(
@@ -144,17 +119,23 @@ class Buffers:
     Attributes:
         uses: from `find_uses`.
         carried: results that become loop variables, whose old values are theirs to write to.
+        in_loop: whether buffers are used again in the next iteration.
         slots: the variable that holds the buffer of a value.
+        row_slots: the variable that holds the `RowBuffer` of a value.
+        own: values in memory that nobody else knows, of which only a run knows how many rows they have.
     """
 
     uses: Uses
     carried: frozenset[Tensor] = frozenset()
+    in_loop: bool = False
     slots: dict[Tensor, str] = field(default_factory=dict)
+    row_slots: dict[Tensor, str] = field(default_factory=dict)
+    own: set[Tensor] = field(default_factory=set)
     _free: dict[Spec, list[str]] = field(default_factory=dict)
 
     def slot_for(self, node: Node, index: int, kernel: Kernel, new_slot: Callable[[], str]) -> str | None:
         """The variable whose buffer `node`, at `index`, may write its result to; None if it has to make a new one."""
-        if not writes_to_buffer(node, kernel) and not counted_rows(node, kernel):
+        if not writes_to_buffer(node, kernel):
             return None
         output = node.outputs[0]
         if self.uses.dies_at(output) is None and output not in self.carried:
@@ -162,6 +143,48 @@ class Buffers:
         slot = self._in_place(node, index, kernel) or self._reused(output.spec) or new_slot()
         self.slots[output] = slot
         return slot
+
+    def rows_for(
+        self,
+        node: Node,
+        index: int,
+        kernel: Kernel,
+        value: Callable[[Tensor], str],
+        new_slot: Callable[[Spec], str],
+    ) -> str | None:
+        """An expression for the memory that `node` may write open rows to, or None in the run; None if there is none.
+
+        Args:
+            node: at `index`.
+            index: its place in the line.
+            kernel: of the node.
+            value: gives the expression for a value.
+            new_slot: makes a variable that holds a `RowBuffer`.
+        """
+        output = node.outputs[0] if node.single else None
+        if output is None or not has_open_rows(output):
+            return None
+        ends = self.uses.dies_at(output)
+        if ends is not None and is_own(node):
+            self.own.add(output)
+        leading = leading_inputs(node, kernel)
+        if not leading:
+            return None
+        names = list(dict.fromkeys(map(value, leading)))
+        for x in leading if is_elementwise(node, kernel) else ():
+            # What is used later on must not be in a buffer, into which the next iteration writes.
+            is_free = x in self.own and self.uses.dies_at(x) == index and (ends is not None or x not in self.row_slots)
+            if is_free and x.dtype == output.dtype:
+                self.own.discard(x)
+                if x in self.row_slots:
+                    self.row_slots[output] = self.row_slots.pop(x)
+                alike = " == ".join(f"{name}.shape" for name in names)
+                return value(x) if len(names) == 1 else f"{value(x)} if {alike} else None"
+        if ends is None or not self.in_loop:
+            return None
+        slot = self._reused(output.spec) or new_slot(output.spec)
+        self.row_slots[output] = slot
+        return f"{slot}.rows(len({names[0]}))" if len(names) == 1 else f"{slot}.like({', '.join(names)})"
 
     def _in_place(self, node: Node, index: int, kernel: Kernel) -> str | None:
         if not isinstance(kernel, np.ufunc) or kernel.signature is not None:
@@ -178,7 +201,7 @@ class Buffers:
 
     def release(self, index: int) -> None:
         """After the node at `index`: buffers that are dead now may be written again."""
-        for tensor, slot in list(self.slots.items()):
-            if self.uses.dies_at(tensor) == index and tensor not in self.carried:
-                del self.slots[tensor]
+        for slots in (self.slots, self.row_slots):
+            for tensor in [x for x in slots if self.uses.dies_at(x) == index and x not in self.carried]:
+                slot = slots.pop(tensor)
                 self._free.setdefault(tensor.spec, []).append(slot)

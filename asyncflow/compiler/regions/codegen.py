@@ -24,15 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.compiler.placement.node_costs import may_be_long
 from asyncflow.compiler.program.kernels import is_small_spec, waits_for_saved
-from asyncflow.compiler.regions.buffers import (
-    Buffers,
-    carried_results,
-    counted_rows,
-    dead_values,
-    find_uses,
-    writes_to_buffer,
-)
+from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
+from asyncflow.compiler.regions.row_buffers import RowBuffer
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
@@ -45,6 +39,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.regions.regions import Region
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.spec import Spec
     from asyncflow.values import Kernel, Value
 
 _INFIX: dict[Callable[..., object], str] = {
@@ -140,8 +135,7 @@ class _Generator:
     places: dict[int, SourcePlace] = field(default_factory=dict)
     constants: dict[Tensor, str] = field(default_factory=dict)
     kernels: dict[Node, Kernel] = field(default_factory=dict)
-    slots: list[str] = field(default_factory=list)
-    counted: set[str] = field(default_factory=set)
+    slots: dict[str, str] = field(default_factory=dict)
     buffered: set[Tensor] = field(default_factory=set)
     needs_context: bool = False
     is_generator: bool = False
@@ -149,7 +143,8 @@ class _Generator:
     phases: list[Phase] = field(default_factory=list)
 
     def generate(self, name: str) -> RegionCode:
-        self.taken.update(dict.fromkeys(("budget", "context", "track", "in_iteration", "TooManyIterations"), 0))
+        reserved = "budget", "context", "track", "in_iteration", "TooManyIterations", "RowBuffer"
+        self.taken.update(dict.fromkeys(reserved, 0))
         function = self.fresh(name, "region")
         parameters = [self.name(tensor) for tensor in self.region.inputs]
         block = _KnownNames()
@@ -166,7 +161,7 @@ class _Generator:
             parameters += ["*", *(f"{key}={key}" for key in self.bound)]
         signature = f"def {function}({', '.join(parameters)}):"
         head = [signature, *(["    budget = 1"] if self.is_generator else [])]
-        head.extend(f"    {slot} = {() if slot in self.counted else None}" for slot in self.slots)
+        head.extend(f"    {slot} = {initial}" for slot, initial in self.slots.items())
         source = "\n".join((*head, *self.lines)) + "\n"
         filename = f"<asyncflow region {function} {next(_serial)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -246,7 +241,8 @@ class _Generator:
         """A straight line of nodes; `escaping` are the values somebody uses afterwards."""
         escaping = tuple(escaping)
         if self.track is None and not self.enqueues:  # accounting watches buffers by their first value
-            block.buffers = Buffers(find_uses(nodes, (t for t in escaping if t not in carried)), carried)
+            uses = find_uses(nodes, (t for t in escaping if t not in carried))
+            block.buffers = Buffers(uses, carried, in_loop=bool(block.loops))
         dead = dead_values(nodes, escaping)
         for index, node in enumerate(nodes):
             self.put(node, index, block)
@@ -292,17 +288,17 @@ class _Generator:
         self.line(block, "budget = yield True")
 
     def put_kernel(self, node: Node, index: int, block: _KnownNames) -> None:
-        kernel, slot = self.kernel(node), None
-        if block.buffers is not None and kernel is not None:
-            slot = block.buffers.slot_for(node, index, kernel, self.new_slot)
-        if slot is not None:
-            self.buffered.update(node.outputs)
+        kernel, buffers, slot, out = self.kernel(node), block.buffers, None, None
+        if buffers is not None and kernel is not None:
+            slot = buffers.slot_for(node, index, kernel, self.new_slot)
+            out = slot or buffers.rows_for(node, index, kernel, self.value, self.new_rows)
+            self.buffered.update(x for x in node.outputs if x in buffers.slots or x in buffers.row_slots)
         if self.moves and (waits := waits_for_saved(node)) is not None:
             store, *number = [self.value(tensor) for tensor in waits]
             self.is_generator = True
             self.line(block, f"if {store}.log.must_wait({', '.join(number)}):")
             self.line(block.deeper(), "budget = yield False")
-        expression = self.call(node, block, slot)
+        expression = self.call(node, block, out)
         targets = [self.name(tensor) for tensor in node.outputs]
         if not targets:
             self.line(block, expression, node)
@@ -330,11 +326,18 @@ class _Generator:
         self.line(block, "if not budget:")
         self.line(block.deeper(), "budget = yield")
 
-    def new_slot(self) -> str:
-        self.slots.append(self.fresh("buffer", "buffer"))
-        return self.slots[-1]
+    def new_slot(self, initial: str = "None") -> str:
+        slot = self.fresh("buffer", "buffer")
+        self.slots[slot] = initial
+        return slot
 
-    def call(self, node: Node, block: _KnownNames, slot: str | None = None) -> str:
+    def new_rows(self, spec: Spec) -> str:
+        """A variable with a buffer for rows of this spec."""
+        self.bound.setdefault("RowBuffer", RowBuffer)
+        dtype = self.bind_name("dtype", "dtype", spec.dtype)
+        return self.new_slot(f"RowBuffer({dtype}, {spec.shape[1:] if spec.shape else ()})")
+
+    def call(self, node: Node, block: _KnownNames, out: str | None = None) -> str:
         kernel = self.kernel(node)
         assert kernel is not None
         arguments = [self.value(tensor) for tensor in node.inputs]
@@ -344,18 +347,9 @@ class _Generator:
         if node.op.needs_context:
             self.needs_context = True
             arguments.insert(0, self.context(block))
-        if slot is not None:
-            arguments.append(f"out={slot}{self.if_as_many(node, slot)}")
+        if out is not None:
+            arguments.append(f"out={out}")
         return f"{self.bind_name(f'k_{node.op.name}', 'kernel', kernel)}({', '.join(arguments)})"
-
-    def if_as_many(self, node: Node, slot: str) -> str:
-        """The condition under which a buffer has as many rows as a result, where that is not known before."""
-        rows = counted_rows(node, self.kernel(node))
-        if not rows:
-            return ""
-        self.counted.add(slot)
-        lengths = dict.fromkeys(f"len({self.value(x)})" for x in rows)
-        return f" if 0 < {' == '.join(lengths)} == len({slot}) else None"
 
     def context(self, block: _KnownNames) -> str:
         if not block.loops:

@@ -1,0 +1,147 @@
+"""Values of which only the run knows how many rows they have are written in place, and nobody sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.compiler.regions.row_buffers import RowBuffer
+from tests.compiler.test_codegen import assert_same_bits, both_ways
+
+W = np.random.default_rng(0).standard_normal((40, 40)).astype(np.float32) / 8
+
+UNARY: list[Callable[[Any], Any]] = [
+    af.tanh,
+    af.relu,
+    af.sigmoid,
+    lambda a: a * 0.5 + 1,
+    lambda a: a[::-1],
+    lambda a: a - af.mean(a),
+    lambda a: af.tanh(a @ W),
+    lambda a: af.take(a, [0], axis=0),
+]
+BINARY: list[Callable[[Any, Any], Any]] = [
+    lambda a, b: a + b,
+    lambda a, b: a - b[:1],
+    lambda a, b: b[:1] * a,
+    lambda a, b: af.where(a[:1] > b, b, 0.0),
+    lambda a, b: af.where(a > 0, a, b),
+    lambda a, b: af.concat([a[:, :20] * 0.5, (a * b[:1])[:, 20:]], axis=1),
+    lambda a, b: af.cond(af.sum(a) > 0, lambda: af.tanh(a) - b[:1], lambda: a * 0.5),
+    lambda a, b: af.while_loop(lambda j, _: j < 2, lambda j, c: (j + 1, af.tanh(c + b[:1])), (0, a))[1],
+]
+
+
+def random_step(random: np.random.Generator) -> Callable[..., Any]:
+    """A body of two values: operations on values of one number of rows or another, of which each may be read again."""
+    script = [
+        (int(random.integers(len(UNARY) + len(BINARY))), *map(int, random.integers(0, 2 + k, 2))) for k in range(12)
+    ]
+
+    def step(*variables: Any) -> list[Any]:
+        values = list(variables)
+        for op, a, b in script:
+            made = UNARY[op](values[a]) if op < len(UNARY) else BINARY[op - len(UNARY)](values[a], values[b])
+            values.append(made)
+        whole = [x + af.sum(y, axis=0) * 0.01 for x, y in zip(values[:2], values[-2:], strict=True)]
+        return [af.tanh(x) for x in whole]
+
+    return step
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_random_bodies_of_open_rows(graph: af.Graph, seed: int) -> None:
+    """In loops and outside; rows that broadcast; what is fed, fetched or kept is left alone."""
+    random = np.random.default_rng(seed)
+    step, n = random_step(random), af.placeholder("int64", ())
+    start = [af.placeholder("float32", (None, 40)) for _ in range(2)]
+    once = step(*start)
+    fetches = af.while_loop(lambda i, *_: i < n, lambda i, *values: (i + 1, *step(*values)), (0, *once))
+    rows = (7, 7) if seed % 3 else (1, 5)
+    feeds = {n: 4} | {x: random.normal(size=(k, 40)).astype(np.float32) for x, k in zip(start, rows, strict=True)}
+    first, second = await both_ways(graph, [*fetches, *once, *start], feeds)
+    assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_gradients_of_loops_of_open_rows(graph: af.Graph, seed: int) -> None:
+    """Values that a loop saves are not written again."""
+    random = np.random.default_rng(seed)
+    step = random_step(random)
+    start = [af.placeholder("float32", (None, 40)) for _ in range(2)]
+    _, *ends = af.while_loop(lambda i, *_: i < 3, lambda i, *values: (i + 1, *step(*values)), (0, *start))
+    grads = af.gradients(af.sum(ends[0] * ends[1]), start)
+    feeds = {x: random.normal(size=(6, 40)).astype(np.float32) for x in start}
+    first, second = await both_ways(graph, grads, feeds)
+    assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+async def test_rows_that_are_broadcast_are_not_written_in_place(graph: af.Graph, in_loop: bool) -> None:
+    """One row and many, or none, meet: only the run finds out."""
+    x, y = af.placeholder("float32", (None, 40)), af.placeholder("float32", (None, 40))
+
+    def total(a: Any, b: Any) -> Any:
+        return af.sum(af.exp(a) + b, axis=0) + af.sum(af.tanh(b) * a, axis=0) + af.sum(af.where(af.exp(b) > 1, a, 0.0))
+
+    z = total(x, y)
+    if in_loop:
+        _, z = af.while_loop(lambda i, _: i < 2, lambda i, z: (i + 1, z + total(x + z, y)), (0, af.zeros(40)))
+    one, many = np.ones((1, 40), np.float32), np.random.default_rng(0).standard_normal((6, 40)).astype(np.float32)
+    for feeds in ({x: one, y: many}, {x: many, y: one}, {x: many, y: many}, {x: one, y: many[:0]}):
+        assert_same_bits(*[[each] for each in await both_ways(graph, z, feeds)])
+
+
+async def source(graph: af.Graph, fetches: Any, feeds: Any) -> str:
+    async with af.Session(graph) as session:
+        return session.plan(fetches, feeds).explain(source=True)
+
+
+async def test_a_chain_is_computed_in_the_buffer_of_its_first_value(graph: af.Graph) -> None:
+    x = af.placeholder("float32", (None, 40), name="x")
+    _, y = af.while_loop(
+        lambda i, y: i < 3, lambda i, y: (i + 1, y - af.sum(af.tanh(af.relu(y @ W)) * y, axis=0)), (np.int32(0), x)
+    )
+    text = await source(graph, y, [x])
+    for call in (
+        "out=buffer.rows(len(var_1)))",
+        "k_relu(matmul, out=matmul)",
+        "k_tanh(relu, out=relu)",
+        "k_multiply(tanh, var_1, out=tanh if tanh.shape == var_1.shape else None)",
+    ):
+        assert call in text
+
+
+async def test_outside_of_loops_no_buffer_is_kept(graph: af.Graph) -> None:
+    x = af.placeholder("float32", (None, 400), name="x")
+    text = await source(graph, af.tanh(af.exp(x) * 2) - x, [x])
+    assert "out=exp" in text
+    assert "RowBuffer" not in text
+
+
+@pytest.mark.parametrize("reader", ["fetch", "later", "view", "kept"])
+async def test_what_somebody_else_reads_is_not_written(graph: af.Graph, reader: str) -> None:
+    x = af.placeholder("float32", (None, 400), name="x")
+    y = af.exp(x)
+    z = af.tanh(y)
+    others = {"fetch": y, "later": z + y, "view": y[1:], "kept": af.TensorArray("float32", 1).write(0, y).stack()}
+    text = await source(graph, [z, others[reader]], [x])
+    assert "k_tanh(exp)" in text
+
+
+def test_a_buffer_grows_and_is_the_same_memory_until_then() -> None:
+    buffer = RowBuffer(np.dtype("float32"), (4,))
+    first = buffer.rows(3)
+    assert first.shape == (3, 4)
+    assert first.dtype == np.float32
+    assert np.shares_memory(buffer.rows(2), first)
+    assert not np.shares_memory(buffer.rows(4), first)
+    assert len(buffer.rows(6)) == 6
+    assert buffer.like(np.zeros((2, 4)), np.zeros((1, 4))) is None
+    found = buffer.like(np.zeros((2, 4)), np.ones((2, 4)))
+    assert found is not None
+    assert found.shape == (2, 4)
