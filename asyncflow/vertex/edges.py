@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncflow.errors import DTypeError, GraphError, ShapeError
+from asyncflow.errors import DTypeError, GraphError, ShapeError, brief
 from asyncflow.graph.shapes import format_shape, is_compatible
 
 if TYPE_CHECKING:
@@ -152,7 +152,10 @@ def integers(name: str, values: object, shape: tuple[int | None, ...] = (None,))
     Raises:
         DTypeError, ShapeError: the values are none.
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        raise ShapeError(f"{name} of an input graph have shape {format_shape(shape)}; got {brief(values)}") from None
     if not array.size and not isinstance(values, np.ndarray):
         return np.zeros([extent or 0 for extent in shape], np.int64)
     if array.dtype.kind not in "iu":

@@ -100,8 +100,13 @@ class Vertex:
                 their mean is float64.
 
         Raises:
-            GraphError: there is no such reduction, or `fn` gives nothing.
+            GraphError: there is no such reduction, `fn` gives nothing, or the function tells children apart.
         """
+        if self._function.children is not None:
+            raise GraphError(
+                f"{self._function} tells children apart, as children={self._function.children} says; v.gather(k) reads "
+                "one of them, and v.gather_all() is for functions without children="
+            )
         if reduce not in REDUCTIONS:
             raise GraphError(f"v.gather_all(reduce={reduce!r}): reductions are {', '.join(map(repr, REDUCTIONS))}")
         body = self._here("gather_all")

@@ -185,6 +185,8 @@ class InputGraph:
 
     def feeds(self, data: InputGraph) -> Mapping[Tensor, Array]:
         """The feeds that give data to the tensors of this graph."""
+        if not isinstance(data, InputGraph):
+            raise GraphError(f"graph.feeds(data): data is an af.InputGraph of arrays; got {brief(data)}")
         if (self.types is None) != (data.types is None):
             without, which = ("placeholders", "data") if self.types is None else ("data", "placeholders")
             raise GraphError(f"the {which} of a graph have types, and the {without} have none")

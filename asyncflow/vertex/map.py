@@ -90,8 +90,9 @@ def vertex_map(
         lift_parts: whether eager and lazy operations leave the loop; False keeps all of it in the loop, which computes
             the same with less memory and more time.
         streams: into how many parts of about as many vertices the batch is cut, between samples. Each has a loop of
-            its own, so that they overlap on a device with so many compute streams (``Session(compute_streams=2)``).
-            It pays for large products, on a CPU with a core for each; one thread launches for a card, and loses by it.
+            its own, so that they overlap on a device with so many compute streams (``Session(compute_streams=2)``),
+            or on several devices. It pays for large products, on a CPU with a core for each; one thread launches for a
+            card, which loses by it.
         name: what names of its nodes begin with.
 
     Raises:

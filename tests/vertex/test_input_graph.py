@@ -163,6 +163,11 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         af.GraphError,
         "vertex 0 of sample 0 has a child 1",
     ),
+    "ragged edges": (
+        lambda: af.InputGraph.from_edges(2, [(0, 1), (1,)]),  # type: ignore[list-item]
+        af.ShapeError,
+        r"edges of an input graph have shape \[\?,2\]; got \[\(0, 1\), \(1,\)\]",
+    ),
     "fewer than no vertices": (
         lambda: af.InputGraph.from_edges(-1, []),
         af.GraphError,
@@ -274,3 +279,5 @@ def test_feeds_that_do_not_fit() -> None:
         plain.feeds(typed)
     with pytest.raises(af.GraphError, match="the placeholders of a graph have types, and the data have none"):
         with_types.feeds(TREE)
+    with pytest.raises(af.GraphError, match=r"data is an af.InputGraph of arrays; got \[0, 1\]"):
+        plain.feeds([0, 1])  # type: ignore[arg-type]

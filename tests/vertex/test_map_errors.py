@@ -64,6 +64,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: af.vertex_map(scatters(lambda v: v.gather(0), None), CHAINS, ROWS),
         r"has any number of children; v.gather_all\(\) reads them all, and children=2 says",
     ),
+    "all children of a function that tells them apart": (
+        lambda: af.vertex_map(scatters(lambda v: v.gather_all(), 2), CHAINS, ROWS),
+        r"tells children apart, as children=2 says; v.gather\(k\) reads one",
+    ),
     "gather of a child too many": (
         lambda: af.vertex_map(scatters(lambda v: v.gather(1)), CHAINS, ROWS),
         r"has children 0 to 0; got v.gather\(1\)",
