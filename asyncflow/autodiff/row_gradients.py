@@ -102,15 +102,25 @@ class _RowSum:
         if not len(untouched):
             add_at_rows(self._xp, rows, where, values)
             return
-        where = counted(where.reshape(-1), size, 0)
+        where = where.reshape(-1)
         values = values.reshape(len(where), *self._kind.row_shape)
-        missing = where[untouched[where]]
-        if len(missing) == len(where) and are_distinct(where, size):
+        first = untouched[where]
+        if first.all() and self._touch(untouched, where):
             rows[where] = values
-        else:
-            rows[missing] = 0
-            add_at_rows(np, rows, where, values)
+            return
         untouched[where] = False
+        rows[where[first]] = 0
+        add_at_rows(np, rows, where, values)
+
+    def _touch(self, untouched: Array, where: Array) -> bool:
+        """Notes that something has come for these rows, all of which are untouched; whether none is there twice."""
+        if len(untouched) > 64 * len(where):
+            is_once = are_distinct(counted(where, len(untouched), 0), len(untouched))
+            untouched[where] = False
+            return is_once
+        before = np.count_nonzero(untouched)
+        untouched[where] = False
+        return bool(before - np.count_nonzero(untouched) == len(where))
 
 
 class _RowLog(StoreLog[_Added]):
@@ -220,18 +230,20 @@ def _add_kernel(xp: Namespace, *, row: Spec, is_range: bool) -> Kernel:
 
     def add(grads: Grad, values: Array, first: Array, second: Array) -> RowGradient:
         stop = int(second) if is_range else 0
-        if is_range:
-            entry = _Added(stop, slice(int(first), stop), values)
-        else:
-            rows = even_rows(second) if xp is np else None
-            size = int(first)
-            entry = _Added(size, second if rows is None or rows.stop > size else rows, values)
         extents = (stop - int(first),) if is_range else second.shape
         if values.shape != (*extents, *kind.row_shape):
             raise ValueError(
                 f"a gradient of shape {format_shape(values.shape)} has reached rows of shape "
                 f"{format_shape((*extents, *kind.row_shape))}; they can only be added up if they are alike"
             )
+        if is_range:
+            entry = _Added(stop, slice(int(first), stop), values)
+        else:
+            size, rows = int(first), even_rows(second) if xp is np else None
+            if rows is None or rows.stop > size:
+                entry = _Added(size, second, values)
+            else:
+                entry = _Added(size, rows, values.reshape(-1, *kind.row_shape))
         total: RowGradient = grads.with_entries((entry,)) if grads.length else RowGradient.of(xp, kind, (entry,))
         return total
 

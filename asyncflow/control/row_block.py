@@ -89,11 +89,12 @@ class RowState:
         size: how many it has.
     """
 
-    __slots__ = ("block", "size")
+    __slots__ = ("_promised", "block", "size")
 
     def __init__(self, block: RowBlock, size: int) -> None:
         self.block = block
         self.size = size
+        self._promised: tuple[tuple[RowBlock, Array], ...] = ()
 
     def __repr__(self) -> str:
         return f"<{self.block.kind}, {self.size} rows>"
@@ -111,17 +112,36 @@ class RowState:
         end = size + len(rows)
         if end == size:
             return self
+        for target, memory in self._promised:
+            if memory is rows:
+                return RowState(target, end)
         with block.lock:
             target = block.with_room(size, end)
             target.array[size:end] = rows
             target.filled = end
         return RowState(target, end)
 
+    def room(self, *shaped: Array) -> Array | None:
+        """Memory for the rows that are to be appended, shaped like all of these; None if they are not alike.
+
+        What is written there is appended without a copy. It is promised to nobody else, and lost if it is not appended.
+        """
+        first, size, block = shaped[0], self.size, self.block
+        if any(x.shape != first.shape for x in shaped):
+            return None
+        end = size + len(first)
+        with block.lock:
+            target = block.with_room(size, end)
+            target.filled = end
+            rows = target.array[size:end]
+        self._promised = (*self._promised, (target, rows))
+        return rows
+
     def take(self, indices: Array) -> Array:
         """The rows at `indices`, which may be negative as an array's may; a view where they stand at even distances."""
         block = self.block
         if block.xp is np and (rows := even_rows(indices)) is not None and rows.stop <= self.size:
-            return block.readable[rows]
+            return block.readable[rows].reshape(*indices.shape, *block.kind.row_shape)
         return block.xp.take(block.readable[: self.size], indices, axis=0)
 
     def slice(self, start: int, stop: int) -> Array:
@@ -138,9 +158,10 @@ def even_rows(indices: Array) -> slice | None:
     a third of that where the first, the second and the last do not fit; what it saves is a copy, and in gradients
     adding at positions.
     """
-    count = len(indices) if indices.ndim == 1 and indices.dtype == np.int64 else 0
+    count = indices.size if indices.ndim and indices.dtype == np.int64 else 0
     if not count:
         return None
+    indices = indices.reshape(-1)
     first, last = int(indices[0]), int(indices[-1])
     step = int(indices[1]) - first if count > 1 else 1
     if first < 0 or step < 1 or last != first + step * (count - 1):

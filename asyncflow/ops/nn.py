@@ -30,10 +30,14 @@ from asyncflow.values import Array, Kernel, Namespace, Value
 def _wide(function: Callable[..., Any], *, takes_out: bool = False) -> Kernel:
     """A kernel that computes in float32 at least and gives back the dtype of its first input."""
 
-    def run(x: Array, *rest: Array, **out: Array) -> Value:
+    def run(x: Array, *rest: Array, out: Array | None = None) -> Value:
         if x.dtype.itemsize >= float32.itemsize:
-            return function(x, *rest, **out)
-        return function(x.astype(float32), *(item.astype(float32) for item in rest)).astype(x.dtype)
+            return function(x, *rest) if out is None else function(x, *rest, out=out)
+        narrowed = function(x.astype(float32), *(item.astype(float32) for item in rest)).astype(x.dtype)
+        if out is None:
+            return narrowed
+        out[...] = narrowed
+        return out
 
     run.takes_out = takes_out  # type: ignore[attr-defined]
     return run

@@ -188,8 +188,12 @@ def _where_on_host(condition: Array, x1: Array, x2: Array, out: Array | None = N
         bits = np.dtype(f"u{x1.itemsize}")
         if not x2.view(bits):  # -0.0 has a bit
             chosen: Array = np.multiply(x1.view(bits), condition, out=None if out is None else out.view(bits))
-            return chosen.view(x1.dtype)
-    return np.where(condition, x1, x2)
+            return chosen.view(x1.dtype) if out is None else out
+    chosen = np.where(condition, x1, x2)
+    if out is None:
+        return chosen
+    out[...] = chosen
+    return out
 
 
 _where_on_host.takes_out = True  # type: ignore[attr-defined]

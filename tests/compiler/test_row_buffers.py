@@ -133,6 +133,27 @@ async def test_what_somebody_else_reads_is_not_written(graph: af.Graph, reader: 
     assert "k_tanh(exp)" in text
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+async def test_rows_are_computed_where_they_are_appended(graph: af.Graph, rows: int) -> None:
+    """What reads them, or is saved, sees them there; other appends to the same store are copied."""
+    x = af.placeholder("float32", (None, 40), name="x")
+
+    def level(i: Any, store: af.RowStore, other: af.RowStore) -> Any:
+        h = af.tanh(store.slice(0, af.shape(x)[0]) + store.take(af.arange(i, i + af.shape(x)[0])) * 0.5)
+        exps = af.exp(h * 0.1)
+        return i + 1, store.append(h), store.append(exps * 2).append(af.where(h > 0, exps, 0.0))
+
+    start = af.RowStore("float32", (40,)).append(af.relu(x))
+    _, store, other = af.while_loop(lambda i, *_: i < 4, level, (np.int64(0), start, start))
+    y = store.stack()
+    grads = af.gradients(af.sum(y * y) + af.sum(other.stack()), x)
+    text = await source(graph, [y, other.stack(), grads], [x])
+    assert "k_relu(x, out=row_store.room(x))" in text or ".room(feed))" in text
+    assert text.count(".room(") >= 3
+    fed = np.random.default_rng(rows).standard_normal((rows, 40)).astype(np.float32)
+    assert_same_bits(*await both_ways(graph, [y, other.stack(), grads, start.stack()], {x: fed}))
+
+
 def test_a_buffer_grows_and_is_the_same_memory_until_then() -> None:
     buffer = RowBuffer(np.dtype("float32"), (4,))
     first = buffer.rows(3)

@@ -120,6 +120,7 @@ class Buffers:
         uses: from `find_uses`.
         carried: results that become loop variables, whose old values are theirs to write to.
         in_loop: whether buffers are used again in the next iteration.
+        appended: from `rows_appended`.
         slots: the variable that holds the buffer of a value.
         row_slots: the variable that holds the `RowBuffer` of a value.
         own: values in memory that nobody else knows, of which only a run knows how many rows they have.
@@ -128,6 +129,7 @@ class Buffers:
     uses: Uses
     carried: frozenset[Tensor] = frozenset()
     in_loop: bool = False
+    appended: Mapping[Tensor, Tensor] = field(default_factory=dict)
     slots: dict[Tensor, str] = field(default_factory=dict)
     row_slots: dict[Tensor, str] = field(default_factory=dict)
     own: set[Tensor] = field(default_factory=set)

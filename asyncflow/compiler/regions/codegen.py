@@ -26,7 +26,7 @@ from asyncflow.compiler.placement.node_costs import may_be_long
 from asyncflow.compiler.program.kernels import is_small_spec, waits_for_saved
 from asyncflow.compiler.regions.buffers import Buffers, carried_results, dead_values, find_uses, writes_to_buffer
 from asyncflow.compiler.regions.region_code import Phase, RegionCode, SourcePlace
-from asyncflow.compiler.regions.row_buffers import RowBuffer
+from asyncflow.compiler.regions.row_buffers import RowBuffer, leading_inputs, rows_appended
 from asyncflow.devices.cost import INLINE_LIMIT_NS
 from asyncflow.errors import LoopIdentity, TooManyIterations
 from asyncflow.graph.builtin import CONSTANT, IDENTITY, NO_OP, PARAMETER
@@ -242,7 +242,7 @@ class _Generator:
         escaping = tuple(escaping)
         if self.track is None and not self.enqueues:  # accounting watches buffers by their first value
             uses = find_uses(nodes, (t for t in escaping if t not in carried))
-            block.buffers = Buffers(uses, carried, in_loop=bool(block.loops))
+            block.buffers = Buffers(uses, carried, in_loop=bool(block.loops), appended=rows_appended(nodes))
         dead = dead_values(nodes, escaping)
         for index, node in enumerate(nodes):
             self.put(node, index, block)
@@ -291,7 +291,7 @@ class _Generator:
         kernel, buffers, slot, out = self.kernel(node), block.buffers, None, None
         if buffers is not None and kernel is not None:
             slot = buffers.slot_for(node, index, kernel, self.new_slot)
-            out = slot or buffers.rows_for(node, index, kernel, self.value, self.new_rows)
+            out = slot or self.room(node, buffers) or buffers.rows_for(node, index, kernel, self.value, self.new_rows)
             self.buffered.update(x for x in node.outputs if x in buffers.slots or x in buffers.row_slots)
         if self.moves and (waits := waits_for_saved(node)) is not None:
             store, *number = [self.value(tensor) for tensor in waits]
@@ -325,6 +325,14 @@ class _Generator:
         self.line(block, "budget -= 1")
         self.line(block, "if not budget:")
         self.line(block.deeper(), "budget = yield")
+
+    def room(self, node: Node, buffers: Buffers) -> str | None:
+        """An expression for memory in the RowStore that the result of a node is appended to, if that is there."""
+        store = buffers.appended.get(node.outputs[0]) if node.single else None
+        if store not in self.names:
+            return None
+        alike = dict.fromkeys(self.value(x) for x in leading_inputs(node, self.kernel(node), of_row=True))
+        return f"{self.names[store]}.room({', '.join(alike)})" if alike else None
 
     def new_slot(self, initial: str = "None") -> str:
         slot = self.fresh("buffer", "buffer")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from asyncflow.autodiff.row_gradients import READ_ROWS
-from asyncflow.control.row_store import TAKE
+from asyncflow.control.row_store import APPEND
 from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import is_static, size_of
 from asyncflow.ops.linalg import MATMUL
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 _LEAST_BYTES: Final = 64
 """Rows that are smaller are hardly worth looking at a shape."""
-
-_COPIES: Final = frozenset({TAKE, READ_ROWS})
-"""Ops that read a store, and give what nobody else has."""
 
 
 class RowBuffer:
@@ -68,12 +65,22 @@ def has_open_rows(x: Tensor) -> bool:
 
 
 def is_own(node: Node) -> bool:
-    """Whether what a node gives is in memory that nobody else knows."""
-    return (node.op.traits.memory is Memory.NEW or node.op in _COPIES) and not node.op.is_user
+    """Whether what a node gives is in memory that nobody else knows; what is taken from a store may be a view."""
+    return (node.op.traits.memory is Memory.NEW or node.op is READ_ROWS) and not node.op.is_user
 
 
-def leading_inputs(node: Node, kernel: Kernel | None) -> Sequence[Tensor]:
-    """The inputs whose rows, if they are as many, are those of the result; none if that is not known of a node."""
+def rows_appended(nodes: Sequence[Node]) -> dict[Tensor, Tensor]:
+    """Values that are appended to a RowStore in a straight line, and the store before."""
+    return {node.inputs[1]: node.inputs[0] for node in reversed(nodes) if node.op is APPEND}
+
+
+def leading_inputs(node: Node, kernel: Kernel | None, *, of_row: bool = False) -> Sequence[Tensor]:
+    """The inputs whose rows, if they are as many, are those of the result; none if that is not known of a node.
+
+    `of_row`: only those of the very shape of the result.
+    """
+    if of_row and not is_elementwise(node, kernel):
+        return ()
     if not (node.single and takes_out(kernel) and has_open_rows(node.outputs[0])):
         return ()
     shape, inputs = node.outputs[0].shape, node.inputs
@@ -94,4 +101,4 @@ def is_elementwise(node: Node, kernel: Kernel | None) -> bool:
     return kernel.signature is None if isinstance(kernel, np.ufunc) else node.op.rows == "elementwise"
 
 
-__all__ = ["RowBuffer", "has_open_rows", "is_elementwise", "is_own", "leading_inputs", "takes_out"]
+__all__ = ["RowBuffer", "has_open_rows", "is_elementwise", "is_own", "leading_inputs", "rows_appended", "takes_out"]
