@@ -20,6 +20,7 @@ from asyncflow.compiler.memory.choose_saved import choose_saved
 from asyncflow.compiler.memory.last_reads import mark_last_reads
 from asyncflow.compiler.memory.move_saved import move_saved
 from asyncflow.compiler.memory.saved import find_saved
+from asyncflow.compiler.memory.segments import segments
 from asyncflow.compiler.optimize.cse import eliminate_common_subexpressions
 from asyncflow.compiler.optimize.fold import fold
 from asyncflow.compiler.optimize.hoist import hoist
@@ -113,6 +114,10 @@ def _batches(program: Program, context: Context) -> bool:
     return context.options.loop_batching and _moves(program, context) and context.block_bytes is not None
 
 
+def _recomputes(program: Program, context: Context) -> bool:
+    return context.options.saved_values == "recompute" and not program.is_hand_written
+
+
 def _has_cards(_: Program, context: Context) -> object:
     return context.enqueuing
 
@@ -164,6 +169,11 @@ def _resolve_requests(program: Program, context: Context) -> None:
     program.notes = resolve_requests(
         program.graph, program.request.graph, context.devices, soft=options.soft_placement, spread=spread
     )
+
+
+@wraps(segments)
+def _segments(program: Program, _: Context) -> None:
+    program.remarks = (*program.remarks, *segments(program.graph))
 
 
 @wraps(batch_loops)
@@ -271,6 +281,7 @@ PASSES = (
     Pass("cse", _of_graph(eliminate_common_subexpressions), _optimizes),
     Pass("hoist", _of_graph(hoist), _moves),
     Pass("choose_saved", _of_graph(choose_saved), _optimizes),
+    Pass("segments", _segments, _recomputes),
     Pass("batch_loops", _batch_loops, _batches),
     Pass("prune", _prune, _optimizes),
     Pass("last_reads", _of_graph(mark_last_reads), _optimizes),

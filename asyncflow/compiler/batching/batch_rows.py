@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from asyncflow.compiler.batching.products_ahead import ENOUGH_ROWS, PRODUCT_AHEAD, PRODUCTS_AHEAD
+from asyncflow.compiler.program.counters import counters
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes, cannot_fail, has_variants
 from asyncflow.control.tensor_array import READ, UNSTACK
@@ -21,7 +22,6 @@ from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import size_of
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.cost import free
-from asyncflow.ops.elementwise import ADD, SUBTRACT
 from asyncflow.ops.indexing import GETITEM
 from asyncflow.ops.linalg import MATMUL
 from asyncflow.ops.logic import GREATER, GREATER_EQUAL, LESS, LESS_EQUAL, LOGICAL_AND
@@ -52,27 +52,6 @@ def batch_rows(loop: WhileNode, block_bytes: int) -> list[Node]:
 
 
 # -- what can be made ahead ------------------------------------------------------------------------------------------
-
-
-def counters(loop: WhileNode) -> list[tuple[int, int]]:
-    """Places of the loop variables that go up or down by one, and which of the two."""
-    found: list[tuple[int, int]] = []
-    for place, (variable, result) in enumerate(loop.carried):
-        if result.node.op in (ADD, SUBTRACT) and variable.dtype.kind in "iu" and variable.shape == ():
-            step = _step(result.node, variable)
-            if step in (1, -1):
-                found.append((place, step))
-    return found
-
-
-def _step(node: Node, variable: Tensor) -> int:
-    """By how much an addition or subtraction changes `variable`; 0 if that is not known."""
-    left, right = node.inputs
-    if node.op is ADD and right is variable:
-        left, right = right, left
-    if left is not variable or not is_constant(right) or right.shape != ():
-        return 0
-    return int(right.node.attrs["value"]) * (1 if node.op is ADD else -1)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ from __future__ import annotations
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-from asyncflow.compiler.batching.batch_rows import classified, counters, pays_ahead
+from asyncflow.compiler.batching.batch_rows import classified, pays_ahead
+from asyncflow.compiler.program.counters import counters
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.graph.builtin import is_constant

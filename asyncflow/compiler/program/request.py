@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from asyncflow.graph.build import SupportsTensor
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Node, Tensor
+
+SavedValuesChoice: TypeAlias = Literal["auto", "keep", "swap", "recompute"]
+"""What may be asked of values that loops save for their gradients."""
 
 Fetch: TypeAlias = Tensor | Node | SupportsTensor
 
@@ -56,6 +59,8 @@ class PlanOptions:
     """Most iterations of a loop."""
     transfer_dtype: str | None
     """``"bfloat16"`` sends float32 values between devices as their upper 16 bits."""
+    saved_values: SavedValuesChoice
+    """What is done with values that loops save for their gradients."""
     soft_placement: bool
     """A node that has no kernel where it is asked to be goes elsewhere."""
     placement_seed: int | None

@@ -7,12 +7,12 @@ import numbers
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import Concatenate, Final, ParamSpec, TypeVar, get_args
 
 import numpy as np
 
 from asyncflow.compiler.pipeline import check_dump, check_without
-from asyncflow.compiler.program.request import PlanOptions
+from asyncflow.compiler.program.request import PlanOptions, SavedValuesChoice
 from asyncflow.graph.graph import Graph
 
 P = ParamSpec("P")
@@ -72,6 +72,11 @@ class SessionOptions:
             in any case: it has a thread for each core, up to 8, and two more, one of them for short work alone.
         transfer_dtype: ``"bfloat16"`` sends float32 values between devices as their upper 16 bits, in half the bytes
             and with 8 bits of precision. None sends what is there.
+        saved_values: what is done with the values that loops save for their gradients. ``"recompute"`` has loops save
+            their variables once a segment of iterations, and gradients run each segment forward again: of n iterations,
+            about ``2 * sqrt(n)`` are held, for the time of one more forward loop, and results are the same within
+            rounding. A loop that would have to run an effect or your own function twice is a `GraphError`. With
+            ``"auto"``, ``"keep"`` and ``"swap"`` this version keeps them all.
         soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
             error.
         placement_seed: puts nodes on devices at random, as far as requests allow, to show that results do not depend on
@@ -109,6 +114,7 @@ class SessionOptions:
     threads: int = 1
     compute_streams: int = 1
     transfer_dtype: str | None = None
+    saved_values: SavedValuesChoice = "auto"
     soft_placement: bool = True
     placement_seed: int | None = None
     check_numerics: bool = False
@@ -134,6 +140,9 @@ class SessionOptions:
             raise ValueError(f"spill_directory is a directory that is there; got {self.spill_directory!r}")
         if self.transfer_dtype not in (None, "bfloat16"):
             raise ValueError(f"transfer_dtype is None or 'bfloat16'; got {self.transfer_dtype!r}")
+        if self.saved_values not in get_args(SavedValuesChoice):
+            choices = " or ".join(map(repr, get_args(SavedValuesChoice)))
+            raise ValueError(f"saved_values is {choices}; got {self.saved_values!r}")
 
     def for_plans(self) -> PlanOptions:
         """Those that plans are compiled with."""

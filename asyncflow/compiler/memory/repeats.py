@@ -1,0 +1,358 @@
+"""Running a part of a loop's body again, for its gradient: which part, whether it may be, and a copy of it.
+
+The copy gives the same bits: it is placed with the nodes that it repeats, its random numbers are those of the
+iteration that it repeats, and what the iteration read of variables is what the copy gets. Effects, coroutines and
+functions of users are never run twice; neither is what uses up a TensorArray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asyncflow.compiler.program.detached import detached_node
+from asyncflow.control.tensor_array import CONCAT, GATHER, READ, SCATTER, SPLIT, STACK, TENSOR_ARRAY, UNSTACK, WRITE
+from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Subgraph, node_effects
+from asyncflow.graph.op import Access, Memory, Op, find_op
+from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.ops.indexing import GETITEM
+from asyncflow.state.variable import VARIABLE_READ
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.op import KernelContext
+    from asyncflow.graph.spec import Spec
+    from asyncflow.values import Kernel, Namespace, Value
+
+Owners = dict["Graph", StructuredNode]
+"""The branch or loop that each body belongs to."""
+
+_READERS = frozenset({READ, GATHER, STACK, CONCAT})
+_WRITERS = frozenset({WRITE, SCATTER, UNSTACK, SPLIT})
+
+
+class Refusal(NamedTuple):
+    """A node that must not run twice, and why."""
+
+    node: Node
+    why: str
+
+
+# -- which part ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class BodyPart:
+    """The part of a loop's body that values of it depend on.
+
+    Attributes:
+        nodes: those that are needed, parameters left out.
+        variables: places of the loop variables that are needed.
+    """
+
+    nodes: set[Node] = field(default_factory=set)
+    variables: set[int] = field(default_factory=set)
+
+
+def part_for(loop: WhileNode, values: Iterable[Tensor], *, before: bool = True) -> BodyPart:
+    """The part of the body that makes `values` in an iteration, and in those `before` it."""
+    part = BodyPart()
+    places = {variable: place for place, (variable, _) in enumerate(loop.carried)}
+    waiting = [value.node for value in values]
+    while waiting:
+        node = waiting.pop()
+        if node.op is PARAMETER:
+            place = places.get(node.outputs[0])
+            if place is not None and place not in part.variables:
+                part.variables.add(place)
+                if before:
+                    waiting.append(loop.body.results[place].node)
+        elif node not in part.nodes:
+            part.nodes.add(node)
+            waiting += node.sources
+    return part
+
+
+# -- whether it may be -----------------------------------------------------------------------------------------------
+
+
+def why_never_twice(loop: WhileNode, part: BodyPart) -> Refusal | None:
+    """The first node of a part that must not run twice; None if there is none."""
+    written = {resource for resource, access in node_effects(loop) if access is Access.WRITE}
+    refusals = ((node, _why_not(node, written)) for node in _deep(loop.body.nodes, part.nodes))
+    return next((Refusal(node, why) for node, why in refusals if why is not None), None)
+
+
+def used_up(loop: WhileNode, part: BodyPart, owners: Owners) -> Node | None:
+    """A node of a part after which a TensorArray or store is not what it was, so that nothing can run again from it."""
+    for place in sorted(part.variables):
+        if loop.body.inputs[place].dtype == VARIANT:
+            return loop.body.results[place].node
+    outside = [inner for inner in loop.captured(loop.body) if inner.dtype == VARIANT]
+    return next(filter(None, (_uses_up(inner, loop.body, part.nodes, owners) for inner in outside)), None)
+
+
+def _why_not(node: Node, written: Collection[object]) -> str | None:
+    op = node.op
+    if op.is_user or op.is_async:
+        return "it calls your function"
+    if op is VARIABLE_READ:
+        ((resource, _),) = node_effects(node)
+        if resource in written:
+            return "it reads a variable that the loop writes"
+        return "it reads a variable after something else has happened" if node.control_inputs else None
+    if op.effects is not None:
+        return "it has an effect"
+    return "it is control flow written by hand" if op.kernel is None and not _is_plain(node) else None
+
+
+def _is_plain(node: Node) -> bool:
+    return isinstance(node, StructuredNode) or node.op in (PARAMETER, CONSTANT)
+
+
+def _deep(nodes: Iterable[Node], chosen: Collection[Node] | None = None) -> Iterator[Node]:
+    """The nodes, or those `chosen`, and all that is in branches and loops among them."""
+    for node in nodes:
+        if chosen is None or node in chosen:
+            yield node
+            for body in node.subgraphs:
+                yield from _deep(body.nodes)
+
+
+def _uses_up(array: Tensor, body: Graph, chosen: Collection[Node] | None, owners: Owners) -> Node | None:
+    """A node that takes something out of an array that comes from outside, so that it is not there again."""
+    for node in body.nodes:
+        places = [place for place, tensor in enumerate(node.inputs) if tensor is array]
+        if not places or (chosen is not None and node not in chosen):
+            continue
+        if isinstance(node, StructuredNode):
+            if isinstance(node, WhileNode) and places[0] < node.n_vars:
+                return node
+            inner = [part.inputs[place - node.body_offset] for part in node.subgraphs for place in places]
+            found = next(filter(None, (_uses_up(each, each.node.graph, None, owners) for each in inner)), None)
+            if found is not None:
+                return found
+        elif node.op.traits.memory not in (Memory.STORE, Memory.METADATA) and not _may_be_read_again(node, owners):
+            return node
+    return None
+
+
+def _may_be_read_again(node: Node, owners: Owners) -> bool:
+    """Whether a node only reads an array: one that keeps its elements, or that was made of rows which are there."""
+    if node.op not in _READERS:
+        return False
+    made = _made_outside(node.inputs[0], owners)
+    if node.op is READ and made.op is UNSTACK:
+        return True
+    while made.op in _WRITERS:
+        made = _made_outside(made.inputs[0], owners)
+    return made.op is TENSOR_ARRAY and not made.attrs["clear_after_read"]
+
+
+def _made_outside(tensor: Tensor, owners: Owners) -> Node:
+    """The node that makes a value which bodies have captured; the parameter, if it is a loop variable."""
+    while tensor.node.op is PARAMETER:
+        body = tensor.node.graph
+        outer = owners[body].captured(body).get(tensor)  # type: ignore[arg-type]
+        if outer is None:
+            break
+        tensor = outer
+    return tensor.node
+
+
+# -- what iterations read of variables -------------------------------------------------------------------------------
+
+
+def read_before(loop: WhileNode, part: BodyPart) -> list[Node]:
+    """Makes one read in front of `loop` of all that the part does of a variable, which the loop does not write.
+
+    What other runs write while the loop runs is then seen by all of its iterations, or by none.
+
+    Returns:
+        The nodes to stand in front of the loop.
+    """
+    reads: dict[object, Node] = {}
+    seen: dict[tuple[object, Graph], Tensor] = {}
+
+    def value(resource: object, path: Sequence[StructuredNode], body: Subgraph) -> Tensor:
+        key = resource, body
+        if key not in seen:
+            *around, owner = path
+            outer = value(resource, around, owner.graph) if around else reads[resource].outputs[0]  # type: ignore[arg-type]
+            seen[key] = owner.add_capture(outer, body)
+        return seen[key]
+
+    def visit(body: Subgraph, chosen: Collection[Node] | None, path: Sequence[StructuredNode]) -> None:
+        gone: dict[Node, Tensor] = {}
+        for node in list(body.nodes):
+            if chosen is not None and node not in chosen:
+                continue
+            if node.op is VARIABLE_READ:
+                ((resource, _),) = node_effects(node)
+                if resource not in reads:
+                    reads[resource] = _moved(node, loop)
+                gone[node] = value(resource, path, body)
+            if isinstance(node, StructuredNode):
+                for part in node.subgraphs:
+                    visit(part, None, [*path, node])
+        if gone:
+            _leave(body, gone)
+
+    visit(loop.body, part.nodes, [loop])
+    part.nodes.difference_update([node for node in part.nodes if node.op is VARIABLE_READ])
+    return list(reads.values())
+
+
+def _moved(read: Node, loop: WhileNode) -> Node:
+    moved = detached_node(loop.graph, VARIABLE_READ, [], read.attrs, read, read.specs, name=f"{read.name}/before")
+    moved.control_inputs = list(loop.control_inputs)
+    return moved
+
+
+def _leave(body: Subgraph, gone: dict[Node, Tensor]) -> None:
+    instead = {node.outputs[0]: value for node, value in gone.items()}
+    body.nodes[:] = [node for node in body.nodes if node not in gone]
+    for node in body.nodes:
+        node.inputs = [instead.get(tensor, tensor) for tensor in node.inputs]
+        node.control_inputs = [before for before in node.control_inputs if before not in gone]
+    body.results = [instead.get(tensor, tensor) for tensor in body.results]
+
+
+# -- a copy of it ----------------------------------------------------------------------------------------------------
+
+
+class Repeat:
+    """A copy of nodes of a loop's body, in another body.
+
+    Args:
+        target: takes the copies.
+        tensors: what stands in the copy for the variables of the loop.
+        outside: what its captures stand for.
+        owners: of the bodies of the graph.
+
+    Attributes:
+        tensors: what stands in the copy for values of the loop's body.
+    """
+
+    def __init__(
+        self, target: Subgraph, tensors: dict[Tensor, Tensor], outside: Mapping[Tensor, Tensor], owners: Owners
+    ) -> None:
+        self.target = target
+        self.tensors = tensors
+        self.outside = outside
+        self.owners = owners
+        self.nodes: dict[Node, Node] = {}
+
+    def copy(self, nodes: Iterable[Node]) -> None:
+        """Copies nodes of the loop's body, which stand in the order in which they can run."""
+        for node in nodes:
+            self._copy(node, self.target)
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """What stands for a value of the loop's body, or of a body in it."""
+        if tensor in self.outside:
+            return self.target.import_tensor(self.outside[tensor])
+        return self.tensors[tensor]
+
+    def draw_again(self, number: Tensor) -> None:
+        """Makes the copies draw what iteration `number` of the loop draws; it is a tensor of the target."""
+        _draw_again(self.target, number, 0)
+
+    def _copy(self, node: Node, target: Subgraph) -> None:
+        attrs = dict(node.attrs)
+        op, rows = node.op, self._rows(node)
+        if isinstance(node, StructuredNode):
+            inputs = [self.tensor(tensor) for tensor in node.inputs]
+            bodies = [self._body(body, target) for body in node.subgraphs]
+            attrs.update(zip(node.body_names, bodies, strict=True))
+            inputs += _joined(bodies)
+        elif rows is not None:
+            # A read may free the element; the rows that the array was made of are there.
+            op, attrs = GETITEM, {"key": (("input", 0),)}
+            inputs = [target.import_tensor(rows), self.tensor(node.inputs[1])]
+        else:
+            inputs = [self.tensor(tensor) for tensor in node.inputs]
+        name = target.reserve(f"{node.name}/again")
+        copied = target.add_node(op, inputs, attrs, node.specs, reserved_name=name, location=node.location)
+        copied.control_inputs = [self.nodes[before] for before in node.control_inputs if before in self.nodes]
+        copied.device, copied.colocated_with = node.device, _together(node)
+        self.nodes[node] = copied
+        self.tensors.update(zip(node.outputs, copied.outputs, strict=True))
+
+    def _body(self, body: Subgraph, target: Subgraph) -> Subgraph:
+        copied = Subgraph(target, f"{body.label}/again")
+        for inner in body.inputs:
+            self.tensors[inner] = copied.add_input(inner.spec, inner.node.name.rpartition("/")[2])
+        for node in body.nodes:
+            if node.op is not PARAMETER:
+                self._copy(node, copied)
+        copied.results = [self.tensors[result] for result in body.results]
+        return copied
+
+    def _rows(self, node: Node) -> Tensor | None:
+        """The rows of which the array that a node reads was made outside the loop."""
+        if node.op is not READ:
+            return None
+        made = _made_outside(node.inputs[0], self.owners)
+        return made.inputs[1] if made.op is UNSTACK and made not in self.nodes else None
+
+
+def _joined(bodies: Sequence[Subgraph]) -> list[Tensor]:
+    """What the copies of bodies have captured besides what they are given; all of them get all of it."""
+    joined = list(dict.fromkeys(outer for body in bodies for outer in body.captures))
+    for body in bodies:
+        found = set(body.captures.values())
+        given = [inner for inner in body.inputs if inner not in found]
+        body.inputs = [*given, *map(body.import_tensor, joined)]
+        body.captures = {}  # the node has them now, and passes replace what stands there
+    return joined
+
+
+def _together(node: Node) -> str | None:
+    """The label of a node's group, in which its copy is; one of their own if it has none."""
+    if not isinstance(node, StructuredNode) and node.op is not CONSTANT and node.colocated_with is None:
+        node.colocated_with = node.name
+    return node.colocated_with
+
+
+def _draw_again(body: Subgraph, number: Tensor, depth: int) -> None:
+    for node in body.nodes:
+        if isinstance(node, StructuredNode):
+            deeper = depth + isinstance(node, WhileNode)
+            if any(inner.op.needs_context for part in node.subgraphs for inner in part.walk()):
+                node.add_capture(number, node.subgraphs[0])
+                for part in node.subgraphs:
+                    _draw_again(part, part.inputs[-1], deeper)
+        elif node.op.needs_context:
+            node.attrs = {**node.attrs, "again": node.op.name, "depth": depth}
+            node.op, node.inputs = DRAWN_AGAIN, [number, *node.inputs]
+
+
+def _again_spec(number: Spec, *inputs: Spec, again: str, depth: int, **attrs: Any) -> Spec | tuple[Spec, ...]:
+    return find_op(again).infer(*inputs, **attrs)
+
+
+def _again_kernel(xp: Namespace, *, again: str, depth: int, **attrs: Any) -> Kernel:
+    op = find_op(again)
+    assert op.kernel is not None
+    draw = op.kernel(xp, **attrs)
+
+    def call(context: KernelContext, number: int, *inputs: Value) -> Value:
+        # The two loops that the copy is in, of segments and of the iterations of one, stand for one that it repeats.
+        inner = len(context.tag) - depth
+        tag = (*context.tag[: inner - 2], int(number), *context.tag[inner:])
+        return draw(replace(context, tag=tag), *inputs)
+
+    return call
+
+
+DRAWN_AGAIN = Op("drawn_again", _again_spec, _again_kernel, needs_context=True, is_random=True, runs_on_host=True)
+"""The random numbers that the op called ``again`` has drawn in iteration `number`, the first input.
+
+Its attribute ``depth`` says in how many loops it is, inside the body that is copied.
+"""

@@ -1,0 +1,43 @@
+"""Gradients of loops that run again in segments, in place of keeping what each iteration saves (CONFORMANCE 68)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import asyncflow as af
+from tests.compiler.segmented import PROGRAMS, N, assert_same_bits, built, force
+from tests.conftest import OpenSession
+
+
+@pytest.fixture
+def graph() -> Iterator[af.Graph]:
+    """The current graph, whose random numbers are the same in all sessions."""
+    with af.Graph(seed=5) as made:
+        yield made
+
+
+LARGE = ("inside_a_loop", "two_gradients")
+"""Programs that take the longest to compile."""
+
+CASES = [
+    *((name, length) for name in PROGRAMS for length in (None, 4)),
+    *((name, length) for name in ("recurrent", "nested") for length in (1, 100)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "length"), [pytest.param(*case, marks=pytest.mark.slow if case[0] in LARGE else ()) for case in CASES]
+)
+async def test_68_gradients_are_the_same_to_the_bit(
+    graph: af.Graph, open_session: OpenSession, name: str, length: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CONFORMANCE 68: also with no iteration, with one, and with fewer than a segment has."""
+    force(monkeypatch, length)
+    fetches, n = built(PROGRAMS[name])
+    exact = {"loop_batching": False, "fusion": False}
+    async with open_session(graph, **exact) as keeping, open_session(graph, saved_values="recompute", **exact) as again:
+        assert "runs again for its gradient" in again.plan(fetches, [n]).explain()
+        for count in (0, 1, N) if name != "of_arrays" else (N,):
+            assert_same_bits(await again.run(fetches, {n: count}), await keeping.run(fetches, {n: count}))
