@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.memory.segments import SavingLoop
+from asyncflow.compiler.memory.segments import SegmentedLoop
 
 N = 11
 """Iterations of most loops: neither a square nor a multiple of the lengths that are tried."""
@@ -18,8 +18,8 @@ WIDTH = 3
 
 def force(patch: pytest.MonkeyPatch, length: int | None) -> None:
     """Has all loops run again in segments of this length, whether that gains anything or not."""
-    patch.setattr(SavingLoop, "usual_length", lambda self: length)
-    patch.setattr(SavingLoop, "gains", lambda self, count, length: True)
+    patch.setattr(SegmentedLoop, "usual_length", lambda self: length)
+    patch.setattr(SegmentedLoop, "gains", lambda self, count, length: True)
 
 
 def recurrent(n: Any) -> tuple[af.Tensor, list[Any]]:

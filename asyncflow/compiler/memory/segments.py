@@ -69,10 +69,10 @@ def segments(graph: Graph) -> list[str]:
     Raises:
         GraphError: a loop would have to run a node twice that must not be.
     """
-    return [f"{loop.forward.name}: {_rewritten(loop)}" for loop in saving_loops(graph)]
+    return [f"{loop.forward.name}: {_rewritten(loop)}" for loop in loops_to_segment(graph)]
 
 
-def _rewritten(loop: SavingLoop) -> str:
+def _rewritten(loop: SegmentedLoop) -> str:
     """Rewrites a loop if it may be and that gains anything; says what is done."""
     if loop.refusal is not None:
         raise _refused(loop)
@@ -86,7 +86,7 @@ def _rewritten(loop: SavingLoop) -> str:
     return f"runs again for its gradient, in {lengths}"
 
 
-def _refused(loop: SavingLoop) -> GraphError:
+def _refused(loop: SegmentedLoop) -> GraphError:
     assert loop.refusal is not None
     node, why = loop.refusal
     return GraphError(
@@ -96,7 +96,7 @@ def _refused(loop: SavingLoop) -> GraphError:
     )
 
 
-def saving_loops(graph: Graph) -> Iterator[SavingLoop]:
+def loops_to_segment(graph: Graph) -> Iterator[SegmentedLoop]:
     """The loops of `graph` that save values for gradients in it, those in bodies before those around them.
 
     Each is looked at when its turn comes, so that those before it may have been rewritten.
@@ -162,7 +162,7 @@ class _Reader:
 
 
 @dataclass(slots=True)
-class SavingLoop:
+class SegmentedLoop:
     """A loop that saves values, and what it takes to run it again in segments.
 
     Attributes:
@@ -260,10 +260,10 @@ class _Search:
         self.owners = surroundings.owners
         self.results = set(loop.graph.results) if isinstance(loop.graph, Subgraph) else set()
 
-    def run(self, value_bytes: int | None) -> SavingLoop:
+    def run(self, value_bytes: int | None) -> SegmentedLoop:
         loop = self.loop
         saves = {place: result.node for place, result in enumerate(loop.body.results) if result.node.op is SAVE}
-        found = SavingLoop(loop, saves, self.owners, value_bytes, trip_count=_trip_count(loop))
+        found = SegmentedLoop(loop, saves, self.owners, value_bytes, trip_count=_trip_count(loop))
         found.why_not = self.why_not(found)
         if found.why_not is None:
             assert found.number is not None
@@ -275,7 +275,7 @@ class _Search:
                 found.why_not = f"{array.name} changes or uses up an array or store, which is not there a second time"
         return found
 
-    def why_not(self, found: SavingLoop) -> str | None:
+    def why_not(self, found: SegmentedLoop) -> str | None:
         """The reason for which the loop and its gradients are not of the shape that can be rewritten."""
         body = self.loop.body
         numbers = {save.inputs[1] for save in found.saves.values()}
@@ -357,7 +357,7 @@ class _Rewriting:
         outside: what the loop's captures stand for.
     """
 
-    def __init__(self, found: SavingLoop, length: int | None) -> None:
+    def __init__(self, found: SegmentedLoop, length: int | None) -> None:
         assert found.part is not None
         assert found.number is not None
         self.found = found
