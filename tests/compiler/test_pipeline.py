@@ -82,6 +82,7 @@ def of_a_gradient(x: af.Tensor) -> af.Tensor:
 CARDS: dict[str, Any] = {"devices": ["cuda:0"], "device_while": True}
 CONCERNED: dict[str, tuple[Callable[[af.Tensor], af.Tensor], dict[str, Any]]] = {
     "choose_saved": (of_gradients, {}),
+    "segments": (of_gradients, {"saved_values": "recompute"}),
     "assign_streams": (of_two_streams, {"compute_streams": 2}),
     "device_loops": (of_cards, CARDS),
     "fuse": (of_cards, CARDS),

@@ -126,7 +126,7 @@ def held(saved_values: Any, *, regions: bool, cuda: bool = False, known: bool = 
 
 
 @pytest.mark.parametrize("regions", [True, False])
-@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("cuda", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_held_follows_the_segments(regions: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of n iterations in segments of k: n / k variables, and k times what an iteration saves."""
     everything = held("keep", regions=regions, cuda=cuda)
@@ -291,6 +291,15 @@ def test_of_nested_loops_the_outer_one_is_run_again(graph: af.Graph) -> None:
     told = explained(fetches, [n])
     assert "a loop around it saves its values" in told
     assert told.count("runs again for its gradient, in segments of 1, 2, 3, ... iterations") == 1
+
+
+def test_the_plan_tells_what_is_saved_when(graph: af.Graph) -> None:
+    start = af.ones((4,), dtype="float32")
+    _, last = af.while_loop(lambda i, _: i < COUNT, lambda i, x: (i + 1, af.tanh(x)), (0, start))
+    plan = af.Session(saved_values="recompute").plan(af.gradients(af.sum(last), start), [])
+    told = plan.explain(memory=True)
+    assert "float32[4], at the start of each segment; " in told
+    assert "loop gradients/while/while/segments/while" in told
 
 
 # -- what the graph becomes ------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
+from asyncflow.autodiff.checkpoints import CHECKPOINT
 from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode
@@ -54,7 +55,7 @@ class _StoreUses:
         save = loop.body.results[place].node
         store = loop.body.inputs[place]
         alone = self._count[store] == self._count[loop.body.results[place]] == 1
-        return save.op is SAVE and save.inputs[0] is store and alone
+        return save.op in (SAVE, CHECKPOINT) and save.inputs[0] is store and alone
 
     def mark(self, store: Tensor, save: Node) -> None:
         """Marks the only read of a store into which `save` saves, and those of the stores that are its values."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from asyncflow.autodiff.checkpoints import CHECKPOINT
 from asyncflow.autodiff.saved_values import READ_SAVED, SAVE
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
@@ -34,6 +35,7 @@ class Saved:
         spec: its dtype and shape.
         readers: the forward nodes whose gradients read it.
         is_shared: it is one value in all iterations, which share its memory.
+        is_checkpoint: it is a variable, saved once a segment of iterations; see `asyncflow.compiler.memory.segments`.
         same_as: a value saved before that lies in the same buffer, in this iteration or the one before; None for none.
     """
 
@@ -43,15 +45,16 @@ class Saved:
     spec: Spec
     readers: tuple[str, ...]
     is_shared: bool
+    is_checkpoint: bool = False
     same_as: str | None = None
 
     @property
     def nbytes(self) -> int | None:
         """Bytes an iteration; None where the shape is known only in a run.
 
-        0 for what is shared, for what an inner loop has saved, and for what counts under another name.
+        0 for what is shared, for what an inner loop has saved, for checkpoints, and for what counts under another name.
         """
-        if self.spec.dtype == VARIANT or self.is_shared or self.same_as is not None:
+        if self.spec.dtype == VARIANT or self.is_shared or self.is_checkpoint or self.same_as is not None:
             return 0
         size = size_of(self.spec.shape)
         return None if size is None else size * self.spec.dtype.itemsize
@@ -64,7 +67,7 @@ def find_saved(graph: Graph) -> tuple[Saved, ...]:
         for node in graph.walk()
         if isinstance(node, WhileNode)
         for place, result in enumerate(node.body.results)
-        if result.node.op is SAVE
+        if result.node.op in (SAVE, CHECKPOINT)
     ]
     if not found:
         return ()
@@ -78,6 +81,7 @@ def find_saved(graph: Graph) -> tuple[Saved, ...]:
             spec=value.spec,
             readers=readers.of(loop.outputs[place]),
             is_shared=is_shared(value, loop),
+            is_checkpoint=loop.body.results[place].node.op is CHECKPOINT,
             same_as=_name_before(names, loop, value),
         )
         for loop, place, value in found
@@ -104,6 +108,8 @@ def explain_saved(saved: Iterable[Saved]) -> list[str]:
 def _line(value: Saved) -> str:
     if value.spec.dtype == VARIANT:
         size = "the saved values or the array of an inner loop"
+    elif value.is_checkpoint:
+        size = f"{value.spec}, at the start of each segment"
     elif value.is_shared:
         size = f"{value.spec}, the same in all iterations and kept once"
     elif value.same_as is not None:
