@@ -179,10 +179,10 @@ def explained(fetches: Any, feeds: Any = ()) -> str:
     return af.Session(saved_values="recompute").plan(fetches, list(feeds)).explain()
 
 
-def slope_of(body: Callable[[Any, Any], Any], *more: Any) -> af.Tensor:
+def slope_of(body: Callable[[af.Tensor], Any]) -> af.Tensor:
     """The gradient of a loop that applies `body` many times."""
     start = af.constant(np.linspace(0.1, 1, WIDTH))
-    _, last, *_ = af.while_loop(lambda i, *_: i < COUNT, lambda i, *xs: (i + 1, *body(*xs)), (0, start, *more))
+    _, last = af.while_loop(lambda i, _: i < COUNT, lambda i, x: (i + 1, *body(x)), (0, start))
     found: af.Tensor = af.gradients(af.sum(last), start)
     return found
 
