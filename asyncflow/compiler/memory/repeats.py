@@ -254,7 +254,7 @@ class Repeat:
             self._copy(node, self.target)
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """What stands for a value of the loop's body, or of a body in it."""
+        """The stand-in for a value of the loop's body, or of a body in it."""
         if tensor in self.outside:
             return self.target.import_tensor(self.outside[tensor])
         return self.tensors[tensor]
@@ -303,7 +303,7 @@ class Repeat:
 
 
 def _joined(bodies: Sequence[Subgraph]) -> list[Tensor]:
-    """What the copies of bodies have captured besides what they are given; all of them get all of it."""
+    """The captures of copies of bodies besides what they are given; all of them get all of these."""
     joined = list(dict.fromkeys(outer for body in bodies for outer in body.captures))
     for body in bodies:
         found = set(body.captures.values())

@@ -124,7 +124,7 @@ def loops_to_segment(graph: Graph) -> Iterator[SegmentedLoop]:
 
 @dataclass(frozen=True, slots=True)
 class _Surroundings:
-    """What a loop is in.
+    """The surroundings of a loop.
 
     Attributes:
         level: the graph or body.
