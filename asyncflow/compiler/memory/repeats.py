@@ -8,7 +8,7 @@ functions of users are never run twice; neither is what uses up a TensorArray.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.compiler.program.detached import detached_node
 from asyncflow.control.tensor_array import CONCAT, GATHER, READ, SCATTER, SPLIT, STACK, TENSOR_ARRAY, UNSTACK, WRITE
@@ -333,11 +333,11 @@ def _draw_again(body: Subgraph, number: Tensor, depth: int) -> None:
             node.op, node.inputs = DRAWN_AGAIN, [number, *node.inputs]
 
 
-def _again_spec(number: Spec, *inputs: Spec, again: str, depth: int, **attrs: Any) -> Spec | tuple[Spec, ...]:
+def _again_spec(number: Spec, *inputs: Spec, again: str, depth: int, **attrs: object) -> Spec | tuple[Spec, ...]:
     return find_op(again).infer(*inputs, **attrs)
 
 
-def _again_kernel(xp: Namespace, *, again: str, depth: int, **attrs: Any) -> Kernel:
+def _again_kernel(xp: Namespace, *, again: str, depth: int, **attrs: object) -> Kernel:
     op = find_op(again)
     assert op.kernel is not None
     draw = op.kernel(xp, **attrs)
