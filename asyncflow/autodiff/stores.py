@@ -57,10 +57,6 @@ class StoreLog(list[Entry]):
         entry, self[index] = self[index], cast("Entry", None)
         return entry
 
-    def must_wait(self, index: int | None = None) -> bool:
-        """Whether to read number `index`, or to add one more, takes a while: never."""
-        return False
-
     def copied(self, length: int) -> Self:
         """A log of its own with the first `length` entries."""
         return type(self)(self[:length])
@@ -106,10 +102,6 @@ class MovingLog(StoreLog["Value"]):
         """Value number `index`, for the last time."""
         entry, self[index] = self[index], None
         return self._swapping.take(entry, is_last=True) if type(entry) is SavedEntry else entry
-
-    def must_wait(self, index: int | None = None) -> bool:
-        """Whether to read number `index`, or to add one more, takes a while."""
-        return self._swapping.must_wait(None if index is None else self[index])
 
     def copied(self, length: int) -> MovingLog:
         """A log of its own with the first `length` entries."""

@@ -130,6 +130,10 @@ def _delays(program: Program, context: Context) -> object:
     return context.asynchronous and not program.is_hand_written
 
 
+def _moves_saved(_: Program, context: Context) -> object:
+    return context.options.saved_values != "keep" and context.swapping
+
+
 # -- what they are told ----------------------------------------------------------------------------------------------
 
 
@@ -288,7 +292,7 @@ PASSES = (
     Pass("order_effects", _of_graph(order_effects), needed="nodes that touch one variable would run in any order"),
     Pass("place", _place, needed="every node runs on a device", is_analysis=True),
     Pass("survey", _survey, needed="runs ask it which variables they touch", is_analysis=True),
-    Pass("move_saved", _move_saved, lambda _, context: context.swapping, is_analysis=True),
+    Pass("move_saved", _move_saved, _moves_saved, is_analysis=True),
     Pass("device_loops", _make_device_loops, lambda _, context: context.has_device_loops),
     Pass("host_values", _find_host_values, _has_cards, "later passes ask what the host can look at", is_analysis=True),
     Pass("assign_streams", _assign_streams, lambda _, context: context.has_streams, is_analysis=True),

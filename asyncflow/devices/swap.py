@@ -49,7 +49,10 @@ _SHORT = 0.70
 """Above this part of the limit, memory is short."""
 
 _FULL = 0.85
-"""Nothing comes back ahead of its read into memory above this part of the limit: an iteration needs the rest."""
+"""Above this part, whoever needs more waits for copies out."""
+
+_AHEAD_UP_TO = 0.75
+"""Nothing comes back ahead of its read into memory above this part: an iteration needs the rest."""
 
 _AHEAD = 2.0
 """How many times what its copy is expected to take a value is asked for before it is read."""
@@ -218,7 +221,7 @@ class SwapStatistics(NamedTuple):
     discarded: int = 0
     """Moved out so far, and not needed any more."""
     late: int = 0
-    """How many reads so far came before the value was back."""
+    """How many reads so far were of values that were away, and for which nobody had asked ahead."""
 
 
 class SwapManager:
@@ -271,7 +274,7 @@ class SwapManager:
         group = handle.group
         into: list[SavedHandle] = []
         group.reads.note(now_ns, handle.rank, -1)
-        self._late += handle.state in (SavedState.AWAY, SavedState.COMING)
+        self._late += handle.state is SavedState.AWAY
         if handle.state is SavedState.LEAVING:
             self._stay(handle)
         elif handle.state is SavedState.AWAY:
@@ -407,7 +410,7 @@ class SwapManager:
     def _fetch_ahead(self, group: SavedGroup, rank: int, into: list[SavedHandle]) -> None:
         """Start what is to be read soon: all down to this rank, an iteration away, and what else would come late."""
         limit, step_ns = self._account.limit, group.reads.step_ns() or group.saves.step_ns()
-        free = None if limit is None else _FULL * limit - self._account.used - sum(x.nbytes for x in into)
+        free = None if limit is None else _AHEAD_UP_TO * limit - self._account.used - sum(x.nbytes for x in into)
         while group.out:
             handle = group.out[-1]
             if handle.state in (SavedState.AWAY, SavedState.LEAVING):

@@ -19,6 +19,7 @@ from threading import Condition, Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.devices.memory import format_bytes
+from asyncflow.devices.protocol import Placed
 from asyncflow.devices.swap import LEAST_BYTES, Orders, SavedHandle, SavedState, Space, SwapManager, SwapStatistics
 from asyncflow.errors import SessionClosedError
 
@@ -26,15 +27,17 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
     from asyncflow.devices.memory import MemoryAccount
-    from asyncflow.values import Array, Value
+    from asyncflow.values import Value
 
 
 class Movable(NamedTuple):
     """A value that a device can move."""
 
+    owner: object
+    """The owner of its memory, which nobody else has, by which it is known again; it can be referred to weakly."""
     buffer: object
-    """The owner of its memory, and nothing else does; it can be referred to weakly."""
-    view: Callable[[Array], Value] | None
+    """The same, or what else the device copies."""
+    view: Callable[[Placed], Value] | None
     """Gives the value for a buffer that has come back; None where it is the buffer."""
 
 
@@ -43,7 +46,7 @@ class SavedEntry:
 
     __slots__ = ("handle", "nbytes", "view")
 
-    def __init__(self, handle: SavedHandle, nbytes: int, view: Callable[[Array], Value] | None) -> None:
+    def __init__(self, handle: SavedHandle, nbytes: int, view: Callable[[Placed], Value] | None) -> None:
         self.handle = handle
         self.nbytes = nbytes
         self.view = view
@@ -98,14 +101,14 @@ class Swapping(ABC):
         with self._locked():
             while self.waits and self.manager.is_short:
                 self._wait()
-            _, handle = self._known.get(id(found.buffer), (None, None))
+            _, handle = self._known.get(id(found.owner), (None, None))
             if handle is not None and handle.state is not SavedState.GONE:
                 self.manager.shared(handle)
             elif handle is not None and handle.has_moved:  # it was read, and is saved again by the loop that reads it
                 return value
             else:
                 handle = SavedHandle(nbytes, label, self.manager.group(run))
-                self.arrives(handle, found.buffer)
+                self.arrives(handle, found.owner, found.buffer)
                 self._start(self.manager.saved(handle, self.now_ns(), always=always))
             return SavedEntry(handle, nbytes, found.view)
 
@@ -139,13 +142,17 @@ class Swapping(ABC):
                 if type(entry) is SavedEntry:
                     self.manager.shared(entry.handle)
 
-    def must_wait(self, entry: object = None) -> bool:
-        """Whether `take` of this entry, or without one `keep`, would have to wait."""
-        if not self.waits:
+    def must_wait(self, store: Placed, number: int | None = None) -> bool:
+        """Whether value `number` of a store, or room for one more, is not there yet and a copy will bring it."""
+        if number is None:
+            return self.manager.is_short
+        entry = store.log[number]
+        if type(entry) is not SavedEntry:
             return False
-        if type(entry) is SavedEntry:
-            return entry.handle.state in (SavedState.AWAY, SavedState.COMING)
-        return entry is None and self.manager.is_short
+        state = entry.handle.state
+        if self.waits:
+            return state is SavedState.AWAY or state is SavedState.COMING
+        return state is SavedState.AWAY and self.manager.is_short
 
     def throttle(self, resume: Callable[[], None], loop: AbstractEventLoop) -> bool:
         """Whether launching has to pause until a copy out has ended; `loop` then calls ``resume()``."""
@@ -215,11 +222,11 @@ class Swapping(ABC):
             self.manager.stays(handle)
 
     def brought(self, handle: SavedHandle, taken_ns: int, here: object = None) -> None:
-        """A copy in has ended. `here` is the buffer, if the device has not said so before."""
+        """A copy in has ended. `here` is the buffer that owns its memory, if `bring` has not said so before."""
         with self._locked():
             self.manager.came(handle, taken_ns)
             if handle.state is not SavedState.GONE and here is not None:
-                self.arrives(handle, here)
+                self.arrives(handle, here, here)
             self._discard(handle)
 
     def not_brought(self, handle: SavedHandle, error: BaseException) -> None:
@@ -276,16 +283,16 @@ class Swapping(ABC):
             if not handle.copying:
                 self._discard(handle)
 
-    def arrives(self, handle: SavedHandle, here: object) -> None:
+    def arrives(self, handle: SavedHandle, owner: object, here: object) -> None:
         """The device's buffer of a value is `here`; `bring` may say so at once, where streams order what follows."""
-        key, known = id(here), self._known
+        key, known = id(owner), self._known
 
         def dies(reference: weakref.ref[object]) -> None:
             if key in known and known[key][0] is reference:
                 del known[key]
 
         handle.here = here
-        known[key] = (weakref.ref(here, dies), handle)
+        known[key] = (weakref.ref(owner, dies), handle)
 
     def _discard(self, handle: SavedHandle) -> None:
         there, handle.there = handle.there, None

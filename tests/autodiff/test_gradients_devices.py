@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import asyncflow as af
-from asyncflow.autodiff.saved_values import NEW_STORE, READ_SAVED, SAVE
+from asyncflow.autodiff.saved_values import MOVING_STORE, READ_SAVED, SAVE
 from asyncflow.compiler.program.transfers import SEND
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.testing import virtual_clock
@@ -48,7 +48,7 @@ def _two_layers() -> list[af.Tensor]:
 def test_values_are_saved_and_read_where_they_are_made() -> None:
     with af.Graph():
         plan = _plan(_two_layers())
-    kept: dict[object, set[str]] = {op: set() for op in (NEW_STORE, SAVE, READ_SAVED)}
+    kept: dict[object, set[str]] = {op: set() for op in (MOVING_STORE, SAVE, READ_SAVED)}
     for partition in plan.partitions:
         for node in partition.nodes:
             if node.source.op in kept:

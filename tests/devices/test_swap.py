@@ -171,9 +171,9 @@ def test_nothing_comes_ahead_into_memory_that_others_need() -> None:
     values = [machine.save(str(number), always=True) for number in range(8)]
     while machine.out:
         machine.end_out(taken_ns=1 << 40)
-    machine.others = 6 * MIB
+    machine.others = 5 * MIB
     assert machine.read(values[-1])
-    assert machine.orders[7:] == ["in 6"]  # 8 MiB with it, and 8.5 are 85 %
+    assert machine.orders[7:] == ["in 6"]  # 7 MiB with it, and 7.5 are 75 %
     machine.check()
 
 

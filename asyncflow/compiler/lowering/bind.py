@@ -87,16 +87,17 @@ class Binding:
         region: Region = node.attrs["region"]
         generate_region = partial(generate, region, node.name, max_iterations=self.options.max_iterations)
         launching, stream = device.asynchronous, self.streams.get(node, 0)
+        must_wait = None if device.swapping is None else device.swapping.must_wait
         if launching is None:
             # Accounting costs a region more than many a kernel: without a limit only what enters and leaves counts.
             track = device.memory.track if self.options.debug or device.memory.limit is not None else None
-            code = generate_region(partial(self.kernel, device), track=track, moves=device.swapping is not None)
+            code = generate_region(partial(self.kernel, device), track=track, must_wait=must_wait)
             return code, code.function
 
         def bind(member: Node) -> Kernel:
             return bind_member(member, partial(self.bare, node=member), launching, stream, self.on_host)
 
-        code = generate_region(bind, track=None, enqueues=True)
+        code = generate_region(bind, track=None, enqueues=True, must_wait=must_wait)
         # A graph that is replayed raises nothing.
         asks = launching.capabilities.capture_if(self.options.cuda_graphs) or launching.charge is not None
         could_capture = asks and not self.options.check_numerics and can_capture(region, self.on_host)

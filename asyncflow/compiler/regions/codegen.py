@@ -83,7 +83,7 @@ def generate(
     max_iterations: int | None,
     enqueues: bool = False,
     decide: Callable[[StructuredNode], Callable[..., object]] | None = None,
-    moves: bool = False,
+    must_wait: Callable[..., bool] | None = None,
 ) -> RegionCode:
     """The function of `region`.
 
@@ -96,9 +96,10 @@ def generate(
         enqueues: the kernels only enqueue work on a device that looks after its own buffers.
         decide: for a function that nobody stops, and that does not branch or loop: gives what to call in place of a
             branch or loop. The function yields what that returns, and is sent the results.
-        moves: saved values may be away when they are read. The function then yields False before it waits for one.
+        must_wait: says of a store, and a number there, whether a value, or room for one, is not there yet. The function
+            then yields False before it goes on.
     """
-    return _Generator(region, bind, track, max_iterations, enqueues, decide, moves).generate(name)
+    return _Generator(region, bind, track, max_iterations, enqueues, decide, must_wait).generate(name)
 
 
 @dataclass(slots=True)
@@ -127,7 +128,7 @@ class _Generator:
     max_iterations: int | None
     enqueues: bool
     decide: Callable[[StructuredNode], Callable[..., object]] | None
-    moves: bool
+    must_wait: Callable[..., bool] | None
     names: dict[Tensor, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
@@ -143,7 +144,7 @@ class _Generator:
     phases: list[Phase] = field(default_factory=list)
 
     def generate(self, name: str) -> RegionCode:
-        reserved = "budget", "context", "track", "in_iteration", "TooManyIterations", "RowBuffer"
+        reserved = "budget", "context", "track", "in_iteration", "must_wait", "TooManyIterations", "RowBuffer"
         self.taken.update(dict.fromkeys(reserved, 0))
         function = self.fresh(name, "region")
         parameters = [self.name(tensor) for tensor in self.region.inputs]
@@ -293,10 +294,10 @@ class _Generator:
             slot = buffers.slot_for(node, index, kernel, self.new_slot)
             out = slot or self.room(node, buffers) or buffers.rows_for(node, index, kernel, self.value, self.new_rows)
             self.buffered.update(x for x in node.outputs if x in buffers.slots or x in buffers.row_slots)
-        if self.moves and (waits := waits_for_saved(node)) is not None:
-            store, *number = [self.value(tensor) for tensor in waits]
+        if self.must_wait is not None and (waits := waits_for_saved(node)) is not None:
             self.is_generator = True
-            self.line(block, f"if {store}.log.must_wait({', '.join(number)}):")
+            self.bound.setdefault("must_wait", self.must_wait)
+            self.line(block, f"if must_wait({', '.join(map(self.value, waits))}):")
             self.line(block.deeper(), "budget = yield False")
         expression = self.call(node, block, out)
         targets = [self.name(tensor) for tensor in node.outputs]

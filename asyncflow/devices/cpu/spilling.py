@@ -59,9 +59,9 @@ class CpuSwapping(Swapping):
         if owner.nbytes != value.nbytes or not (owner.flags.owndata and owner.flags.forc):
             return None
         if owner is value:
-            return Movable(owner, None)
+            return Movable(owner, owner, None)
         offset = value.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
-        return Movable(owner, partial(_view, value.dtype, value.shape, value.strides, offset))
+        return Movable(owner, owner, partial(_view, value.dtype, value.shape, value.strides, offset))
 
     def send(self, handle: SavedHandle) -> None:
         """Write it, on a thread."""

@@ -39,8 +39,10 @@ from asyncflow.devices.sim.launch import SimHostLauncher, SimLauncher
 from asyncflow.devices.sim.links import CopyLane, first_common_gap
 from asyncflow.devices.sim.machine import SimMachine
 from asyncflow.devices.sim.regions import SimRegionLauncher
+from asyncflow.devices.sim.swapping import SimSwapping
 from asyncflow.devices.sim.timeline import Timeline
 from asyncflow.devices.sim.values import SMALL_BYTES, SimArray, SimMemoryAccount, SimOpaque, Storage
+from asyncflow.devices.swap import Space
 from asyncflow.devices.values import DType, as_scalar, stays_on_host
 from asyncflow.errors import FetchError
 from asyncflow.streams.sim.stream import SimEvent, SimStream
@@ -69,8 +71,9 @@ class SimDevice(Timeline):
         kind: Literal["sim", "cpu"] = "sim",
         memory_limit: int | None = None,
         compute_streams: int = 1,
+        host: Space | None = None,
     ) -> None:
-        """Open the device.
+        """Open the device; saved values of a card go to `host`, None for as much memory there as they take.
 
         Raises:
             ValueError: `memory_limit` or `compute_streams` is no positive int.
@@ -79,6 +82,9 @@ class SimDevice(Timeline):
         limit = self.card.memory_bytes if memory_limit is None and kind == "sim" else memory_limit
         self.memory: SimMemoryAccount = SimMemoryAccount(self.name, limit)
         self.state_events: dict[SimStream, SimEvent] = {}
+        if kind == "sim":
+            self.swapping = SimSwapping(self, [host or Space("host")])
+            self.memory.advise = self.swapping.advice
         into, out = CopyLane(f"{self.name} in"), CopyLane(f"{self.name} out")
         self._engine_in, self._engine_out = (into, out) if self.card.copy_engines > 1 else (into, into)
 
@@ -179,7 +185,7 @@ class SimDevice(Timeline):
             return as_scalar(value)
         data = value.copy()
         self.memory.check(data.nbytes, name)
-        return self._copied_in(data, data.dtype, data.shape, name, after=None)
+        return self.copied_in(data, data.dtype, data.shape, name, after=None)
 
     def copy_to_host(self, value: SimArray, deliver: Deliver) -> None:
         """Copy an array to the host: at the copy's end, ``deliver(array, error)`` is called once.
@@ -191,7 +197,7 @@ class SimDevice(Timeline):
             HazardError: memory was freed too early, since the last call.
         """
         self.machine.check()
-        self._at(self._copy_out(value), self._told, _deliver_copy, value, deliver)
+        self.when_over(self.copy_out(value), self._told, _deliver_copy, value, deliver)
 
     def tell_host(self, value: SimOpaque, deliver: Deliver) -> None:
         """Deliver an object that is no array once the work that made it is done.
@@ -201,7 +207,7 @@ class SimDevice(Timeline):
         """
         self.machine.check()
         self.order(self.d2h, value.events)
-        self._at(self.d2h.launch(0, self.thread.spend("node")), self._told, deliver, value.value, None)
+        self.when_over(self.d2h.launch(0, self.thread.spend("node")), self._told, deliver, value.value, None)
 
     def send(self) -> int:
         """When what is said now to another device is on its way: once the host gets to it."""
@@ -296,7 +302,7 @@ class SimDevice(Timeline):
         """
         return stays_on_host(value) or (self._is_card and np.ndim(value) == 0)
 
-    def _copy_out(self, value: SimArray) -> SimEvent:
+    def copy_out(self, value: SimArray) -> SimEvent:
         """Copy an array to the host, on ``d2h``."""
         self._pack(value)
         self.settle_on(self.d2h, value)
@@ -306,7 +312,7 @@ class SimDevice(Timeline):
         self._read(value, event)
         return event
 
-    def _copied_in(
+    def copied_in(
         self, data: Array | None, dtype: DType, shape: tuple[int, ...], name: str, after: SimEvent | None
     ) -> SimArray:
         """An array of the host on the device, copied on ``h2d``."""
@@ -325,8 +331,8 @@ class SimDevice(Timeline):
         data = None if value.data is None else value.data.copy()
         link = machine.spec.peer_link
         if link is None or not (self._is_card and source._is_card):
-            out = source._copy_out(value)
-            return self._copied_in(data, value.dtype, value.shape, value.name, after=out)
+            out = source.copy_out(value)
+            return self.copied_in(data, value.dtype, value.shape, value.name, after=out)
         source._pack(value)
         self._own_memory(self.peer)
         self.settle_on(self.peer, value)
@@ -372,7 +378,7 @@ class SimDevice(Timeline):
         nbytes = math.prod(shape) * dtype.itemsize
         storage = self.allocate(self.compute, event, nbytes, data if isinstance(data, np.ndarray) else None)
         self.machine.landing[event] = storage
-        self._at(event, self.machine.landing.pop, event, None)
+        self.when_over(event, self.machine.landing.pop, event, None)
         if self.machine.shapes_only and nbytes > SMALL_BYTES:
             data = storage.array = None
         return SimArray(data, dtype, shape, storage, event, name)

@@ -21,7 +21,12 @@ class SimKind(DeviceKind):
         machine = current_machine()
         assert machine is not None, "there is none, as `why_not` says"
         return SimDevice(
-            machine, index, kind=self.name, memory_limit=options.memory_limit, compute_streams=options.compute_streams
+            machine,
+            index,
+            kind=self.name,
+            memory_limit=options.memory_limit,
+            compute_streams=options.compute_streams,
+            host=options.host,
         )
 
     def why_not(self, index: int) -> str | None:

@@ -143,7 +143,7 @@ class Timeline(LaunchingDevice[SimStream]):
 
     def hold(self, event: SimEvent, references: Sequence[object]) -> None:
         """Keep something referenced until the host has seen the event: the ledger of what is in flight."""
-        self._at(event, _drop, references)
+        self.when_over(event, _drop, references)
 
     # -- when ----------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Timeline(LaunchingDevice[SimStream]):
         else:
             self.machine.loop.call_at_ns(when_ns, call, *args)
 
-    def _at(self, event: SimEvent, call: Callable[..., object], *args: Value) -> None:
+    def when_over(self, event: SimEvent, call: Callable[..., object], *args: Value) -> None:
         """Let the host see the event when it is done, and call a function then."""
         self.machine.loop.call_at_ns(event.time_ns, _observe, event, call, args)
 

@@ -360,7 +360,8 @@ class Executor:
             cost = node.cost = first_guess(node, inputs)
         expected_ns = cost.predict_ns(size)
         may_leave = expected_ns > INLINE_LIMIT_NS or node.source.op.alone is not None
-        if (may_leave and goes_to_a_thread(self, node, expected_ns)) or (self._swapping and must_wait(node, inputs)):
+        has_to_wait = self._swapping is not None and must_wait(self._swapping, node, inputs)
+        if has_to_wait or (may_leave and goes_to_a_thread(self, node, expected_ns)):
             launch_on_a_thread(self, node, iteration, inputs, size)
             return
         started = perf_counter_ns()

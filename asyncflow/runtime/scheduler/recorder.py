@@ -30,8 +30,8 @@ class _Launched(NamedTuple):
     tag: str
     scheduled_ns: int | None
     outputs: str
-    used: int
-    """Bytes the device held."""
+    memory: tuple[int, ...]
+    """Bytes the device held, and what else a `MemorySample` says."""
 
 
 class Recorder:
@@ -131,9 +131,7 @@ class Recorder:
         """
         tag = "" if iteration is None else iteration.tag()
         scheduled = None if iteration is None else self.ready.since(node, iteration)
-        self._launched.append(
-            _Launched(spans, device, node, tag, scheduled, _outputs(node, result), self._device.memory.used)
-        )
+        self._launched.append(_Launched(spans, device, node, tag, scheduled, _outputs(node, result), self._memory()))
 
     def finish(self) -> None:
         """Writes down what was launched, once all of it has ended."""
@@ -150,7 +148,7 @@ class Recorder:
                     op=fired.op if not span.nbytes else "copy",
                     device=device.name,
                 )
-                self._add(fired, launched.used)
+                self._add(fired, launched.memory)
         self._launched.clear()
 
     def transfer(self, node: PlanNode, iteration: Iteration, value: Value, sent_ns: int) -> None:
@@ -168,16 +166,17 @@ class Recorder:
             )
         )
 
-    def _add(self, firing: Firing, used: int | None = None) -> None:
+    def _add(self, firing: Firing, memory: tuple[int, ...] | None = None) -> None:
         trace = self._trace
         if len(trace.firings) >= trace.capacity:
             trace.dropped += 1
             return
         trace.firings.append(firing)
-        held = self._device.memory.used if used is None else used
-        swapping = self._device.swapping
-        moved = (0, 0, 0) if swapping is None else swapping.statistics()[:3]
-        trace.memory.append(MemorySample(self._device.name, firing.ended_ns, held, *moved))
+        trace.memory.append(MemorySample(self._device.name, firing.ended_ns, *(memory or self._memory())))
+
+    def _memory(self) -> tuple[int, ...]:
+        swapping, used = self._device.swapping, self._device.memory.used
+        return (used,) if swapping is None else (used, *swapping.statistics()[:3])
 
 
 def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.cost import MeasuredCost
     from asyncflow.devices.cpu.device import CpuDevice
+    from asyncflow.devices.swapping import Swapping
     from asyncflow.runtime.scheduler.executor import Executor
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.values import Value
@@ -32,13 +33,10 @@ def goes_to_a_thread(executor: Executor, node: PlanNode, expected_ns: float) -> 
     return expected_ns > INLINE_LIMIT_NS and (expected_ns < inf or not may_wait_for_itself(executor.run.context))
 
 
-def must_wait(node: PlanNode, inputs: Sequence[Value]) -> bool:
+def must_wait(swapping: Swapping, node: PlanNode, inputs: Sequence[Value]) -> bool:
     """Whether a firing waits for a saved value that is away, or for room for one."""
     waits = waits_for_saved(node.source)
-    if waits is None:
-        return False
-    store, *number = cast("tuple[SavedValues, int]", inputs[: len(waits)])
-    return store.log.must_wait(*number)
+    return waits is not None and swapping.must_wait(*cast("tuple[SavedValues, int]", inputs[: len(waits)]))
 
 
 def launch_on_a_thread(

@@ -76,7 +76,8 @@ class SessionOptions:
             their variables once a segment of iterations, and gradients run each segment forward again: of n iterations,
             about ``2 * sqrt(n)`` are held, for the time of one more forward loop, and results are the same within
             rounding. A loop that would have to run an effect or your own function twice is a `GraphError`. With
-            ``"auto"``, ``"keep"`` and ``"swap"`` this version keeps them all.
+            ``"keep"`` they stay where they are; else they may move away once memory is short (`while_loop`). This
+            version makes no difference between ``"auto"`` and ``"swap"``.
         soft_placement: a node goes to another device if it has no kernel for the one asked for; False makes that an
             error.
         placement_seed: puts nodes on devices at random, as far as requests allow, to show that results do not depend on

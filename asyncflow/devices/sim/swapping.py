@@ -1,0 +1,107 @@
+"""How a simulated card moves saved values: to the host on ``d2h`` when they go, back on ``h2d`` ahead of their reads.
+
+Copies take the time of the card's link and engines. The device's memory is free when the copy out has ended before the
+eyes of the host; what comes back has the event of its copy, for which whoever reads it waits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from asyncflow.devices.memory import owner_of
+from asyncflow.devices.sim.values import SimArray, SimOpaque, Storage, no_data
+from asyncflow.devices.swapping import Movable, Swapping
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.devices.protocol import Placed, Shape
+    from asyncflow.devices.sim.device import SimDevice
+    from asyncflow.devices.swap import SavedHandle, Space
+    from asyncflow.devices.values import DType
+    from asyncflow.values import Array, Value
+
+
+class _Contents(NamedTuple):
+    """The contents of a piece of memory, on the device or on the host; no data in a simulation of shapes."""
+
+    data: Array | None
+    dtype: DType
+    shape: Shape
+    storage: Storage | None = None
+
+
+class SimSwapping(Swapping):
+    """Moves saved values of a simulated card to the host's memory."""
+
+    def __init__(self, device: SimDevice, spaces: Sequence[Space]) -> None:
+        link = device.machine.spec.host_link
+        super().__init__(device.memory, spaces, ns_per_byte=1e9 / link.bytes_per_s)
+        self._device = device
+
+    def movable(self, value: Value) -> Movable | None:
+        """An array that has its memory on the device to itself."""
+        if not isinstance(value, np.ndarray):
+            return None
+        owner, machine = owner_of(value), self._device.machine
+        storage = machine.kept(owner)
+        if type(storage) is not Storage or storage.home is not self._device or storage.nbytes != value.nbytes:
+            return None
+        if machine.shapes_only:
+            contents = _Contents(None, value.dtype, value.shape, storage)
+            return Movable(storage, contents, partial(_without_data, value.dtype, value.shape))
+        if owner.nbytes != value.nbytes:
+            return None
+        layout = partial(_view, value.dtype, value.shape, value.strides) if value is not owner else _data
+        return Movable(storage, _Contents(owner, owner.dtype, owner.shape, storage), layout)
+
+    def send(self, handle: SavedHandle) -> None:
+        """Copy it out, after what wrote it."""
+        contents: _Contents = handle.here
+        data, dtype, shape, storage = contents
+        assert storage is not None
+        event = self._device.copy_out(SimArray(data, dtype, shape, storage, storage.written, handle.label))
+        there = _Contents(None if data is None else data.copy(order="K"), dtype, shape)
+        self._device.when_over(event, self.sent, handle, there, event.time_ns - event.started_ns)
+
+    def bring(self, handle: SavedHandle) -> None:
+        """Copy it in, to new memory."""
+        data, dtype, shape, _ = handle.there
+        data = None if data is None else data.copy(order="K")
+        copied = self._device.copied_in(data, dtype, shape, handle.label, after=None)
+        copied.storage.keep(data)
+        self.arrives(handle, copied.storage, _Contents(data, dtype, shape, copied.storage))
+        event = copied.written
+        self._device.when_over(event, self.brought, handle, event.time_ns - event.started_ns)
+
+    def must_wait(self, store: Placed, number: int | None = None) -> bool:
+        """See `Swapping`."""
+        return super().must_wait(store.value if isinstance(store, SimOpaque) else store, number)
+
+    def discard(self, there: object) -> None:
+        """Nothing is left to do: it goes with its last reference."""
+
+    def now_ns(self) -> int:
+        """The time of the thread that launches."""
+        return self._device.dispatched_ns
+
+
+def _data(contents: _Contents) -> Array | None:
+    return contents.data
+
+
+def _view(dtype: DType, shape: Shape, strides: tuple[int, ...], contents: _Contents) -> Array:
+    data = contents.data
+    assert data is not None
+    flat = data if data.flags.c_contiguous else data.T
+    return np.ndarray(shape, dtype, flat, 0, strides)
+
+
+def _without_data(dtype: DType, shape: Shape, contents: _Contents) -> Array:
+    array: Array = no_data(dtype, shape)
+    assert contents.storage is not None
+    contents.storage.keep(array)
+    return array

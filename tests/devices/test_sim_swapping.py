@@ -1,0 +1,224 @@
+"""Saved values on simulated cards: to the host and back on virtual time, found out where nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow.devices.sim.device import SimDevice
+from asyncflow.devices.sim.timeline import Timeline
+from asyncflow.devices.swapping import Swapping
+from asyncflow.errors import HazardError
+from asyncflow.runtime.session.session_statistics import DeviceMemory
+from asyncflow.testing import virtual_clock
+
+SIDE, STEPS = 256, 30
+VALUE = SIDE * SIDE * 4
+"""A value that may move: 256 KiB."""
+
+
+@dataclass
+class Outcome:
+    """What became of a training step.
+
+    Attributes:
+        values: the gradients.
+        seconds: of virtual time.
+        memory: of the card, afterwards.
+        late: reads that came before the value was back.
+        swapping: of the card.
+        trace: if it was asked for.
+    """
+
+    values: list[np.ndarray[Any, Any]]
+    seconds: float
+    memory: DeviceMemory
+    late: int
+    swapping: Swapping
+    trace: af.Trace | None = None
+
+
+def loop(x: Any, w: Any, *, swap_memory: bool, steps: int = STEPS, window: int = 32) -> Any:
+    def body(i: Any, y: Any) -> Any:
+        return i + 1, af.tanh(y @ w)
+
+    loop_vars = (0, x)
+    return af.while_loop(lambda i, _: i < steps, body, loop_vars, swap_memory=swap_memory, parallel_iterations=window)[
+        1
+    ]
+
+
+def nested(x: Any, w: Any, *, swap_memory: bool) -> Any:
+    """Stores of inner loops, of which one in three does nothing, are values of the outer one's."""
+
+    def body(i: Any, y: Any) -> Any:
+        return i + 1, af.cond(i % 3 == 2, lambda: y * w, lambda: inner(y))
+
+    def inner(y: Any) -> Any:
+        return loop(y, w, swap_memory=swap_memory, steps=4, window=1)
+
+    return af.while_loop(lambda i, _: i < 6, body, (0, x), swap_memory=swap_memory, parallel_iterations=1)[1]
+
+
+def train(
+    build: Any = loop,
+    *,
+    limit: int | None = None,
+    swap_memory: bool = False,
+    card: str = "k40",
+    trace: bool = False,
+    seed: int = 0,
+    shapes_only: bool = False,
+    side: int = SIDE,
+    least_bytes: int | None = None,
+    **options: Any,
+) -> Outcome:
+    """One step on a card of its own; afterwards nothing is held anywhere, and no hazard was met."""
+    with virtual_clock(card, seed=seed, jitter=0.1 if seed else 0.0, shapes_only=shapes_only) as clock, af.Graph():
+        x = af.placeholder("float32", (side, side))
+        w = af.placeholder("float32", (side, side))
+        grads = af.gradients(af.sum(build(x, w, swap_memory=swap_memory)), [x, w])
+        fed = np.random.default_rng(0).normal(size=(side, side)).astype(np.float32) / 20
+        record = af.Trace() if trace else None
+
+        async def main() -> Outcome:
+            async with af.Session(devices=["sim:0"], memory_limit=limit, **options) as session:
+                (device,) = session.devices
+                assert isinstance(device, SimDevice)
+                assert device.swapping is not None
+                if least_bytes is not None:
+                    device.swapping._least_bytes = least_bytes
+                began_s = clock.loop.time()
+                values = await session.run(grads, {x: fed, w: fed}, trace=record)
+                took_s = clock.loop.time() - began_s
+                memory = session.statistics().memory["sim:0"]
+                now = device.swapping.statistics()
+                assert now.moved_out == now.moved_in + now.discarded
+                assert (now.kept, now.host, now.disk) == (0, 0, 0)
+                assert device.swapping.spaces[0].used == 0
+                assert not device.swapping._known
+                assert device.memory.used == 0
+                return Outcome(values, took_s, memory, now.late, device.swapping, record)
+
+        return clock.run(main())
+
+
+LIMIT = 24 * VALUE
+"""Of the loop's values, about half."""
+
+
+@pytest.mark.parametrize("regions", [True, False])
+@pytest.mark.parametrize("build", [loop, nested])
+def test_gradients_are_the_same_bits_however_values_move(build: Any, regions: bool) -> None:
+    """CONFORMANCE 68: never, once memory is short, always, and whatever their size."""
+    never = train(build, regions=regions)
+    short = train(build, regions=regions, limit=LIMIT)
+    always = train(build, regions=regions, swap_memory=True)
+    small = train(build, regions=regions, swap_memory=True, least_bytes=0)
+    assert never.memory.moved_out == 0
+    assert short.memory.peak <= LIMIT
+    assert 0 < short.memory.moved_out < always.memory.moved_out <= small.memory.moved_out
+    for other in (short, always, small):
+        np.testing.assert_array_equal(other.values, never.values)
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_gradients_do_not_depend_on_when_copies_end(seed: int) -> None:
+    """Kernels and copies take a tenth more or less; ready firings start in any order."""
+    never = train()
+    moved = train(limit=LIMIT, seed=seed)
+    assert moved.memory.moved_in > 0
+    np.testing.assert_array_equal(moved.values, never.values)
+
+
+@pytest.mark.parametrize("choice", ["keep", "recompute"])
+def test_a_session_may_choose_for_all_loops(choice: Any) -> None:
+    """Nothing moves where values are kept; what segments of iterations save moves as all else does."""
+    never = train()
+    chosen = train(swap_memory=True, saved_values=choice)
+    assert (chosen.memory.moved_out > 0) == (choice != "keep")
+    assert choice == "keep" or chosen.memory.peak < never.memory.peak
+    np.testing.assert_allclose(chosen.values, never.values, rtol=1e-5)
+
+
+def test_shapes_alone_move_as_data_does() -> None:
+    """The same bytes at the same times."""
+    real, shapes = train(swap_memory=True), train(swap_memory=True, shapes_only=True)
+    assert (shapes.memory[2:], shapes.seconds, shapes.late) == (real.memory[2:], real.seconds, real.late)
+    assert train(limit=LIMIT, shapes_only=True).memory.moved_in > 0
+
+
+def test_copies_are_hidden_behind_compute_where_they_are_shorter() -> None:
+    """EuroSys '18 §6.2: on a card whose steps take longer than their copies, half the memory costs 1 % of the time."""
+    side, steps = 2048, 60  # 4 ms of products a step, 16 MiB or 1.4 ms of copies
+
+    def long_loop(x: Any, w: Any, *, swap_memory: bool) -> Any:
+        return loop(x, w, swap_memory=swap_memory, steps=steps)
+
+    free = train(long_loop, shapes_only=True, side=side)
+    half = train(long_loop, shapes_only=True, side=side, limit=free.memory.peak // 2)
+    assert half.memory.moved_in > free.memory.peak // 3
+    assert half.seconds < 1.01 * free.seconds
+    assert half.late <= 1
+
+
+def test_the_host_takes_no_more_than_its_limit() -> None:
+    """What has no place stays on the card, and the error says how many bytes were missing where."""
+    outcome = train(swap_memory=True, host_memory_limit=5 * VALUE)
+    assert 0 < outcome.memory.moved_out < 30 * VALUE
+    with pytest.raises(af.OutOfMemoryError) as caught:
+        train(limit=LIMIT, host_memory_limit=2 * VALUE)
+    assert "a saved value of 256.0 KiB had no place to go (the host has 512.0 KiB, all in use)" in str(caught.value)
+    assert "raise host_memory_limit=" in str(caught.value)
+
+
+def test_a_value_read_before_it_is_back_is_a_hazard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check itself: where a stream does not wait for copies in, it is found."""
+    order = Timeline.order
+
+    def careless(self: Timeline, stream: Any, events: Any) -> None:
+        order(self, stream, [event for event in events if not event.stream.name.endswith("h2d") or stream is self.h2d])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Timeline, "order", careless)
+        with pytest.raises((HazardError, af.KernelError), match="no event that it is written"):
+            train(swap_memory=True)
+
+
+def test_copies_are_on_the_timeline_and_memory_is_counted() -> None:
+    trace = train(swap_memory=True, trace=True).trace
+    assert trace is not None
+    copies = [firing for firing in trace.firings if firing.op == "copy" and firing.stream in ("d2h", "h2d")]
+    assert {firing.stream for firing in copies} == {"d2h", "h2d"}
+    assert max(sample.host for sample in trace.memory) > 0
+    assert max(sample.saved for sample in trace.memory) > 0
+
+
+@pytest.mark.parametrize("share", [0.2, 0.45, 0.6, 0.9])
+def test_a_cancelled_run_gives_back_all_memory(share: float) -> None:
+    """Whenever it is cancelled, copies in flight included; a run after it is right."""
+    whole = train(limit=LIMIT)
+    with virtual_clock("k40") as clock, af.Graph():
+        x = af.placeholder("float32", (SIDE, SIDE))
+        grad = af.gradients(af.sum(loop(x, x, swap_memory=False)), x)
+        fed = np.ones((SIDE, SIDE), np.float32)
+
+        async def main() -> None:
+            async with af.Session(devices=["sim:0"], memory_limit=LIMIT) as session:
+                (device,) = session.devices
+                assert device.swapping is not None
+                with pytest.raises(af.DeadlineExceeded):
+                    await session.run(grad, {x: fed}, timeout=share * whole.seconds)
+                await asyncio.sleep(0.1)  # virtual: copies end
+                now = device.swapping.statistics()
+                assert now.moved_out == now.moved_in + now.discarded
+                assert (now.kept, now.host, device.swapping.spaces[0].used) == (0, 0, 0)
+                assert device.memory.used == 0
+                await session.run(grad, {x: fed})
+
+        clock.run(main())
