@@ -16,7 +16,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.manipulation import concat, moveaxis
 from asyncflow.ops.rows.extents import row_template
 from asyncflow.ops.rows.indexing import row_key, row_parts
-from asyncflow.ops.rows.rule import LiftedValue, RowAxis, fixed, no_row_rule, row_rule
+from asyncflow.ops.rows.rule import LiftedValue, RowAxis, fixed, no_row_rule, refuse_part, row_rule
 
 
 @row_rule(saved_values.NEW_STORE, saved_values.MOVING_STORE, alike=True)
@@ -28,6 +28,8 @@ def _alike(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence
 @row_rule(saved_values.SAVE, store_gradients.ACCUMULATE)
 def _save(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     store, index, value = inputs
+    if node.op is store_gradients.ACCUMULATE:
+        refuse_part(node, rows)
     return apply(node.op, rows.spread(store), *fixed(node, [index], "a number"), rows.spread(value))
 
 
@@ -41,6 +43,7 @@ def _read(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[
 
 @row_rule(store_gradients.ELEMENT_GRADIENT)
 def _element(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    refuse_part(node, rows)
     grads, index, *sizes = inputs
     template = node.attrs["shape"]
     open_ones: Sequence[Tensor] = ()
@@ -76,8 +79,8 @@ def _rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[
 
 @row_rule(part_sums.ADD_PARTS)
 def _add_parts(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
-    keys, tensors, template = row_parts(node, rows, inputs[1:])
-    known = node.attrs["known"] and rows.shape(node.attrs["known"])
+    keys, tensors, template = row_parts(node, rows, inputs[1:], rows.part)
+    known = node.attrs["known"] and (rows.part[1] if rows.part else rows).shape(node.attrs["known"])
     return apply(node.op, inputs[0].tensor, *tensors, keys=keys, shape=template, known=known)
 
 
@@ -86,8 +89,9 @@ def _part_of_sum(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Se
     total, *rest = inputs
     shape = node.attrs["shape"]
     count = len(rest) - (1 if shape is None else shape.count(None))
-    template, sizes = row_template(node, rows, shape, rest[count:])
-    found = row_key(node, rows, node.attrs["key"], shape, rest[:count])
+    places, whole = rows.part or (None, rows)
+    template, sizes = row_template(node, whole, shape, rest[count:])
+    found = row_key(node, rows, node.attrs["key"], shape, rest[:count], places)
     attrs = {"key": found.key, "shape": template, "dtype": node.attrs["dtype"]}
     return [found.from_front(apply(node.op, total.tensor, *found.indices, *sizes, **attrs)[0])]
 

@@ -9,7 +9,7 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.spec import Spec
 from asyncflow.ops.indexing import getitem
 from asyncflow.ops.manipulation import moveaxis
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, fixed, no_row_rule, row_rule
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, fixed, no_row_rule, refuse_part, row_rule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from asyncflow.ops.rows.rule import RowAxis
 
 
-def _array(node: Node, value: LiftedValue) -> Tensor:
+def _array(node: Node, rows: RowAxis, value: LiftedValue) -> Tensor:
+    refuse_part(node, rows)
     if not value.has_rows:
         raise CannotLift(f"{node.name} writes what rows have into a TensorArray that was made outside")
     return value.tensor
@@ -39,14 +40,14 @@ def _new(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[T
 def _write(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     array, index, value = inputs
     place = fixed(node, [index], "an index")[0]
-    return apply(ta.WRITE, _array(node, array), place, rows.spread(value), element=_element(node, rows))
+    return apply(ta.WRITE, _array(node, rows, array), place, rows.spread(value), element=_element(node, rows))
 
 
 @row_rule(ta.UNSTACK)
 def _unstack(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     array, values = inputs
     turned = moveaxis(rows.spread(values), 0, 1)
-    return apply(ta.UNSTACK, _array(node, array), turned, element=_element(node, rows))
+    return apply(ta.UNSTACK, _array(node, rows, array), turned, element=_element(node, rows))
 
 
 @row_rule(ta.SCATTER)
@@ -54,25 +55,28 @@ def _scatter(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequen
     array, indices, values = inputs
     places = fixed(node, [indices], "indices")[0]
     turned = moveaxis(rows.spread(values), 0, 1)
-    return apply(ta.SCATTER, _array(node, array), places, turned, element=_element(node, rows))
+    return apply(ta.SCATTER, _array(node, rows, array), places, turned, element=_element(node, rows))
 
 
 @row_rule(ta.READ)
 def _read(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     array, index = inputs
     if array.has_rows:
+        refuse_part(node, rows)
         return apply(ta.READ, array.tensor, fixed(node, [index], "an index")[0], element=_element(node, rows))
     return apply(ta.GATHER, array.tensor, index.tensor, element=node.attrs["element"])
 
 
 @row_rule(ta.STACK)
 def _stack(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    refuse_part(node, rows)
     (whole,) = apply(ta.STACK, inputs[0].tensor, **{**node.attrs, "element": _element(node, rows)})
     return [moveaxis(whole, 1, 0)]
 
 
 @row_rule(ta.GATHER)
 def _gather(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    refuse_part(node, rows)
     array, indices = inputs
     if not array.has_rows:
         raise CannotLift(f"{node.name} has indices of its own for each row")

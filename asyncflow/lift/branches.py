@@ -13,6 +13,7 @@ from asyncflow.graph.dtypes import VARIANT, int64, string
 from asyncflow.graph.op import OPAQUE, define, derivative, not_differentiable
 from asyncflow.graph.shapes import format_shape, is_compatible, is_static, relax, size_of
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import CondNode
 from asyncflow.lift.flow import branches_with_rows
 from asyncflow.lift.parted import parting
 from asyncflow.ops.cost import moving, per_input_element
@@ -20,7 +21,7 @@ from asyncflow.ops.creation import zeros
 from asyncflow.ops.derivatives.shapes import ensure_shape
 from asyncflow.ops.indexing import gather
 from asyncflow.ops.logic import equal, greater, logical_or
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, is_new, is_saved
 from asyncflow.ops.shape import size
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
-    from asyncflow.graph.structured import CondNode
     from asyncflow.lift.lifting import Lifting
     from asyncflow.values import Array, Kernel, Namespace
 
@@ -103,12 +103,15 @@ def split_rows(predicate: Tensor) -> tuple[Tensor, Tensor]:
 
 def some_rows(rows: RowAxis, numbers: Tensor) -> RowAxis:
     """The axis of the rows with these numbers."""
-    return rows.among(size(numbers), lambda: gather(rows.numbers(), numbers))
+    some = rows.among(size(numbers), lambda: gather(rows.numbers(), numbers))
+    return some if rows.part is None else some.part_of(rows.part[1], gather(rows.part[0], numbers))
 
 
 def taken(values: Sequence[LiftedValue], numbers: Tensor) -> list[LiftedValue]:
-    """Values for the rows with these numbers alone."""
-    return [LiftedValue(gather(x.tensor, numbers), True) if x.has_rows else x for x in values]
+    """Values for the rows with these numbers alone; stores stay as they are."""
+    return [
+        LiftedValue(gather(x.tensor, numbers), True) if x.has_rows and x.tensor.dtype != VARIANT else x for x in values
+    ]
 
 
 # -- the rule --------------------------------------------------------------------------------------------------------
@@ -122,14 +125,26 @@ def lift_cond(lifting: Lifting, node: CondNode, inputs: Sequence[LiftedValue]) -
         true, false = (partial(_results, lifting, body, captures, flags) for body in node.subgraphs)
         returned = cond(predicate.tensor, true, false, name="cond")
         return [LiftedValue(x, has_rows) for x, has_rows in zip(returned if flags else (), flags, strict=True)]
+    for x, y in zip(inputs, node.inputs, strict=True):
+        # What a loop in a branch has saved is read in the same branch of the gradient, for the same rows.
+        is_own = isinstance(y.node, CondNode) and y.node.predicate is node.predicate and is_saved(y)
+        if x.has_rows and x.tensor.dtype == VARIANT and not is_own:
+            raise CannotLift("rows of a TensorArray go different ways through a branch")
     note = parting(node, inputs, lifting.rows)
     places = split_rows(predicate.tensor)
     one_body, other_body = node.subgraphs
-    sides = [_side(lifting, one_body, captures, *places), _side(lifting, other_body, captures, places[1])]
+    sides = [
+        _side(lifting, one_body, other_body, captures, *places),
+        _side(lifting, other_body, one_body, captures, places[1]),
+    ]
     rows = lifting.rows
     joined: list[Tensor] = []
     saved = node.graph.root.kept_for_gradients.get(node, {}).values()
-    for y, one, other in zip(node.outputs, *sides, strict=True):
+    for place, (y, one, other) in enumerate(zip(node.outputs, *sides, strict=True)):
+        if y.dtype == VARIANT:
+            # What a loop in one branch has saved, which the other one knows nothing of.
+            joined.append(other if is_new(one_body.results[place]) else one)
+            continue
         # What a branch saves for its gradient has something else in its place in the other one.
         absent = any(y is each for each in saved)
         if not absent and not is_compatible(one.shape, other.shape):
@@ -150,6 +165,7 @@ def _results(
 def _side(
     lifting: Lifting,
     body: Subgraph,
+    absent: Subgraph,
     captures: Sequence[LiftedValue],
     numbers: Tensor,
     others: Tensor | None = None,
@@ -159,7 +175,7 @@ def _side(
     But where only a run tells the shape of a row, and there are no `others` either, it says of what shape nothing is.
     """
     for result in body.results:
-        if result.dtype == VARIANT:
+        if result.dtype == VARIANT and not is_saved(result):
             raise CannotLift("rows of a TensorArray go different ways through a branch")
         if result.shape is None:
             raise CannotLift(f"the rank of {result.name}, which a branch gives, is not known")
@@ -172,7 +188,12 @@ def _side(
         return part.spread(part.results(body, taken(captures, numbers)), [True] * len(body.results))
 
     def none() -> list[Tensor]:
-        return [zeros((0, *(extent or 0 for extent in x.shape or ())), dtype=x.dtype) for x in body.results]
+        return [
+            zeros((0, *(extent or 0 for extent in x.shape or ())), dtype=x.dtype)
+            if x.dtype != VARIANT
+            else apply((x if is_new(x) else y).node.op)[0]
+            for x, y in zip(body.results, absent.results, strict=True)
+        ]
 
     runs = greater(some.count, 0)
     if others is not None and any(not is_static(x.shape) for x in body.results):

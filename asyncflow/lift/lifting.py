@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from asyncflow.control.tensor_array import TensorArray
 from asyncflow.errors import user_location
 from asyncflow.graph.build import as_tensor, identity
-from asyncflow.graph.dtypes import int64
+from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.graph import current_graph, node_effects
 from asyncflow.graph.op import Access
 from asyncflow.graph.resource import resources_of
@@ -101,12 +101,13 @@ class Lifting:
         self.label = label
         self._location = user_location()
         self._made: dict[Node, tuple[Node, ...]] = {}
+        self._stores: set[Tensor] = set()  # whose entries have folded rows
         self._extent: int | None = None
 
     def over(self, rows: RowAxis) -> Lifting:
         """The same over other rows, such as some of these."""
         other = Lifting(rows, self.label)
-        other._made = self._made
+        other._made, other._stores = self._made, self._stores
         return other
 
     def spread(self, values: Iterable[LiftedValue], flags: Iterable[bool]) -> list[Tensor]:
@@ -209,9 +210,13 @@ class Lifting:
             same = [LiftedValue(x.tensor, own.has_rows) for x, own in zip(inputs, parted.inputs, strict=True)]
             return [LiftedValue(y.tensor, False) for y in self.over(rows)._outputs(parted.node, same)]
         folded = FoldedRows(self.rows, count.tensor if parted.rows.extent is None else parted.rows.extent)
-        flat = [folded.fold(x, own.has_rows) for x, own in zip(inputs, parted.inputs, strict=True)]
+        flat = [
+            x if x.tensor in self._stores else folded.fold(x, own.has_rows)
+            for x, own in zip(inputs, parted.inputs, strict=True)
+        ]
         outputs = self.over(folded.axis(parted.rows, numbers))._outputs(parted.node, flat)
-        return [LiftedValue(folded.unfold(y.tensor), True) for y in outputs]
+        self._stores.update(y.tensor for y in outputs if y.tensor.dtype == VARIANT)
+        return [LiftedValue(y.tensor if y.tensor in self._stores else folded.unfold(y.tensor), True) for y in outputs]
 
     def _outputs(self, node: Node, inputs: list[LiftedValue]) -> Sequence[LiftedValue]:
         if isinstance(node, WhileNode):

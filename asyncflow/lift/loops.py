@@ -8,20 +8,23 @@ from asyncflow.control.cond import cond
 from asyncflow.control.tensor_array import TensorArray
 from asyncflow.control.while_loop import while_loop
 from asyncflow.graph.build import constant
+from asyncflow.graph.builtin import is_constant
 from asyncflow.graph.dtypes import VARIANT, int64
 from asyncflow.graph.shapes import is_static, relax
-from asyncflow.graph.structured import levels
+from asyncflow.graph.structured import StructuredNode, levels
 from asyncflow.lift.branches import some_rows, split_rows, taken
 from asyncflow.lift.flow import decided_by_row, variables_with_rows
 from asyncflow.lift.parted import parting
-from asyncflow.ops.creation import arange
+from asyncflow.ops.creation import arange, zeros
 from asyncflow.ops.derivatives.shapes import ensure_shape
-from asyncflow.ops.elementwise import add
-from asyncflow.ops.indexing import gather
-from asyncflow.ops.logic import greater
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue
+from asyncflow.ops.elementwise import SUBTRACT, add, minimum, subtract
+from asyncflow.ops.indexing import gather, scatter_update
+from asyncflow.ops.logic import GREATER, greater, greater_equal
+from asyncflow.ops.manipulation import concat
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, is_saved
 from asyncflow.ops.shape import size
 from asyncflow.ops.sorting import argsort
+from asyncflow.ops.statistical import max as max_of
 from asyncflow.ops.utility import all as all_of
 
 if TYPE_CHECKING:
@@ -39,7 +42,8 @@ def lift_while(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue])
     flags = variables_with_rows(node, has_rows)
     if decided_by_row(node, flags, has_rows):
         note = parting(node, inputs, lifting.rows)
-        outputs = _RowsLoop(lifting, node, inputs, flags).build()
+        loop = _back if _goes_back(node, inputs) else _by_row
+        outputs = loop(lifting, node, inputs, flags)
         note(outputs)
         return outputs
     return _together(lifting, node, inputs, flags)
@@ -67,6 +71,61 @@ def _together(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], 
     return [LiftedValue(x, rows) for x, rows in zip(returned, flags, strict=True)]
 
 
+def _by_row(
+    lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], flags: Sequence[bool]
+) -> list[LiftedValue]:
+    return _RowsLoop(lifting, node, inputs, flags).build()
+
+
+def _goes_back(node: WhileNode, inputs: Sequence[LiftedValue]) -> bool:
+    """Whether a loop counts down from a number of each row, and reads what the same row saved in another loop."""
+    end, step, count = node.predicate.results[0].node, node.body.results[0].node, inputs[0]
+    return (
+        count.has_rows
+        and any(x.has_rows and x.tensor.dtype == VARIANT for x in inputs[node.n_vars :])
+        and end.op is GREATER
+        and step.op is SUBTRACT
+        and end.inputs[0] is node.predicate.inputs[0]
+        and step.inputs[0] is node.body.inputs[0]
+        and all(is_constant(x) and x.node.attrs["value"] == y for x, y in ((end.inputs[1], 0), (step.inputs[1], 1)))
+    )
+
+
+def _back(lifting: Lifting, node: WhileNode, inputs: Sequence[LiftedValue], flags: Sequence[bool]) -> list[LiftedValue]:
+    """A loop that goes back through the iterations of another, from the last of the row that had most.
+
+    In each it works on the rows that the other had then, in their order, and leaves the others as they are.
+    """
+    if any(each.op.is_random for part in node.subgraphs for level in levels(part) for each in level.nodes):
+        raise CannotLift(f"{node.name} draws random numbers, in iterations of each row's own")
+    stores = {x for x in node.body.inputs[node.n_vars :] if x.dtype == VARIANT}
+    if any(not stores.isdisjoint(each.inputs) for each in node.body.nodes if isinstance(each, StructuredNode)):
+        raise CannotLift(f"{node.name} is left by each row for itself, and hands a store on to what is inside of it")
+    rows, counts, captures = lifting.rows, inputs[0].tensor, inputs[node.n_vars :]
+
+    def step(left: Tensor, *values: Tensor) -> Nest:
+        places, _ = split_rows(greater_equal(counts, left))
+        inner = lifting.over(some_rows(rows, places).part_of(rows, places).inside())
+        own = taken([*(LiftedValue(x, True) for x in values), *captures], places)
+        _, *results = inner.results(node.body, [LiftedValue(left, False), *own])
+        given = [inner.rows.spread(x) for x in results]
+        return (
+            subtract(left, 1),
+            *(y if y.dtype == VARIANT else scatter_update(x, places, y) for x, y in zip(values, given, strict=True)),
+        )
+
+    most = max_of(concat([counts, zeros(1, dtype=counts.dtype)]))
+    firsts = lifting.spread(inputs[1 : node.n_vars], flags=[True] * (node.n_vars - 1))
+    _, *last = while_loop(
+        lambda left, *values: greater(left, 0),
+        step,
+        (most, *firsts),
+        parallel_iterations=node.parallel_iterations,
+        name="while",
+    )
+    return [LiftedValue(x, True) for x in (minimum(counts, 0), *last)]
+
+
 class _RowsLoop:
     """A loop that each row leaves for itself: what it carries is for the rows that go on.
 
@@ -78,11 +137,8 @@ class _RowsLoop:
         self.lifting = lifting
         self.node = node
         self.inputs = inputs
-        self.flags = list(flags)
         specs = [x.spec for x in node.body.inputs[: node.n_vars]]
         for spec in specs:
-            if spec.dtype == VARIANT:
-                raise CannotLift(f"{node.name} is left by each row for itself, and carries a TensorArray")
             if spec.shape is None:
                 raise CannotLift(f"{node.name} carries a value whose rank is not known")
         for spec, first in zip(specs, inputs, strict=False):
@@ -90,6 +146,13 @@ class _RowsLoop:
                 raise CannotLift(f"{node.name} is left by each row for itself, with values of different shapes")
         if any(each.op.is_random for level in levels(node.predicate) for each in level.nodes):
             raise CannotLift(f"{node.name} draws whether it goes on, for each row by itself")
+        stores = [place for place, spec in enumerate(specs) if spec.dtype == VARIANT]
+        carried = any(x.has_rows and x.tensor.dtype == VARIANT for x in inputs[node.n_vars :])
+        if carried or not all(is_saved(node.inputs[place]) for place in stores):
+            raise CannotLift(f"{node.name} is left by each row for itself, and carries a TensorArray")
+        # Stores of saved values are one for all rows: in each iteration they get those of the rows that go on.
+        self.flags = [flag or place in stores for place, flag in enumerate(flags)]
+        self.left = [place for place in range(node.n_vars) if place not in stores]
         self.carried = [place for place in range(node.n_vars, len(inputs)) if inputs[place].has_rows]
         self.shapes = [spec.shape for spec in specs]
 
@@ -98,19 +161,17 @@ class _RowsLoop:
         rows, node = self.lifting.rows, self.node
         live = self.lifting.spread(self.inputs[: node.n_vars], self.flags)
         live += [self.inputs[place].tensor for place in self.carried]
-        arrays = [
-            TensorArray(x.dtype, 0, True, (None, *(shape or ()))) for x, shape in zip(live, self.shapes, strict=False)
-        ]
+        arrays = [TensorArray(live[at].dtype, 0, True, (None, *(self.shapes[at] or ()))) for at in self.left]
         places = arange(rows.count, dtype=int64)
         state = self._parted(
             self.lifting, (constant(0, int64), places, live, TensorArray("int64", 0, True, (None,)), arrays)
         )
         invariants = [
-            (None, *(shape or ())) if has_rows else shape
-            for shape, has_rows in zip(self.shapes, self.flags, strict=True)
+            (None, *(shape or ())) if has_rows and place in self.left else shape
+            for place, (shape, has_rows) in enumerate(zip(self.shapes, self.flags, strict=True))
         ]
         invariants += [(None, *(self.inputs[place].shape or ())) for place in self.carried]
-        *_, left_places, arrays = while_loop(
+        _, _, last, left_places, arrays = while_loop(
             lambda pieces, places, live, left_places, arrays: greater(size(places), 0),
             self._step,
             state,
@@ -119,10 +180,9 @@ class _RowsLoop:
             name="while",
         )
         order = argsort(left_places.concat())
-        outputs = [
-            ensure_shape(gather(array.concat(), order), rows.shape(shape))
-            for array, shape in zip(arrays, self.shapes, strict=True)
-        ]
+        outputs = list(last[: node.n_vars])
+        for place, array in zip(self.left, arrays, strict=True):
+            outputs[place] = ensure_shape(gather(array.concat(), order), rows.shape(self.shapes[place]))
         return [LiftedValue(x, True) for x in outputs]
 
     def _step(self, *state: Nest) -> Nest:
@@ -152,7 +212,7 @@ class _RowsLoop:
             leaving = some_rows(inner.rows, leave)
             flags = [*self.flags, *[True] * len(self.carried)]
             values = [LiftedValue(x, rows) for x, rows in zip(live, flags, strict=True)]
-            gone = [leaving.spread(x) for x in taken(values[: len(arrays)], leave)]
+            gone = [leaving.spread(x) for x in taken([values[place] for place in self.left], leave)]
             return (
                 add(pieces, 1),
                 gather(places, stay),

@@ -62,7 +62,12 @@ def test_random_bodies(body: Body, n_rows: int, seed: int) -> None:
                 y = af.map_fn(lambda row: _built(body, row, w), x, lift=lift)
                 first = af.gradients(af.sum(y * y), [x, w], unconnected="zero")
                 second = af.gradients(af.sum(first[0] * first[0]), [x], unconnected="zero")
-                found.append((y, *first, *second))
+                # Where not all can be lifted, map_fn may loop.
+                slopes = lambda row: af.gradients(af.sum(_built(body, row, w) ** 2), [row, w], unconnected="zero")  # noqa: E731
+                inner = af.map_fn(slopes, x, lift="auto" if lift else False)
+                pairs = lambda rows: af.map_fn(lambda row: _built(body, row, w), rows, lift=lift)  # noqa: B023, E731
+                folded = af.map_fn(pairs, af.stack([x, x * 0.5, -x]), lift=lift)
+                found.append((y, *first, *second, *inner, folded))
         async with af.Session(graph) as session:
             return await session.run(found, {x: fed})
 

@@ -57,7 +57,7 @@ class FoldedRows:
         if not has_inner and not value.has_rows:
             return value
         if value.tensor.dtype == VARIANT:
-            raise CannotLift(f"{value.tensor.name}, a TensorArray or store, has rows of rows")
+            raise CannotLift(f"{value.tensor.name}, a store or TensorArray, has rows of rows")
         whole = self._rows.spread(value)
         if not has_inner:
             whole = RowAxis(as_tensor(self._inner, int64), None, self._rows.numbers).spread(LiftedValue(whole, False))

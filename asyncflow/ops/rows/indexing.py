@@ -67,7 +67,9 @@ class RowKey(NamedTuple):
         return moveaxis(x, tuple(range(start, start + self.joined)), tuple(range(end, end + self.joined)))
 
 
-def row_key(node: Node, rows: RowAxis, key: Key, x: Shape, indices: Sequence[LiftedValue]) -> RowKey:
+def row_key(
+    node: Node, rows: RowAxis, key: Key, x: Shape, indices: Sequence[LiftedValue], places: Tensor | None = None
+) -> RowKey:
     """A key for all rows.
 
     Args:
@@ -76,16 +78,17 @@ def row_key(node: Node, rows: RowAxis, key: Key, x: Shape, indices: Sequence[Lif
         key: of one row.
         x: the shape of one row of what is indexed.
         indices: the tensors in the key.
+        places: of the rows among those that are indexed; None: they are all of them.
 
     Raises:
         CannotLift: bounds of slices, or masks, are each row's own, or a rank is not known.
     """
-    if not indices:
+    if not indices and places is None:
         return RowKey((WHOLE, *key), [], 0, 0, moves=False)
     joined, at, apart = _positions(node, key, x, indices)
-    if not apart and not any(index.has_rows for index in indices):
+    if not apart and places is None and not any(index.has_rows for index in indices):
         return RowKey((WHOLE, *key), [v.tensor for v in indices], joined, at, moves=False)
-    numbers = arange(rows.count if rows.extent is None else rows.extent, dtype=int64)
+    numbers = arange(rows.count if rows.extent is None else rows.extent, dtype=int64) if places is None else places
     numbers = expand_dims(numbers, axis=tuple(range(1, 1 + joined))) if joined else numbers
     tensors = _named(rows, indices, joined, axes=1)
     return RowKey((("input", len(indices)), *key), [*tensors, numbers], joined, at, moves=True)
@@ -158,13 +161,16 @@ def _scatter_to(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Seq
     return apply(SCATTER_TO, *tensors, keys=keys, shape=template, known=rows.shape(node.outputs[0].shape))
 
 
-def row_parts(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> tuple[tuple[Key, ...], list[Tensor], Shape]:
-    """Keys, inputs and the template of a scatter for all rows."""
-    template, sizes = row_template(node, rows, node.attrs["shape"], sizes_of(inputs, node.attrs["shape"]))
+def row_parts(
+    node: Node, rows: RowAxis, inputs: Sequence[LiftedValue], part: tuple[Tensor, RowAxis] | None = None
+) -> tuple[tuple[Key, ...], list[Tensor], Shape]:
+    """Keys, inputs and the template of a scatter for all rows, or for a part of those; see `RowAxis`."""
+    places, whole = part or (None, rows)
+    template, sizes = row_template(node, whole, node.attrs["shape"], sizes_of(inputs, node.attrs["shape"]))
     shape = template[1:] if template is not None else node.attrs["known"]
     keys, tensors = [], []
     for key, (values, indices) in zip(node.attrs["keys"], parts_of(inputs, node.attrs["keys"]), strict=True):
-        found = row_key(node, rows, key, shape, indices)
+        found = row_key(node, rows, key, shape, indices, places)
         keys.append(found.key)
         tensors += [found.to_front(rows.spread(values)), *found.indices]
     return tuple(keys), [*tensors, *sizes], template

@@ -15,6 +15,7 @@ from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.op import VIEW, Op, Rows, define, derivative
 from asyncflow.graph.spec import Spec
+from asyncflow.graph.structured import StructuredNode, WhileNode
 from asyncflow.ops.cost import free
 from asyncflow.ops.manipulation import expand_dims, permute_dims
 from asyncflow.ops.statistical import sum as sum_of
@@ -79,6 +80,7 @@ class RowAxis:
         own_loops: how many loops are around those that bring rows in turn, and have nothing to do with what a row is.
         outer: where rows are those of rows, the same of the axes around: how many numbers, `loops` and `own_loops`.
         label: a name for the axis, by which errors tell a row.
+        part: where rows are some of those of a loop that goes back, their places there, and the axis of all of them.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class RowAxis:
         self.own_loops = own_loops
         self.outer = outer
         self.label = label
+        self.part: tuple[Tensor, RowAxis] | None = None
         self._numbers = numbers
 
     def numbers(self) -> Tensor:
@@ -115,9 +118,17 @@ class RowAxis:
         """The axis of some of the rows."""
         return self._like(count, extent, numbers, 0)
 
+    def part_of(self, whole: RowAxis, places: Tensor) -> RowAxis:
+        """The same rows, as those of `whole` at these places; see `part`."""
+        found = self._like(self.count, self.extent, self.numbers, 0)
+        found.part = places, whole
+        return found
+
     def inside(self) -> RowAxis:
         """The same rows, inside of a loop."""
-        return self._like(self.count, self.extent, self.numbers, 1)
+        found = self._like(self.count, self.extent, self.numbers, 1)
+        found.part = self.part
+        return found
 
     def _like(self, count: Tensor, extent: int | None, numbers: Callable[[], Tensor], loops: int) -> RowAxis:
         outer = tuple((width, inside + loops, around) for width, inside, around in self.outer)
@@ -188,6 +199,19 @@ def row_rule(*ops: Op | Rows, alike: bool = False) -> Callable[[RowRule], RowRul
     return install
 
 
+def is_saved(x: Tensor) -> bool:
+    """Whether a value of a body is a store, or has come from one, that loops save values of their iterations in."""
+    while isinstance(x.node, StructuredNode):
+        node = x.node
+        x = (node.inputs if isinstance(node, WhileNode) else node.subgraphs[0].results)[x.index]
+    return is_new(x)
+
+
+def is_new(x: Tensor) -> bool:
+    """Whether a value of a body is such a store, with nothing in it."""
+    return x.dtype == VARIANT and not x.node.inputs and x.node.op in _alike
+
+
 def gives_rows(op: Op, any_rows: bool) -> bool:
     """Whether the outputs of a lifted node of that op have rows, if `any_rows` of its inputs have them."""
     return (any_rows or op.is_random) and op not in _alike
@@ -217,6 +241,12 @@ def fixed(node: Node, values: Sequence[LiftedValue], what: str) -> list[Tensor]:
     if any(value.has_rows for value in values):
         raise CannotLift(f"{node.name} has {what} of its own for each row")
     return [value.tensor for value in values]
+
+
+def refuse_part(node: Node, rows: RowAxis) -> None:
+    """Raises CannotLift in a loop that goes back, whose iterations have rows of their own: elements have all rows."""
+    if rows.part is not None:
+        raise CannotLift(f"{node.name} is an element of a TensorArray, in a loop that each row leaves for itself")
 
 
 # -- what is the same for every row ----------------------------------------------------------------------------------
