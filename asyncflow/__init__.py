@@ -18,6 +18,7 @@ from asyncflow import profiler as profiler
 from asyncflow import raw as raw
 from asyncflow.autodiff.custom_gradient import custom_gradient as custom_gradient
 from asyncflow.autodiff.gradients import gradients as gradients
+from asyncflow.autodiff.recompute import recompute as recompute
 from asyncflow.autodiff.stop_gradient import stop_gradient as stop_gradient
 from asyncflow.control.case import case as case
 from asyncflow.control.case import switch_case as switch_case

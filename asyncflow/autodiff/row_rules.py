@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from asyncflow.autodiff import part_sums, row_gradients, saved_values, store_gradients
 from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT
+from asyncflow.autodiff.recompute import BARRIER, RECOMPUTED
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
 from asyncflow.graph.ir import Node, Tensor
@@ -23,6 +24,12 @@ from asyncflow.ops.rows.rule import LiftedValue, RowAxis, fixed, no_row_rule, re
 @row_rule(store_gradients.NO_GRADIENT, store_gradients.MERGE_GRADIENTS)
 def _alike(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     return apply(node.op, *(x.tensor for x in inputs))
+
+
+@row_rule(BARRIER, RECOMPUTED)
+def _passed_on(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    count = node.attrs["count"]
+    return apply(node.op, *map(rows.spread, inputs[:count]), *(x.tensor for x in inputs[count:]), **node.attrs)
 
 
 @row_rule(saved_values.SAVE, store_gradients.ACCUMULATE)

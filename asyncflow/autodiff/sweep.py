@@ -6,13 +6,14 @@ imported like any other, and is found where it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Protocol
 
 from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT, differentiate_custom
 from asyncflow.autodiff.dependencies import Dependencies
 from asyncflow.autodiff.part_sums import are_parts, joined_parts
+from asyncflow.autodiff.recompute import RECOMPUTED, differentiate_recomputed
 from asyncflow.autodiff.store_gradients import merge_gradients
 from asyncflow.errors import GraphError, user_location
 from asyncflow.graph.builtin import PARAMETER
@@ -82,6 +83,11 @@ class Sweep:
             elif node.inputs or node.op is CUSTOM_GRADIENT:
                 self._step(node)
 
+    def inside(self, nodes: Iterable[Node], wanted: Collection[Tensor], stands_for: Mapping[Tensor, Tensor]) -> Sweep:
+        """A sweep for the same variables over a copy of nodes, whose values stand for those of this sweep's."""
+        stopped = [stands_for[x] for x in self.stopped if x in stands_for]
+        return Sweep(nodes, wanted, list(self.variables.values()), stopped, self._structured)
+
     def give(self, tensor: Tensor, grad: Tensor) -> None:
         """Adds to what reaches a value."""
         if tensor in self.connected and carries_gradient(tensor.spec):
@@ -150,6 +156,8 @@ class Sweep:
             return self._structured(node, grads, self)
         if node.op is CUSTOM_GRADIENT:
             return differentiate_custom(node, grads, self.connected, self.variables)
+        if node.op is RECOMPUTED:
+            return differentiate_recomputed(node, grads, self)
         rule = derivative_of(node.op)
         if rule is not None:
             return rule(node, *grads)

@@ -93,6 +93,7 @@ class Op:
         is_async: the kernel returns an awaitable.
         is_random: two nodes with equal inputs are not interchangeable.
         is_user: the kernel is the user's own code: its outputs are checked on every firing.
+        is_repeatable: such a kernel gives the same again and changes nothing, so that a gradient may run it once more.
         takes_any_arrays: such a kernel computes with the arrays of any device all the same, as the library's own do.
         is_total: the kernel never fails on inputs of known shapes and number dtypes, so it may run where the program
             would not have run it.
@@ -131,6 +132,7 @@ class Op:
     is_async: bool = False
     is_random: bool = False
     is_user: bool = False
+    is_repeatable: bool = False
     takes_any_arrays: bool = False
     is_total: bool = False
     flops: Callable[..., float] | None = None

@@ -56,6 +56,7 @@ class CustomOp(Generic[P]):
         cost: Cost | None = None,
         stateful: bool | None = None,
         rows: bool = False,
+        pure: bool = False,
     ) -> None:
         self.name = name or _name_of(function)
         self.function: Callable[..., Any] = function
@@ -66,6 +67,8 @@ class CustomOp(Generic[P]):
         if rows and is_async:
             raise GraphError(f"@op: {self.name} is a coroutine function; rows=True is for functions that do not await")
         self._is_stateful = self._has_effects(stateful)
+        if pure and self._is_stateful:
+            raise GraphError(f"@op: {self.name} is pure=True and has effects: it is stateful=True, or has no outputs")
         self.op = Op(
             self.name,
             declared_specs,
@@ -75,6 +78,7 @@ class CustomOp(Generic[P]):
             alone=self if self._is_stateful else None,
             is_async=is_async,
             is_user=True,
+            is_repeatable=pure,
             flops=None if cost is None else partial(_flops, cost),
             derivative=None if gradient is None else rule_of_op(self.name, gradient),
         )
@@ -205,6 +209,7 @@ def op(
     cost: Cost | None = None,
     stateful: bool | None = None,
     rows: bool = False,
+    pure: bool = False,
 ) -> Callable[[Callable[P, object]], CustomOp[P]]: ...
 
 
@@ -219,6 +224,7 @@ def op(
     cost: Cost | None = None,
     stateful: bool | None = None,
     rows: bool = False,
+    pure: bool = False,
 ) -> CustomOp[...] | Callable[[Callable[..., object]], CustomOp[...]]:
     """Turns a function or coroutine function into an op.
 
@@ -248,6 +254,8 @@ def op(
         rows: the function works on rows: each input has one more axis in front, and so have the results; one call does
             for all rows of `map_fn` and `vmap`, and where there are none it gets a single one. What is declared is one
             row. False: it is called for each row.
+        pure: calls with equal inputs give the same and change nothing, so that a gradient may call the function once
+            more in place of keeping what it gave (`recompute`).
 
     Raises:
         GraphError: no outputs are declared, the function is a generator, or it has neither outputs nor effects.
@@ -268,6 +276,7 @@ def op(
         "cost": cost,
         "stateful": stateful,
         "rows": rows,
+        "pure": pure,
     }
     if function is None:
         return lambda decorated: CustomOp(decorated, **options)

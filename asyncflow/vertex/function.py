@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from asyncflow.autodiff.recompute import RECOMPUTED
 from asyncflow.control.body import result_tensor, user_function
 from asyncflow.errors import DTypeError, GraphError, ShapeError, located_at
 from asyncflow.graph import nest
@@ -253,6 +254,9 @@ class VertexFunction:
             raise GraphError(f"{self} returns {returned!r}; it gives its state by v.scatter, and results by v.push")
         if not traced.scattered:
             raise GraphError(f"{self} scatters nothing; v.scatter gives the state that parents gather")
+        if any(node.op is RECOMPUTED and node.attrs["is_random"] for node in traced.body.walk()):
+            # Parts of a vertex run at other times, and for other vertices at once, than those that use their values.
+            raise GraphError(f"{self} draws random numbers inside of af.recompute; draw them in front, and pass them")
         return traced
 
 

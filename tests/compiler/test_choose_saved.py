@@ -22,7 +22,7 @@ from asyncflow.compiler.program.extract import extract
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.structured import WhileNode
 from asyncflow.nn.lstm import LSTMWeights
-from tests.property.differentiable import random_loss
+from tests.property.differentiable import FREE, random_loss
 
 Body = Callable[..., tuple[Any, ...]]
 
@@ -30,8 +30,8 @@ Body = Callable[..., tuple[Any, ...]]
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes alone count: kernels that run again have no price."""
-    monkeypatch.setattr(module, "KERNEL", 0)
-    monkeypatch.setattr(module, "PASS", 1 << 60)
+    for name, value in FREE.items():
+        monkeypatch.setattr(module, name, value)
 
 
 def slopes(body: Body, *start: Any, trips: int = 4) -> tuple[Any, list[Any]]:

@@ -12,7 +12,7 @@ import pytest
 import asyncflow as af
 from asyncflow.compiler.memory import choose_saved
 from tests.cells import Arrangement
-from tests.property.differentiable import COLUMNS, ROWS, random_loss
+from tests.property.differentiable import COLUMNS, FREE, ROWS, random_loss
 
 OpenSession = Callable[..., AbstractAsyncContextManager[af.Session]]
 
@@ -33,8 +33,8 @@ async def test_68_gradients_do_not_depend_on_what_is_saved(
     order: int,
 ) -> None:
     """CONFORMANCE 68: loops in loops, with branches, to the second order; all is computed again that may be."""
-    monkeypatch.setattr(choose_saved, "KERNEL", 0)
-    monkeypatch.setattr(choose_saved, "PASS", 1 << 60)
+    for name, value in FREE.items():
+        monkeypatch.setattr(choose_saved, name, value)
     with af.Graph() as graph:
         x = af.placeholder("float32", (None if seed % 2 else ROWS, COLUMNS))
         w = af.placeholder("float32", (COLUMNS, COLUMNS))

@@ -24,7 +24,7 @@ from asyncflow.state.variable import Variable
 
 ROOMS = ("ops", "control", "state", "autodiff", "vertex")
 
-OF_SWEEP = {"cond", "while", "custom_gradient", "variable_read"}
+OF_SWEEP = {"cond", "while", "custom_gradient", "recomputed", "variable_read"}
 """Ops that `asyncflow.autodiff` differentiates itself: their derivatives are more than what reaches their inputs."""
 
 REFUSED = frozenset(

@@ -318,6 +318,12 @@ def _random(x: Tensor, n: Tensor) -> list[Tensor]:
     ]
 
 
+def _again(x: Tensor) -> Tensor:
+    """A piece that its gradient runs again, and that draws."""
+    slope: Tensor = af.gradients(af.recompute(lambda a: af.sin(a) * af.random.normal(af.shape(a)))(x), x)
+    return slope
+
+
 def _on_host(x: Tensor, n: Tensor) -> list[Tensor]:
     text = af.astype(n, "string")
     checked = [af.check_numerics(x), af.astype(text, "int64"), af.concat([text, text])]
@@ -364,6 +370,7 @@ PROGRAMS: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool], ...] = (
     (_parts, (X, N), False),
     (_complex, (X[0] + 1j * X[1],), False),
     (_random, (X, N), False),
+    (_again, (X,), False),
     (_on_host, (X, N), False),
     (_ordering, (np.array([0, 0, 0, 2]), np.array([0, 1])), False),
     (_lifted, (X,), False),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import asyncflow as af
 from asyncflow.compiler.memory import choose_saved
-from tests.property.differentiable import COLUMNS, ROWS, random_loss
+from tests.property.differentiable import COLUMNS, FREE, ROWS, random_loss
 
 
 async def check(seed: int, order: int, is_open: bool) -> None:
@@ -40,6 +40,6 @@ async def check(seed: int, order: int, is_open: bool) -> None:
 def test_gradients_do_not_depend_on_what_is_saved(seed: int, order: int, is_open: bool) -> None:
     """CONFORMANCE 68."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(choose_saved, "KERNEL", 0)
-        patched.setattr(choose_saved, "PASS", 1 << 60)
+        for name, value in FREE.items():
+            patched.setattr(choose_saved, name, value)
         asyncio.run(check(seed, order, is_open))

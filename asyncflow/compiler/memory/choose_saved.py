@@ -48,6 +48,9 @@ PASS = 16
 """An elementwise kernel costs, besides, one of so many bytes of its result. Memory that is written for the first time
 is slow, so that keeping a value costs about as much time as making it again."""
 
+COMPOSITE = 1
+"""The same of an op that is several kernels."""
+
 _EXTENTS = 64, 1, 4096
 """Stand-ins for extents that only a run knows. The first is compared by; no other may come out worse."""
 
@@ -320,7 +323,9 @@ def price_of(value: Tensor) -> int | None:
     """The price, in bytes, of computing a value again; None if it is not cheap."""
     if not is_cheap(value.node):
         return None
-    return 0 if value.node.op.traits.is_cheap else KERNEL + nbytes_of(value.spec, _EXTENTS[0]) // PASS
+    if value.node.op.traits.is_cheap:
+        return 0
+    return KERNEL + nbytes_of(value.spec, _EXTENTS[0]) // (COMPOSITE if value.node.op.is_composite else PASS)
 
 
 def nbytes_of(spec: Spec, extent: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from asyncflow.autodiff.custom_gradient import CUSTOM_GRADIENT
+from asyncflow.autodiff.recompute import RECOMPUTED
 from asyncflow.autodiff.stop_gradient import STOP_GRADIENT
 from asyncflow.compiler.program.purity import awaited_nodes
 from asyncflow.compiler.program.replacements import Replacements
@@ -41,7 +42,7 @@ def simplify(graph: Graph) -> None:
             if same is not None and same.dtype == node.outputs[0].dtype:
                 replaced.tensors[node.outputs[0]] = same
                 continue
-        elif node.op is CUSTOM_GRADIENT and not node.control_inputs and node not in awaited:
+        elif node.op in (CUSTOM_GRADIENT, RECOMPUTED) and not node.control_inputs and node not in awaited:
             replaced.tensors.update(zip(node.outputs, node.inputs, strict=False))  # arguments stand behind results
             continue
         for body in node.subgraphs:

@@ -1,0 +1,123 @@
+"""Random numbers drawn once more, the same: elsewhere in a program, such as in the gradient of what has drawn them.
+
+What an op draws depends on the session's seed, the run, the iteration and the op's own seed (`random`). The first three
+are a value, the *key* of a firing: a few integers to keep in place of all that was drawn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncflow.errors import GraphError
+from asyncflow.graph.build import apply
+from asyncflow.graph.builtin import CONSTANT
+from asyncflow.graph.dtypes import int64
+from asyncflow.graph.op import KernelContext, define, derivative, derivative_of, find_op, not_differentiable
+from asyncflow.graph.spec import Spec
+from asyncflow.ops.cost import free
+from asyncflow.ops.derivatives.shapes import carries_gradient
+from asyncflow.ops.rows.by_row import BY_ROW_DRAWN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncflow.graph.ir import Attrs, Node, Tensor
+    from asyncflow.values import Array, Kernel, Namespace
+
+_WORD = 1 << 64
+
+
+def _key(context: KernelContext) -> Array:
+    seed = (context.seed + _WORD // 2) % _WORD - _WORD // 2  # as many bits, with a sign
+    return np.array([seed, context.run, *context.tag], int64)
+
+
+def _again_kernel(
+    xp: Namespace, *, draws: str, arguments: Attrs, inside: int, specs: Spec | tuple[Spec, ...]
+) -> Kernel:
+    op = find_op(draws)
+    assert op.kernel is not None
+    draw = op.kernel(xp, **arguments)
+
+    def run(context: KernelContext, key: Array, *inputs: Array) -> object:
+        seed, number, *tag = key.tolist()
+        loops = context.tag[len(context.tag) - inside :]
+        return draw(KernelContext(seed=seed, run=number, tag=(*tag, *loops)), *inputs)
+
+    return run
+
+
+RANDOM_KEY = define(
+    "random_key",
+    lambda: Spec(int64, (None,)),
+    lambda xp: _key,
+    needs_context=True,
+    is_random=True,
+    rows="row by row",
+    flops=free,
+    runs_on_host=True,
+)
+RANDOM_AGAIN = define(
+    "random_again",
+    lambda key, *inputs, specs, **attrs: specs,
+    _again_kernel,
+    needs_context=True,
+    is_random=True,
+    rows="row by row",
+    runs_on_host=True,
+)
+
+
+def random_key() -> Tensor:
+    """The key of the iteration that the current graph or body runs."""
+    return apply(RANDOM_KEY)[0]
+
+
+def draws(node: Node) -> bool:
+    """Whether what a node gives depends on where it stands, so that it has to be told a key elsewhere."""
+    again = RANDOM_AGAIN.name in (node.op.name, node.attrs.get("calls"))
+    return node.op.needs_context and not again
+
+
+def drawn_again(node: Node, key: Tensor, inputs: Sequence[Tensor], inside: int) -> Sequence[Tensor]:
+    """The results of a node that draws random numbers, in another place.
+
+    Args:
+        node: it.
+        key: of the firing in which, or around which, it draws; one for each row if it draws row by row.
+        inputs: its inputs, as they are here.
+        inside: how many loops are around it since the key was taken; there are as many here.
+    """
+    attrs, specs = node.attrs, node.specs
+    if node.op is not BY_ROW_DRAWN:
+        return apply(RANDOM_AGAIN, key, *inputs, **_attrs(node.op.name, attrs, inside, specs))
+    rows = [Spec(y.dtype, None if y.shape is None else y.shape[1:]) for y in node.outputs]
+    of_row = _attrs(attrs["calls"], attrs["arguments"], inside, rows[0] if attrs["single"] else tuple(rows))
+    by_row = {**attrs, "calls": RANDOM_AGAIN.name, "arguments": of_row, "has_rows": (True, *attrs["has_rows"])}
+    return apply(BY_ROW_DRAWN, inputs[0], key, *inputs[1:], **by_row)
+
+
+def _attrs(op: str, arguments: Attrs, inside: int, specs: Spec | tuple[Spec, ...]) -> Attrs:
+    return {"draws": op, "arguments": dict(arguments), "inside": inside, "specs": specs}
+
+
+not_differentiable(RANDOM_KEY, because="its result is integers")
+
+
+@derivative(RANDOM_AGAIN)
+def _drawn_again(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
+    """Refuses where the derivative of the op that draws might.
+
+    Raises:
+        GraphError: its results depend on what it is given, which is no constant.
+    """
+    op = find_op(node.attrs["draws"])
+    given = [x for x in node.inputs[1:] if carries_gradient(x.spec) and x.node.op is not CONSTANT]
+    if derivative_of(op) is None or not given:
+        return [None] * len(node.inputs)
+    raise GraphError(
+        f"{op.name} has no gradient with respect to {given[0]!r}; use af.stop_gradient on it"
+        f"\n  written at {node.location}"
+    )

@@ -1,0 +1,333 @@
+"""`recompute`: a piece of a graph that its gradient runs again, so that nothing inside has to be kept.
+
+The piece stands in the graph as it is. Behind it stands one node that passes its results on, and has as further inputs
+all that the piece uses: gradients that arrive there make a copy of the piece, and go through that. A *barrier* gives
+the copy its inputs once the gradients are there, so that it runs late, and that no pass takes it for the piece itself.
+
+All is told by the graph: the piece is what lies between the inputs and the results of the node. So it may be copied,
+lifted over rows and printed like everything else.
+"""
+
+from __future__ import annotations
+
+from functools import cache, wraps
+from typing import TYPE_CHECKING, ParamSpec
+
+from asyncflow.autodiff.random_again import drawn_again, draws, random_key
+from asyncflow.control.cond import add_cond
+from asyncflow.control.while_loop import add_loop
+from asyncflow.errors import GraphError
+from asyncflow.graph import nest
+from asyncflow.graph.build import apply, as_tensor, graph_for, identity, is_symbolic, refuse_coroutines
+from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
+from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Subgraph, current_graph
+from asyncflow.graph.op import OPAQUE, Access, define, derivative
+from asyncflow.graph.scopes import device
+from asyncflow.graph.structured import StructuredNode, WhileNode
+from asyncflow.ops.cost import free
+from asyncflow.ops.derivatives.shapes import carries_gradient
+from asyncflow.state.variable import VARIABLE_READ
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from asyncflow.autodiff.sweep import Sweep
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.ir import Node, Tensor
+    from asyncflow.graph.spec import Spec
+    from asyncflow.values import Kernel, Namespace, Nest
+
+P = ParamSpec("P")
+
+
+def _first(*inputs: Spec, count: int, **attrs: object) -> tuple[Spec, ...]:
+    return inputs[:count]
+
+
+def _kernel(xp: Namespace, *, count: int, **attrs: object) -> Kernel:
+    return lambda *values: values[:count]
+
+
+RECOMPUTED = define("recomputed", _first, _kernel, flops=free, is_total=True, traits=OPAQUE)
+"""Passes on `count` results; of what else it is given, `arguments` come first."""
+
+BARRIER = define("barrier", _first, _kernel, flops=free, is_random=True, traits=OPAQUE)
+"""Passes on `count` values once all its inputs are there."""
+
+
+@derivative(BARRIER)
+def _through(node: Node, *grads: Tensor | None) -> Sequence[Tensor | None]:
+    return [*grads, *[None] * (len(node.inputs) - len(grads))]
+
+
+def recompute(fn: Callable[P, Nest]) -> Callable[P, Nest]:
+    """Makes a function that builds part of a graph, and whose inner values are computed again for its gradient.
+
+    Its arguments are kept for the gradient, and nothing that it computes from them: the gradient runs it again, once
+    what reaches its results is there. That takes its time once more, and saves the memory of all its inner values; also
+    in loops, where the arguments of each iteration are saved, and one piece inside another (as `jax.checkpoint`).
+    What is computed from captured tensors and variables alone may be shared with the forward program.
+
+    Random numbers come out equal; in vertex functions they are refused. Gradients are the same within rounding, and to
+    the bit where they add up in the same order.
+
+    Args:
+        fn: takes tensors, or nests of them, and anything else; returns a tensor or a nest. It may use tensors from
+            outside, and read variables. In its branches and loops, a variable is read again: none may be changed in
+            between.
+
+    Returns:
+        A function that takes and returns the same.
+
+    Raises:
+        GraphError: from the function: it would run something twice that changes state, awaits or is the user's own, and
+            is not declared with ``@af.op(pure=True)``; or a TensorArray or RowStore goes in or out.
+
+    >>> import asyncflow as af
+    >>> with af.Graph() as graph:
+    ...     x = af.placeholder("float64", ())
+    ...     slope = af.gradients(recompute(lambda x: af.sin(x) * x)(x), x)
+    >>> async def main():
+    ...     async with af.Session(graph) as session:
+    ...         return await session.run(slope, {x: 0.0})
+    >>> af.run(main())
+    np.float64(0.0)
+    """
+    if not callable(fn):
+        raise GraphError(f"recompute takes a function; got {fn!r}")
+    refuse_coroutines(fn)
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+
+    @wraps(fn)
+    def recomputed(*args: P.args, **kwargs: P.kwargs) -> Nest:
+        given = [leaf for leaf in nest.flatten((args, kwargs))[0] if is_symbolic(leaf)]
+        with graph_for(*given) as graph:
+            arguments = [graph.import_tensor(as_tensor(leaf)) for leaf in given]
+            built = len(graph.nodes)
+            returned = fn(*args, **kwargs)
+            refuse_coroutines(returned)
+            found, structure = nest.flatten(returned)
+            outputs = [graph.import_tensor(as_tensor(leaf)) for leaf in found]
+            return structure.unflatten(_passed(name, graph, outputs, arguments, graph.nodes[built:]))
+
+    return recomputed
+
+
+def _passed(
+    name: str, graph: Graph, outputs: Sequence[Tensor], arguments: Sequence[Tensor], built: Iterable[Node]
+) -> Sequence[Tensor]:
+    """The results behind the node that differentiates them, if there is anything to run again."""
+    piece = {node for node in built if node.op not in _NOT_COPIED}
+    nodes = _between(outputs, arguments, piece.__contains__)
+    for node in nodes:
+        _refuse_effects(name, node)
+    inside, given = set(nodes), set(arguments)
+    used = dict.fromkeys(x for node in nodes for x in node.inputs if x in given or x.node not in inside)
+    own = [x for x in used if x in given and carries_gradient(x.spec)]
+    inputs = list(dict.fromkeys((*own, *used)))
+    for x in (*outputs, *inputs):
+        if x.dtype == VARIANT:
+            raise GraphError(
+                f"recompute: {name} takes, uses and returns tensors; {x!r} is a TensorArray or RowStore: stack it, or "
+                f"unstack inside"
+            )
+    if not nodes:
+        return outputs
+    is_random = any(draws(node) for node in _walk(nodes))
+    if is_random:
+        inputs.append(random_key())
+    return apply(RECOMPUTED, *outputs, *inputs, count=len(outputs), arguments=len(own), is_random=is_random)
+
+
+# -- what runs again --------------------------------------------------------------------------------------------------
+
+_NOT_COPIED = frozenset({PARAMETER, PLACEHOLDER, VARIABLE_READ})
+"""Ops of nodes whose values are there, and which mean something else in another place."""
+
+
+def _between(outputs: Iterable[Tensor], inputs: Iterable[Tensor], is_in: Callable[[Node], bool]) -> list[Node]:
+    """The nodes that make `outputs` of `inputs` and for which `is_in` holds, each behind those whose values it uses."""
+    given = set(inputs)
+    found: dict[Node, None] = {}
+    open_ = [x.node for x in outputs if x not in given and is_in(x.node)]
+    while open_:
+        node = open_[-1]
+        before = [x.node for x in node.inputs if x not in given and x.node not in found and is_in(x.node)]
+        if before and node not in found:
+            open_ += before
+        else:
+            found[open_.pop()] = None
+    return list(found)
+
+
+def _walk(nodes: Iterable[Node]) -> list[Node]:
+    return [each for node in nodes for each in (node, *(inner for body in node.subgraphs for inner in body.walk()))]
+
+
+def _may_run_again(node: Node) -> bool:
+    return node.op not in _NOT_COPIED and all(map(_is_repeatable, _walk([node])))
+
+
+def _is_repeatable(node: Node) -> bool:
+    """Whether nobody notices that a node runs twice, bodies aside."""
+    op = node.op
+    if op in _NOT_COPIED or isinstance(node, StructuredNode):
+        return True
+    return op.is_repeatable if op.is_user else op.kernel is not None and op.effects is None and not op.is_async
+
+
+def _refuse_effects(name: str, node: Node) -> None:
+    for each in _walk([node]):
+        if not _is_repeatable(each):
+            advice = (
+                "if it changes nothing, and gives the same again, declare it with @af.op(pure=True)"
+                if each.op.is_user
+                else "take it out of the function"
+            )
+            raise GraphError(
+                f"recompute: {name} uses {each.name} ({each.op.name}), which would run twice; {advice}"
+                f"\n  built at {each.location}"
+            )
+
+
+# -- the gradient -----------------------------------------------------------------------------------------------------
+
+
+def differentiate_recomputed(node: Node, grads: Sequence[Tensor | None], sweep: Sweep) -> Sequence[Tensor | None]:
+    """Gives the sweep what reaches each value that the piece uses; for the node's inputs there is nothing left.
+
+    Args:
+        node: of `RECOMPUTED`.
+        grads: what reaches its outputs.
+        sweep: in progress, which has reached the node; it takes the gradients of variables read inside.
+    """
+    graph = current_graph()
+    assert graph is not None
+    count = node.attrs["count"]
+    outputs, inputs = node.inputs[:count], node.inputs[count:]
+    nodes = _between(outputs, inputs, cache(_may_run_again))
+    _refuse_inner(node, nodes, sweep)
+    _refuse_changed(node, nodes)
+    # Where a body is lifted in parts, values of another part may have come between what the piece uses and what it is.
+    within = set(nodes)
+    used = dict.fromkeys((*inputs, *(x for each in nodes for x in each.inputs if x.node not in within)))
+    differentiable = [x for x in used if carries_gradient(x.spec)]
+    seen = {x: graph.import_tensor(x) for x in inputs}
+    # Values of their own: two of the forward body may be one here.
+    seen.update((x, identity(graph.import_tensor(x))) for x in differentiable)
+    late = inputs[: node.attrs["arguments"]] or differentiable
+    arrived = [grad for grad in grads if grad is not None]
+    seen.update(zip(late, apply(BARRIER, *(seen[x] for x in late), *arrived, count=len(late)), strict=True))
+    copy = _PieceCopy(seen, seen[inputs[-1]] if node.attrs["is_random"] else None)
+    first = len(graph.nodes)
+    for each in nodes:
+        copy.add(each, 0)
+    wanted = [x for x in differentiable if x in sweep.connected]
+    inner = sweep.inside(graph.nodes[first:], [seen[x] for x in wanted], copy.seen)
+    for output, grad in zip(outputs, grads, strict=True):
+        if grad is not None:
+            inner.give(copy.value(output), grad)
+    inner.run()
+    for serial, variable in sweep.variables.items():
+        for grad in inner.contributions(variable):
+            sweep.give_variable(serial, grad)
+    for x in wanted:
+        grad = inner.gradient(seen[x])
+        if grad is not None:
+            sweep.give(x, grad)
+    return [None] * len(node.inputs)
+
+
+class _PieceCopy:
+    """Nodes that are built once more, in the current graph.
+
+    Attributes:
+        seen: values of the piece, or that it uses, and what stands for each here.
+        key: of the random numbers; None if the piece draws none.
+    """
+
+    def __init__(self, seen: dict[Tensor, Tensor], key: Tensor | None) -> None:
+        self.seen = seen
+        self.key = key
+
+    def value(self, x: Tensor) -> Tensor:
+        """A value of the piece, or one from outside, in the current graph."""
+        graph = current_graph()
+        assert graph is not None
+        return graph.import_tensor(self.seen.get(x, x))
+
+    def add(self, node: Node, inside: int) -> None:
+        """Builds a node; so many loops of the piece are around it."""
+        inputs = [self.value(x) for x in node.inputs]
+        with device(node.device):
+            if isinstance(node, StructuredNode):
+                outputs: Sequence[Tensor] = self._structured(node, inputs, inside).outputs
+            elif draws(node):
+                assert self.key is not None
+                outputs = drawn_again(node, self.value(self.key), inputs, inside)
+            else:
+                outputs = self._plain(node, inputs).outputs
+        self.seen.update(zip(node.outputs, outputs, strict=True))
+
+    def _plain(self, node: Node, inputs: Sequence[Tensor]) -> Node:
+        graph = current_graph()
+        assert graph is not None
+        name = node.name.rpartition("/")[2]
+        made = graph.add_node(node.op, inputs, node.attrs, node.specs, name=name, location=node.location)
+        made.colocated_with = node.colocated_with
+        kept = graph.root.kept_for_gradients
+        if node in kept:
+            kept[made] = kept[node]  # a gradient of the user's
+        return made
+
+    def _structured(self, node: StructuredNode, inputs: Sequence[Tensor], inside: int) -> Node:
+        graph = current_graph()
+        assert graph is not None
+        label = graph.unique_name(node.name.rpartition("/")[2])
+        is_loop = isinstance(node, WhileNode)
+        bodies = []
+        for body in node.subgraphs:
+            copy = Subgraph(graph, f"{label}/{body.label.rpartition('/')[2]}")
+            with copy:
+                for place, x in enumerate(body.inputs, start=node.body_offset):
+                    is_captured = place >= node.first_capture
+                    self.seen[x] = copy.import_tensor(inputs[place]) if is_captured else copy.add_input(x.spec, "var")
+                for each in body.nodes:
+                    if each.op is not PARAMETER:
+                        self.add(each, inside + is_loop)
+                copy.results = [self.value(x) for x in body.results]
+            bodies.append(copy)
+        if not isinstance(node, WhileNode):
+            return add_cond(inputs[0], bodies, label)
+        condition, body = bodies
+        specs = [output.spec for output in node.outputs]
+        initial = inputs[: node.n_vars]
+        return add_loop(condition, body, initial, specs, label, node.parallel_iterations, node.swap_memory)
+
+
+def _refuse_inner(node: Node, nodes: Iterable[Node], sweep: Sweep) -> None:
+    for each in nodes:
+        for x in each.outputs:
+            if x in sweep.wanted:
+                raise GraphError(
+                    f"recompute: a gradient is asked for by {x!r}, which is inside of a function whose values are "
+                    f"computed again; return it, or make it an argument\n  built at {x.node.location}"
+                )
+
+
+def _refuse_changed(node: Node, nodes: Iterable[Node]) -> None:
+    """Raises where a branch or loop that runs again would read a variable that has been changed since."""
+    reads = {each.attrs["variable"]: each for each in _walk(nodes) if each.op is VARIABLE_READ}
+    if not reads:
+        return
+    for other in node.graph.root.walk():
+        if not (node.graph.is_subgraph or other.id > node.id) or other.op.effects is None:
+            continue
+        for variable, read in reads.items():
+            if (variable.effect_key, Access.WRITE) in other.op.effects(other):
+                raise GraphError(
+                    f"recompute: {read.name} reads {variable!r} in a branch or loop, which runs again for the "
+                    f"gradient, and {other.name} changes the variable before that: read it outside of the branch or "
+                    f"loop\n  built at {read.location}\n  changed at {other.location}"
+                )
