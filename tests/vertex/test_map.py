@@ -127,6 +127,30 @@ async def test_83_two_types(graph: af.Graph, run: Run, policy: str) -> None:
         np.testing.assert_allclose(roots, want_roots, rtol=1e-12)
 
 
+@pytest.mark.parametrize("streams", [1, 2])
+async def test_80_children_of_balanced_trees(graph: af.Graph, run: Run, streams: int) -> None:
+    """80. They stand at even distances in the store, so that reading them may give a view, which nobody writes to."""
+
+    @af.vertex_function(state=af.spec("float64", (H,)), children=2)
+    def mixed(v: Any) -> None:
+        h = v.gather(0) * 2.0 - (v.gather(0) + v.gather(1)) + v.pull()
+        v.scatter(h)
+        v.push(v.gather(1) + h)
+
+    tree = af.InputGraph.from_nested((((0, 1), (2, 3)), ((4, 5), (6, 7))))[0]
+    rows = np.random.default_rng(0).normal(size=(3 * tree.n_vertices, H))
+    found = af.vertex_map(mixed, af.InputGraph.batch([tree] * 3), rows, streams=streams)
+    pushed, roots = await run((found.pushes["y"], found.roots))
+    states, wanted = np.zeros_like(rows), np.zeros_like(rows)
+    below = children_of(af.InputGraph.batch([tree] * 3))
+    for vertex, children in enumerate(below):  # which stand before their parents
+        left, right = states[children] if children else np.zeros((2, H))
+        states[vertex] = left * 2.0 - (left + right) + rows[vertex]
+        wanted[vertex] = right + states[vertex]
+    np.testing.assert_allclose(pushed, wanted, rtol=1e-12)
+    np.testing.assert_allclose(roots, states[[14, 29, 44]], rtol=1e-12)
+
+
 async def test_dynets_silent_error_an_operand_that_was_computed_behind_others(graph: af.Graph, run: Run) -> None:
     """DyNet (its pull request 1258) read an operand at batch position 0, though it had been computed at another."""
     batch = af.InputGraph.batch([af.InputGraph.chain([1])] * 3 + [af.InputGraph.chain([2])])

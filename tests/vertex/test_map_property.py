@@ -45,11 +45,13 @@ PROGRAMS: dict[str, tuple[Any, Callable[..., tuple[Any, Any]]]] = {
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_any_batch(name: str, policy: str, lift_parts: bool) -> None:
+    """With the policy "depth" in two parts, as streams run them."""
     function, alone = PROGRAMS[name]
+    streams = 2 if policy == "depth" else 1
     is_typed = name == "typed"
     with af.Graph() as program:
         fed, x = af.InputGraph.placeholder(types=is_typed), af.placeholder("float64", (None, 2))
-        found = af.vertex_map(function, fed, x, policy=policy, lift_parts=lift_parts)
+        found = af.vertex_map(function, fed, x, policy=policy, lift_parts=lift_parts, streams=streams)
         pushed = found.pushes["y"] + found.pushes["most"] if is_typed else found.pushes["y"]
         roots = found.roots[0] if name == "child_sum" else found.roots
         fetches = pushed, roots, af.gradients(af.sum(pushed) + af.sum(af.square(roots)), x)
