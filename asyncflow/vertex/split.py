@@ -1,8 +1,8 @@
 """The three parts of a vertex function: eager before the sets, the core in them, lazy after them (Cavs §3.3).
 
-What no gather reaches is *eager*: it is computed once for all vertices. What a gather reaches and the state does not
-need is *lazy*: it is computed once for all vertices when their states are there. The rest is the *core*, which has to
-go set by set.
+What no gather reaches is *eager*: it is computed once for all vertices, but for views that only sets read. What a
+gather reaches and the state does not need is *lazy*: it is computed once for all vertices when their states are there.
+The rest is the *core*, which has to go set by set.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncflow.graph.builtin import CONSTANT, PARAMETER
+from asyncflow.graph.op import Memory
 from asyncflow.graph.shapes import size_of
 from asyncflow.vertex.function import REDUCE_CHILDREN
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.vertex.function import TracedFunction
@@ -48,8 +49,10 @@ def split(traced: TracedFunction, *, all_in_core: bool) -> FunctionParts:
     # What reads all children does so while their set is at hand.
     held = [x for node in nodes if node.op is REDUCE_CHILDREN for x in node.outputs]
     core = behind if all_in_core else behind & _needed(nodes, [*traced.scattered, *held])
-    eager, lazy = set(nodes) - behind, behind - core
     results = tuple(traced.pushes.values())
+    if not all_in_core:
+        core = core | _views_for(core, set(nodes) - behind, nodes, results)
+    eager, lazy = set(nodes) - behind - core, behind - core
     of_vertex = traced.of_children
     before = [
         x
@@ -66,6 +69,21 @@ def _behind_gathers(traced: TracedFunction, nodes: Iterable[Node]) -> set[Node]:
         if node.op is REDUCE_CHILDREN or any(source in reached for source in _sources(node)):
             reached.add(node)
     return {node for node in reached if node.op is not PARAMETER}
+
+
+def _views_for(core: set[Node], eager: set[Node], nodes: list[Node], results: Sequence[Tensor]) -> set[Node]:
+    """Views of eager values that only the core reads: a set makes its own, whose gradients it then joins to one."""
+    users: dict[Node, set[Node]] = {}
+    for node in nodes:
+        for source in node.sources:
+            users.setdefault(source, set()).add(node)
+    kept = {x.node for x in results}
+    late: set[Node] = set()
+    for node in reversed(nodes):
+        is_view = node.op.traits.memory in (Memory.VIEW, Memory.WHOLE_VIEW) and not node.control_inputs
+        if node in eager and is_view and node not in kept and users.get(node, set()) <= core | late:
+            late.add(node)
+    return late
 
 
 def _needed(nodes: list[Node], wanted: Iterable[Tensor]) -> set[Node]:

@@ -29,3 +29,33 @@ async def test_a_plan_explains_the_three_parts(lift_parts: bool) -> None:
         assert (await session.run(pushed["leaf"], {x: np.ones((2, 2))})).tolist() == [True, False]
     line = next(line for line in text.splitlines() if line.startswith("vertex_map/slotted: "))
     assert line.removeprefix("vertex_map/slotted: vertex_map computes ").startswith(PARTS if lift_parts else WHOLE)
+
+
+async def test_views_stay_with_the_sets_that_read_them() -> None:
+    """So that gradients of parts of one value are joined in each set, and not for all vertices."""
+
+    @af.vertex_function(state=af.spec("float64", (2,)), children=1)
+    def cell(v: Any) -> None:
+        x = v.pull() @ np.ones((2, 6))
+        v.scatter(af.tanh(x[:2] + v.gather(0) * x[2:4]))
+        v.push(x[4:])
+
+    with af.Graph() as graph:
+        x: Any = af.placeholder("float64", (None, 2))
+        found = af.vertex_map(cell, af.InputGraph.chain([3]), x)
+        grad = af.gradients(af.sum(found.roots) + af.sum(found.pushes["y"]), x)
+    async with af.Session(graph) as session:
+        text = session.plan(found.roots, [x]).explain()
+        assert "before the sets matmul, getitem; in each set 2 getitem, multiply, add, tanh; after" in text
+        fed = np.array([[0.1, 0.2], [0.3, -0.4], [0.5, 0.6]])
+        value = await session.run(grad, {x: fed})
+    for place in np.ndindex(3, 2):
+        step = np.zeros((3, 2))
+        step[place] = 1e-6
+        either = []
+        for moved in (fed + step, fed - step):
+            rows, state = moved @ np.ones((2, 6)), np.zeros(2)
+            for row in rows:
+                state = np.tanh(row[:2] + state * row[2:4])
+            either.append(state.sum() + rows[:, 4:].sum())
+        np.testing.assert_allclose(value[place], (either[0] - either[1]) / 2e-6, rtol=1e-6)
