@@ -138,7 +138,8 @@ def _draw_chart(axis: Any, chart: Chart) -> None:
     axis.set_xticks(ticks, [str(x) for x in ticks])
     axis.minorticks_off()
     if chart.is_log:
-        axis.set_yscale("log")
+        axis.set_yscale("log", subs=[2, 5])
+        axis.yaxis.set_minor_formatter(_number_of_axis)
     else:
         highest = max(y for curve in (*chart.curves.values(), *chart.paper.values()) for y in curve.values())
         axis.set_ylim(0, 1.08 * highest)

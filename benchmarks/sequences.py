@@ -91,12 +91,13 @@ def lstm_function(model: Model) -> af.VertexFunction:
 class OfVertices:
     """A training step as a vertex function; `options` are those of `vertex_map` and of the session."""
 
-    def __init__(self, batch: Sequences, *, lift_parts: bool = True, **options: Any) -> None:
+    def __init__(self, batch: Sequences, *, lift_parts: bool = True, streams: int = 1, **options: Any) -> None:
         with af.Graph() as graph:
             self.graph, x = af.InputGraph.placeholder(), af.placeholder("float32", (None, batch.rows.shape[1]))
             weights = [af.Variable(weight).read() for weight in batch.model.weights]
             model = _with_weights(batch.model, weights)
-            pushes = af.vertex_map(lstm_function(model), self.graph, x, lift_parts=lift_parts).pushes
+            function = lstm_function(model)
+            pushes = af.vertex_map(function, self.graph, x, lift_parts=lift_parts, streams=streams).pushes
             loss = af.sum(af.square(pushes["y"])) * np.float32(1 / batch.outputs)
             self.fetches = loss, af.gradients(loss, weights)
         self.feeds = {**self.graph.feeds(af.InputGraph.chain(batch.lengths)), x: batch.rows}

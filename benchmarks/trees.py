@@ -238,12 +238,18 @@ class OfAsyncflow:
     """A vertex function over the trees, its loss and gradients."""
 
     def __init__(
-        self, trees: Trees, model: tuple[af.VertexFunction, list[af.Variable]], *, lift_parts: bool, **options: Any
+        self,
+        trees: Trees,
+        model: tuple[af.VertexFunction, list[af.Variable]],
+        *,
+        lift_parts: bool,
+        streams: int = 1,
+        **options: Any,
     ) -> None:
         function, variables = model
         with af.Graph() as graph:
             self.graph, x = af.InputGraph.placeholder(), af.placeholder("float32", (None, trees.xs.shape[1]))
-            roots = af.vertex_map(function, self.graph, x, lift_parts=lift_parts).roots
+            roots = af.vertex_map(function, self.graph, x, lift_parts=lift_parts, streams=streams).roots
             self.loss = af.sum(roots[0] if isinstance(roots, tuple) else roots) * trees.weight
             self.grads = af.gradients(self.loss, variables)
         self.feeds = {**self.graph.feeds(trees.graph), x: trees.xs}

@@ -49,7 +49,8 @@ BY_NODE: Final = "torch by node"
 TORCH_MODULE: Final = "torch nn.LSTM"
 WHILE_LOOP: Final = f"{ASYNCFLOW} while_loop"
 DYNAMIC_RNN: Final = f"{ASYNCFLOW} dynamic_rnn"
-TOLERANCE: Final = 2e-3
+TOLERANCE: Final = 5e-2
+"""Gradients are sums over thousands of vertices, and a `relu` of what is near 0 lets through all of it, or nothing."""
 BATCHES: Final = (1, 16, 64, 256)
 HIDDENS: Final = (64, 256, 512, 1024)
 AT: Final = (16, 256)
@@ -232,5 +233,5 @@ def _charts(results: Sequence[Result]) -> Iterator[Chart]:
                 yield Chart(title=f"{model}, {fixed}", x=x, y="us a sample", curves=curves, is_log=True)
 
 
-_UNDRAWN: Final = (WHILE_LOOP, DYNAMIC_RNN, TORCH_MODULE)
+_UNDRAWN: Final = (WHILE_LOOP, DYNAMIC_RNN)
 """They stand in tables: more curves than a chart can show."""

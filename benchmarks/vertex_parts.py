@@ -1,8 +1,8 @@
 """What each part of a vertex function's speed is from: parts left out one by one (Cavs, fig. 10), and kinds of work.
 
 *All in the loop* leaves eager and lazy operations in the sets, *without regions* has each operation called by the
-executor, *without batched products* leaves gradients of weights in the loop, *two streams* cuts the work in two where
-the compiler finds that to pay. Kinds of work (tables 1 and 3) are read off the trace of a step without regions, in
+executor, *without batched products* leaves gradients of weights in the loop, *two streams* cuts the batch in
+two, whose loops overlap. Kinds of work (tables 1 and 3) are read off the trace of a step without regions, in
 which each operation is timed by itself: *products*, other *arithmetic*, and *memory*, which moves rows and computes
 nothing but sums of gradients.
 """
@@ -32,7 +32,7 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
     f"{ASYNCFLOW}, all in the loop": {"lift_parts": False},
     f"{ASYNCFLOW}, without regions": {"regions": False},
     f"{ASYNCFLOW}, without batched products": {"without": ["batch_loops"]},
-    f"{ASYNCFLOW}, two streams": {"compute_streams": 2},
+    f"{ASYNCFLOW}, two streams": {"streams": 2, "compute_streams": 2},
 }
 PRODUCTS: Final = frozenset({"matmul", "add_products", "sums", "pending_sums", "row_ahead", "rows_ahead"})
 MEMORY: Final = frozenset(
