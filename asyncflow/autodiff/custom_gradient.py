@@ -18,6 +18,7 @@ from asyncflow.graph import nest
 from asyncflow.graph.build import apply, as_tensor, graph_for, identity, refuse_coroutines
 from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.dtypes import VARIANT
+from asyncflow.graph.graph import Subgraph
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import OPAQUE, define
 from asyncflow.graph.spec import Spec
@@ -40,7 +41,7 @@ CUSTOM_GRADIENT = define("custom_gradient", _infer, _kernel, is_total=True, trai
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class CustomRule:
     """The user's rule by which a node is differentiated.
 
     Attributes:
@@ -69,7 +70,8 @@ def custom_gradient(fn: Callable[..., object]) -> Callable[..., Nest]:
     """Makes a function that builds part of a graph differentiate as it says itself.
 
     Works in graphs, branches, loop bodies and functions alike, and to any order: what `grad_fn` builds is
-    differentiated like everything else. `grad_fn` is called once for each gradient that is asked for.
+    differentiated like everything else. `grad_fn` is called once for each gradient that is asked for; in a function of
+    one row (`vmap`) once, and what it builds holds for each row.
 
     Args:
         fn: takes tensors, or nests of them, by position, and static values by name; returns ``(ys, grad_fn)``. `ys` is
@@ -138,7 +140,7 @@ class _Differentiable:
             captured, variables = _used(outputs, inputs, first)
             passed = apply(CUSTOM_GRADIENT, *outputs, *inputs, name=_node_name(self._fn), n_outputs=len(outputs))
             structures = tuple(nest.flatten(x)[1] for x in taken)
-            rule = _Rule(name, grad_fn, structures, results, captured, variables)
+            rule = CustomRule(name, grad_fn, structures, results, captured, variables)
             graph.root.kept_for_gradients[passed[0].node] = rule
             return results.unflatten(passed)
 
@@ -231,7 +233,18 @@ def differentiate_custom(
     return [*[None] * n_outputs, *found]
 
 
-def _refuse(node: Node, rule: _Rule, used: str) -> NoReturn:
+def traced_gradient(node: Node, rule: CustomRule) -> tuple[Subgraph, list[Tensor | None], list[Tensor | None]]:
+    """The body that the user's function builds in the node's graph; what reaches the outputs there, and the inputs."""
+    back = Subgraph(node.graph, node.graph.root.unique_name(f"{node.name}/gradient"))
+    n_outputs = node.attrs["n_outputs"]
+    grads = [back.add_input(y.spec, "grad") if carries_gradient(y.spec) else None for y in node.outputs]
+    with back:
+        returned = rule.gradients(grads)
+        found = input_gradients(f"grad_fn of {rule.name}", node, node.inputs[n_outputs:], rule.arguments, returned)
+    return back, grads, found
+
+
+def _refuse(node: Node, rule: CustomRule, used: str) -> NoReturn:
     raise GraphError(
         f"custom_gradient: {rule.name} uses {used}, which is none of its arguments, and a gradient is asked for that "
         f"would flow there: pass it as an argument, or cut it with af.stop_gradient"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.control.tensor_array import TensorArray
 from asyncflow.errors import user_location
@@ -24,7 +24,14 @@ from asyncflow.ops.manipulation import expand_dims
 from asyncflow.ops.rows import all as _rules
 from asyncflow.ops.rows.by_row import row_by_row
 from asyncflow.ops.rows.folded import FoldedRows
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, gives_rows, row_rule_of, why_no_row_rule
+from asyncflow.ops.rows.rule import (
+    CannotLift,
+    LiftedValue,
+    RowAxis,
+    gives_rows,
+    row_rule_of,
+    why_no_row_rule,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -146,6 +153,7 @@ class Lifting:
         self._note_extents(known.values())
         for node in _needed(body, known, wanted, body.nodes if among is None else among):
             given = [known[x] for x in (node.needs if isinstance(node, PartedRows) else node.inputs)]
+            self.rows.body = _BodyAtHand(self, body, known)
             outputs = self._lifted(node, given, body)
             self._note_extents(outputs)
             known.update(zip(node.outputs, outputs, strict=True))
@@ -236,6 +244,22 @@ class Lifting:
             reason = reason or "it has no row rule"
             raise CannotLift(f"{node.name} ({node.op.name}) is not computed for several rows at once: {reason}")
         return [LiftedValue(x, has_rows) for x in rule(node, self.rows, inputs)]
+
+
+class _BodyAtHand(NamedTuple):
+    """See `LiftedBody`."""
+
+    lifting: Lifting
+    body: Subgraph
+    known: dict[Tensor, LiftedValue]
+
+    def value(self, x: Tensor) -> LiftedValue:
+        return self.lifting.values(self.body, self.known, [x], among=())[0]
+
+    def computed(
+        self, inner: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor]
+    ) -> list[LiftedValue]:
+        return Lifting(self.lifting.rows, self.lifting.label).values(inner, known, wanted)
 
 
 def _copied(node: Node, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ rows; what depends on no row is computed once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from asyncflow.graph.build import apply
 from asyncflow.graph.dtypes import VARIANT
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncflow.errors import SourceLocation
+    from asyncflow.graph.graph import Subgraph
     from asyncflow.graph.ir import Node, Tensor
     from asyncflow.graph.shapes import Shape
     from asyncflow.values import Array, Kernel, Namespace
@@ -70,6 +71,20 @@ class CannotLift(Exception):
         super().__init__(reason if location is None else f"{reason}, built at {location}")
 
 
+class LiftedBody(Protocol):
+    """A body that is being lifted, for rules that need more of it than the inputs of their node."""
+
+    def value(self, x: Tensor) -> LiftedValue:
+        """A value of the body, for all rows."""
+        ...
+
+    def computed(
+        self, inner: Subgraph, known: dict[Tensor, LiftedValue], wanted: Sequence[Tensor]
+    ) -> list[LiftedValue]:
+        """Values for all rows of a body inside of this one, some of which are known; in any graph, and later too."""
+        ...
+
+
 class RowAxis:
     """The row axis that a body is given.
 
@@ -81,7 +96,10 @@ class RowAxis:
         outer: where rows are those of rows, the same of the axes around: how many numbers, `loops` and `own_loops`.
         label: a name for the axis, by which errors tell a row.
         part: where rows are some of those of a loop that goes back, their places there, and the axis of all of them.
+        body: what is being lifted over it.
     """
+
+    body: LiftedBody
 
     def __init__(
         self,
@@ -180,20 +198,24 @@ where it has no answer.
 _rules: dict[Op | Rows | None, RowRule] = {}
 _reasons: dict[Op | Rows | None, str] = {}
 _alike: set[Op | Rows] = set()
+_always: set[Op | Rows] = set()
 
 
-def row_rule(*ops: Op | Rows, alike: bool = False) -> Callable[[RowRule], RowRule]:
+def row_rule(*ops: Op | Rows, alike: bool = False, always: bool = False) -> Callable[[RowRule], RowRule]:
     """Makes the decorated function the row rule of `ops`, or of those that name it with `rows=`.
 
     Args:
         ops: operations, and what they may name.
         alike: what the rule gives is the same for every row.
+        always: outputs have rows also where no input has, as each row has the op for itself.
     """
 
     def install(rule: RowRule) -> RowRule:
         _rules.update(dict.fromkeys(ops, rule))
         if alike:
             _alike.update(ops)
+        if always:
+            _always.update(ops)
         return rule
 
     return install
@@ -214,7 +236,7 @@ def is_new(x: Tensor) -> bool:
 
 def gives_rows(op: Op, any_rows: bool) -> bool:
     """Whether the outputs of a lifted node of that op have rows, if `any_rows` of its inputs have them."""
-    return (any_rows or op.is_random) and op not in _alike
+    return (any_rows or op.is_random or op in _always) and op not in _alike
 
 
 def no_row_rule(*ops: Op | Rows, because: str) -> None:
