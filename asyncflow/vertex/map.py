@@ -41,7 +41,7 @@ from asyncflow.ops.utility import all as all_of
 from asyncflow.vertex.children import AllChildren, Children, NoChildren, SlottedChildren, VertexAxis
 from asyncflow.vertex.function import TracedFunction, VertexFunction
 from asyncflow.vertex.input_graph import InputGraph
-from asyncflow.vertex.schedule import schedule
+from asyncflow.vertex.schedule import VertexSchedule, schedules
 from asyncflow.vertex.side_by_side import join_products
 from asyncflow.vertex.split import FunctionParts, explained, split
 
@@ -119,10 +119,12 @@ def vertex_map(
         tensors = {key: as_tensor(value) for key, value in given.items()}
         label = scope.rstrip("/")
         try:
-            maps = [
-                _VertexMap(label, functions, graph, tensors, initial, policy, None if streams == 1 else (part, streams))
-                for part in range(streams)
-            ]
+            arity, state = _arity(functions), _initial(initial, functions[0])
+            if len(functions) > 1 and graph.types is None:
+                wanted = f"vertex_map of {len(functions)} functions needs a graph with types"
+                raise GraphError(f"{wanted}; this one has none")
+            plans = schedules(graph, policy, tensors, arity=arity, n_types=len(functions), parts=streams)
+            maps = [_VertexMap(label, functions[0], graph, tensors, state, plan) for plan in plans]
             traced = [_traced(each, tensors, lift_parts=lift_parts) for each in functions]
             return _joined([mapping.build(mapping.kinds(functions, traced)) for mapping in maps])
         except CannotLift as reason:
@@ -190,23 +192,19 @@ class _VertexMap:
     def __init__(
         self,
         label: str,
-        functions: Sequence[VertexFunction],
+        function: VertexFunction,
         graph: InputGraph,
         pulls: dict[str, Tensor],
-        initial: Nest,
-        policy: str,
-        part: tuple[int, int] | None,
+        initial: Sequence[LiftedValue],
+        plan: VertexSchedule,
     ) -> None:
         self.label = label
         self.liftings: list[Lifting] = []
         self.graph = graph
         self.pulls = pulls
-        self.function = functions[0]
-        self.arity = _arity(functions)
-        self.initial = _initial(initial, self.function)
-        if len(functions) > 1 and graph.types is None:
-            raise GraphError(f"vertex_map of {len(functions)} functions needs a graph with types; this one has none")
-        self.schedule = schedule(graph, policy, pulls, arity=self.arity, n_types=len(functions), part=part)
+        self.function = function
+        self.initial = initial
+        self.schedule = plan
         self.n_sets = subtract(size(self.schedule.set_starts), 1)
 
     def kinds(

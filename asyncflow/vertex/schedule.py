@@ -26,7 +26,7 @@ from asyncflow.vertex.depth import depth
 from asyncflow.vertex.edges import read_edges, roots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from asyncflow.values import Array, Kernel, Namespace
     from asyncflow.vertex.edges import Edges
@@ -72,9 +72,21 @@ def schedule(
     *,
     arity: int | None,
     n_types: int | None = None,
-    part: tuple[int, int] | None = None,
 ) -> VertexSchedule:
-    """Adds the node that orders the vertices of a batch, on the host.
+    """The order of a whole batch; see `schedules`."""
+    return schedules(graph, policy, pulls, arity=arity, n_types=n_types)[0]
+
+
+def schedules(
+    graph: InputGraph,
+    policy: str = "breadth_first",
+    pulls: Mapping[str, Tensor] = MappingProxyType({}),
+    *,
+    arity: int | None,
+    n_types: int | None = None,
+    parts: int = 1,
+) -> list[VertexSchedule]:
+    """Adds the node that orders the vertices of a batch, or of each of its parts, on the host.
 
     Args:
         graph: of tensors or arrays; with types, each set has vertices of one type alone.
@@ -82,7 +94,8 @@ def schedule(
         pulls: tensors that have a row for each vertex of the batch; the run looks where that is not known before.
         arity: how many children a vertex may have; None for any number.
         n_types: types are below it; None for any.
-        part: which of how many parts of the batch is ordered, see `Edges.part`; None: all of it.
+        parts: of the batch, each with an order of its own; see `Edges.part`. One node for all of them, so that none
+            is begun before the others could be.
 
     Raises:
         GraphError: there is no such policy, or what the graph holds are no vectors of integers. The run fails if they
@@ -95,8 +108,13 @@ def schedule(
     unknown = _of_unknown_rows(pulls, as_tensor(graph.offsets))
     rows = [shape(pulls[name]) for name in unknown]
     found = apply(
-        SCHEDULE, *arrays, *rows, policy=policy, arity=arity, n_types=n_types, part=part, pulls=tuple(unknown)
+        SCHEDULE, *arrays, *rows, policy=policy, arity=arity, n_types=n_types, parts=parts, pulls=tuple(unknown)
     )
+    each = len(found) // parts
+    return [_schedule(found[first : first + each], graph, arity) for first in range(0, len(found), each)]
+
+
+def _schedule(found: Sequence[Tensor], graph: InputGraph, arity: int | None) -> VertexSchedule:
     order, positions, set_starts, root_ranks, child_ranks = found[:5]
     starts, parents = found[5:7] if arity is None else (None, None)
     types = None if graph.types is None else found[-1]
@@ -124,7 +142,7 @@ def _spec(
     policy: str,
     arity: int | None,
     n_types: int | None,
-    part: tuple[int, int] | None,
+    parts: int,
     pulls: tuple[str, ...],
 ) -> tuple[Spec, ...]:
     for spec in (offsets, children, *rest):
@@ -132,13 +150,14 @@ def _spec(
             raise DTypeError(f"the arrays of an input graph are integers; got {spec}")
         if spec.rank not in (1, None):
             raise ShapeError(f"the arrays of an input graph are vectors; got {spec}")
-    ends = offsets.shape[0] if offsets.shape and part is None else None
+    ends = offsets.shape[0] if offsets.shape and parts == 1 else None
     size = None if ends is None else max(ends - 1, 0)
     per_vertex, any_number = Spec(int64, (size,)), Spec(int64, (None,))
-    per_child = Spec(int64, children.shape if children.shape and part is None else (None,))
+    per_child = Spec(int64, children.shape if children.shape and parts == 1 else (None,))
     table = (Spec(int64, (size, arity)),)
     ranks = table if arity is not None else (per_child, Spec(int64, (ends,)), per_child)
-    return per_vertex, per_vertex, any_number, any_number, *ranks, *(any_number,) * (len(rest) - len(pulls) - 1)
+    of_sets = (any_number,) * (len(rest) - len(pulls) - 1)
+    return (per_vertex, per_vertex, any_number, any_number, *ranks, *of_sets) * parts
 
 
 def _kernel(
@@ -147,7 +166,7 @@ def _kernel(
     policy: str,
     arity: int | None,
     n_types: int | None,
-    part: tuple[int, int] | None = None,
+    parts: int = 1,
     pulls: tuple[str, ...] = (),
 ) -> Kernel:
     def kernel(offsets: Array, children: Array, samples: Array, *more: Array) -> tuple[Array, ...]:
@@ -160,19 +179,9 @@ def _kernel(
                     f"pulls[{name!r}] has a row for each vertex: the graph has {edges.size} vertices, and what is "
                     f"pulled is of shape {format_shape(found.tolist())}"
                 )
-        if part is not None:
-            edges = edges.part(*part)
-        sets, set_starts = _sets(edges, POLICIES[policy](edges))
-        order = np.argsort(sets, kind="stable")
-        positions = np.empty_like(order)
-        positions[order] = np.arange(edges.size)
-        if arity is None:
-            ranks: tuple[Array, ...] = _ranked(edges, sets, order, positions)
-        else:
-            ranks = (_table(edges, positions, arity),)
-        of_sets = () if edges.types is None else (edges.types[order[set_starts[:-1]]],)
-        numbers = order if part is None else edges.first_vertex + order
-        return numbers, positions, set_starts, positions[roots(edges.size, edges.children)] + 1, *ranks, *of_sets
+        if parts == 1:
+            return _ordered(edges, policy, arity)
+        return tuple(x for part in range(parts) for x in _ordered(edges.part(part, parts), policy, arity))
 
     return kernel
 
@@ -180,6 +189,20 @@ def _kernel(
 SCHEDULE = define("schedule", _spec, _kernel, runs_on_host=True, host_inputs=inputs_from(0))
 not_differentiable(SCHEDULE, because="all of its outputs are integers")
 no_row_rule(SCHEDULE, because="it orders the vertices of a whole batch at once")
+
+
+def _ordered(edges: Edges, policy: str, arity: int | None) -> tuple[Array, ...]:
+    sets, set_starts = _sets(edges, POLICIES[policy](edges))
+    order = np.argsort(sets, kind="stable")
+    positions = np.empty_like(order)
+    positions[order] = np.arange(edges.size)
+    if arity is None:
+        ranks: tuple[Array, ...] = _ranked(edges, sets, order, positions)
+    else:
+        ranks = (_table(edges, positions, arity),)
+    of_sets = () if edges.types is None else (edges.types[order[set_starts[:-1]]],)
+    numbers = edges.first_vertex + order if edges.first_vertex else order
+    return numbers, positions, set_starts, positions[roots(edges.size, edges.children)] + 1, *ranks, *of_sets
 
 
 def _sets(edges: Edges, numbers: Array) -> tuple[Array, Array]:
@@ -207,4 +230,4 @@ def _ranked(edges: Edges, sets: Array, order: Array, positions: Array) -> tuple[
     return positions[edges.children[by_set]] + 1, starts, positions[edges.parents[by_set]]
 
 
-__all__ = ["POLICIES", "SCHEDULE", "VertexSchedule", "schedule"]
+__all__ = ["POLICIES", "SCHEDULE", "VertexSchedule", "schedule", "schedules"]

@@ -55,12 +55,14 @@ def ordered(
     policy: str = "breadth_first",
     arity: int | None = None,
     n_types: int | None = None,
-    part: tuple[int, int] | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> Any:
     """The schedule of a graph of arrays, or of a part of it, as the op's kernel gives it."""
     arrays = [part for part in (graph.offsets, graph.children, graph.samples, graph.types) if part is not None]
     assert SCHEDULE.kernel is not None
-    found: Any = SCHEDULE.kernel(np, policy=policy, arity=arity, n_types=n_types, part=part)(*arrays)
+    found: Any = SCHEDULE.kernel(np, policy=policy, arity=arity, n_types=n_types, parts=part[1])(*arrays)
+    each = len(found) // part[1]
+    found = found[part[0] * each : (part[0] + 1) * each]
     starts, parents = found[5:7] if arity is None else (None, None)
     return VertexSchedule._make([*found[:5], starts, parents, None if graph.types is None else found[-1]])
 

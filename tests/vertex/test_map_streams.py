@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import asyncflow as af
 from asyncflow.errors import GraphError, KernelError
 from asyncflow.graph import nest
+from asyncflow.testing import virtual_clock
 from tests.conftest import OpenSession, small_cards
 from tests.vertex.evaluation import H, child_sum, forest, phrase, slotted, slotted_alone, word
 from tests.vertex.graphs import batches, ordered
@@ -196,3 +197,26 @@ async def test_on_a_cpu_each_part_has_a_thread() -> None:
     async with af.Session(graph, devices=["cpu:0"], compute_streams=2) as session:
         await session.run(roots, feeds, trace=trace)
     assert streams_of(trace) == {"sets": {"compute"}, "sets_1": {"compute:1"}}
+
+
+def test_on_a_simulated_card_the_loops_overlap() -> None:
+    """Neither waits for the other to have been launched: they take turns, and each has a stream."""
+    graph, roots, feeds = two_loops(512)
+
+    async def traced() -> af.Trace:
+        trace = af.Trace()
+        async with af.Session(graph, devices=["sim:0"], compute_streams=2) as session:
+            await session.run(roots, feeds, trace=trace)
+        return trace
+
+    with virtual_clock("v100", host="c++") as clock:
+        trace = clock.run(traced())
+    products: dict[str, list[int]] = {}
+    for firing in trace.firings:
+        if firing.op == "matmul":
+            products.setdefault(firing.stream, []).append(firing.started_ns)
+    assert sorted(products) == ["compute", "compute:1"]
+    one, other = products["compute"], products["compute:1"]
+    assert len(one) == len(other) == 3
+    assert min(other) < max(one)
+    assert min(one) < max(other)
