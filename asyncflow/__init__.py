@@ -265,6 +265,9 @@ from asyncflow.runtime.session.session_statistics import SessionStatistics as Se
 from asyncflow.runtime.session.value_and_grad import value_and_grad as value_and_grad
 from asyncflow.runtime.trace import Trace as Trace
 from asyncflow.runtime.values.fetches import on_device as on_device
+from asyncflow.semantics.explore import Exploration as Exploration
+from asyncflow.semantics.explore import Outcome as Outcome
+from asyncflow.semantics.explore import explore as explore
 from asyncflow.state.containers import reset_container as reset_container
 from asyncflow.state.variable import Variable as Variable
 from asyncflow.vertex.function import Vertex as Vertex

@@ -27,6 +27,7 @@ ROOMS: Final = {
     "control": "Control flow",
     "lift": "Control flow",
     "state": "Variables",
+    "semantics": "What programs may do",
     "autodiff": "Gradients",
     "jacobians": "Gradients",
     "vertex": "Graphs as data",

@@ -1,0 +1,236 @@
+"""Every outcome that a small program may have, and an order of its reads and writes that leads to each.
+
+The search is exhaustive up to what cannot show. Two firings that touch no resource in common commute, so in each state
+only a *persistent* set of those that may be next is tried: nothing that is left out, and nothing that is still to come,
+touches what the set touches before the set does. States that were seen before are not searched again. A program that
+may fail is searched a second time without the first of the two, for a failure shows how far the others have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from time import monotonic
+from typing import TypeAlias, cast
+
+from asyncflow.errors import FeedError
+from asyncflow.graph.build import TensorLike, as_array
+from asyncflow.graph.builtin import PARAMETER
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Tensor
+from asyncflow.graph.resource import Resource
+from asyncflow.semantics.program import Fetch, Program, Touches, conflict
+from asyncflow.semantics.rules import OutOfTime, Rules
+from asyncflow.semantics.state import Firing, State, digest
+from asyncflow.values import Array, Value
+
+_Order: TypeAlias = "tuple[_Order, Firing] | None"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What a program may leave behind.
+
+    Attributes:
+        fetches: values of the fetched tensors and variables, of one run after the other; none if the run failed.
+        variables: the value of each variable afterwards.
+        error: why the run failed; empty if it did not.
+        order: reads and writes in an order that leads here: names of nodes, with the iterations of the loops around
+            them in brackets, and, of several runs, the number of the run in front.
+    """
+
+    fetches: tuple[Array, ...]
+    variables: Mapping[Resource, Array]
+    error: str
+    order: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exploration:
+    """The outcomes of a program.
+
+    Attributes:
+        outcomes: no two alike.
+        states: how many were searched.
+        stopped: the bound that was met, after which there may be further outcomes; empty if these are all.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    states: int
+    stopped: str
+
+
+def explore(
+    graph: Graph,
+    fetches: Fetch | Sequence[Fetch] | None,
+    feeds: Mapping[Tensor, TensorLike] | None = None,
+    *,
+    variables: Mapping[Resource, Value] | None = None,
+    runs: int = 1,
+    seed: int = 0,
+    max_states: int = 20_000,
+    max_seconds: float = 10.0,
+) -> Exploration:
+    """Finds every outcome that a run may have, whatever is first of what nothing orders (MAPL '17 §3.2).
+
+    A session that runs the graph gives one of them, on any devices. For small programs: every read and write of a
+    resource that others may write in the meantime doubles the work. Iterations of loops overlap without a limit.
+
+    Args:
+        graph: with ordered effects it has one outcome, if it does not fail. Nothing in it may be a coroutine.
+        fetches: a tensor, node or variable, or several of them; None for all effects of the graph.
+        feeds: values, by their tensors.
+        variables: values before the runs; those left out have their initial values.
+        runs: how many runs of it are in flight together in one session, with these feeds.
+        seed: of random ops, if the graph has none.
+        max_states: search no more than this many.
+        max_seconds: search no longer than this.
+
+    Raises:
+        FeedError: a placeholder is needed and not fed.
+        GraphError: the program acts on the world outside, or has primitives written by hand.
+
+    >>> import asyncflow as af
+    >>> with af.Graph(effects="unordered") as graph:
+    ...     v = af.Variable(0, name="v")
+    ...     writes = [v.assign(v + 1), v.assign(v + 2)]
+    >>> sorted(int(outcome.variables[v]) for outcome in explore(graph, [each.node for each in writes]).outcomes)
+    [1, 2, 3]
+    """
+    listed = fetches if fetches is None or isinstance(fetches, Sequence) else (fetches,)
+    for tensor in feeds or ():
+        if getattr(tensor, "graph", None) is not graph:
+            raise FeedError(f"explore feeds tensors of the graph, outside its branches and loops; got {tensor!r}")
+    given = {tensor: as_array(value, tensor.dtype) for tensor, value in (feeds or {}).items()}
+    rules = Rules(Program(graph, listed, given), seed)
+    memory = {resource.effect_key: value for resource, value in (variables or {}).items()}
+    search = _Search(rules, runs, max_states, max_seconds)
+    with redirect_stdout(StringIO()):  # what the program prints, it would print in every order
+        search.run(lambda: rules.start(given, memory, runs))
+    return Exploration(tuple(search.outcomes.values()), search.states, search.stopped)
+
+
+class _Search:
+    def __init__(self, rules: Rules, runs: int, max_states: int, max_seconds: float) -> None:
+        self.rules, self.runs = rules, runs
+        self.max_states, self.max_seconds = max_states, max_seconds
+        self.outcomes: dict[Hashable, Outcome] = {}
+        self.states = 0
+        self.stopped = ""
+        self.fails = False
+        rules.ends_at = monotonic() + max_seconds
+
+    def run(self, begin: Callable[[], State]) -> None:
+        """Searches all states, if need be twice."""
+        try:
+            start = begin()
+            self._search(start, reduced=True)
+            if self.fails:
+                self._search(start, reduced=False)
+        except OutOfTime:
+            self.stopped = f"after max_seconds={self.max_seconds:g} seconds"
+
+    def _search(self, start: State, *, reduced: bool) -> None:
+        """Searches all states, until a failure is found where not everything is tried."""
+        seen: set[Hashable] = set()
+        stack: list[tuple[State, _Order]] = [(start, None)]
+        while stack and not self.stopped and not (reduced and self.fails):
+            state, order = stack.pop()
+            key = self.rules.key(state)
+            if key in seen:
+                continue
+            if self.states == self.max_states:
+                self.stopped = f"after max_states={self.max_states} states"
+                return
+            seen.add(key)
+            self.states += 1
+            enabled = self.rules.enabled(state)
+            for firing, error in state.failing.items():
+                self._note(state, order, firing, error)
+            if not state.waiting:
+                self._note(state, order)
+            for firing in reversed(self._persistent(state, enabled) if reduced else enabled):
+                following = state.copy()
+                try:
+                    self.rules.fire(following, firing)
+                except Exception as error:  # as in `Rules.settle`
+                    self._note(state, order, firing, error)
+                    continue
+                self.rules.settle(following)
+                stack.append((following, (order, firing)))
+
+    def _note(self, state: State, order: _Order, failed: Firing | None = None, error: Exception | None = None) -> None:
+        """Adds an outcome: of runs that have ended, or one of which has failed."""
+        self.fails |= failed is not None
+        runs, tensors = range(0 if failed else self.runs), self.rules.program.values
+        fetched = tuple(cast("Array", self.rules.find(state, tensor, (run,))) for run in runs for tensor in tensors)
+        reason = f"{failed[0].name}: {type(error).__name__}: {error}" if failed else ""
+        key = reason, *map(digest, fetched), *map(digest, state.memory.values())
+        if key not in self.outcomes:
+            variables = {self.rules.resources[key]: cast("Array", value) for key, value in state.memory.items()}
+            self.outcomes[key] = Outcome(fetched, variables, reason, tuple(self._told(order)))
+
+    def _told(self, order: _Order) -> list[str]:
+        told: list[str] = []
+        while order is not None:
+            order, (node, tag) = order
+            iterations = f" {list(tag[1:])}" if len(tag) > 1 else ""
+            told.append(f"{f'run {tag[0] + 1}: ' if self.runs > 1 else ''}{node.name}{iterations}")
+        return told[::-1]
+
+    # -- what need not be tried ----------------------------------------------------------------------------------
+
+    def _persistent(self, state: State, enabled: list[Firing]) -> list[Firing]:
+        """Those of the enabled firings that are enough to try: the fewest that nothing else can come before."""
+        to_come = list(self._to_come(state))
+        ahead: dict[Firing, set[Firing]] = {}
+        best = enabled
+        for first in enabled:
+            chosen = self._closed(state, first, enabled, to_come, ahead)
+            if chosen is not None and len(chosen) < len(best):
+                best = chosen
+        return best
+
+    def _closed(
+        self,
+        state: State,
+        first: Firing,
+        enabled: list[Firing],
+        to_come: list[tuple[Firing, Touches]],
+        ahead: dict[Firing, set[Firing]],
+    ) -> list[Firing] | None:
+        """`first` and the enabled ones that it may depend on; None if others may come before them."""
+        chosen = [first]
+        for mine in chosen:
+            touched = self.rules.program.touches(mine[0])
+            rivals = [f for f, touches in to_come if f not in chosen and conflict(touches, touched)]
+            chosen += [rival for rival in rivals if rival in enabled]
+        for mine in chosen:
+            touched = self.rules.program.touches(mine[0])
+            for firing, touches in to_come:
+                if firing in enabled or not conflict(touches, touched):
+                    continue
+                if self._ahead(state, firing, ahead).isdisjoint(chosen):
+                    return None
+        return chosen
+
+    def _to_come(self, state: State) -> Iterable[tuple[Firing, Touches]]:
+        """What waits and touches anything, and what may still come in branches and loops."""
+        for firing in state.waiting:
+            touches = self.rules.program.touches(firing[0])
+            if touches and not (firing[0].subgraphs and firing in state.decided):
+                yield firing, touches
+
+    def _ahead(self, state: State, firing: Firing, known: dict[Firing, set[Firing]]) -> set[Firing]:
+        """Firings that are sure to come before one that waits."""
+        if firing not in known:
+            found: set[Firing] = set()
+            known[firing] = found
+            if firing[0].subgraphs:
+                return found  # what is inside may have begun
+            for before in self.rules.missing(state, firing):
+                if before[0].op is not PARAMETER and not before[0].subgraphs:
+                    found |= {before, *self._ahead(state, before, known)}
+        return known[firing]

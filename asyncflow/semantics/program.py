@@ -1,0 +1,166 @@
+"""What a run is asked for: the nodes that it needs, and which of them wait for which (MAPL '17 §2.2 and §3.1).
+
+A run is made of the fetches and all that they depend on. In a graph with ordered effects, a branch or loop that runs
+also runs all its effects, and nodes that touch one resource are ordered as they were written, by *soft* edges, which
+bring in no node. All this is found here anew, and not asked of the compiler, which tests hold against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cache
+from typing import TypeAlias
+
+from asyncflow.errors import GraphError
+from asyncflow.graph.build import SupportsTensor
+from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
+from asyncflow.graph.graph import Graph, has_side_effect
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Access
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
+
+Fetch: TypeAlias = Tensor | Node | SupportsTensor
+Touches: TypeAlias = dict[Hashable, Access]
+"""Resources by their keys; a write counts for more than a read."""
+
+
+class Program:
+    """The part of a graph that a run needs.
+
+    Args:
+        graph: a root graph; not changed.
+        fetches: tensors, nodes to run, and variables to read; None for every effect of the graph.
+        feeds: tensors of the root graph that get their values from the run.
+
+    Attributes:
+        graph: the graph.
+        values: the fetched tensors; a variable's is a read of its own.
+        feeds: the fed tensors.
+        homes: the branch or loop that each parameter of a body belongs to, and its place among the inputs there.
+        kept: of each loop the places of the variables that it needs.
+    """
+
+    def __init__(self, graph: Graph, fetches: Sequence[Fetch] | None, feeds: Iterable[Tensor] = ()) -> None:
+        self.graph = graph
+        self.feeds = frozenset(feeds)
+        self.homes: dict[Node, tuple[StructuredNode, int]] = {}
+        for level in levels(graph):
+            for node in level.nodes:
+                self._check(node)
+                if isinstance(node, StructuredNode):
+                    for body in node.subgraphs:
+                        for place, inner in enumerate(body.inputs, start=node.body_offset):
+                            self.homes[inner.node] = node, place
+        self.kept: dict[StructuredNode, set[int]] = {}
+        self._needed: set[Node] = set()
+        self._tensors: set[Tensor] = set()
+        self._pending: list[Tensor | Node] = []
+        self._reads: list[Node] = []
+        asked = [node for node in graph.nodes if has_side_effect(node)] if fetches is None else fetches
+        roots = [self._root(fetch) for fetch in asked]
+        self.values = tuple(root for root in roots if isinstance(root, Tensor))
+        self._find_needed(roots)
+        self.touches = cache(self._touches)
+        self.nodes = cache(self._nodes)
+        self.before = cache(self._before)
+
+    @staticmethod
+    def _check(node: Node) -> None:
+        is_known = node.op.kernel is not None or node.op in (PLACEHOLDER, PARAMETER) or node.subgraphs
+        if not is_known:
+            raise GraphError(
+                f"{node.name} ({node.op.name}) is a primitive of control flow written by hand, of which the rules "
+                f"say nothing; write cond or while_loop instead\n  built at {node.location}"
+            )
+
+    def _root(self, fetch: Fetch) -> Tensor | Node:
+        if isinstance(fetch, Tensor | Node):
+            return fetch
+        with Graph():  # the user's graph gets no node of ours
+            read = fetch.__asyncflow_tensor__()
+        self._reads.append(read.node)
+        return read
+
+    # -- which nodes run -----------------------------------------------------------------------------------------
+
+    def _find_needed(self, roots: Iterable[Tensor | Node]) -> None:
+        self._pending += roots
+        while self._pending:
+            while self._pending:
+                asked = self._pending.pop()
+                if isinstance(asked, Tensor):
+                    self._need_tensor(asked)
+                else:
+                    self._need_node(asked)
+            # A loop needs a variable to iterate on, even if only its effects are wanted.
+            for loop in self._needed:
+                if isinstance(loop, WhileNode) and self._tensors.isdisjoint(loop.outputs):
+                    self._keep(loop, 0)
+
+    def _need_tensor(self, tensor: Tensor) -> None:
+        if tensor in self._tensors or tensor in self.feeds:
+            return
+        self._tensors.add(tensor)
+        self._pending.append(tensor.node)
+        if isinstance(tensor.node, CondNode):
+            self._pending += [body.results[tensor.index] for body in tensor.node.subgraphs]
+        elif isinstance(tensor.node, WhileNode):
+            self._keep(tensor.node, tensor.index)
+
+    def _keep(self, loop: StructuredNode, place: int) -> None:
+        kept = self.kept.setdefault(loop, set())
+        if place not in kept:
+            kept.add(place)
+            self._pending += [loop.inputs[place], loop.subgraphs[1].results[place]]
+
+    def _need_node(self, node: Node) -> None:
+        if node in self._needed or (node.op is PLACEHOLDER and node.outputs[0] in self.feeds):
+            return
+        self._needed.add(node)
+        self._pending += node.control_inputs
+        if node.op is PARAMETER:
+            owner, place = self.homes[node]
+            if isinstance(owner, WhileNode) and place < owner.n_vars:
+                self._keep(owner, place)
+            else:
+                self._pending.append(owner.inputs[place])
+        elif isinstance(node, StructuredNode):
+            self._pending.append(node.decision)
+            if self.graph.effects == "ordered":
+                self._pending += [inner for body in node.subgraphs for inner in body.nodes if has_side_effect(inner)]
+        else:
+            self._pending += node.inputs
+
+    # -- what is asked of them -----------------------------------------------------------------------------------
+
+    def _nodes(self, graph: Graph) -> list[Node]:
+        """Those of a graph or body that run, in the order in which they were written."""
+        found = [node for node in graph.nodes if node in self._needed and node.op is not PARAMETER]
+        return found + self._reads if graph is self.graph else found
+
+    def _touches(self, node: Node) -> Touches:
+        """The resources that a node touches, or a branch or loop with all that runs in it."""
+        if isinstance(node, StructuredNode):
+            inside = (self.touches(inner) for body in node.subgraphs for inner in self.nodes(body))
+            pairs = [pair for each in inside for pair in each.items()]
+        else:
+            pairs = list(node.op.effects(node)) if node.op.effects is not None else []
+        return dict(sorted(pairs, key=lambda pair: pair[1] is Access.WRITE))
+
+    def _before(self, node: Node) -> list[Node]:
+        """The nodes of the same graph or body that it waits for without using their values: control and soft edges."""
+        graph, mine = node.graph, self.touches(node)
+        found = list(node.control_inputs)
+        if self.graph.effects == "ordered" and mine:
+            here = self.nodes(self.graph if node in self._reads else graph)
+            found += [each for each in here[: here.index(node)] if conflict(self.touches(each), mine)]
+        return found
+
+    def is_used(self, tensor: Tensor) -> bool:
+        """Whether the value of a tensor goes anywhere."""
+        return tensor in self._tensors
+
+
+def conflict(a: Touches, b: Touches) -> bool:
+    """Whether both touch a resource, and one of them writes it: their order may show."""
+    return any(Access.WRITE in (access, b[key]) for key, access in a.items() if key in b)

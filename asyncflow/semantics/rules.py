@@ -1,0 +1,260 @@
+"""The rules: how one state follows another (MAPL '17 §3.2; for branches and loops EuroSys '18, fig. 5).
+
+=================  ==================================================================================================
+node               rule
+=================  ==================================================================================================
+operation          fires once its inputs are there and what it waits for is done; its outputs are its kernel's
+read, write        likewise; the resource and the outputs change in one step (Read-x, Assign-x, Assign-f-x)
+cond               once the predicate is there, the nodes of the branch taken wait, each for its own inputs, and the
+                   results leave one by one (Switch, Merge); those of the other branch are dead and never fire
+while              the predicate's nodes wait in each iteration that has begun, and once it holds those of the body; a
+                   variable enters the next iteration as soon as its value is there (Enter, Merge, NextIteration), and
+                   leaves when the predicate does not hold (Exit)
+any, failing       a kernel that raises has no effect; it ends the run, at any moment from when its inputs are there
+=================  ==================================================================================================
+
+All but reads, writes and failures is the same whenever it happens, and so happens at once: `Rules.settle`. In a graph
+with ordered effects an iteration with effects begins when all of the last one is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from math import inf
+from time import monotonic
+from typing import Any, Final
+
+import numpy as np
+
+from asyncflow.errors import FeedError, GraphError
+from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import KernelContext
+from asyncflow.graph.resource import Resource, resources_of
+from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
+from asyncflow.semantics.program import Program
+from asyncflow.semantics.state import Firing, State, Tag, digest
+from asyncflow.values import Kernel, Value
+
+MISSING: Final = object()
+"""In place of a value that is not there yet."""
+
+
+class OutOfTime(Exception):
+    """A program goes on for longer than whoever asked will wait."""
+
+
+class Rules:
+    """The rules for one program.
+
+    Args:
+        program: what runs.
+        seed: of random ops; the graph's own goes first.
+    """
+
+    def __init__(self, program: Program, seed: int = 0) -> None:
+        self.program = program
+        self.ends_at = inf
+        self.seed = program.graph.seed if program.graph.seed is not None else seed
+        self.cells: dict[Hashable, Any] = {}
+        self.resources: dict[Hashable, Resource] = {}
+        self._kernels: dict[Node, Kernel] = {}
+        for body in levels(program.graph):
+            for node in program.nodes(body):
+                self._bind(node)
+
+    def _bind(self, node: Node) -> None:
+        op = node.op
+        if node.op is PLACEHOLDER:
+            raise FeedError(
+                f"{node.outputs[0].name} {node.outputs[0].spec} is needed; give it a value in feeds={{...}}"
+            )
+        if op.is_async or (op.is_user and op.effects is not None and not any(resources_of(node))):
+            raise GraphError(
+                f"{node.name} ({op.name}) acts on the world outside, and exploring would do so in every order; feed a "
+                f"value in its place\n  built at {node.location}"
+            )
+        for resource in resources_of(node):
+            if resource.effect_key not in self.cells:
+                self.cells[resource.effect_key] = resource.create_state()
+                self.resources[resource.effect_key] = resource
+        if op.kernel is not None:
+            attrs = node.attrs.items()
+            bound = {k: self.cells[v.effect_key] if isinstance(v, Resource) else v for k, v in attrs}
+            self._kernels[node] = op.kernel(np, **bound)
+
+    def start(self, feeds: Mapping[Tensor, Value], memory: Mapping[Hashable, Value], runs: int) -> State:
+        """The state in which so many runs begin."""
+        values: dict[tuple[Tensor, Tag], Value] = {
+            (tensor, (run,)): value for tensor, value in feeds.items() for run in range(runs)
+        }
+        cells = {key: memory.get(key, cell.value) for key, cell in self.cells.items()}
+        state = State(cells, values, {}, set(), {}, {})
+        for run in range(runs):
+            self._begin(state, self.program.graph, (run,))
+        self.settle(state)
+        return state
+
+    def _begin(self, state: State, body: Graph, tag: Tag) -> None:
+        state.waiting.update({(node, tag): -1 for node in self.program.nodes(body)})
+
+    # -- what is there -------------------------------------------------------------------------------------------
+
+    def find(self, state: State, tensor: Tensor, tag: Tag) -> Value:
+        """The value on an edge, or MISSING: where a branch or loop takes it from, at once or in the end."""
+        while (tensor, tag) not in state.values:
+            node = tensor.node
+            if isinstance(node, StructuredNode):
+                decided = state.decided.get((node, tag))
+                if decided is None:
+                    return MISSING
+                if isinstance(node, CondNode):
+                    tensor = node.subgraphs[decided].results[tensor.index]
+                else:
+                    tensor, tag = node.subgraphs[1].inputs[tensor.index], (*tag, decided)
+            elif node.op is not PARAMETER:
+                return MISSING
+            else:
+                owner, place = self.program.homes[node]
+                if not isinstance(owner, WhileNode) or place >= owner.n_vars:
+                    tensor = owner.inputs[place]
+                    tag = tag[:-1] if isinstance(owner, WhileNode) else tag
+                elif tag[-1] == 0:
+                    tensor, tag = owner.inputs[place], tag[:-1]
+                else:
+                    tensor, tag = owner.body.results[place], (*tag[:-1], tag[-1] - 1)
+        return state.values[tensor, tag]
+
+    def _is_done(self, state: State, node: Node, tag: Tag) -> bool:
+        if node.op in (PARAMETER, PLACEHOLDER):
+            return self.find(state, node.outputs[0], tag) is not MISSING
+        return (node, tag) in state.done
+
+    def missing(self, state: State, firing: Firing) -> list[Firing]:
+        """The firings next to one that waits, which it waits for; they may be in a branch or loop that has to end."""
+        node, tag = firing
+        found = [(x.node, tag) for x in node.inputs if self.find(state, x, tag) is MISSING]
+        return found + [(each, tag) for each in self.program.before(node) if not self._is_done(state, each, tag)]
+
+    def enabled(self, state: State) -> list[Firing]:
+        """The reads and writes that may be next."""
+        ready = (f for f in state.waiting if not f[0].subgraphs and f not in state.failing)
+        return [firing for firing in ready if not self.missing(state, firing)]
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    def fire(self, state: State, firing: Firing) -> None:
+        """An operation, read or write: all of it, in one step. What its kernel raises leaves the state as it was."""
+        node, tag = firing
+        inputs = [self.find(state, tensor, tag) for tensor in node.inputs]
+        if node.op.needs_context:
+            inputs.insert(0, KernelContext(seed=self.seed, run=tag[0], tag=tag[1:]))
+        keys = [resource.effect_key for resource in resources_of(node)]
+        for key in keys:
+            self.cells[key].value = state.memory[key]
+        found = self._kernels[node](*inputs)
+        for key in keys:
+            state.memory[key] = self.cells[key].value
+        for tensor, value in zip(node.outputs, (found,) if node.single else found, strict=True):
+            state.values.setdefault((tensor, tag), value)  # one that is fed keeps its value
+        del state.waiting[firing]
+        state.done.add(firing)
+
+    def settle(self, state: State) -> None:
+        """All that is the same whenever it happens."""
+        moved = True
+        while moved:
+            moved = False
+            if monotonic() > self.ends_at:
+                raise OutOfTime
+            for firing in list(state.waiting):
+                node, tag = firing
+                if isinstance(node, CondNode):
+                    moved |= self._cond(state, node, tag)
+                elif isinstance(node, WhileNode):
+                    moved |= self._while(state, node, tag)
+                elif firing not in state.failing and not self.program.touches(node):
+                    moved |= self._operation(state, firing)
+
+    def _operation(self, state: State, firing: Firing) -> bool:
+        if self.missing(state, firing):
+            return False
+        try:
+            self.fire(state, firing)
+        except Exception as error:  # whatever the user's program may raise is part of what it may do
+            state.failing[firing] = error
+        return True
+
+    def _cond(self, state: State, node: CondNode, tag: Tag) -> bool:
+        firing = node, tag
+        if firing in state.decided:
+            return self._end(state, node, tag)
+        predicate = self.find(state, node.predicate, tag)
+        if predicate is MISSING or not all(self._is_done(state, each, tag) for each in self.program.before(node)):
+            return False
+        branch = state.decided[firing] = 0 if predicate else 1
+        self._begin(state, node.subgraphs[branch], tag)
+        return True
+
+    def _while(self, state: State, node: WhileNode, tag: Tag) -> bool:
+        firing = node, tag
+        if firing in state.decided:
+            return self._end(state, node, tag)
+        current = state.waiting[firing]
+        if current < 0:
+            if not all(self._is_done(state, each, tag) for each in self.program.before(node)):
+                return False
+            state.waiting[firing] = 0
+            self._begin(state, node.predicate, (*tag, 0))
+            return True
+        in_turn = self.program.graph.effects == "ordered" and bool(self.program.touches(node))
+        if in_turn and self._runs_inside(state, node, tag):
+            return False
+        iteration = (*tag, current)
+        if in_turn and (node, iteration) in state.done:  # all of the body is done too
+            state.waiting[firing] += 1
+            self._begin(state, node.predicate, (*tag, current + 1))
+            return True
+        predicate = self.find(state, node.decision, iteration)
+        if predicate is MISSING:
+            return False
+        if not predicate:
+            state.decided[firing] = current
+            return True
+        self._begin(state, node.body, iteration)
+        if in_turn:
+            state.done.add((node, iteration))
+        else:
+            state.waiting[firing] += 1
+            self._begin(state, node.predicate, (*tag, current + 1))
+        return True
+
+    def _end(self, state: State, node: StructuredNode, tag: Tag) -> bool:
+        if self._runs_inside(state, node, tag):
+            return False
+        del state.waiting[node, tag]
+        state.done.add((node, tag))
+        return True
+
+    def _runs_inside(self, state: State, node: StructuredNode, tag: Tag) -> bool:
+        bodies = {each for body in node.subgraphs for each in levels(body)}
+        return any(each.graph in bodies and inner[: len(tag)] == tag for each, inner in state.waiting)
+
+    # -- telling states apart ------------------------------------------------------------------------------------
+
+    def key(self, state: State) -> Hashable:
+        """Equal for states from which the same may follow: resources, and values in transit."""
+        transit = []
+        for (node, tag), at in state.waiting.items():
+            edges = [(tensor, tag) for tensor in node.inputs]
+            if isinstance(node, WhileNode) and at >= 0:
+                edges += [(node.body.inputs[place], (*tag, at)) for place in self.program.kept[node]]
+            transit.append((node, tag, at, (node, tag) in state.decided, self._digests(state, edges)))
+        runs = {tag[0] for _, tag in state.waiting} | {tag[0] for _, tag in state.done}
+        fetched = [(tensor, (run,)) for run in sorted(runs) for tensor in self.program.values]
+        memory = tuple((key, digest(value)) for key, value in state.memory.items())
+        return memory, frozenset(transit), self._digests(state, fetched)
+
+    def _digests(self, state: State, edges: Iterable[tuple[Tensor, Tag]]) -> tuple[Hashable, ...]:
+        return tuple(digest(self.find(state, tensor, tag)) for tensor, tag in edges)

@@ -1,0 +1,64 @@
+"""The states of MAPL '17 §3.2: what is in variables, and what is in transit.
+
+The paper keeps a queue of values on each edge. Here a value stays where it was made, and what is in transit is what the
+firings that wait find on their inputs. Nothing else tells states apart, so two ways of getting to one are the same,
+whatever was read and forgotten on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.values import Value
+
+Tag: TypeAlias = tuple[int, ...]
+"""The run, and the iterations of the loops around, outermost first."""
+
+Firing: TypeAlias = tuple[Node, Tag]
+"""A node in one context, where it fires at most once."""
+
+
+@dataclass(slots=True)
+class State:
+    """A state of one or more runs; the rules change it in place.
+
+    Attributes:
+        memory: values of resources, by their keys.
+        values: values that nodes have made.
+        waiting: firings that have not been, in the order in which they were written; of a loop, the iteration that its
+            predicate is about, or -1 before it began.
+        done: firings that have been.
+        decided: the branch that each cond takes, and the number of iterations that each loop has made, once known.
+        failing: firings whose kernel raises on inputs that are there; each may end the run, now or later.
+    """
+
+    memory: dict[Hashable, Value]
+    values: dict[tuple[Tensor, Tag], Value]
+    waiting: dict[Firing, int]
+    done: set[Firing]
+    decided: dict[Firing, int]
+    failing: dict[Firing, Exception]
+
+    def copy(self) -> State:
+        """One that can be changed without this."""
+        return State(
+            dict(self.memory),
+            dict(self.values),
+            dict(self.waiting),
+            set(self.done),
+            dict(self.decided),
+            dict(self.failing),
+        )
+
+
+def digest(value: Value) -> Hashable:
+    """Equal for values of the same bits."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return value
+    if dtype.kind in "OT":
+        return str(dtype), value.shape, str(value.tolist())  # type: ignore[attr-defined]
+    return str(dtype), value.shape, value.tobytes()  # type: ignore[attr-defined]

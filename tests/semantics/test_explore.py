@@ -1,0 +1,197 @@
+"""The outcomes of small programs: all of them, and nothing else."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+import asyncflow as af
+from asyncflow import Exploration, explore
+
+
+def unordered() -> af.Graph:
+    return af.Graph(effects="unordered")
+
+
+def left_in(variable: af.Variable, found: Exploration) -> set[object]:
+    assert not found.stopped
+    values = [np.asarray(outcome.variables[variable]).tolist() for outcome in found.outcomes]
+    return {tuple(value) if isinstance(value, list) else value for value in values}
+
+
+# -- figure 1 of MAPL '17 ---------------------------------------------------------------------------------------------
+
+
+def test_70_assign_add_has_one_outcome() -> None:
+    """CONFORMANCE 70: atomic additions, whose values nobody looks at, give the sum."""
+    with unordered() as graph:
+        v = af.Variable(0, name="v")
+        adds = [v.assign_add(k).node for k in (1, 2, 4)]
+    assert left_in(v, explore(graph, adds)) == {7}
+
+
+def test_70_assign_concat_has_two_outcomes() -> None:
+    """CONFORMANCE 70: two atomic appends in either order, each with the order that leads to it."""
+    with unordered() as graph:
+        text = af.Variable(np.zeros(0, np.int64), name="text", shape=(None,))
+        appends = [text.update(lambda old, new: af.concat([old, new]), np.array([k])).node for k in (1, 2)]
+    found = explore(graph, appends)
+    assert left_in(text, found) == {(1, 2), (2, 1)}
+    orders = {tuple(o.variables[text].tolist()): o.order for o in found.outcomes}
+    assert orders == {(1, 2): ("text/update", "text/update_1"), (2, 1): ("text/update_1", "text/update")}
+
+
+def test_70_read_add_write_may_lose_updates() -> None:
+    """CONFORMANCE 70: both updates, or one of them lost; who reads before the other has written loses it."""
+    with unordered() as graph:
+        v = af.Variable(0, name="v")
+        writes = [v.assign(v + 1).node, v.assign(v + 2).node]
+    found = explore(graph, writes)
+    assert left_in(v, found) == {1, 2, 3}
+    lost = next(outcome for outcome in found.outcomes if outcome.variables[v] == 1)
+    assert set(lost.order[:2]) == {"v/read", "v/read_1"} and lost.order[2:] == ("v/assign_1", "v/assign")
+
+
+def test_70_runs_of_one_session() -> None:
+    """CONFORMANCE 70: three runs at once of one read-add-write, and of one atomic addition."""
+    with af.Graph() as graph:
+        v = af.Variable(1, name="v")
+        write, add = v.assign(v + 1), v.assign_add(1)
+    assert left_in(v, explore(graph, write.node, runs=3)) == {2, 3, 4}
+    found = explore(graph, add, runs=3)
+    assert left_in(v, found) == {4}
+    assert {o.fetches for o in found.outcomes} == set(permutations((2, 3, 4)))
+    assert all(step.startswith("run ") for step in found.outcomes[0].order)
+
+
+# -- orders -----------------------------------------------------------------------------------------------------------
+
+
+def test_71_a_read_beside_a_write() -> None:
+    """CONFORMANCE 71: A or B; with a control edge B; and an unfetched write never runs."""
+    with unordered() as graph:
+        v = af.Variable("A", name="letter")
+        write, read = v.assign("B"), v.read()
+        with af.control_dependencies([write]):
+            after = v.read()
+    assert {str(o.fetches[0]) for o in explore(graph, [read, write.node]).outcomes} == {"A", "B"}
+    assert [str(o.fetches[0]) for o in explore(graph, after).outcomes] == ["B"]
+    assert [str(o.fetches[0]) for o in explore(graph, read).outcomes] == ["A"]
+
+
+def test_71_ordered_effects_have_one_outcome() -> None:
+    """CONFORMANCE 71: what was written first is first, through branches and loops too."""
+    with af.Graph() as graph:
+        v, u = af.Variable(1, name="v"), af.Variable(0, name="u")
+
+        def body(i: af.Tensor, total: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            af.cond(i > 0, lambda: u.assign_add(i), lambda: u.assign(5))
+            return i + 1, total + v.update(lambda old, k: old * 3 + k, i)
+
+        _, total = af.while_loop(lambda i, _: i < 3, body, (0, 0))
+        last = v.assign_sub(1)
+    found = explore(graph, [total, last, v, u])
+    # 1 → 3 → 10 → 32, and 5 + 1 + 2
+    assert [tuple(map(int, o.fetches)) for o in found.outcomes] == [(45, 31, 31, 8)]
+
+
+def test_effects_of_loops_and_branches_overlap_unordered() -> None:
+    """Iterations whose writes nothing orders come in any order, each after its own predicate."""
+    with unordered() as graph:
+        text = af.Variable(np.zeros(0, np.int64), name="text", shape=(None,))
+
+        def body(i: af.Tensor, done: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+            text.update(lambda old, new: af.concat([old, new]), af.reshape(i, (1,)))
+            written = text.update(lambda old, new: af.concat([old, new]), af.reshape(i, (1,)))
+            return i + 1, done + af.size(written) * 0
+
+        _, done = af.while_loop(lambda i, _: i < 3, body, (0, 0))
+    assert left_in(text, explore(graph, done)) == set(permutations(range(3)))
+
+
+def test_branches_not_taken_have_no_effect() -> None:
+    with unordered() as graph:
+        x = af.placeholder("int64", ())
+        v = af.Variable(0, name="v")
+        result = af.cond(x > 0, lambda: v.assign(x), lambda: v.assign_add(10 * x))
+    assert left_in(v, explore(graph, result, {x: 3})) == {3}
+    assert left_in(v, explore(graph, result, {x: np.int64(-3)})) == {-30}
+    with pytest.raises(af.FeedError, match=r"placeholder:0 int64\[\] is needed"):
+        explore(graph, result)
+    with pytest.raises(af.FeedError, match="outside its branches and loops"):
+        explore(graph, result, {"x": 3})  # type: ignore[dict-item]
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_72_a_failure_has_no_effect_and_ends_the_run() -> None:
+    """CONFORMANCE 72: what others had done by then is done; what waits for the failed node is not."""
+    with unordered() as graph:
+        v, u, w = (af.Variable(0, name=name) for name in "vuw")
+        checked = af.assert_that(v.assign(1) == 2, "no")
+        with af.control_dependencies([checked]):
+            never = w.assign(1)
+        beside = u.assign(1)
+    found = explore(graph, [never, beside])
+    assert {(int(o.variables[u]), int(o.variables[w])) for o in found.outcomes} == {(0, 0), (1, 0)}
+    assert all(o.error == "assert: AssertionError: no" and o.fetches == () for o in found.outcomes)
+
+
+def test_72_what_fails_in_some_orders_only() -> None:
+    """CONFORMANCE 72: a run may fail in one order, and end in another."""
+    with unordered() as graph:
+        v = af.Variable(1, name="v")
+        checked, write = af.assert_that(v > 0, "no"), v.assign(-1)
+    found = explore(graph, [checked, write.node])
+    assert sorted((int(o.variables[v]), bool(o.error)) for o in found.outcomes) == [(-1, False), (-1, True)]
+
+
+# -- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_says_when_it_stopped() -> None:
+    with unordered() as graph:
+        v = af.Variable(0, name="v")
+        writes = [v.assign(v * 2 + k).node for k in range(8)]
+        endless = af.while_loop(lambda i: i >= 0, lambda i: i * 0, (0,))
+    found = explore(graph, writes, max_states=50)
+    assert found.stopped == "after max_states=50 states" and found.states == 50
+    assert explore(graph, endless, max_seconds=0.01).stopped == "after max_seconds=0.01 seconds"
+
+
+def test_what_nothing_else_touches_is_not_tried_in_other_orders() -> None:
+    """Independent writes commute: one order of twelve is enough, and the states grow with their number alone."""
+    with unordered() as graph:
+        own = [af.Variable(0, name=f"v{k}") for k in range(12)]
+        writes = [each.assign(each + 1).node for each in own]
+    found = explore(graph, writes)
+    assert len(found.outcomes) == 1 and found.states <= 25
+
+
+def test_programs_that_act_outside_are_refused() -> None:
+    @af.op(outputs=af.spec("int64", ()))
+    async def ask(x: object) -> object:
+        return x
+
+    with af.Graph() as graph:
+        answer = ask(af.constant(1))
+    with pytest.raises(af.GraphError, match="acts on the world outside"):
+        explore(graph, answer)
+    with af.Graph() as by_hand:
+        left = af.raw.switch(af.constant(1), af.constant(True))[0]
+    with pytest.raises(af.GraphError, match="written by hand"):
+        explore(by_hand, left)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_left_out_shows_nowhere(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Persistent sets leave out orders, and no outcome."""
+    graph, fetches = stateful_program(random.Random(seed))
+    reduced = explore(graph, fetches)
+    monkeypatch.setattr(_Search, "_persistent", lambda self, state, enabled: enabled)
+    whole = explore(graph, fetches)
+    assert not reduced.stopped and not whole.stopped
+    assert outcome_keys(reduced) == outcome_keys(whole) and reduced.states <= whole.states
