@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import permutations
+from random import Random
 
 import numpy as np
 import pytest
 
 import asyncflow as af
 from asyncflow import Exploration, explore
+from asyncflow.semantics.explore import _Search
+from tests.semantics.programs import outcome_keys, stateful_program
 
 
 def unordered() -> af.Graph:
@@ -189,7 +192,7 @@ def test_programs_that_act_outside_are_refused() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_left_out_shows_nowhere(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Persistent sets leave out orders, and no outcome."""
-    graph, fetches = stateful_program(random.Random(seed))
+    graph, fetches, _ = stateful_program(Random(seed))
     reduced = explore(graph, fetches)
     monkeypatch.setattr(_Search, "_persistent", lambda self, state, enabled: enabled)
     whole = explore(graph, fetches)

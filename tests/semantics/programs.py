@@ -1,0 +1,82 @@
+"""Random programs with state, small enough to explore: variables, updates that do not commute, branches and loops."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from random import Random
+from typing import Literal, NamedTuple
+
+import asyncflow as af
+from asyncflow.graph.resource import Resource
+from asyncflow.semantics.state import digest
+from asyncflow.values import Value
+
+Effects = Literal["ordered", "unordered"]
+
+
+class Program(NamedTuple):
+    """A graph, what to fetch of it, and all its variables."""
+
+    graph: af.Graph
+    fetches: list[af.Tensor]
+    variables: list[af.Variable]
+
+
+def stateful_program(random: Random, effects: Effects = "unordered") -> Program:
+    """A program of two to four statements, each of which reads, writes, or holds others."""
+    with af.Graph(effects=effects) as graph:
+        variables = [af.Variable(k, name=f"v{k}") for k in range(random.choice((1, 1, 2)))]
+        made = _Block(random, variables, [af.constant(random.randrange(5))]).statements(random.randint(2, 4), depth=0)
+    return Program(graph, made, variables)
+
+
+class _Block:
+    """Statements that may use what was made before them."""
+
+    def __init__(self, random: Random, variables: Sequence[af.Variable], known: Sequence[af.Tensor]) -> None:
+        self.random, self.variables, self.known = random, variables, list(known)
+
+    def statements(self, count: int, depth: int) -> list[af.Tensor]:
+        made = [self.statement(depth) for _ in range(count)]
+        self.known += made
+        return made
+
+    def statement(self, depth: int) -> af.Tensor:
+        random, x, variable = self.random, self.random.choice(self.known), self.random.choice(self.variables)
+        kind = random.choice(("read", "add", "update", "update", "assign", "order", *(("cond", "loop") * (depth < 2))))
+        if kind == "read":
+            return variable.read() + x
+        if kind == "add":
+            return variable.assign_add(x)
+        if kind == "update":
+            factor = random.choice((-1, 2, 3))
+            return variable.update(lambda old, by: old * factor + by, x)
+        if kind == "assign":
+            return variable.assign(variable + x)
+        if kind == "order":
+            with af.control_dependencies([x]):
+                return variable.update(lambda old: 1 - 2 * old)
+        return self.cond(x, depth) if kind == "cond" else self.loop(x, depth)
+
+    def cond(self, x: af.Tensor, depth: int) -> af.Tensor:
+        return af.cond(x % 2 == 0, lambda: self.inside([x], depth), lambda: self.inside([x], depth))
+
+    def loop(self, x: af.Tensor, depth: int) -> af.Tensor:
+        n, start = self.random.randint(1, 2), x % 3
+        loop = af.while_loop(lambda i, _: i < n, lambda i, s: (i + 1, self.inside([i, s], depth)), (0, start))
+        return loop[1]
+
+    def inside(self, known: Sequence[af.Tensor], depth: int) -> af.Tensor:
+        made = _Block(self.random, self.variables, known).statements(self.random.randint(1, 2), depth + 1)
+        # The first result is used or not, and with it what it does goes on or is pruned.
+        return made[0] + made[-1] if self.random.random() < 0.5 else made[-1]
+
+
+def outcome_keys(found: af.Exploration) -> set[Hashable]:
+    """The outcomes of a program, without their orders."""
+    return {outcome_key(outcome.fetches, outcome.variables) for outcome in found.outcomes}
+
+
+def outcome_key(fetched: Sequence[Value], variables: Mapping[Resource, Value]) -> Hashable:
+    """Equal for outcomes of the same bits."""
+    return tuple(map(digest, fetched)), frozenset((each, digest(value)) for each, value in variables.items())

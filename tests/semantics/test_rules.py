@@ -1,0 +1,84 @@
+"""The rules against the executor: how many of the outcomes it shows, and that a fault in it shows as another one.
+
+That it shows no other, in every cell of the matrix, is in `tests/conformance/test_semantics.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from random import Random
+
+import pytest
+
+import asyncflow as af
+from asyncflow.compiler.program import order_effects
+from asyncflow.graph.ir import Node
+from tests.semantics.programs import Effects, Program, outcome_key, outcome_keys, stateful_program
+
+PROGRAMS = 200
+"""A fault is found by so many programs at most."""
+
+
+async def is_allowed(run: Program, found: af.Exploration, seed: int) -> bool:
+    """Whether an outcome of `run` is among those found for a program with variables of the same names."""
+    async with af.Session(run.graph, regions=False, seed=seed) as session:
+        fetched = await session.run(run.fetches)
+        left = await session.run(run.variables)
+    names = dict(zip((each.name for each in run.variables), left, strict=True))
+    variables = {each: names[each.name] for each in found.outcomes[0].variables}
+    return outcome_key(fetched, variables) in outcome_keys(found)
+
+
+async def finds_fault(effects: Effects, build: Callable[[int], Program]) -> bool:
+    """Whether a run of what `build` makes of one of `PROGRAMS` numbers shows what the program may not do."""
+    for number in range(PROGRAMS):
+        program = stateful_program(Random(number), effects)
+        found = af.explore(program.graph, program.fetches, max_states=300)
+        if not found.stopped and not await is_allowed(build(number), found, seed=number):
+            return True
+    return False
+
+
+async def test_70_a_write_that_is_not_atomic_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONFORMANCE 70: an update made of a read and a write leaves behind what an atomic one never does."""
+
+    def in_two_steps(variable: af.Variable, fn: Callable[..., af.Tensor], *xs: af.Tensor) -> af.Tensor:
+        return variable.assign(fn(variable.read(), *xs))
+
+    def build(number: int) -> Program:
+        with monkeypatch.context() as patch:
+            patch.setattr(af.Variable, "update", in_two_steps)
+            return stateful_program(Random(number))
+
+    assert await finds_fault("unordered", build)
+
+
+async def test_71_a_soft_edge_that_is_dropped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONFORMANCE 71: with ordered effects there is one outcome, and a run that forgets an edge gives another."""
+    whole = order_effects._wait_for
+
+    def but_one(node: Node, before: Iterable[Node]) -> None:
+        whole(node, list(before)[:-1])
+
+    monkeypatch.setattr(order_effects, "_wait_for", but_one)
+    assert await finds_fault("ordered", lambda number: stateful_program(Random(number), "ordered"))
+
+
+@pytest.mark.slow
+async def test_70_runs_show_most_of_few_outcomes(record_property: Callable[[str, object], None]) -> None:
+    """CONFORMANCE 70: of programs with two to four outcomes, shuffled runs show three of five at least."""
+    possible = shown = 0
+    for number in range(60):
+        graph, fetches, variables = stateful_program(Random(number))
+        found = af.explore(graph, fetches, max_states=500)
+        if found.stopped or not 2 <= len(found.outcomes) <= 4:
+            continue
+        touched = [each for each in variables if each in found.outcomes[0].variables]
+        met = set()
+        for seed in range(20):
+            async with af.Session(graph, regions=False, seed=seed) as session:
+                fetched = await session.run(fetches)
+                met.add(outcome_key(fetched, dict(zip(touched, await session.run(touched), strict=True))))
+        possible, shown = possible + len(found.outcomes), shown + len(met)
+    record_property("coverage", f"{shown} of {possible} outcomes")
+    assert shown >= 0.6 * possible > 0, f"{shown} of {possible} outcomes were seen"
