@@ -21,9 +21,9 @@ from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.resource import Resource
-from asyncflow.semantics.program import Fetch, Program, Touches, conflict
+from asyncflow.semantics.program import Fetch, NeededGraph, Touches, conflict
 from asyncflow.semantics.rules import OutOfTime, Rules
-from asyncflow.semantics.state import Firing, State, digest
+from asyncflow.semantics.state import Firing, ProgramState, digest
 from asyncflow.values import Array, Value
 
 _Order: TypeAlias = "tuple[_Order, Firing] | None"
@@ -31,7 +31,7 @@ _Order: TypeAlias = "tuple[_Order, Firing] | None"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What a program may leave behind.
+    """One of the ends that runs of a program may have.
 
     Attributes:
         fetches: values of the fetched tensors and variables, of one run after the other; none if the run failed.
@@ -104,7 +104,7 @@ def explore(
         if getattr(tensor, "graph", None) is not graph:
             raise FeedError(f"explore feeds tensors of the graph, outside its branches and loops; got {tensor!r}")
     given = {tensor: as_array(value, tensor.dtype) for tensor, value in (feeds or {}).items()}
-    rules = Rules(Program(graph, listed, given), seed)
+    rules = Rules(NeededGraph(graph, listed, given), seed)
     memory = {resource.effect_key: value for resource, value in (variables or {}).items()}
     search = _Search(rules, runs, max_states, max_seconds)
     with redirect_stdout(StringIO()):  # what the program prints, it would print in every order
@@ -122,7 +122,7 @@ class _Search:
         self.fails = False
         rules.ends_at = monotonic() + max_seconds
 
-    def run(self, begin: Callable[[], State]) -> None:
+    def run(self, begin: Callable[[], ProgramState]) -> None:
         """Searches all states, if need be twice."""
         try:
             start = begin()
@@ -132,10 +132,10 @@ class _Search:
         except OutOfTime:
             self.stopped = f"after max_seconds={self.max_seconds:g} seconds"
 
-    def _search(self, start: State, *, reduced: bool) -> None:
+    def _search(self, start: ProgramState, *, reduced: bool) -> None:
         """Searches all states, until a failure is found where not everything is tried."""
         seen: set[Hashable] = set()
-        stack: list[tuple[State, _Order]] = [(start, None)]
+        stack: list[tuple[ProgramState, _Order]] = [(start, None)]
         while stack and not self.stopped and not (reduced and self.fails):
             state, order = stack.pop()
             key = self.rules.key(state)
@@ -161,7 +161,9 @@ class _Search:
                 self.rules.settle(following)
                 stack.append((following, (order, firing)))
 
-    def _note(self, state: State, order: _Order, failed: Firing | None = None, error: Exception | None = None) -> None:
+    def _note(
+        self, state: ProgramState, order: _Order, failed: Firing | None = None, error: Exception | None = None
+    ) -> None:
         """Adds an outcome: of runs that have ended, or one of which has failed."""
         self.fails |= failed is not None
         runs, tensors = range(0 if failed else self.runs), self.rules.program.values
@@ -182,7 +184,7 @@ class _Search:
 
     # -- what need not be tried ----------------------------------------------------------------------------------
 
-    def _persistent(self, state: State, enabled: list[Firing]) -> list[Firing]:
+    def _persistent(self, state: ProgramState, enabled: list[Firing]) -> list[Firing]:
         """Those of the enabled firings that are enough to try: the fewest that nothing else can come before."""
         to_come = list(self._to_come(state))
         ahead: dict[Firing, set[Firing]] = {}
@@ -195,7 +197,7 @@ class _Search:
 
     def _closed(
         self,
-        state: State,
+        state: ProgramState,
         first: Firing,
         enabled: list[Firing],
         to_come: list[tuple[Firing, Touches]],
@@ -216,14 +218,14 @@ class _Search:
                     return None
         return chosen
 
-    def _to_come(self, state: State) -> Iterable[tuple[Firing, Touches]]:
-        """What waits and touches anything, and what may still come in branches and loops."""
+    def _to_come(self, state: ProgramState) -> Iterable[tuple[Firing, Touches]]:
+        """Firings that touch anything, those that may still come in branches and loops among them."""
         for firing in state.waiting:
             touches = self.rules.program.touches(firing[0])
             if touches and not (firing[0].subgraphs and firing in state.decided):
                 yield firing, touches
 
-    def _ahead(self, state: State, firing: Firing, known: dict[Firing, set[Firing]]) -> set[Firing]:
+    def _ahead(self, state: ProgramState, firing: Firing, known: dict[Firing, set[Firing]]) -> set[Firing]:
         """Firings that are sure to come before one that waits."""
         if firing not in known:
             found: set[Firing] = set()

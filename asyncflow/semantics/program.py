@@ -24,7 +24,7 @@ Touches: TypeAlias = dict[Hashable, Access]
 """Resources by their keys; a write counts for more than a read."""
 
 
-class Program:
+class NeededGraph:
     """The part of a graph that a run needs.
 
     Args:

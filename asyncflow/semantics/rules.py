@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from math import inf
 from time import monotonic
-from typing import Any, Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -33,12 +33,18 @@ from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import KernelContext
 from asyncflow.graph.resource import Resource, resources_of
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
-from asyncflow.semantics.program import Program
-from asyncflow.semantics.state import Firing, State, Tag, digest
+from asyncflow.semantics.program import NeededGraph
+from asyncflow.semantics.state import Firing, ProgramState, Tag, digest
 from asyncflow.values import Kernel, Value
 
 MISSING: Final = object()
 """In place of a value that is not there yet."""
+
+
+class _Cell(Protocol):
+    """The state of a resource, as kernels use it."""
+
+    value: Value
 
 
 class OutOfTime(Exception):
@@ -53,11 +59,11 @@ class Rules:
         seed: of random ops; the graph's own goes first.
     """
 
-    def __init__(self, program: Program, seed: int = 0) -> None:
+    def __init__(self, program: NeededGraph, seed: int = 0) -> None:
         self.program = program
         self.ends_at = inf
         self.seed = program.graph.seed if program.graph.seed is not None else seed
-        self.cells: dict[Hashable, Any] = {}
+        self.cells: dict[Hashable, _Cell] = {}
         self.resources: dict[Hashable, Resource] = {}
         self._kernels: dict[Node, Kernel] = {}
         for body in levels(program.graph):
@@ -84,24 +90,24 @@ class Rules:
             bound = {k: self.cells[v.effect_key] if isinstance(v, Resource) else v for k, v in attrs}
             self._kernels[node] = op.kernel(np, **bound)
 
-    def start(self, feeds: Mapping[Tensor, Value], memory: Mapping[Hashable, Value], runs: int) -> State:
+    def start(self, feeds: Mapping[Tensor, Value], memory: Mapping[Hashable, Value], runs: int) -> ProgramState:
         """The state in which so many runs begin."""
         values: dict[tuple[Tensor, Tag], Value] = {
             (tensor, (run,)): value for tensor, value in feeds.items() for run in range(runs)
         }
         cells = {key: memory.get(key, cell.value) for key, cell in self.cells.items()}
-        state = State(cells, values, {}, set(), {}, {})
+        state = ProgramState(cells, values, {}, set(), {}, {})
         for run in range(runs):
             self._begin(state, self.program.graph, (run,))
         self.settle(state)
         return state
 
-    def _begin(self, state: State, body: Graph, tag: Tag) -> None:
+    def _begin(self, state: ProgramState, body: Graph, tag: Tag) -> None:
         state.waiting.update({(node, tag): -1 for node in self.program.nodes(body)})
 
     # -- what is there -------------------------------------------------------------------------------------------
 
-    def find(self, state: State, tensor: Tensor, tag: Tag) -> Value:
+    def find(self, state: ProgramState, tensor: Tensor, tag: Tag) -> Value:
         """The value on an edge, or MISSING: where a branch or loop takes it from, at once or in the end."""
         while (tensor, tag) not in state.values:
             node = tensor.node
@@ -126,25 +132,25 @@ class Rules:
                     tensor, tag = owner.body.results[place], (*tag[:-1], tag[-1] - 1)
         return state.values[tensor, tag]
 
-    def _is_done(self, state: State, node: Node, tag: Tag) -> bool:
+    def _is_done(self, state: ProgramState, node: Node, tag: Tag) -> bool:
         if node.op in (PARAMETER, PLACEHOLDER):
             return self.find(state, node.outputs[0], tag) is not MISSING
         return (node, tag) in state.done
 
-    def missing(self, state: State, firing: Firing) -> list[Firing]:
+    def missing(self, state: ProgramState, firing: Firing) -> list[Firing]:
         """The firings next to one that waits, which it waits for; they may be in a branch or loop that has to end."""
         node, tag = firing
         found = [(x.node, tag) for x in node.inputs if self.find(state, x, tag) is MISSING]
         return found + [(each, tag) for each in self.program.before(node) if not self._is_done(state, each, tag)]
 
-    def enabled(self, state: State) -> list[Firing]:
+    def enabled(self, state: ProgramState) -> list[Firing]:
         """The reads and writes that may be next."""
         ready = (f for f in state.waiting if not f[0].subgraphs and f not in state.failing)
         return [firing for firing in ready if not self.missing(state, firing)]
 
     # -- what happens --------------------------------------------------------------------------------------------
 
-    def fire(self, state: State, firing: Firing) -> None:
+    def fire(self, state: ProgramState, firing: Firing) -> None:
         """An operation, read or write: all of it, in one step. What its kernel raises leaves the state as it was."""
         node, tag = firing
         inputs = [self.find(state, tensor, tag) for tensor in node.inputs]
@@ -161,7 +167,7 @@ class Rules:
         del state.waiting[firing]
         state.done.add(firing)
 
-    def settle(self, state: State) -> None:
+    def settle(self, state: ProgramState) -> None:
         """All that is the same whenever it happens."""
         moved = True
         while moved:
@@ -177,7 +183,7 @@ class Rules:
                 elif firing not in state.failing and not self.program.touches(node):
                     moved |= self._operation(state, firing)
 
-    def _operation(self, state: State, firing: Firing) -> bool:
+    def _operation(self, state: ProgramState, firing: Firing) -> bool:
         if self.missing(state, firing):
             return False
         try:
@@ -186,7 +192,7 @@ class Rules:
             state.failing[firing] = error
         return True
 
-    def _cond(self, state: State, node: CondNode, tag: Tag) -> bool:
+    def _cond(self, state: ProgramState, node: CondNode, tag: Tag) -> bool:
         firing = node, tag
         if firing in state.decided:
             return self._end(state, node, tag)
@@ -197,7 +203,7 @@ class Rules:
         self._begin(state, node.subgraphs[branch], tag)
         return True
 
-    def _while(self, state: State, node: WhileNode, tag: Tag) -> bool:
+    def _while(self, state: ProgramState, node: WhileNode, tag: Tag) -> bool:
         firing = node, tag
         if firing in state.decided:
             return self._end(state, node, tag)
@@ -230,20 +236,20 @@ class Rules:
             self._begin(state, node.predicate, (*tag, current + 1))
         return True
 
-    def _end(self, state: State, node: StructuredNode, tag: Tag) -> bool:
+    def _end(self, state: ProgramState, node: StructuredNode, tag: Tag) -> bool:
         if self._runs_inside(state, node, tag):
             return False
         del state.waiting[node, tag]
         state.done.add((node, tag))
         return True
 
-    def _runs_inside(self, state: State, node: StructuredNode, tag: Tag) -> bool:
+    def _runs_inside(self, state: ProgramState, node: StructuredNode, tag: Tag) -> bool:
         bodies = {each for body in node.subgraphs for each in levels(body)}
         return any(each.graph in bodies and inner[: len(tag)] == tag for each, inner in state.waiting)
 
     # -- telling states apart ------------------------------------------------------------------------------------
 
-    def key(self, state: State) -> Hashable:
+    def key(self, state: ProgramState) -> Hashable:
         """Equal for states from which the same may follow: resources, and values in transit."""
         transit = []
         for (node, tag), at in state.waiting.items():
@@ -256,5 +262,5 @@ class Rules:
         memory = tuple((key, digest(value)) for key, value in state.memory.items())
         return memory, frozenset(transit), self._digests(state, fetched)
 
-    def _digests(self, state: State, edges: Iterable[tuple[Tensor, Tag]]) -> tuple[Hashable, ...]:
+    def _digests(self, state: ProgramState, edges: Iterable[tuple[Tensor, Tag]]) -> tuple[Hashable, ...]:
         return tuple(digest(self.find(state, tensor, tag)) for tensor, tag in edges)

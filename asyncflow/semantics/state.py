@@ -22,7 +22,7 @@ Firing: TypeAlias = tuple[Node, Tag]
 
 
 @dataclass(slots=True)
-class State:
+class ProgramState:
     """A state of one or more runs; the rules change it in place.
 
     Attributes:
@@ -42,9 +42,9 @@ class State:
     decided: dict[Firing, int]
     failing: dict[Firing, Exception]
 
-    def copy(self) -> State:
+    def copy(self) -> ProgramState:
         """One that can be changed without this."""
-        return State(
+        return ProgramState(
             dict(self.memory),
             dict(self.values),
             dict(self.waiting),

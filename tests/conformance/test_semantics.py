@@ -41,12 +41,3 @@ async def test_70_random_programs_stay_within_the_rules(
     """CONFORMANCE 70, 71 and 73: with ordered effects there is one outcome."""
     allowed, met = await seen(open_session, program, effects, range(2))
     assert allowed == met == 1 if effects == "ordered" else met <= allowed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("effects", ["ordered", "unordered"])
-async def test_70_many_random_programs_stay_within_the_rules(open_session: OpenSession, effects: Effects) -> None:
-    """CONFORMANCE 70, 71 and 73: the same for 60 more programs."""
-    for program in range(100, 160):
-        allowed, met = await seen(open_session, program, effects, range(4))
-        assert allowed == met == 1 if effects == "ordered" else met <= allowed
