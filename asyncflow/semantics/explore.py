@@ -106,13 +106,13 @@ def explore(
     given = {tensor: as_array(value, tensor.dtype) for tensor, value in (feeds or {}).items()}
     rules = Rules(NeededGraph(graph, listed, given), seed)
     memory = {resource.effect_key: value for resource, value in (variables or {}).items()}
-    search = _Search(rules, runs, max_states, max_seconds)
+    search = _Exploring(rules, runs, max_states, max_seconds)
     with redirect_stdout(StringIO()):  # what the program prints, it would print in every order
         search.run(lambda: rules.start(given, memory, runs))
     return Exploration(tuple(search.outcomes.values()), search.states, search.stopped)
 
 
-class _Search:
+class _Exploring:
     def __init__(self, rules: Rules, runs: int, max_states: int, max_seconds: float) -> None:
         self.rules, self.runs = rules, runs
         self.max_states, self.max_seconds = max_states, max_seconds

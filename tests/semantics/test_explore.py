@@ -10,7 +10,7 @@ import pytest
 
 import asyncflow as af
 from asyncflow import Exploration, explore
-from asyncflow.semantics.explore import _Search
+from asyncflow.semantics.explore import _Exploring
 from tests.semantics.programs import outcome_keys, stateful_program
 
 
@@ -194,7 +194,7 @@ def test_what_is_left_out_shows_nowhere(monkeypatch: pytest.MonkeyPatch, seed: i
     """Persistent sets leave out orders, and no outcome."""
     graph, fetches, _ = stateful_program(Random(seed))
     reduced = explore(graph, fetches)
-    monkeypatch.setattr(_Search, "_persistent", lambda self, state, enabled: enabled)
+    monkeypatch.setattr(_Exploring, "_persistent", lambda self, state, enabled: enabled)
     whole = explore(graph, fetches)
     assert not reduced.stopped and not whole.stopped
     assert outcome_keys(reduced) == outcome_keys(whole) and reduced.states <= whole.states
