@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import asyncflow as af
-from asyncflow.compiler.optimize.hoist import hoist
+from asyncflow.compiler.optimize.hoist import TURNED, hoist
 from asyncflow.compiler.optimize.prune import prune
+from asyncflow.graph.graph import Graph
 from tests.compiler.stages import golden, optimized
 
 
@@ -85,3 +86,34 @@ def test_a_value_larger_than_what_it_is_made_of_stays_inside(graph: af.Graph) ->
     before, inside = optimized(graph, [y], hoist, prune).split("%loop = ")
     assert "multiply(" not in before
     assert "multiply(" in inside
+
+
+@pytest.mark.parametrize(("rows", "is_right", "is_copied"), [(256, True, True), (256, False, False), (8, True, False)])
+async def test_a_large_matrix_by_which_a_loop_multiplies_is_turned_once(
+    graph: af.Graph, rows: int, is_right: bool, is_copied: bool
+) -> None:
+    w, x = af.placeholder("float32", (rows, rows), name="w"), af.placeholder("float32", (rows, rows), name="x")
+
+    def step(y: af.Tensor) -> af.Tensor:
+        return af.tanh(y @ w.T if is_right else w.T @ y)
+
+    _, y = af.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, step(y)), (0, x), name="loop")
+    w_value, expected = np.random.default_rng(0).standard_normal((2, rows, rows), np.float32)
+    feeds = {w: w_value / rows, x: expected}
+    for _ in range(3):
+        expected = np.tanh(expected @ feeds[w].T if is_right else feeds[w].T @ expected)
+    async with af.Session(graph) as session:
+        np.testing.assert_allclose(await session.run(y, feeds), expected, rtol=1e-4, atol=1e-6)
+    after: list[Graph] = []
+    optimized(graph, [y], hoist, after.append)
+    (turned,) = [node for node in after[0].nodes if node.op.name == "matrix_transpose"]
+    assert (turned.op is TURNED) is is_copied
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (64, 3), (130, 70), (0, 4)])
+def test_a_turned_matrix_is_the_transposed_one(shape: tuple[int, int]) -> None:
+    assert TURNED.kernel is not None
+    x = np.random.default_rng(0).standard_normal(shape)
+    turned = TURNED.kernel(np)(x)
+    assert turned.flags.c_contiguous
+    np.testing.assert_array_equal(turned, x.T)
