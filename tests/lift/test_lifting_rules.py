@@ -168,5 +168,14 @@ def test_every_rule_is_looked_at() -> None:
     ruled = {op.name for op in registered_ops() if row_rule_of(op) is not None and not op.needs_context}
     stores = {name for name in ruled if name.startswith(("tensor_array", "saved_value", "save_value", "store_"))}
     stores |= {"accumulate_gradient", "add_parts", "element_gradient", "merge_gradients", "part_of_sum"}
-    others = {"arange", "assert", "check_row_by_row", "reduce_children", "rows_gradient", "stacked_gradients"}
+    others = {
+        "arange",
+        "assert",
+        "barrier",
+        "custom_gradient",
+        "check_row_by_row",
+        "reduce_children",
+        "rows_gradient",
+        "stacked_gradients",
+    }
     assert ruled - looked_at == stores | others

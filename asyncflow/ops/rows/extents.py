@@ -108,7 +108,32 @@ def _along_axis(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Seq
     return apply(node.op, x.tensor, *open_ones, axis=axis + (axis >= 0), n=node.attrs["n"], shape=template)
 
 
-@row_rule(SUM_TILES, SUM_REPEATS, MATMUL_LEFT, MATMUL_RIGHT, TENSORDOT_LEFT, TENSORDOT_RIGHT, VECDOT_LEFT, VECDOT_RIGHT)
+@row_rule(SUM_TILES)
+def _sum_tiles(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    x, *sizes = inputs
+    template, open_ones = row_template(node, rows, node.attrs["shape"], sizes)
+    repetitions, rank = node.attrs["repetitions"], LiftedValue(node.outputs[0], False).rank
+    if template is None or len(repetitions) > rank:
+        return row_by_row(node, rows, inputs)
+    each = (1,) * (1 + rank - len(repetitions)) + repetitions
+    return apply(SUM_TILES, x.tensor, *open_ones, repetitions=each, shape=template)
+
+
+@row_rule(SUM_REPEATS)
+def _sum_repeats(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    repeats, axis = node.attrs["repeats"], node.attrs["axis"]
+    x, *rest = inputs
+    counts, sizes = ([], rest) if repeats is not None else (rest[:1], rest[1:])
+    template, open_ones = row_template(node, rows, node.attrs["shape"], sizes)
+    if axis is None or template is None:
+        return row_by_row(node, rows, inputs)
+    given = fixed(node, counts, "numbers of repeats")
+    return apply(
+        SUM_REPEATS, rows.spread(x), *given, *open_ones, repeats=repeats, axis=axis + (axis >= 0), shape=template
+    )
+
+
+@row_rule(MATMUL_LEFT, MATMUL_RIGHT, TENSORDOT_LEFT, TENSORDOT_RIGHT, VECDOT_LEFT, VECDOT_RIGHT)
 def _sized_by_row(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     fixed(node, sizes_of(inputs, node.attrs["shape"]), "a shape")
     return row_by_row(node, rows, inputs)
