@@ -68,6 +68,50 @@ async def test_hessians_and_products_with_them_are_the_differences() -> None:
     np.testing.assert_allclose(hessian, np.transpose(hessian, (2, 3, 0, 1)), rtol=1e-10)
 
 
+def _own_loop(row: Any) -> Any:
+    grown = lambda y: af.tanh(y @ af.constant(W @ W.T)) * 0.2 + y + af.abs(row) + 0.5  # noqa: E731
+    return af.while_loop(lambda y: af.sum(y) < 4.0, grown, (af.sin(row),))[0]
+
+
+async def test_jacobians_of_loops_that_rows_leave_for_themselves() -> None:
+    """Of all rows, and of each; first and second derivatives."""
+    found = []
+    with af.Graph() as graph:
+        x = af.constant(X)
+        for lift in (True, False):
+            y = af.map_fn(_own_loop, x, lift=lift)
+            of_row = af.map_fn(lambda row: af.jacobian(_own_loop(row), row), x, lift=lift)
+            found.append((af.jacobian(y, x), af.hessian(af.sum(y * y), x), of_row))
+    async with af.Session(graph) as session:
+        got, want = await session.run(found)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose([got[0][row, :, row] for row in range(2)], got[2], rtol=1e-9)
+
+
+async def test_jacobians_of_vertex_functions() -> None:
+    @af.vertex_function(state=af.spec("float64", (3,)), children=2)
+    def function(v: Any) -> None:
+        state = v.pull() + v.gather(0) * 0.5 - v.gather(1) * 0.2
+        v.scatter(af.cond(af.sum(state) > 0.0, lambda: _own_loop(state), lambda: state * state))
+
+    with af.Graph() as graph:
+        x = af.placeholder("float64", (4, 3))
+        roots = af.vertex_map(function, af.InputGraph.from_parents([-1, 0, 0, 1]), x).roots
+        with pytest.raises(af.GraphError, match="how many of them is not known before the run"):
+            af.jacobian(roots, x)
+        root = roots[0]
+        slopes = af.jacobian(root, x)
+    at = np.concatenate([X, V])
+    async with af.Session(graph) as session:
+        got = await session.run(slopes, {x: at})
+        for place in np.ndindex(at.shape):
+            step = np.zeros_like(at)
+            step[place] = 1e-5
+            ahead, behind = [await session.run(root, {x: each}) for each in (at + step, at - step)]
+            np.testing.assert_allclose(got[:, *place], (ahead - behind) / 2e-5, rtol=1e-5, atol=1e-7)
+
+
 def test_second_derivatives_are_those_of_a_scalar() -> None:
     with af.Graph():
         x = af.constant(X)

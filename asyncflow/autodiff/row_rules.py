@@ -19,7 +19,7 @@ from asyncflow.graph.spec import Spec
 from asyncflow.ops.manipulation import concat, moveaxis
 from asyncflow.ops.rows.extents import row_template
 from asyncflow.ops.rows.indexing import row_key, row_parts
-from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, no_row_rule, refuse_part, row_rule
+from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, fixed, refuse_part, row_rule
 
 
 @row_rule(saved_values.NEW_STORE, saved_values.MOVING_STORE, alike=True)
@@ -135,11 +135,23 @@ def _custom(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
     return outputs
 
 
-no_row_rule(
-    *(store_gradients.JOINED_GRADIENTS, store_gradients.PIECES_GRADIENT),
-    because="its pieces are as long as the run says, for each row",
-)
-no_row_rule(
-    *(row_gradients.ADD_ROWS, row_gradients.READ_ROWS),
-    because="a store of rows is filled in the order of one program",
-)
+@row_rule(store_gradients.JOINED_GRADIENTS, store_gradients.PIECES_GRADIENT)
+def _pieces(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    whole, lengths, *sizes = inputs
+    attrs, open_ones = {**node.attrs, "axis": 1 + node.attrs["axis"]}, list[Tensor]()
+    if node.op is store_gradients.PIECES_GRADIENT:
+        attrs["shape"], open_ones = row_template(node, rows, attrs["shape"], sizes)
+    return apply(node.op, rows.spread(whole), *fixed(node, [lengths], "lengths"), *open_ones, **attrs)
+
+
+@row_rule(row_gradients.ADD_ROWS, row_gradients.READ_ROWS)
+def _store_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    """Each row of the store has a row axis in front."""
+    if rows.extent is None:
+        raise CannotLift(f"{node.name} keeps rows in a store, and how many of them is not known before the run")
+    grads, *given, first, second = inputs
+    at = 1 if node.attrs["is_range"] else second.rank
+    attrs = {**node.attrs, "row": Spec(node.attrs["row"].dtype, rows.shape(node.attrs["row"].shape))}
+    values = [moveaxis(rows.spread(x), 0, at) for x in given]
+    (found,) = apply(node.op, rows.spread(grads), *values, *fixed(node, [first, second], "numbers"), **attrs)
+    return [found if node.op is row_gradients.ADD_ROWS else moveaxis(found, at, 0)]

@@ -80,33 +80,38 @@ def _rows_spec(grads: Spec, *inputs: Spec, is_scattered: bool, dtype: DType, sha
     return Spec(dtype, template_shape(shape, inputs[is_scattered:]))
 
 
-def _joined(grad: Array, lengths: Array) -> StoreGradient:
-    cuts = _cuts(lengths)
-    total = cuts[-1].stop if cuts else 0
-    if len(grad) != total:
-        raise ValueError(
-            f"a gradient of shape {format_shape(grad.shape)} has reached the joined elements of an array, whose "
-            f"lengths add up to {total}"
-        )
-    return StoreGradient.of([(place, grad[piece]) for place, piece in enumerate(cuts)])
+def _joined_kernel(xp: Namespace, *, axis: int) -> Kernel:
+    def joined(grad: Array, lengths: Array) -> StoreGradient:
+        cuts = _cuts(lengths)
+        total = cuts[-1].stop if cuts else 0
+        if grad.shape[axis] != total:
+            raise ValueError(
+                f"a gradient of shape {format_shape(grad.shape)} has reached the joined elements of an array, whose "
+                f"lengths add up to {total}"
+            )
+        around = (slice(None),) * axis
+        return StoreGradient.of([(place, grad[(*around, piece)]) for place, piece in enumerate(cuts)])
+
+    return joined
 
 
-def _pieces_kernel(xp: Namespace, *, dtype: DType, shape: Shape) -> Kernel:
+def _pieces_kernel(xp: Namespace, *, dtype: DType, shape: Shape, axis: int) -> Kernel:
     read_shape = shape_reader(shape)
+    around = (slice(None),) * axis
 
     def read(grads: StoreGradient, lengths: Array, *sizes: Array) -> Array:
         extents = read_shape(sizes)
         whole = xp.zeros(extents, dtype)
         for place, piece in enumerate(_cuts(lengths)):
-            found = grads.total(place, (piece.stop - piece.start, *extents[1:]), xp)
-            if found is not None:
-                whole[piece] = found
+            own = (*extents[:axis], piece.stop - piece.start, *extents[axis + 1 :])
+            if (found := grads.total(place, own, xp)) is not None:
+                whole[(*around, piece)] = found
         return whole
 
     return read
 
 
-def _pieces_spec(grads: Spec, lengths: Spec, *sizes: Spec, dtype: DType, shape: Shape) -> Spec:
+def _pieces_spec(grads: Spec, lengths: Spec, *sizes: Spec, dtype: DType, shape: Shape, axis: int) -> Spec:
     return Spec(dtype, template_shape(shape, sizes))
 
 
@@ -131,7 +136,15 @@ ELEMENT_GRADIENT = define(
 )
 STACKED_GRADIENTS = store_op("stacked_gradients", lambda grad, *indices: STORE, _stacked, host_inputs=inputs_from(1))
 ROWS_GRADIENT = define("rows_gradient", _rows_spec, _rows_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
-JOINED_GRADIENTS = store_op("joined_gradients", lambda grad, lengths: STORE, _joined, host_inputs=(1,))
+JOINED_GRADIENTS = define(
+    "joined_gradients",
+    lambda grad, lengths, axis: STORE,
+    _joined_kernel,
+    flops=free,
+    host_inputs=(1,),
+    traits=OPAQUE,
+)
+"""Gradients of the pieces of which a value is made along an axis: 0, but where others stand in front of it."""
 PIECES_GRADIENT = define("pieces_gradient", _pieces_spec, _pieces_kernel, host_inputs=inputs_from(1), traits=OPAQUE)
 
 
@@ -176,15 +189,15 @@ def rows_gradient(grads: Tensor, values: Tensor, indices: Tensor | None = None) 
     return ensure_shape(found, values.shape)
 
 
-def joined_gradients(grad: Tensor, lengths: Tensor) -> Tensor:
+def joined_gradients(grad: Tensor, lengths: Tensor, axis: int = 0) -> Tensor:
     """The gradient of an array whose elements, of these lengths, are used as the pieces of one tensor."""
-    return apply(JOINED_GRADIENTS, grad, lengths)[0]
+    return apply(JOINED_GRADIENTS, grad, lengths, axis=axis)[0]
 
 
-def pieces_gradient(grads: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+def pieces_gradient(grads: Tensor, values: Tensor, lengths: Tensor, axis: int = 0) -> Tensor:
     """The gradients of the pieces, of these lengths, of the forward value `values`: all elements of an array."""
     template, sizes = split_extents(shape_of(values))
-    found = apply(PIECES_GRADIENT, grads, lengths, *sizes, dtype=values.dtype, shape=template)[0]
+    found = apply(PIECES_GRADIENT, grads, lengths, *sizes, dtype=values.dtype, shape=template, axis=axis)[0]
     return ensure_shape(found, values.shape)
 
 
@@ -247,12 +260,12 @@ def _concat(node: Node, grad: Tensor, lengths: None) -> Sequence[Tensor | None]:
 @derivative(JOINED_GRADIENTS)
 def _joined_rule(node: Node, grads: Tensor) -> Sequence[Tensor | None]:
     grad, lengths = node.inputs
-    return pieces_gradient(grads, grad, lengths), None
+    return pieces_gradient(grads, grad, lengths, node.attrs["axis"]), None
 
 
 @derivative(PIECES_GRADIENT)
 def _pieces(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
-    return [joined_gradients(grad, node.inputs[1]), *[None] * (len(node.inputs) - 1)]
+    return [joined_gradients(grad, node.inputs[1], node.attrs["axis"]), *[None] * (len(node.inputs) - 1)]
 
 
 @derivative(MERGE_GRADIENTS)

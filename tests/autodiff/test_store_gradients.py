@@ -222,9 +222,9 @@ def test_joined_gradients_are_as_long_as_their_pieces() -> None:
     """Slices of too few rows would be empty without a word."""
     split = JOINED_GRADIENTS.kernel
     assert split is not None
-    assert [grad.tolist() for _, grad in split(np)(np.arange(3.0), np.array([1, 2])).entries()] == [[0], [1, 2]]
+    assert [grad.tolist() for _, grad in split(np, axis=0)(np.arange(3.0), np.array([1, 2])).entries()] == [[0], [1, 2]]
     with pytest.raises(ValueError, match=r"\[2\] has reached the joined elements .* lengths add up to 3"):
-        split(np)(np.arange(2.0), np.array([1, 2]))
+        split(np, axis=0)(np.arange(2.0), np.array([1, 2]))
 
 
 def test_a_read_in_a_loop_adds_one_entry_an_iteration() -> None:

@@ -167,7 +167,17 @@ def test_every_rule_is_looked_at() -> None:
                         looked_at.add(node.op.name)
     ruled = {op.name for op in registered_ops() if row_rule_of(op) is not None and not op.needs_context}
     stores = {name for name in ruled if name.startswith(("tensor_array", "saved_value", "save_value", "store_"))}
-    stores |= {"accumulate_gradient", "add_parts", "element_gradient", "merge_gradients", "part_of_sum"}
+    stores |= {
+        "add_row_gradients",
+        "joined_gradients",
+        "pieces_gradient",
+        "row_gradients",
+        "accumulate_gradient",
+        "add_parts",
+        "element_gradient",
+        "merge_gradients",
+        "part_of_sum",
+    }
     others = {
         "arange",
         "assert",
