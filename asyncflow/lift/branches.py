@@ -21,8 +21,9 @@ from asyncflow.ops.creation import zeros
 from asyncflow.ops.derivatives.shapes import ensure_shape
 from asyncflow.ops.indexing import gather
 from asyncflow.ops.logic import equal, greater, logical_or
+from asyncflow.ops.manipulation import reshape
 from asyncflow.ops.rows.rule import CannotLift, LiftedValue, RowAxis, is_new, is_saved
-from asyncflow.ops.shape import size
+from asyncflow.ops.shape import shape, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,12 +87,17 @@ JOIN_ROWS = define("join_rows", _join_spec, _join_kernel, host_inputs=(0,), flop
 @derivative(JOIN_ROWS)
 def _join(node: Node, grad: Tensor) -> Sequence[Tensor | None]:
     _, places, values, others, rest = node.inputs
-    given = [
-        None
-        if node.attrs["absent"] and size_of(x.shape and x.shape[1:]) == 0
-        else ensure_shape(gather(grad, at), x.shape)
-        for at, x in ((places, values), (others, rest))
-    ]
+    given: list[Tensor | None] = []
+    for at, x in ((places, values), (others, rest)):
+        own = x.shape and x.shape[1:]
+        if node.attrs["absent"] and size_of(own) == 0:
+            given.append(None)
+            continue
+        rows = gather(grad, at)
+        if node.attrs["absent"]:
+            # Where no row has something, what the gradient is of has the shape of nothing.
+            rows = reshape(rows, (-1, *own) if own and is_static(own) else shape(x))
+        given.append(ensure_shape(rows, x.shape))
     return [None, None, given[0], None, given[1]]
 
 

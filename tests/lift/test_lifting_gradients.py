@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.testing import virtual_clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +78,26 @@ async def test_gradients_of_loops_of_rows(body: Any, regions: bool) -> None:
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
     assert [each.shape for each in none] == [(0, 3), (0, 3), (0, 3, 3)]
+
+
+@pytest.mark.slow
+def test_gradients_of_loops_of_rows_on_devices_with_memories_of_their_own() -> None:
+    """And where no row takes the branch that saves something."""
+    with af.Graph() as graph:
+        x, w = af.constant(X[0]), af.constant(W)
+        losses = []
+        for lift in (True, False):
+            body = lambda row: af.gradients(af.sum(branch_in_loop(row, w) ** 2), [row])[0]  # noqa: E731
+            losses.append(af.sum(af.map_fn(body, x, lift=lift) ** 2))
+        slopes = [af.gradients(loss, [x])[0] for loss in losses]
+
+    async def main() -> Any:
+        async with af.Session(graph, devices=["sim:0", "sim:1"]) as session:
+            return await session.run(slopes)
+
+    with virtual_clock("2 x v100") as clock:
+        got, want = clock.run(main())
+    np.testing.assert_allclose(got, want, rtol=1e-9)
 
 
 def _of_gradient(x: Any) -> Any:
