@@ -51,6 +51,9 @@ _SHORT = 0.70
 _FULL = 0.85
 """Above this part, whoever needs more waits for copies out."""
 
+_GRAIN = 1 / 256
+"""Whether memory is short is looked at once so much of the limit has been saved since."""
+
 _AHEAD_UP_TO = 0.75
 """Nothing comes back ahead of its read into memory above this part: an iteration needs the rest."""
 
@@ -246,7 +249,7 @@ class SwapManager:
         self._ns_per_byte = ns_per_byte
         self._copied = [0, 0]
         self._held = {"kept": 0, "host": 0, "disk": 0}
-        self._leaving = self._coming = 0
+        self._leaving = self._coming = self._unasked = 0
         self._moved_out = self._moved_in = self._discarded = self._late = 0
 
     # -- told ----------------------------------------------------------------------------------------------------
@@ -259,6 +262,7 @@ class SwapManager:
         group.last[handle.label] = handle.rank
         group.saves.note(now_ns, handle.rank, 1)
         self._held["kept"] += handle.nbytes
+        self._unasked += handle.nbytes
         out: list[SavedHandle] = []
         if always:
             before, group.newest = group.newest, handle
@@ -382,8 +386,9 @@ class SwapManager:
     def _relieve(self, out: list[SavedHandle]) -> None:
         """Have the oldest of the youngest run go, and so on, until what stays is no more than may."""
         limit = self._account.limit
-        if limit is None:
+        if limit is None or self._unasked < limit * _GRAIN:
             return
+        self._unasked = 0
         over = self._account.used - self._leaving - _SHORT * limit
         for group in reversed(self._groups.values()):
             while over > 0 and group.kept:

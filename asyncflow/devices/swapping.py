@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from functools import partial
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,6 +54,21 @@ class SavedEntry:
         self.view = view
 
 
+class _Owner(weakref.ref[object]):
+    """A weak reference to what owns the memory of a value, by which it is known again."""
+
+    __slots__ = ("handle", "key")
+
+    handle: SavedHandle
+    key: int
+
+
+def _forget(known: dict[int, _Owner], reference: weakref.ref[object]) -> None:
+    assert isinstance(reference, _Owner)
+    if known.get(reference.key) is reference:
+        del known[reference.key]
+
+
 class Swapping(ABC):
     """Moves saved values of one device of a session. All threads may call it; it never blocks but where it `waits`.
 
@@ -75,11 +92,13 @@ class Swapping(ABC):
         self.spaces = spaces
         self._least_bytes = least_bytes
         # By what owns their memory, as long as that is alive: a value may have left while others still use it here.
-        self._known: dict[int, tuple[weakref.ref[object], SavedHandle]] = {}
+        self._known: dict[int, _Owner] = {}
+        self._dies = partial(_forget, self._known)  # which keeps that alive, and nothing else
         # Stores let go of values wherever they are collected, maybe while this thread holds the lock.
         self._released: deque[SavedEntry] = deque()
         self._lock = Lock()
         self._changed = Condition(self._lock)
+        self._waiting = 0
         self._is_closed = False
         self._paused: list[tuple[Callable[[], None], AbstractEventLoop]] = []
 
@@ -98,19 +117,23 @@ class Swapping(ABC):
         found = self.movable(value) if nbytes >= self._least_bytes else None
         if found is None:
             return value
-        with self._locked():
-            while self.waits and self.manager.is_short:
+        manager = self.manager
+        with self._lock:
+            while self.waits and manager.is_short:
                 self._wait()
-            _, handle = self._known.get(id(found.owner), (None, None))
+            known = self._known.get(id(found.owner))
+            handle = None if known is None else known.handle
             if handle is not None and handle.state is not SavedState.GONE:
-                self.manager.shared(handle)
+                manager.shared(handle)
             elif handle is not None and handle.has_moved:  # it was read, and is saved again by the loop that reads it
                 return value
             else:
-                handle = SavedHandle(nbytes, label, self.manager.group(run))
+                handle = SavedHandle(nbytes, label, manager.group(run))
                 self.arrives(handle, found.owner, found.buffer)
-                self._start(self.manager.saved(handle, self.now_ns(), always=always))
-            return SavedEntry(handle, nbytes, found.view)
+                self._start(manager.saved(handle, self.now_ns(), always=always))
+        if self._released:
+            self._settle()
+        return SavedEntry(handle, nbytes, found.view)
 
     def take(self, entry: SavedEntry, *, is_last: bool) -> Value:
         """The value, for the last time or not; where this `waits`, once it is there.
@@ -119,15 +142,20 @@ class Swapping(ABC):
             BaseException: why it cannot come back.
         """
         handle = entry.handle
-        with self._locked():
-            self._start(self.manager.wanted(handle, self.now_ns()))
-            while self.waits and handle.state is SavedState.COMING and handle.error is None:
-                self._wait()
-            if handle.error is not None:
-                raise handle.error
-            buffer = handle.here
-            if is_last:
-                self._drop(handle)
+        with self._lock:
+            try:
+                self._start(self.manager.wanted(handle, self.now_ns()))
+                while self.waits and handle.state is SavedState.COMING and handle.error is None:
+                    self._wait()
+                if handle.error is not None:
+                    raise copy(handle.error)  # its traceback will lead to the store, and so to the handle: no cycle
+                buffer = handle.here
+            finally:
+                if is_last:  # the store has let go of it already
+                    self._drop(handle)
+                self._tell()
+        if self._released:
+            self._settle()
         return buffer if entry.view is None else entry.view(buffer)
 
     def release(self, entries: Iterable[object]) -> None:
@@ -233,7 +261,7 @@ class Swapping(ABC):
         """A copy in has failed: whoever reads the value gets the error."""
         with self._locked():
             self.manager.came(handle, 0)
-            handle.error = error
+            handle.error = copy(error)
             self._discard(handle)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -243,14 +271,19 @@ class Swapping(ABC):
         try:
             with self._lock:
                 yield
-                self._changed.notify_all()
-                if self._paused and not self.manager.is_short:
-                    paused, self._paused = self._paused, []
-                    for resume, loop in paused:
-                        if not loop.is_closed():
-                            loop.call_soon_threadsafe(resume)
+                self._tell()
         finally:
             self._settle()
+
+    def _tell(self) -> None:
+        """Have those look again who wait, and those go on who have paused."""
+        if self._waiting:
+            self._changed.notify_all()
+        if self._paused and not self.manager.is_short:
+            paused, self._paused = self._paused, []
+            for resume, loop in paused:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(resume)
 
     def _settle(self) -> None:
         """Drop what stores have let go of; who has the lock does so when it gives that back."""
@@ -264,7 +297,11 @@ class Swapping(ABC):
     def _wait(self) -> None:
         if self._is_closed:
             raise SessionClosedError("the session was closed while a saved value was on its way")
-        self._changed.wait()
+        self._waiting += 1
+        try:
+            self._changed.wait()
+        finally:
+            self._waiting -= 1
 
     def _start(self, orders: Orders) -> None:
         for handle in orders.out:
@@ -285,14 +322,10 @@ class Swapping(ABC):
 
     def arrives(self, handle: SavedHandle, owner: object, here: object) -> None:
         """The device's buffer of a value is `here`; `bring` may say so at once, where streams order what follows."""
-        key, known = id(owner), self._known
-
-        def dies(reference: weakref.ref[object]) -> None:
-            if key in known and known[key][0] is reference:
-                del known[key]
-
         handle.here = here
-        known[key] = (weakref.ref(owner, dies), handle)
+        reference = _Owner(owner, self._dies)
+        reference.key, reference.handle = id(owner), handle
+        self._known[reference.key] = reference
 
     def _discard(self, handle: SavedHandle) -> None:
         there, handle.there = handle.there, None

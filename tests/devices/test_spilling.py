@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 
 import asyncflow as af
+from asyncflow.devices.spill import SpillError
 from tests.patience import PATIENCE_S
 
 SIDE = 128
@@ -133,3 +137,136 @@ async def test_a_gradient_loop_gives_back_what_it_has_read(regions: bool) -> Non
     for (counted, alive), expected in zip(held, (8, 8, 7, 6, 5, 4, 3, 3), strict=True):
         assert abs(round(counted / VALUE, 1) - expected) <= 2 * loose, held
         assert 0 <= round((alive - counted) / VALUE, 1) <= loose, held
+
+
+class Disk:
+    """Stands before the spill file, and fails where it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails = ""
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reads = 0
+        write, read = os.pwrite, os.preadv
+
+        def pwrite(fd: int, data: memoryview, offset: int) -> int:
+            if self.fails == "full":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(fd, data, offset)
+
+        def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+            self.reads += 1
+            assert self.gate.wait(PATIENCE_S)
+            if self.fails == "read":
+                raise OSError(errno.EIO, "Input/output error")
+            count = read(fd, buffers, offset)
+            if self.fails == "bit":
+                buffers[0][0] ^= 1
+            return count
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(os, "preadv", preadv)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.mark.parametrize("regions", [True, False])
+@pytest.mark.parametrize(("fails", "said"), [("read", "Input/output error"), ("bit", "not those that were written")])
+async def test_a_run_fails_on_a_bad_read_and_others_go_on(
+    tmp_path: Path, disk: Disk, fails: str, said: str, regions: bool
+) -> None:
+    """FAULTS F31: the error names the value and the file; afterwards nothing is held, and the next run is right."""
+    with af.Graph():
+        dx, x = program(swap_memory=True, window=1)
+        expected, _ = await gradient(dx, x)
+        async with af.Session(x.graph, memory_limit=1 << 30, spill_directory=str(tmp_path), regions=regions) as session:
+            disk.fails = fails
+            with pytest.raises(af.KernelError, match="cannot be read back from the spill file") as caught:
+                await session.run(dx, {x: fed()}, timeout=PATIENCE_S)
+            assert "'while/body/" in str(caught.value)
+            assert str(tmp_path) in str(caught.value)
+            assert said in str(caught.value)
+            assert isinstance(caught.value.__cause__, SpillError)
+            disk.fails = ""
+            del caught
+            np.testing.assert_array_equal(await session.run(dx, {x: fed()}), expected)
+            memory = session.statistics().memory["cpu:0"]
+            assert (memory.held, memory.saved, memory.disk) == (0, 0, 0)
+
+
+async def test_a_full_disk_costs_nothing_while_memory_lasts(tmp_path: Path, disk: Disk) -> None:
+    """FAULTS F31: values stay where they are; where they do not fit the error says what went wrong with the file."""
+    disk.fails = "full"
+    with af.Graph():
+        dx, x = program(swap_memory=True, window=1)
+        expected, kept = await gradient(dx, x)
+        result, memory = await gradient(dx, x, memory_limit=1 << 30, spill_directory=str(tmp_path))
+        np.testing.assert_array_equal(result, expected)
+        assert memory.moved_in == 0
+        with pytest.raises(af.OutOfMemoryError) as caught:
+            await gradient(dx, x, memory_limit=STEPS * VALUE // 2, spill_directory=str(tmp_path))
+    assert "cannot be written to the spill file" in str(caught.value)
+    assert "No space left on device" in str(caught.value)
+    assert kept.moved_out == 0
+
+
+@pytest.mark.parametrize("regions", [True, False])
+async def test_the_event_loop_goes_on_while_a_value_is_read(tmp_path: Path, disk: Disk, regions: bool) -> None:
+    """The disk does not answer before the loop has, however a program is run."""
+    with af.Graph():
+        dx, x = program(swap_memory=True, window=1)
+        expected, _ = await gradient(dx, x)
+        y = x + 1.0
+        async with af.Session(x.graph, memory_limit=1 << 30, spill_directory=str(tmp_path), regions=regions) as session:
+            disk.gate.clear()
+            training = asyncio.ensure_future(session.run(dx, {x: fed()}))
+            async with asyncio.timeout(PATIENCE_S):
+                while not disk.reads:
+                    await asyncio.wait({training}, timeout=0.001)
+            for _ in range(5):
+                await session.run(y, {x: fed()})
+            assert not training.done()
+            disk.gate.set()
+            np.testing.assert_array_equal(await asyncio.wait_for(training, PATIENCE_S), expected)
+
+
+async def test_a_cancelled_run_gives_back_memory_and_disk(tmp_path: Path, disk: Disk) -> None:
+    """FAULTS F18: with reads in flight."""
+    with af.Graph():
+        dx, x = program(swap_memory=True, window=1)
+        async with af.Session(x.graph, memory_limit=1 << 30, spill_directory=str(tmp_path)) as session:
+            disk.gate.clear()
+            training = asyncio.ensure_future(session.run(dx, {x: fed()}))
+            async with asyncio.timeout(PATIENCE_S):
+                while not disk.reads:
+                    await asyncio.wait({training}, timeout=0.001)
+            training.cancel()
+            await asyncio.wait({training}, timeout=0.001)
+            disk.gate.set()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(asyncio.shield(training), PATIENCE_S)
+            (device,) = session.devices
+            assert device.swapping is not None
+            async with asyncio.timeout(PATIENCE_S):
+                for stream in (device.d2h, device.h2d):
+                    await stream.record().wait()
+            memory = session.statistics().memory["cpu:0"]
+            assert (memory.held, memory.saved, memory.disk) == (0, 0, 0)
+            assert device.swapping.spaces[0].used == 0
+
+
+async def test_two_runs_that_do_not_fit_together_both_end(tmp_path: Path) -> None:
+    """FAULTS F32: neither waits for the other's memory for ever."""
+    with af.Graph():
+        dx, x = program(window=1)
+        expected, kept = await gradient(dx, x, memory_limit=1 << 30)
+        limit = kept.peak * 4 // 5
+        async with af.Session(x.graph, memory_limit=limit, spill_directory=str(tmp_path)) as session:
+            async with asyncio.timeout(PATIENCE_S):
+                results = await asyncio.gather(*(session.run(dx, {x: fed()}) for _ in range(3)))
+            assert session.statistics().memory["cpu:0"].peak <= limit
+    for result in results:
+        np.testing.assert_array_equal(result, expected)
