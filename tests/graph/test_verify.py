@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+import asyncflow as af
 from asyncflow.errors import GraphError
 from asyncflow.graph.build import apply, constant, group, identity, placeholder
 from asyncflow.graph.graph import Graph
@@ -300,3 +302,18 @@ def test_inputs_of_another_dtype_than_the_body_takes_are_found() -> None:
     sums.node("placeholder_1").attrs["spec"] = spec("int32", (3,))
     with pytest.raises(GraphError, match=r"node 'sum' .*its op does not take .*ShapeError"):
         verify(sums)
+
+
+@pytest.mark.parametrize("is_on_a_branch", [True, False])
+def test_a_branch_that_is_never_taken_may_contradict_what_is_known(is_on_a_branch: bool) -> None:
+    """Once lowered, a branch is nodes like others: a shape that is found for what it uses may not suit it."""
+    with af.Graph() as graph:
+        rows, two = constant(np.zeros(0, np.int64)), constant(np.ones(2, np.int64))
+        if is_on_a_branch:
+            rows, _ = af.raw.switch(rows, placeholder("bool", ()))
+        graph.add_node(af.add(two, two).node.op, (rows, two), {}, two.spec)
+    if is_on_a_branch:
+        verify(graph)
+    else:
+        with pytest.raises(GraphError, match="does not take"):
+            verify(graph)
