@@ -43,6 +43,7 @@ from asyncflow.errors import KernelError as KernelError
 from asyncflow.errors import OutOfMemoryError as OutOfMemoryError
 from asyncflow.errors import OverloadedError as OverloadedError
 from asyncflow.errors import PlacementError as PlacementError
+from asyncflow.errors import ReplayError as ReplayError
 from asyncflow.errors import SessionClosedError as SessionClosedError
 from asyncflow.errors import ShapeError as ShapeError
 from asyncflow.foreign_names import facade as _facade
@@ -259,6 +260,7 @@ from asyncflow.runtime.session.calls import Prepared as Prepared
 from asyncflow.runtime.session.function import Function as Function
 from asyncflow.runtime.session.function import function as function
 from asyncflow.runtime.session.namespace_info import NamespaceInfo as _NamespaceInfo
+from asyncflow.runtime.session.replay import replay as replay
 from asyncflow.runtime.session.session import Session as Session
 from asyncflow.runtime.session.session_statistics import DeviceMemory as DeviceMemory
 from asyncflow.runtime.session.session_statistics import SessionStatistics as SessionStatistics

@@ -253,6 +253,10 @@ class CheckpointError(AsyncflowError):
     """A checkpoint that cannot be written, or a file that is not a whole checkpoint."""
 
 
+class ReplayError(AsyncflowError):
+    """A recorded run cannot be done again, or did not go the same way; the message says at which firing."""
+
+
 class SessionClosedError(AsyncflowError):
     """A session used after it was closed, or in a forked child."""
 

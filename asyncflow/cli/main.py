@@ -14,6 +14,7 @@ from asyncflow.cli.calibrate import calibrate
 from asyncflow.cli.devices import list_devices
 from asyncflow.cli.explain import explain
 from asyncflow.cli.profile import profile
+from asyncflow.cli.replay import replay
 from asyncflow.cli.simulate import SimulationOptions, simulate
 from asyncflow.cli.target import TargetError
 from asyncflow.compiler.pipeline import PASSES
@@ -100,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "simulate":
             return simulate(options.target, _simulation(options), program_arguments)
+        if options.command == "replay":
+            return replay(options.path, options.target)
         if options.command == "explain":
             return explain(options.target, options.after, program_arguments)
         return profile(
@@ -161,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("devices", help="list what graphs can run on here", allow_abbrev=False)
     _add_explain(commands)
     _add_profile(commands)
+    _add_replay(commands)
     _add_simulate(commands)
     return parser
 
@@ -212,6 +216,23 @@ def _add_profile(commands: _Commands) -> None:
         choices=("auto", "op", "node", "iteration"),
         default="auto",
         help="what the colours of a .png or .svg stand for (default: the iteration if there is a loop, else the op)",
+    )
+
+
+def _add_replay(commands: _Commands) -> None:
+    replayed = commands.add_parser(
+        "replay",
+        help="do a recorded run again, and say where it goes another way",
+        description="Does a run again that session.run(..., record=PATH) has recorded: every node in the place that it "
+        "had, bit by bit. Prints the values that were fetched, or the first firing that differs.",
+        allow_abbrev=False,
+    )
+    replayed.add_argument("path", metavar="PATH", type=Path, help="the record")
+    replayed.add_argument(
+        "target",
+        nargs="?",
+        help="the program's graph, where the record has none, as its ops are your own: file.py:name or "
+        "package.module:name, of a Graph or a function that returns one",
     )
 
 

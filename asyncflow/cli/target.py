@@ -66,15 +66,24 @@ class Target:
         """
         if not self.attribute:
             return partial(runpy.run_path, str(self.file), run_name=self.module)
-        module = _import_module(self.module) if self.file is None else _import_file(self.module, self.file)
-        try:
-            found = reduce(getattr, self.attribute.split("."), module)
-        except AttributeError:
-            raise TargetError(f"{self.program} has no {self.attribute!r}; {_offers(module)}") from None
+        found = self.find()
         if not callable(found):
             raise TargetError(f"{self.attribute} of {self.program} is a {type(found).__name__}; name a function")
         _check_no_arguments(self.attribute, found)
         return found
+
+    def find(self) -> object:
+        """Imports the module and gives what is named in it.
+
+        Raises:
+            TargetError: no such module, or no such name in it.
+            Exception: whatever the module raises while it is imported.
+        """
+        module = _import_module(self.module) if self.file is None else _import_file(self.module, self.file)
+        try:
+            return reduce(getattr, self.attribute.split(".") if self.attribute else (), module)
+        except AttributeError:
+            raise TargetError(f"{self.program} has no {self.attribute!r}; {_offers(module)}") from None
 
 
 def _existing(place: str) -> Path:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
 
 from asyncflow.entered import Entered
+
+if TYPE_CHECKING:
+    from asyncflow.runtime.picks import PickLog
 
 LOOP: Final = "loop"
 """The op of a loop that ran as a whole, inside a region; one that is interpreted is its nodes."""
@@ -147,6 +150,8 @@ class Trace:
     memory: list[MemorySample] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     dropped: int = 0
+    order: PickLog | None = field(default=None, init=False, repr=False, compare=False)
+    """Writes down, or says, which firing is next; None for a trace alone."""
     _inner: list[Trace] = field(default_factory=list, repr=False, compare=False)
     """Made inside the block, and not yet added."""
 

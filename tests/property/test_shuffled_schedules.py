@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -217,14 +218,20 @@ def schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 async def test_no_order_changes_a_result(
-    program: Callable[[], tuple[Any, Any]], graph: af.Graph, schedulers: list[Scheduler]
+    program: Callable[[], tuple[Any, Any]], graph: af.Graph, schedulers: list[Scheduler], tmp_path: Path
 ) -> None:
     fetches, expected = program()
     async with af.Session(graph, seed=0, regions=False) as session:
         for run in range(SEEDS):
             seed = f"af.Session(seed={run}, regions=False)"
             result = await session.run(fetches)
-            np.testing.assert_equal(result, expected, err_msg=seed)
+            try:
+                np.testing.assert_equal(result, expected, err_msg=seed)
+            except AssertionError as error:
+                async with af.Session(graph, seed=run, regions=False) as again:
+                    await again.run(fetches, record=tmp_path / "run.json")
+                error.add_note(f"asyncflow replay {tmp_path / 'run.json'} has a run with the same seed")
+                raise
             assert [scheduler.statistics() for scheduler in schedulers] == [NOTHING_LEFT], seed
             assert schedulers.pop().done, seed
         assert session.statistics().plans == 1

@@ -1,6 +1,7 @@
 """Explores every order in which a plan's nodes may fire and its kernels may complete.
 
-A run is a sequence of choices: which ready node the scheduler takes next, or which kernel completes first. The
+A run is a sequence of choices: which partition goes on, which ready node its scheduler takes next, or which kernel
+completes first. The
 explorer replays a run up to a choice, then tries each alternative; states already seen are not entered again, so the
 work grows with the number of states and not with that of orders.
 """
@@ -9,19 +10,28 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+import asyncflow as af
+from asyncflow.compiler.plan import Crossing
 from asyncflow.runtime.scheduler.frame import Frame, Iteration
+from asyncflow.runtime.scheduler.rendezvous import Rendezvous
 from asyncflow.runtime.scheduler.scheduler import Scheduler
 from asyncflow.runtime.values.feeds import feed_value
-from tests.runtime.by_hand import NOTHING, partition_of
+from tests.runtime.by_hand import NOTHING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import asyncflow as af
     from asyncflow.compiler.plan import Partition, PlanNode
     from asyncflow.runtime.scheduler.scheduler import Firing
+
+
+NOTHING_MEETS = (0, 0, 0)
+"""The statistics of a rendezvous that holds nothing."""
 
 
 @dataclass(slots=True)
@@ -42,70 +52,129 @@ class Outcomes:
 class _Undecided(BaseException):
     """The choices given are used up, and there are several ways to go on."""
 
-    def __init__(self, options: int) -> None:
+    def __init__(self, options: int, of: str) -> None:
         self.options = options
+        self.of = of
 
 
 class _ChosenOrder(deque[Any]):
     """A ready queue whose next item the run chooses."""
 
-    run: _Run
+    def __init__(self, choose: Callable[[], int]) -> None:
+        super().__init__()
+        self._choose = choose
 
     def popleft(self) -> Any:
-        return self.run.take_ready()
+        taken = self[position := self._choose()]
+        del self[position]
+        return taken
 
 
 class _Run:
-    """One run along given choices; where they end it raises `_Undecided`."""
+    """One run along given choices; where they end it raises `_Undecided`.
 
-    def __init__(self, partition: Partition, feeds: list[Any], choices: tuple[int, ...]) -> None:
-        self.scheduler = Scheduler(partition)
-        self.ready = self.scheduler.ready = _ChosenOrder()
-        self.ready.run = self
+    Of several partitions any may go on, after each of its firings; Send and Recv meet as the executors' do.
+    """
+
+    def __init__(self, partitions: Sequence[Partition], feeds: Sequence[Any], choices: tuple[int, ...]) -> None:
+        self.schedulers = [Scheduler(partition) for partition in partitions]
+        self.rendezvous = Rendezvous()
         self.choices = iter(choices)
-        self.running: list[Firing] = []
+        self.running: list[tuple[Scheduler, Firing]] = []
         self.fired: list[str] = []
         self.feeds = feeds
+        for scheduler in self.schedulers:
+            scheduler.ready = _ChosenOrder(partial(self.take_ready, scheduler))
 
     def to_the_end(self) -> None:
-        self.scheduler.start(self.feeds)
+        for scheduler in self.schedulers:
+            scheduler.start([self.feeds[index] for index in scheduler.partition.feed_indexes])
+            self.acknowledge(scheduler)
         while True:
-            while (firing := self.scheduler.next_firing()) is not None:
-                self.running.append(firing)
+            able = [scheduler for scheduler in self.schedulers if scheduler.ready]
+            if not able:
+                if not self.running:
+                    return
+                self.complete(self.choose(len(self.running), "kernels"))
+                continue
+            scheduler = able[self.choose(len(able), "partitions")]
+            firing = scheduler.next_firing()
+            self.acknowledge(scheduler)
+            if firing is not None:
                 self.fired.append(_label(firing[0], firing[1]))
-            if not self.running:
-                return
-            self.complete(self.choose(len(self.running)))
+                self.launch(scheduler, firing)
 
-    def take_ready(self) -> tuple[PlanNode, Iteration]:
+    def launch(self, scheduler: Scheduler, firing: Firing) -> None:
+        node, iteration, inputs = firing
+        if node.crossing == Crossing.RECV:
+            self.rendezvous.receive(partial(self.arrived, scheduler), node, iteration)
+        elif node.crossing == Crossing.SEND:
+            if node.is_acknowledged:
+                self.rendezvous.await_acknowledgement(partial(self.finish, scheduler, ()), node, iteration)
+            self.rendezvous.send(node, iteration, inputs[0] if inputs else np.True_)
+            if not node.is_acknowledged:
+                self.finish(scheduler, (), node, iteration)
+        else:
+            self.running.append((scheduler, firing))
+
+    def arrived(self, scheduler: Scheduler, node: PlanNode, iteration: Iteration, value: Any, sent_ns: int) -> None:
+        self.finish(scheduler, value, node, iteration)
+
+    def finish(self, scheduler: Scheduler, result: Any, node: PlanNode, iteration: Iteration) -> None:
+        scheduler.complete(node, iteration, result)
+        self.acknowledge(scheduler)
+
+    def acknowledge(self, scheduler: Scheduler) -> None:
+        ended, scheduler.ended = scheduler.ended, []
+        for transfer, counters in ended:
+            self.rendezvous.acknowledge(transfer, counters)
+
+    def take_ready(self, scheduler: Scheduler) -> int:
         # A kernel may also complete before the scheduler takes its next node.
-        while (choice := self.choose(len(self.ready) + len(self.running))) >= len(self.ready):
-            self.complete(choice - len(self.ready))
-        taken: tuple[PlanNode, Iteration] = self.ready[choice]
-        del self.ready[choice]
-        return taken
+        of = f"ready in {scheduler.partition.device}"
+        while (choice := self.choose(len(scheduler.ready) + len(self.running), of)) >= len(scheduler.ready):
+            self.complete(choice - len(scheduler.ready))
+        return choice
 
-    def choose(self, options: int) -> int:
+    def choose(self, options: int, of: str) -> int:
         choice = 0 if options == 1 else next(self.choices, None)
         if choice is None:
-            raise _Undecided(options)
+            raise _Undecided(options, of)
         return choice
 
     def complete(self, position: int) -> None:
-        node, iteration, inputs = self.running.pop(position)
+        scheduler, (node, iteration, inputs) = self.running.pop(position)
         assert node.kernel is not None
-        self.scheduler.complete(node, iteration, node.kernel(*inputs))
+        self.finish(scheduler, node.kernel(*inputs), node, iteration)
+
+    def cancel(self) -> None:
+        """Stops the run where it is."""
+        for scheduler in self.schedulers:
+            scheduler.abort()
+        self.rendezvous.clear()
+
+    def results(self) -> tuple[Any, ...]:
+        """The fetched values."""
+        found = self.schedulers[0].results
+        for scheduler in self.schedulers[1:]:
+            for index in scheduler.partition.fetch_indexes:
+                found[index] = scheduler.results[index]
+        return tuple(found)
 
     # -- the state -----------------------------------------------------------------------------------------------
 
     def state(self) -> str:
         """Everything that the rest of the run depends on."""
-        ready = sorted(_label(node, iteration) for node, iteration in self.ready)
-        running = sorted(f"{_label(node, iteration)}{inputs}" for node, iteration, inputs in self.running)
-        return repr((ready, running, self.scheduler.results, _frame_state(self.scheduler._root)))
+        running = sorted(f"{_label(node, iteration)}{inputs}" for _, (node, iteration, inputs) in self.running)
+        states = []
+        for scheduler in self.schedulers:
+            ready = sorted(_label(node, iteration) for node, iteration in scheduler.ready)
+            states.append((ready, scheduler.results, _frame_state(scheduler._root)))
+        meeting = self.rendezvous
+        return repr((states, running, meeting._sent, [*meeting._waiting], [*meeting._unacknowledged]))
 
     def frames(self) -> Iterator[Frame]:
-        stack = [self.scheduler._root]
+        stack = [scheduler._root for scheduler in self.schedulers if scheduler._root.newest is not None]
         while stack:
             frame = stack.pop()
             yield frame
@@ -136,42 +205,62 @@ def _iteration_state(it: Iteration) -> tuple[Any, ...]:
     return it.index, it.outstanding, it.pending, it.values, sorted(it.dead or ()), children
 
 
-def explore(fetches: Any, feeds: Mapping[af.Tensor, Any]) -> Outcomes:
-    """Runs the fetches in every order; checks in every state that the counts are right, and that nothing is left."""
+def explore(
+    fetches: Any, feeds: Mapping[af.Tensor, Any], *, devices: int = 1, placement_seed: int | None = None
+) -> Outcomes:
+    """Runs the fetches in every order; checks in every state that the counts are right, and that nothing is left.
+
+    Args:
+        fetches: what to run.
+        feeds: what is fed.
+        devices: how many CPU devices its nodes are on.
+        placement_seed: puts nodes there at random; None where they finish first.
+    """
     checked = {tensor: feed_value(tensor, value) for tensor, value in feeds.items()}
-    partition, values = partition_of(fetches, checked), list(checked.values())
+    names = [f"cpu:{index}" for index in range(devices)]
+    session = af.Session(debug=True, regions=False, devices=names, placement_seed=placement_seed)
+    partitions, values = session.plan(fetches, list(feeds)).partitions, list(checked.values())
     outcomes = Outcomes()
     seen: set[str] = set()
     open_ends: list[tuple[int, ...]] = [()]
     while open_ends:
         choices = open_ends.pop()
-        run = _Run(partition, values, choices)
+        run = _Run(partitions, values, choices)
         try:
             run.to_the_end()
         except _Undecided as undecided:
             _check(run, outcomes)
-            state = run.state()
+            state = undecided.of + run.state()
             if state not in seen:
                 seen.add(state)
                 open_ends.extend((*choices, option) for option in range(undecided.options))
+            run.cancel()
         else:
-            assert run.scheduler.done, run.scheduler.waiting()
-            assert run.scheduler.statistics() == NOTHING
+            waiting = [line for scheduler in run.schedulers for line in scheduler.waiting()]
+            assert all(scheduler.done for scheduler in run.schedulers), waiting + run.rendezvous.waiting()
             assert len(set(run.fired)) == len(run.fired), "a node fired twice under one tag"
             outcomes.complete += 1
-            outcomes.results.add(tuple(run.scheduler.results))
+            outcomes.results.add(run.results())
             outcomes.fired.add(tuple(sorted(run.fired)))
+        assert [scheduler.statistics() for scheduler in run.schedulers] == [NOTHING] * len(partitions)
+        assert run.rendezvous.statistics() == NOTHING_MEETS, run.rendezvous.waiting()
     outcomes.states = len(seen)
     return outcomes
 
 
 def _check(run: _Run, outcomes: Outcomes) -> None:
-    counted = run.scheduler.statistics()
+    counted = [scheduler.statistics() for scheduler in run.schedulers]
     frames = list(run.frames())
-    assert counted.frames == len(frames)
-    assert counted.iterations == sum(frame.live for frame in frames) == sum(len([*_iterations(f)]) for f in frames)
-    assert counted.parked == sum(len(frame.parked) for frame in frames)
-    assert counted.running == len(run.running)
+    live = sum(frame.live for frame in frames)
+    assert sum(each.frames for each in counted) == len(frames)
+    assert sum(each.iterations for each in counted) == live == sum(len([*_iterations(frame)]) for frame in frames)
+    assert sum(each.parked for each in counted) == sum(len(frame.parked) for frame in frames)
+    assert sum(each.running for each in counted) == len(run.running) + _meeting(run.rendezvous)
     assert all(frame.live <= frame.info.parallel_iterations for frame in frames)
     for frame in frames:
         outcomes.most_live[frame.info.label] = max(outcomes.most_live.get(frame.info.label, 0), frame.live)
+
+
+def _meeting(rendezvous: Rendezvous) -> int:
+    """Firings that wait in a rendezvous."""
+    return rendezvous.statistics().waiting + rendezvous.statistics().unacknowledged

@@ -88,3 +88,49 @@ def test_every_order_gives_the_same_result(
     assert len(outcomes.fired) == 1, "which kernels run is part of the result"
     assert {name: outcomes.most_live[name] for name in most_live} == most_live
     assert outcomes.complete > 1
+
+
+def sent_there_and_back(x: af.Tensor, pred: af.Tensor) -> Any:
+    with af.device("cpu:1"):
+        y = x + 1
+    with af.device("cpu:0"):
+        return y * 2, x - 1
+
+
+def loop_over_both(x: af.Tensor, pred: af.Tensor) -> Any:
+    def body(i: af.Tensor, s: af.Tensor) -> tuple[af.Tensor, af.Tensor]:
+        with af.device("cpu:1"):
+            s = s * 2
+        return i + 1, s
+
+    with af.device("cpu:0"):
+        return af.while_loop(lambda i, s: i < 2, body, (x, x + 3), parallel_iterations=1, name="loop")
+
+
+def branch_over_both(x: af.Tensor, pred: af.Tensor) -> Any:
+    def elsewhere() -> af.Tensor:
+        with af.device("cpu:1"):
+            return x + 5
+
+    with af.device("cpu:0"):
+        return af.cond(pred, elsewhere, lambda: -x)
+
+
+@pytest.mark.parametrize(
+    ("program", "pred", "expected"),
+    [
+        (sent_there_and_back, True, (2, -1)),
+        (loop_over_both, True, (2, 12)),
+        (branch_over_both, True, (5,)),
+        (branch_over_both, False, (0,)),
+    ],
+)
+def test_every_order_of_two_executors(graph: af.Graph, program: Program, pred: bool, expected: tuple[int, ...]) -> None:
+    """Whichever goes on, and whoever sends first; and a cancel in each of the states leaves nothing behind."""
+    x, which = af.placeholder("int64", (), name="x"), af.placeholder("bool", (), name="which")
+    results = program(x, which)
+    fetches = list(results) if isinstance(results, tuple | list) else [results]
+    outcomes = explore(fetches, {x: 0, which: pred}, devices=2)
+    assert outcomes.results == {expected}
+    assert len(outcomes.fired) == 1
+    assert outcomes.complete > 1

@@ -185,11 +185,16 @@ class Run:
         """Called by an executor when it has nothing left to do: the run ends when none has."""
         if self.is_finished or self._is_busy:
             return
+        is_stalled = False
         for executor in self.executors:
             if not executor.is_quiet:
                 return
+            is_stalled = is_stalled or not executor.scheduler.done
         if self._undrained:
             self._drain()
+            return
+        if is_stalled and not self._stopped:
+            self._fail(self._stalled())
             return
         self.is_finished = True
         self.part.is_over = True
@@ -242,8 +247,6 @@ class Run:
         results = self.executors[0].scheduler.results
         for executor, partition in zip(self.executors, self._partitions, strict=True):
             scheduler = executor.scheduler
-            if not scheduler.done:
-                raise self._stalled()
             if scheduler.results is not results:
                 for index in partition.fetch_indexes:
                     results[index] = scheduler.results[index]

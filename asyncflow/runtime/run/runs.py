@@ -55,6 +55,7 @@ class Runs:
         copies: of large arrays.
         admission: who has to wait; None without a limit.
         memory_turns: who is done again; None without a limit of memory.
+        random_seed: of the random ops of graphs without one.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Runs:
         self._plans = plans
         self._compile = compile
         self._options = options
-        self._random_seed = secrets.randbits(63)
+        self.random_seed = secrets.randbits(63)
         self._quiet = quiet_context()
         self._atomic = AtomicRuns()
         self._turn: Turn | None = None
@@ -132,7 +133,8 @@ class Runs:
                 self.admission.begin(ticket, plan)
             staying = frozenset(plan.fetches[index] for index in call.staying) if call.staying else ()
             start = partial(self._start, plan, checked, timeout, asked_s, recorder, None, staying, claim)
-            if self.memory_turns is None or atomic or not plan.is_repeatable or is_within(self._turn):
+            is_recorded = recorder is not None and recorder.order is not None
+            if self.memory_turns is None or atomic or is_recorded or not plan.is_repeatable or is_within(self._turn):
                 fetched = await start().wait()
             else:
                 fetched = await self._in_turn(start, plan, timeout, asked_s)
@@ -298,7 +300,7 @@ class Runs:
             devices=self._devices,
             turn=self._turn,
             options=self._options,
-            seed=self._random_seed if plan.graph.seed is None else plan.graph.seed,
+            seed=self.random_seed if plan.graph.seed is None else plan.graph.seed,
             trace=trace,
             emitter=channel,
             staying=staying,

@@ -95,8 +95,13 @@ class Executor:
         self.asynchronous = self.device.asynchronous
         self._swapping = self.device.swapping
         if run.trace is not None:
-            self.recorder = Recorder(run.trace, run.id, self.device, run.turn.clock)
+            number = len(run.executors)
+            self.recorder = Recorder(run.trace, run.id, self.device, run.turn.clock, seed, number)
             self.scheduler.ready = self.recorder.ready
+            if run.trace.order is not None:
+                run.trace.order.join(
+                    number, partial(run.turn.enqueue, self), partial(run.turn.loop.call_soon, run.close)
+                )
 
     # -- the loop ------------------------------------------------------------------------------------------------
 

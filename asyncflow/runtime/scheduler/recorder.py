@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from asyncflow.runtime.scheduler.provenance import describe
+from asyncflow.runtime.scheduler.scheduler import ShuffledQueue
 from asyncflow.runtime.trace import LOOP, Firing, MemorySample, Transfer
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from asyncflow.compiler.plan import PlanNode
     from asyncflow.devices.protocol import AsynchronousDevice, Device, Spans
+    from asyncflow.runtime.picks import PickLog
     from asyncflow.runtime.scheduler.frame import Iteration
     from asyncflow.runtime.scheduler.sliced_region import SlicedRegion
     from asyncflow.runtime.trace import Trace
@@ -37,11 +38,16 @@ class _Launched(NamedTuple):
 class Recorder:
     """Records the firings of one partition in one run."""
 
-    def __init__(self, trace: Trace, run_id: int, device: Device, now: Callable[[], int]) -> None:
+    def __init__(
+        self, trace: Trace, run_id: int, device: Device, now: Callable[[], int], seed: int | None, partition: int
+    ) -> None:
         self.now = now
-        self.ready = _TimedQueue(now)
+        self.ready = _TimedQueue(now, seed, trace.order, partition)
         """The scheduler's ready queue, which remembers when each firing became ready."""
+        self.order = trace.order
+        """Hears what is taken, and may say what is next; None for a run that is only traced."""
         self._trace = trace
+        self._partition = partition
         self._run_id = run_id
         self._device = device
         self._launched: list[_Launched] = []
@@ -58,6 +64,8 @@ class Recorder:
         queued_ns: int | None = None,
     ) -> None:
         """One firing that ran on the event loop, on a stream's thread or as a coroutine."""
+        if self.order is not None and status == "ok":
+            self.order.ended(self._partition, node, iteration, result)
         ready = self._since(node, iteration, started)
         fired = self._fired(node, iteration.tag(), stream, ready, started, ended, _outputs(node, result, status))
         self._add(fired._replace(status=status, queued_ns=queued_ns))
@@ -186,13 +194,39 @@ def _outputs(node: PlanNode, result: Value, status: str = "ok") -> str:
     return ", ".join(map(describe, values))
 
 
-class _TimedQueue(deque[Any]):
-    """A ready queue that remembers when each firing became ready, for as long as its iteration lives."""
+class _TimedQueue(ShuffledQueue):
+    """A ready queue that remembers when each firing became ready, for as long as its iteration lives.
 
-    def __init__(self, now: Callable[[], int]) -> None:
-        super().__init__()
+    Args:
+        now: nanoseconds.
+        seed: of the picks.
+        order: hears of them, and may say which one is next.
+        partition: whose queue it is.
+    """
+
+    def __init__(self, now: Callable[[], int], seed: int | None, order: PickLog | None, partition: int) -> None:
+        super().__init__(seed)
         self._times: WeakKeyDictionary[Iteration, dict[PlanNode, int]] = WeakKeyDictionary()
         self._now = now
+        self._order = order
+        self._partition = partition
+
+    def __bool__(self) -> bool:
+        return len(self) > 0 if self._order is None else self._order.may_take(self._partition, self)
+
+    def popleft(self) -> tuple[PlanNode, Iteration]:
+        """Takes one."""
+        order = self._order
+        if order is None:
+            return super().popleft()
+        position = order.position(self._partition, self)
+        if position is None:
+            taken = super().popleft()
+        else:
+            taken = self[position]
+            del self[position]
+        order.taken(self._partition, *taken)
+        return taken
 
     def append(self, item: tuple[PlanNode, Iteration]) -> None:
         node, iteration = item

@@ -87,6 +87,22 @@ class Statistics(NamedTuple):
     parked: int
 
 
+class ShuffledQueue(deque["tuple[PlanNode, Iteration]"]):
+    """A ready queue that gives any of its firings, picked at random; without a seed, the oldest."""
+
+    def __init__(self, seed: int | None) -> None:
+        super().__init__()
+        self._random = None if seed is None else Random(seed)
+
+    def popleft(self) -> tuple[PlanNode, Iteration]:
+        """Takes one."""
+        if self._random is not None:
+            index = self._random.randrange(len(self))
+            self[index], self[-1] = self[-1], self[index]
+            return self.pop()
+        return super().popleft()
+
+
 class Scheduler:
     """Runs one partition once: `start`, then `next_firing` and `complete` until `done`.
 
@@ -99,7 +115,7 @@ class Scheduler:
 
     def __init__(self, partition: Partition, *, seed: int | None = None, max_iterations: int | None = None) -> None:
         self.partition = partition
-        self.ready: deque[tuple[PlanNode, Iteration]] = deque()
+        self.ready: deque[tuple[PlanNode, Iteration]] = deque() if seed is None else ShuffledQueue(seed)
         self.done = False
         self.results: list[Value] = [None] * partition.n_fetches
         self.ended: list[tuple[int, tuple[int, ...]]] = []
@@ -107,7 +123,6 @@ class Scheduler:
         self.max_iterations = max_iterations
         self.routed = 0
         """Primitives that were routed, since somebody set it to 0."""
-        self._random = None if seed is None else Random(seed)
         self._root = Frame(partition.root, None)
 
     def start(self, feeds: Iterable[Value] = ()) -> None:
@@ -137,7 +152,7 @@ class Scheduler:
             if not ready:
                 self.routed += routed
                 break
-            node, iteration = ready.popleft() if self._random is None else self._pick()
+            node, iteration = ready.popleft()
             kind = node.kind
             if iteration.dead is not None and node.position in iteration.dead and kind != _MERGE:
                 self._kill(node, iteration, iteration.dead[node.position])
@@ -326,13 +341,6 @@ class Scheduler:
     def _make_ready(self, node: PlanNode, iteration: Iteration) -> None:
         iteration.outstanding += 1
         self.ready.append((node, iteration))
-
-    def _pick(self) -> tuple[PlanNode, Iteration]:
-        assert self._random is not None
-        ready = self.ready
-        index = self._random.randrange(len(ready))
-        ready[index], ready[-1] = ready[-1], ready[index]
-        return ready.pop()
 
     # -- the primitives ------------------------------------------------------------------------------------------
 

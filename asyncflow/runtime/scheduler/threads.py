@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 def goes_to_a_thread(executor: Executor, node: PlanNode, expected_ns: float) -> bool:
     """Whether a firing that is expected to take so long is not for the event loop."""
+    if executor.recorder is not None and executor.recorder.order is not None and node.source.op.effects is not None:
+        return False  # the next firing is taken when this one has changed what it changes
     owner = node.source.op.alone
     if owner is not None and cast("CpuDevice", executor.device).lanes.holds(owner):
         return True  # other work on the state that the kernel changes is under way

@@ -27,6 +27,7 @@ from asyncflow.runtime.loop import thread_waits
 from asyncflow.runtime.run.runs import Runs
 from asyncflow.runtime.session.calls import Call, CallCache, Prepared
 from asyncflow.runtime.session.plans import PlanCache
+from asyncflow.runtime.session.record import SessionFacts, recorded
 from asyncflow.runtime.session.session_options import SessionOptions, taking, with_arguments
 from asyncflow.runtime.session.session_statistics import SessionStatistics, device_memory
 from asyncflow.runtime.trace import Trace
@@ -96,7 +97,7 @@ class Session(NotPickled):
             for device in self.devices:
                 device.check_loops()
         self.state = StateStore()
-        self._threads = options.threads
+        self._options = options
         self._plans = PlanCache(options.plans)
         # A variable stays on the device whose memory it is in, whatever else a later plan runs.
         has_memories = any(device.capabilities.own_memory for device in self.devices)
@@ -165,7 +166,7 @@ class Session(NotPickled):
         self._loop = loop
         self._thread_id = threading.get_ident()
         self._runs.bind(loop)
-        self._blas = acquire_blas_threads(self._threads)
+        self._blas = acquire_blas_threads(self._options.threads)
         process_heap.enter()
         return loop
 
@@ -258,6 +259,7 @@ class Session(NotPickled):
         trace: Trace | str | Path | None = None,
         allow_dead: bool = False,
         atomic: bool = False,
+        record: str | Path | None = None,
     ) -> Nest:
         """Runs what `fetches` need and returns their values in the same nest.
 
@@ -276,6 +278,9 @@ class Session(NotPickled):
             atomic: make what the run reads and writes of variables one step for every other run of the session: it
                 starts when those in flight that touch the same variables have ended, and later ones wait for it. It
                 undoes nothing: a run that fails or is cancelled leaves what it has written.
+            record: a path to write down, however the run ends, in which order its nodes were taken, with all else that
+                `replay` needs to do it again; not together with `trace`. Such a run is interpreted, and what touches
+                variables stays on the event loop.
 
         Raises:
             FeedError, FetchError: before anything runs (or, for a dead fetch, after).
@@ -289,7 +294,23 @@ class Session(NotPickled):
         if type(feeds) is not dict:
             feeds = as_feeds(feeds)
         call = self._calls.of_run(fetches, feeds)
-        return await self._runs.call(call, tuple(feeds.values()), timeout, trace, allow_dead, atomic)
+        values = tuple(feeds.values())
+        if record is not None:
+            if trace is not None:
+                raise ValueError("a run has a record= or a trace=, not both: run it once for each")
+            run = partial(self._runs.call, call, values, timeout, allow_dead=allow_dead, atomic=atomic)
+            return await recorded(call, values, Path(record), run, self._facts())
+        return await self._runs.call(call, values, timeout, trace, allow_dead, atomic)
+
+    def _facts(self) -> SessionFacts:
+        names = [device.name for device in self.devices]
+        return SessionFacts(names, self._options, self._runs.begun + 1, self._runs.random_seed, self.state.lookup)
+
+    async def run_again(self, fetches: Nest, feeds: Feeds, trace: Trace, number: int, random_seed: int) -> list[Value]:
+        """Does what the run of that number did in a session with that seed, and gives a list of the fetched values."""
+        self._runs.begun, self._runs.random_seed = number - 1, random_seed
+        fetched: list[Value] = await self.run(fetches, feeds, trace=trace, allow_dead=True)
+        return fetched
 
     def prepare(self, fetches: Nest, feeds: Sequence[Value] = ()) -> Prepared:
         """A run that only lacks values, for serving: ``f = session.prepare(y, [x])``, then ``await f(value)``.

@@ -1,0 +1,54 @@
+"""``asyncflow replay``: does a recorded run again, and says where it goes another way."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from asyncflow.cli.target import Target, TargetError
+from asyncflow.errors import AsyncflowError, ReplayError
+from asyncflow.graph.graph import Graph
+from asyncflow.runtime.loop import run
+from asyncflow.runtime.session.replay import replay as do_again
+
+_DIFFERS = 1
+_MOST_CHARACTERS = 200
+
+
+def replay(path: Path, target: str | None) -> int:
+    """Does the run again, and prints what it gave.
+
+    Args:
+        path: of the record.
+        target: names the program's graph, or a function without arguments that gives it; None for that in the record.
+
+    Returns:
+        0; 1 if the run went another way than the recorded one.
+
+    Raises:
+        TargetError: `target` names no graph.
+        OSError: there is no such file.
+    """
+    graph = None if target is None else _graph(target)
+    try:
+        results = run(do_again(path, graph))
+    except ReplayError as error:
+        print(f"asyncflow replay: {error}", file=sys.stderr)
+        return _DIFFERS
+    except AsyncflowError as error:
+        print(f"as recorded, it failed with {type(error).__name__}: {error}")
+        return 0
+    print("as recorded, bit by bit" + (":" if results else "; it was stopped then"))
+    for name, value in results.items():
+        print(f"  {name} = {np.array2string(np.asarray(value), threshold=20):.{_MOST_CHARACTERS}}")
+    return 0
+
+
+def _graph(target: str) -> Graph:
+    found = Target.parse(target).find()
+    graph = found if isinstance(found, Graph) or not callable(found) else found()
+    if not isinstance(graph, Graph):
+        raise TargetError(f"{target} is a {type(graph).__name__}; name a Graph, or a function that returns one")
+    return graph

@@ -1,0 +1,185 @@
+"""In which order the nodes of one run were taken when they were ready: written down, and kept to in another run.
+
+What a run computes depends on that order alone, if on any: state is read and written by the firing that is taken, on
+the event loop, before the next one is. Which coroutine or thread ends first shows in what can be taken after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from zlib import crc32
+
+import numpy as np
+
+from asyncflow.compiler.plan import Kind
+from asyncflow.errors import ReplayError
+
+if TYPE_CHECKING:
+    from asyncflow.compiler.plan import PlanNode
+    from asyncflow.runtime.scheduler.frame import Iteration
+    from asyncflow.values import Value
+
+    _Ready: TypeAlias = Sequence[tuple[PlanNode, Iteration]]
+
+_MOST_SHOWN = 5
+
+
+class Pick(NamedTuple):
+    """One firing, in the place where it was taken.
+
+    Attributes:
+        partition: the number of the run's partition.
+        node: its name.
+        tag: the path of frames and iterations.
+        checksum: of what it gave; None for what gives nothing on the host at once.
+    """
+
+    partition: int
+    node: str
+    tag: str
+    checksum: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.node} in iteration {self.tag}" if self.tag else self.node
+
+
+class PickLog:
+    """Writes down what is taken.
+
+    Attributes:
+        picks: so far, in order, over all partitions.
+    """
+
+    def __init__(self) -> None:
+        self.picks: list[Pick] = []
+        self._places: dict[Pick, int] = {}
+
+    def position(self, partition: int, ready: _Ready) -> int | None:
+        """Which of those that are ready in a partition is to be taken; None for any of them."""
+        return None
+
+    def may_take(self, partition: int, ready: _Ready) -> bool:
+        """Whether one of those that are ready in a partition may be taken now."""
+        return len(ready) > 0
+
+    def taken(self, partition: int, node: PlanNode, iteration: Iteration) -> None:
+        """A node was taken."""
+        if node.kind != Kind.KERNEL:
+            return
+        pick = Pick(partition, node.name, iteration.tag())
+        self._places[pick] = len(self.picks)
+        self.picks.append(pick)
+
+    def ended(self, partition: int, node: PlanNode, iteration: Iteration, result: Value) -> None:
+        """A firing gave its result."""
+        place = self._places[Pick(partition, node.name, iteration.tag())]
+        self.picks[place] = self.picks[place]._replace(checksum=checksum(result))
+
+    def join(self, partition: int, wake: Callable[[], object], stop: Callable[[], object]) -> None:
+        """A partition takes part.
+
+        Args:
+            partition: its number.
+            wake: has it look again at what it may take.
+            stop: has the run end, soon.
+        """
+
+
+class PickGuide(PickLog):
+    """Has a run take what another one took.
+
+    Args:
+        expected: what that one took.
+        is_whole: it came to its end; else this one is stopped where that one was.
+
+    Attributes:
+        difference: where this run differs; None if it does not, so far.
+    """
+
+    def __init__(self, expected: Sequence[Pick], *, is_whole: bool) -> None:
+        super().__init__()
+        self.difference: ReplayError | None = None
+        self._expected = expected
+        self._is_whole = is_whole
+        self._wakes: dict[int, Callable[[], object]] = {}
+        self._stop: Callable[[], object] | None = None
+        self._ready: dict[int, _Ready] = {}
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all has been taken that the other run took."""
+        return len(self.picks) == len(self._expected)
+
+    def position(self, partition: int, ready: _Ready) -> int | None:
+        """The place of the one that comes next, or of a primitive; None if there is neither."""
+        self._ready[partition] = ready
+        awaited = None if self.is_at_end else self._expected[len(self.picks)][:3]
+        for position, (node, iteration) in enumerate(ready):
+            if node.kind != Kind.KERNEL or (partition, node.name, iteration.tag()) == awaited:
+                return position
+        return None
+
+    def may_take(self, partition: int, ready: _Ready) -> bool:
+        """Whether the one that comes next is there."""
+        return self.position(partition, ready) is not None
+
+    def taken(self, partition: int, node: PlanNode, iteration: Iteration) -> None:
+        """A node was taken; the next may be another partition's."""
+        super().taken(partition, node, iteration)
+        if node.kind != Kind.KERNEL:
+            return
+        if self.is_at_end:
+            if not self._is_whole and self._stop is not None:
+                self._stop()
+        elif (following := self._expected[len(self.picks)].partition) != partition and following in self._wakes:
+            self._wakes[following]()
+
+    def ended(self, partition: int, node: PlanNode, iteration: Iteration, result: Value) -> None:
+        """A firing gave its result.
+
+        Raises:
+            ReplayError: another than the one it gave then.
+        """
+        super().ended(partition, node, iteration, result)
+        place = self._places[Pick(partition, node.name, iteration.tag())]
+        given, expected = self.picks[place], self._expected[place]
+        if self.difference is None and given.checksum != expected.checksum:
+            self.difference = ReplayError(
+                f"firing {place + 1} of {len(self._expected)}, {given}, gave another value than in the record: "
+                f"{result!r:.200}\n  built at {node.source.location}"
+            )
+            raise self.difference
+
+    def join(self, partition: int, wake: Callable[[], object], stop: Callable[[], object]) -> None:
+        """A partition takes part."""
+        self._wakes[partition] = wake
+        self._stop = stop
+
+    def stalled(self) -> ReplayError:
+        """Why the run has stopped, if nothing in it failed: what comes next in the record never became ready."""
+        names = [f"{node.name} {it.tag()}".strip() for queue in self._ready.values() for node, it in list(queue)]
+        there = ", ".join(names[:_MOST_SHOWN]) + (", ..." if len(names) > _MOST_SHOWN else "") or "nothing"
+        if self.is_at_end:
+            return ReplayError(f"the record ends after {len(self.picks)} firings, but the run goes on; ready: {there}")
+        awaited = self._expected[len(self.picks)]
+        return ReplayError(
+            f"firing {len(self.picks) + 1} of {len(self._expected)} in the record, {awaited}, did not become ready "
+            f"here; ready: {there}"
+        )
+
+
+def checksum(result: Value) -> int | None:
+    """Tells results apart by their bits; None for what is not on the host."""
+    values = result if isinstance(result, tuple) else (result,)
+    total = 0
+    for value in values:
+        if not isinstance(value, np.ndarray | np.generic):
+            return None
+        array = np.asarray(value)
+        data = repr(array.tolist()).encode() if array.dtype.hasobject or array.dtype.kind == "T" else array.tobytes()
+        total = crc32(data, crc32(f"{array.dtype}{array.shape}".encode(), total))
+    return total
+
+
+__all__ = ["Pick", "PickGuide", "PickLog", "checksum"]

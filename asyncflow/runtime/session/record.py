@@ -1,0 +1,233 @@
+"""Records of runs: all that is needed to do a run again, firing by firing, in another process.
+
+A record is one JSON file: the graph's text, what was fed, the variables as they were before, the session's options, the
+order in which nodes were taken (`asyncflow.runtime.picks`), and how the run ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
+
+import numpy as np
+
+from asyncflow.errors import GraphError, ReplayError
+from asyncflow.graph import nest
+from asyncflow.graph.array_text import encode, python_values, read_array
+from asyncflow.graph.dtypes import as_dtype, dtype_name, string
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.spec import Spec
+from asyncflow.graph.text import Printer, print_graph
+from asyncflow.runtime.picks import Pick, PickLog, checksum
+from asyncflow.runtime.session.session_options import SessionOptions
+from asyncflow.runtime.trace import Trace
+from asyncflow.state.variable_state import VariableState
+from asyncflow.streams.beside import call_beside
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from asyncflow.compiler.program.kernels import Resolve
+    from asyncflow.compiler.program.request import Fetch
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.resource import Resource
+    from asyncflow.runtime.session.calls import Call
+    from asyncflow.values import Array, Nest, Value
+
+_FORMAT: Final = "asyncflow record 1"
+
+_OF_ITS_PLACE: Final = ("graph", "devices", "dump", "spill_directory", "plans", "max_runs", "max_queued")
+"""Options that make no difference to one run, or mean something on one machine alone."""
+
+
+class SessionFacts(NamedTuple):
+    """Facts about the session that a record holds.
+
+    Attributes:
+        devices: their names.
+        options: of the session.
+        run: the number of the run.
+        random_seed: of the session.
+        lookup: the state of a resource.
+    """
+
+    devices: Sequence[str]
+    options: SessionOptions
+    run: int
+    random_seed: int
+    lookup: Resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A run: its program, its inputs, and what it did.
+
+    Attributes:
+        graph: its text; empty if it has none.
+        why_no_graph: why it has none.
+        fetches: names; a variable's begins with "@".
+        feeds: values by the names of tensors.
+        variables: values before the run, or specs where there was none, by their names in the text.
+        devices: names of the session's.
+        options: of the session.
+        run: its number in the session.
+        random_seed: of the session.
+        picks: in which order nodes were taken.
+        status: "ok", or the type of what it raised, with its first line.
+        checksums: of the fetched values.
+    """
+
+    graph: str
+    why_no_graph: str
+    fetches: Sequence[str]
+    feeds: Mapping[str, Array]
+    variables: Mapping[str, Array | Spec]
+    devices: Sequence[str]
+    options: Mapping[str, object]
+    run: int
+    random_seed: int
+    picks: Sequence[Pick]
+    status: str
+    checksums: Sequence[int | None]
+
+    def save(self, path: Path) -> None:
+        """Writes the file."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("feeds", "variables"):
+            found[name] = {key: _written(value) for key, value in found[name].items()}
+        path.write_text(json.dumps({"format": _FORMAT, **found}) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """Reads such a file; nothing in it is evaluated.
+
+        Raises:
+            ReplayError: it is none, or damaged.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found.pop("format") != _FORMAT:
+                raise ValueError(f"its format is not {_FORMAT!r}")
+            for name in ("feeds", "variables"):
+                found[name] = {key: _read(value) for key, value in found[name].items()}
+            found["picks"] = [Pick(*pick) for pick in found["picks"]]
+            return cls(**found)
+        except (ValueError, TypeError, KeyError, AttributeError, GraphError, UnicodeError) as error:
+            raise ReplayError(f"{path} is no record of a run: {type(error).__name__}: {error}") from error
+
+
+async def recorded(
+    call: Call, values: Sequence[Value], path: Path, run: Callable[[Trace], Awaitable[Nest]], about: SessionFacts
+) -> Nest:
+    """Does ``run(trace)``, and writes its record, however it ends.
+
+    Args:
+        call: what runs.
+        values: what is fed.
+        path: of the record.
+        run: does it.
+        about: the session.
+
+    Raises:
+        OSError: the record cannot be written; before the run, if its folder is not there.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"record={str(path)!r}: there is no folder {path.parent}")
+    graph, log, trace = call.request.graph, PickLog(), Trace(capacity=0)
+    trace.order = log
+    resources = resources_by_label(graph)
+    before = await call_beside(_start_values, {label: about.lookup(it) for label, it in resources.items()})
+    status, results = "ok", None
+    try:
+        results = await run(trace)
+        return results
+    except BaseException as error:
+        status = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise
+    finally:
+        text, why = _text_of(graph)
+        record = Record(
+            graph=text,
+            why_no_graph=why,
+            fetches=[_name(fetch, resources) for fetch in call.request.fetches],
+            feeds={tensor.name: np.asarray(value) for tensor, value in zip(call.request.feeds, values, strict=True)},
+            variables=before,
+            devices=about.devices,
+            options=_plain_options(about.options),
+            run=about.run,
+            random_seed=about.random_seed,
+            picks=log.picks,
+            status=status,
+            checksums=[checksum(value) for value in nest.flatten(results)[0]] if status == "ok" else [],
+        )
+        await call_beside(record.save, path)
+
+
+def resources_by_label(graph: Graph) -> dict[str, Resource]:
+    """The resources of a graph by their names in its text."""
+    printer = Printer(lenient=True)
+    for _ in printer.graph_lines(graph):
+        pass
+    return {label: resource for resource, label in printer.resources.items()}
+
+
+def _start_values(states: Mapping[str, object]) -> dict[str, Array | Spec]:
+    """The values of the variables among the states, or their specs; blocks until values are on the host."""
+    variables = {label: state for label, state in states.items() if isinstance(state, VariableState)}
+    return {label: state.spec if state.value is None else state.read() for label, state in variables.items()}
+
+
+def _text_of(graph: Graph) -> tuple[str, str]:
+    """The graph's text; or none, and why."""
+    users = next((node for node in graph.walk() if node.op.is_user), None)
+    if users is not None:
+        return "", f"it uses {users.op.name}, an op of your own, at {users.location}"
+    try:
+        return print_graph(graph), ""
+    except GraphError as error:
+        return "", str(error)
+
+
+def _name(fetch: Fetch, resources: Mapping[str, Resource]) -> str:
+    if isinstance(fetch, Tensor | Node):
+        return fetch.name
+    as_resource: object = fetch  # a variable
+    return next("@" + label for label, resource in resources.items() if resource is as_resource)
+
+
+def _plain_options(options: SessionOptions) -> dict[str, object]:
+    found = {field.name: getattr(options, field.name) for field in fields(SessionOptions)}
+    return {
+        name: list(value) if name == "without" else value for name, value in found.items() if name not in _OF_ITS_PLACE
+    }
+
+
+class _ArrayText(TypedDict):
+    dtype: str
+    shape: Sequence[int | None] | None
+    data: object
+
+
+def _written(value: Array | Spec) -> _ArrayText:
+    """An array as JSON; a spec is one without data."""
+    if isinstance(value, Spec):
+        return {"dtype": dtype_name(value.dtype), "shape": value.shape, "data": None}
+    array = np.asarray(value)
+    data = python_values(array) if array.dtype == string else encode(array)
+    return {"dtype": dtype_name(array.dtype), "shape": list(array.shape), "data": data}
+
+
+def _read(found: _ArrayText) -> Array | Spec:
+    spec = Spec(as_dtype(found["dtype"]), None if found["shape"] is None else tuple(found["shape"]))
+    if found["data"] is None:
+        return spec
+    if spec.dtype != string:
+        return read_array(spec, found["data"], is_encoded=True)
+    flat = Spec(string, (prod(extent or 0 for extent in spec.shape or ()),))
+    return read_array(flat, found["data"], is_encoded=False).reshape(spec.shape or ())
+
+
+__all__ = ["Record", "SessionFacts", "recorded", "resources_by_label"]

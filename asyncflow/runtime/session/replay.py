@@ -1,0 +1,84 @@
+"""Does a recorded run again: every firing in the place that it had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncflow.errors import GraphError, InternalError, ReplayError
+from asyncflow.graph.parse import parse_graph
+from asyncflow.graph.spec import Spec
+from asyncflow.runtime.picks import PickGuide, checksum
+from asyncflow.runtime.session.record import Record, resources_by_label
+from asyncflow.runtime.session.session import Session
+from asyncflow.runtime.trace import Trace
+from asyncflow.state.variable import Variable
+from asyncflow.streams.beside import call_beside
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from asyncflow.graph.graph import Graph
+    from asyncflow.graph.resource import Resource
+    from asyncflow.values import Value
+
+_STOPPED = ("CancelledError", "DeadlineExceeded", "SessionClosedError", "GeneratorExit", "KeyboardInterrupt")
+"""What a run raises that was stopped from outside."""
+
+
+async def replay(path: str | Path, graph: Graph | None = None) -> dict[str, Value]:
+    """Does a recorded run again in a session of its own, firing by firing in the same order, bit for bit.
+
+    Args:
+        path: what ``session.run(..., record=path)`` wrote.
+        graph: the program. None for that in the record, which has it unless it uses ops of your own or other resources
+            than variables. Variables of yours in containers take the values that they had.
+
+    Returns:
+        The fetched values by name; none of a run that was stopped from outside, which is done as far as it came.
+
+    Raises:
+        ReplayError: the file is no record, or the run went another way; the message says at which firing.
+        AsyncflowError: what the recorded run raised, too.
+    """
+    record = await call_beside(Record.load, Path(path))
+    if graph is None:
+        if record.why_no_graph:
+            raise ReplayError(f"{path} has no graph, as {record.why_no_graph}; give replay() the graph of the program")
+        given: Mapping[str, Resource] = {label: Variable(it, name=label) for label, it in record.variables.items()}
+        try:
+            graph = parse_graph(record.graph, resources=given)
+        except GraphError as error:
+            raise ReplayError(f"the graph in {path} cannot be read; give replay() the program's: {error}") from error
+    else:
+        given = resources_by_label(graph)
+    async with Session(graph, record.devices, **record.options) as session:  # type: ignore[arg-type]
+        for label, value in record.variables.items():
+            if not isinstance(value, Spec):
+                session.state.lookup(given[label]).assign(value)
+        return await _follow(session, record, given)
+
+
+async def _follow(session: Session, record: Record, resources: Mapping[str, Resource]) -> dict[str, Value]:
+    kind = record.status.partition(":")[0]
+    guide, trace = PickGuide(record.picks, is_whole=kind not in _STOPPED), Trace(capacity=0)
+    trace.order = guide
+    fetches = [resources[name[1:]] if name.startswith("@") else name for name in record.fetches]
+    try:
+        results = await session.run_again(fetches, record.feeds, trace, record.run, record.random_seed)
+    except BaseException as error:
+        if guide.difference is not None:
+            raise guide.difference from None
+        if isinstance(error, InternalError):
+            raise guide.stalled() from error
+        if kind in _STOPPED and guide.is_at_end:
+            return {}
+        if type(error).__name__ != kind:
+            raise ReplayError(f"the recorded run ended with {record.status}; this one with {error}") from error
+        raise
+    if record.status != "ok":
+        raise ReplayError(f"the recorded run ended with {record.status}; this one gave its values")
+    for name, value, expected in zip(record.fetches, results, record.checksums, strict=True):
+        if checksum(value) != expected:
+            raise ReplayError(f"the value of {name} differs from that in the record: {value!r:.200}")
+    return dict(zip(record.fetches, results, strict=True))

@@ -1,0 +1,85 @@
+"""The file of a recorded run: values come back bit by bit, and a damaged file is an error that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import asyncflow as af
+from asyncflow.runtime.picks import Pick
+from asyncflow.runtime.session.record import Record
+
+VALUES: dict[str, Any] = {
+    "bits": np.frombuffer(b"\x01\0\xc0\x7f\0\0\x80\xff", "float32"),  # a NaN of its own, and an infinity
+    "half": np.array([1.5, -2], ml_dtypes.bfloat16),
+    "words": np.array([["a", "ü"], ["", "\n"]], np.dtypes.StringDType()),
+    "none": np.empty((0, 3), "int8"),
+    "flag": np.bool_(True),
+    "open": af.spec("complex64", (None, 2)),
+}
+
+
+def record() -> Record:
+    return Record(
+        graph="graph effects=ordered seed=none\n",
+        why_no_graph="",
+        fetches=["a:0", "@v"],
+        feeds={name: value for name, value in VALUES.items() if name != "open"},
+        variables=VALUES,
+        devices=["cpu:0"],
+        options={"seed": 3, "without": ["fold"]},
+        run=4,
+        random_seed=2**62,
+        picks=[Pick(0, "a", "", 7), Pick(1, "b", "while/3", None)],
+        status="ok",
+        checksums=[1, None],
+    )
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    record().save(path)
+    found = Record.load(path)
+    assert found.picks == record().picks
+    assert found.options == record().options
+    assert found.variables["open"] == VALUES["open"]
+    for name, value in found.feeds.items():
+        assert value.dtype == VALUES[name].dtype
+        assert value.shape == VALUES[name].shape
+        assert value.tobytes() == np.asarray(VALUES[name]).tobytes() or name == "words"
+    np.testing.assert_array_equal(found.feeds["words"], VALUES["words"])
+
+
+@given(st.data())
+def test_a_damaged_file_is_an_error_or_another_record(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    path = tmp_path_factory.mktemp("damaged") / "run.json"
+    record().save(path)
+    written = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        written[data.draw(st.integers(0, len(written) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(written[: data.draw(st.integers(0, len(written)))])
+    try:
+        found: object = Record.load(path)
+    except af.ReplayError as error:
+        found = error
+    assert isinstance(found, Record) or str(path) in str(found)
+
+
+async def test_a_record_has_its_folder_and_no_trace(tmp_path: Path) -> None:
+    with af.Graph() as graph:
+        count = af.Variable(0)
+        step = count.assign_add(1)
+    async with af.Session(graph) as session:
+        with pytest.raises(FileNotFoundError, match="there is no folder"):
+            await session.run(step, record=tmp_path / "nowhere" / "run.json")
+        with pytest.raises(ValueError, match="not both"):
+            await session.run(step, record=tmp_path / "run.json", trace=af.Trace())
+        assert await session.run(count) == 0
+        with pytest.raises(IsADirectoryError):
+            await session.run(step, record=tmp_path)
