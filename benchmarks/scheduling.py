@@ -7,7 +7,6 @@ both; that it then looks for what is alike is part of its computation, and not i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -21,17 +20,15 @@ from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
 from benchmarks.peers import NO_PEERS, Peers
 from benchmarks.plots import Chart, draw_charts
 from benchmarks.results import curves_of
-from benchmarks.sequences import OfVertices, sequences
-from benchmarks.trees import OfAsyncflow, TreeFcByHand, tree_fc, tree_lstm
-from benchmarks.vertex_models import MODELS, of_trees
+from benchmarks.sequences import Sequences
+from benchmarks.trees import TreeFcByHand
+from benchmarks.vertex_models import MODELS, SIZES, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from benchmarks.sequences import Sequences
     from benchmarks.simulation import Curve
-    from benchmarks.trees import TreeLstmByHand, Trees
 
 NAME: Final = "scheduling"
 SCHEDULE_TIME: Final = Figure("schedule", "us")
@@ -39,7 +36,7 @@ BATCH_TIME: Final = Figure("batch", "us")
 SHARE: Final = Figure("schedule, of a training step", "%")
 SORTS: Final = "numpy, one sort of as many bytes"
 DYNET_GRAPH: Final = "dynet, building the graph"
-BATCHES: Final = (1, 16, 64, 256)
+BATCHES: Final = (1, 16, 32, 64, 128, 256)
 _MANY: Final = 20
 """Calls in one trial."""
 
@@ -53,9 +50,7 @@ async def measure(
     hiddens: Sequence[int] = (64,),
     vertices: Sequence[int] = (1_000, 10_000, 100_000),
     depth: int = 50,
-    steps: int = 60,
-    leaves: int = 256,
-    files: int = 60,
+    sizes: Sizes = SIZES,
 ) -> list[Result]:
     """us a batch, and % of a training step.
 
@@ -67,11 +62,8 @@ async def measure(
         hiddens: extents of the training steps that are compared with.
         vertices: of one random tree each.
         depth: of these.
-        steps: of sequences.
-        leaves: of each tree of Tree-FC.
-        files: how many files of the library syntax trees come from.
+        sizes: of the models.
     """
-    sizes = _Sizes(steps, leaves, files)
     results: list[Result] = []
     for size in vertices:
         case = f"random tree of depth {depth}, {size} vertices"
@@ -83,11 +75,11 @@ async def measure(
         results += await compare(NAME, case, trials, repeats=repeats, baselines=[SORTS])
     for model in models:
         for batch in batches:
-            graphs, arity = sizes.graphs(model, batch)
+            graphs, arity = _graphs(sizes, model, batch)
             case = f"{model}, batch {batch}"
             trials = {ASYNCFLOW: _timed(SCHEDULE_TIME, _scheduling(af.InputGraph.batch(graphs), arity))}
             if peers.dynet is not None and model == "Tree-FC":
-                trials[DYNET_GRAPH] = _timed(SCHEDULE_TIME, sizes.building(peers.dynet, batch), calls=2)
+                trials[DYNET_GRAPH] = _timed(SCHEDULE_TIME, _building(sizes, peers.dynet, batch), calls=2)
             results += await compare(NAME, case, trials, repeats=repeats)
             joining = {ASYNCFLOW: _timed(BATCH_TIME, partial(af.InputGraph.batch, graphs))}
             results += await compare(NAME, case, joining, repeats=repeats)
@@ -106,29 +98,19 @@ def random_tree(size: int, depth: int) -> af.InputGraph:
     return af.InputGraph.from_parents(parents)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    steps: int
-    leaves: int
-    files: int
+def _graphs(sizes: Sizes, model: str, batch: int) -> tuple[list[af.InputGraph], int | None]:
+    """The graphs of a batch, and the arity of the model."""
+    samples = sizes.samples(model, batch, 1)
+    if isinstance(samples, Sequences):
+        return [af.InputGraph.chain([length]) for length in samples.lengths], 1
+    return list(samples.trees.graph), 2 if model == "Tree-FC" else None
 
-    def trees(self, model: str, batch: int, hidden: int) -> tuple[Trees, TreeFcByHand | TreeLstmByHand]:
-        return of_trees(model, batch, hidden, leaves=self.leaves, files=self.files)
 
-    def sequences(self, model: str, batch: int, hidden: int) -> Sequences:
-        return sequences(batch, hidden, self.steps if model == MODELS[0] else min(5, self.steps), self.steps)
-
-    def graphs(self, model: str, batch: int) -> tuple[list[af.InputGraph], int | None]:
-        """The graphs of a batch, and the arity of the model."""
-        if model.startswith("Tree"):
-            return list(self.trees(model, batch, 1)[0].graph), 2 if model == "Tree-FC" else None
-        return [af.InputGraph.chain([length]) for length in self.sequences(model, batch, 1).lengths], 1
-
-    def building(self, dy: Any, batch: int) -> Callable[[], Any]:
-        """Builds the graph of Tree-FC in DyNet."""
-        trees, by_hand = self.trees("Tree-FC", batch, 64)
-        assert isinstance(by_hand, TreeFcByHand)
-        return tree_peers.dynet_graph(dy, trees, by_hand)
+def _building(sizes: Sizes, dy: Any, batch: int) -> Callable[[], Any]:
+    """Builds the graph of Tree-FC in DyNet."""
+    trees, by_hand = sizes.trees("Tree-FC", batch, 64)
+    assert isinstance(by_hand, TreeFcByHand)
+    return tree_peers.dynet_graph(dy, trees, by_hand)
 
 
 def _scheduling(graph: af.InputGraph, arity: int | None) -> Callable[[], Any]:
@@ -147,16 +129,10 @@ def _timed(figure: Figure, work: Callable[[], Any], calls: int = _MANY) -> Trial
     return trial
 
 
-async def _share(model: str, batch: int, hidden: int, sizes: _Sizes, repeats: int) -> list[Result]:
+async def _share(model: str, batch: int, hidden: int, sizes: Sizes, repeats: int) -> list[Result]:
     """The share of scheduling in a training step; both are measured next to each other."""
-    graphs, arity = sizes.graphs(model, batch)
-    if model.startswith("Tree"):
-        trees, _ = sizes.trees(model, batch, hidden)
-        ours = OfAsyncflow(trees, tree_fc(hidden) if model == "Tree-FC" else tree_lstm(hidden), lift_parts=True)
-        step, session = ours.step, ours.session
-    else:
-        each = OfVertices(sizes.sequences(model, batch, hidden))
-        step, session = each.run, each.session
+    graphs, arity = _graphs(sizes, model, batch)
+    ours = sizes.ours(model, batch, hidden)
     schedule = _scheduling(af.InputGraph.batch(graphs), arity)
 
     async def trial() -> Sample:
@@ -164,7 +140,7 @@ async def _share(model: str, batch: int, hidden: int, sizes: _Sizes, repeats: in
         for _ in range(_MANY):
             schedule()
         scheduled = perf_counter()
-        await step()
+        await ours.step()
         taken = perf_counter() - scheduled
         return Sample({SHARE: (scheduled - started) / _MANY / taken * 100})
 
@@ -172,7 +148,7 @@ async def _share(model: str, batch: int, hidden: int, sizes: _Sizes, repeats: in
         case = f"{model}, batch {batch}, hidden {hidden}"
         return await compare(NAME, case, {ASYNCFLOW: trial}, repeats=repeats, lead_ins=1)
     finally:
-        await session.aclose()
+        await ours.session.aclose()
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:

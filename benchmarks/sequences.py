@@ -103,7 +103,7 @@ class OfVertices:
         self.feeds = {**self.graph.feeds(af.InputGraph.chain(batch.lengths)), x: batch.rows}
         self.session = af.Session(graph, **options)
 
-    async def run(self) -> Step:
+    async def step(self) -> Step:
         """One step."""
         step: Step = await self.session.run(self.fetches, self.feeds)
         return step

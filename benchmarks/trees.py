@@ -174,7 +174,7 @@ class TreeLstmByHand:
 
     def _below(self, level: Level, rows: Any) -> Any:
         """Rows of children, summed for each vertex."""
-        total = np.zeros((level.last - level.first, self.hidden), np.float32)
+        total = np.zeros_like(rows, shape=(level.last - level.first, self.hidden))
         filled = np.flatnonzero(np.diff(level.starts))
         if len(filled):
             total[filled] = np.add.reduceat(rows, level.starts[filled], axis=0)
@@ -185,7 +185,7 @@ class TreeLstmByHand:
         trees, n = self.trees, self.hidden
         xs = trees.xs[trees.order]
         x = xs @ self.w
-        h, c = np.empty((len(xs), n), np.float32), np.empty((len(xs), n), np.float32)
+        h, c = np.empty_like(xs, shape=(len(xs), n)), np.empty_like(xs, shape=(len(xs), n))
         for level in trees.levels:
             rows = slice(level.first, level.last)
             h_below, c_below = h[level.children], c[level.children]
@@ -205,7 +205,7 @@ class TreeLstmByHand:
         trees, n = self.trees, self.hidden
         kept: list[Any] = []
         xs, h, _ = self.forward(kept)
-        of_x = np.zeros((len(xs), 4 * n), np.float32)
+        of_x = np.zeros_like(xs, shape=(len(xs), 4 * n))
         of_h, of_c = np.zeros_like(h), np.zeros_like(h)
         of_u, of_f = np.zeros_like(self.u), np.zeros_like(self.f)
         of_h[trees.roots] = trees.weight
@@ -242,7 +242,7 @@ class OfAsyncflow:
         trees: Trees,
         model: tuple[af.VertexFunction, list[af.Variable]],
         *,
-        lift_parts: bool,
+        lift_parts: bool = True,
         streams: int = 1,
         **options: Any,
     ) -> None:
@@ -251,7 +251,7 @@ class OfAsyncflow:
             self.graph, x = af.InputGraph.placeholder(), af.placeholder("float32", (None, trees.xs.shape[1]))
             roots = af.vertex_map(function, self.graph, x, lift_parts=lift_parts, streams=streams).roots
             self.loss = af.sum(roots[0] if isinstance(roots, tuple) else roots) * trees.weight
-            self.grads = af.gradients(self.loss, variables)
+            self.fetches = self.loss, af.gradients(self.loss, variables)
         self.feeds = {**self.graph.feeds(trees.graph), x: trees.xs}
         self.session = af.Session(graph, **options)
 
@@ -261,7 +261,7 @@ class OfAsyncflow:
 
     async def step(self) -> tuple[Any, ...]:
         """The loss, and its gradients of the weights."""
-        loss, grads = await self.session.run((self.loss, self.grads), self.feeds)
+        loss, grads = await self.session.run(self.fetches, self.feeds)
         return loss, *grads
 
 
@@ -319,7 +319,7 @@ async def _measured(
     repeats: int,
 ) -> list[Result]:
     ours = {
-        ASYNCFLOW: OfAsyncflow(trees, model, lift_parts=True),
+        ASYNCFLOW: OfAsyncflow(trees, model),
         IN_LOOP: OfAsyncflow(trees, model, lift_parts=False),
     }
     steps: dict[str, Trial] = {name: _trial(trees, STEP, each.step) for name, each in ours.items()}

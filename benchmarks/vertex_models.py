@@ -7,11 +7,14 @@ sample: a sequence or a tree.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from asyncflow.graph import nest
 from benchmarks import sequences, tree_peers
 from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
 from benchmarks.lstm import AsyncflowStep, Step, comparable, looped
@@ -21,6 +24,7 @@ from benchmarks.peers import DYNET, JAX, NO_PEERS, NUMPY, Peers
 from benchmarks.plots import Chart, draw_charts
 from benchmarks.ragged_training import sliced
 from benchmarks.results import curves_of
+from benchmarks.sequences import OfVertices, Sequences
 from benchmarks.trees import (
     OfAsyncflow,
     TreeFcByHand,
@@ -37,8 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
     from pathlib import Path
 
-    from asyncflow import Session
-    from benchmarks.sequences import Sequences
     from benchmarks.trees import Trees
 
 NAME: Final = "vertex_models"
@@ -51,10 +53,62 @@ WHILE_LOOP: Final = f"{ASYNCFLOW} while_loop"
 DYNAMIC_RNN: Final = f"{ASYNCFLOW} dynamic_rnn"
 TOLERANCE: Final = 5e-2
 """Gradients are sums over thousands of vertices, and a `relu` of what is near 0 lets through all of it, or nothing."""
-BATCHES: Final = (1, 16, 64, 256)
-HIDDENS: Final = (64, 256, 512, 1024)
+BATCHES: Final = (1, 16, 32, 64, 128, 256)
+HIDDENS: Final = (64, 128, 256, 512, 1024)
 AT: Final = (16, 256)
 """As in the pictures; see `measure`."""
+
+
+class OfTrees(NamedTuple):
+    """A batch for Tree-FC or Tree-LSTM, and its step by hand."""
+
+    trees: Trees
+    by_hand: TreeFcByHand | TreeLstmByHand
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What all batches of the models have in common.
+
+    Attributes:
+        steps: of Fixed-LSTM; Var-LSTM has 5 up to so many.
+        leaves: of each tree of Tree-FC.
+        files: how many files of the library the syntax trees of Tree-LSTM come from.
+        by_node: the most vertices for which the systems take part that go by them.
+    """
+
+    steps: int = 60
+    leaves: int = 256
+    files: int = 60
+    by_node: int = 8200
+
+    def samples(self, model: str, batch: int, hidden: int) -> OfTrees | Sequences:
+        """A batch of a model."""
+        return self.trees(model, batch, hidden) if model.startswith("Tree") else self.sequences(model, batch, hidden)
+
+    def trees(self, model: str, batch: int, hidden: int) -> OfTrees:
+        """A batch for Tree-FC or Tree-LSTM."""
+        if model == "Tree-FC":
+            trees = batch_of([complete(self.leaves)] * batch, hidden)
+            return OfTrees(trees, TreeFcByHand(trees, hidden))
+        functions = [function for part in read_functions(self.files) for function in part]
+        chosen = np.random.default_rng(2).choice(len(functions), batch, replace=len(functions) < batch)
+        trees = batch_of([functions[place].tree for place in chosen], hidden)
+        return OfTrees(trees, TreeLstmByHand(trees, hidden))
+
+    def sequences(self, model: str, batch: int, hidden: int) -> Sequences:
+        """A batch for Fixed-LSTM or Var-LSTM."""
+        return sequences.sequences(batch, hidden, self.steps if model == MODELS[0] else min(5, self.steps), self.steps)
+
+    def ours(self, model: str, batch: int, hidden: int, **options: Any) -> OfAsyncflow | OfVertices:
+        """The vertex function over such a batch."""
+        if not model.startswith("Tree"):
+            return OfVertices(self.sequences(model, batch, hidden), **options)
+        function = tree_fc(hidden) if model == "Tree-FC" else tree_lstm(hidden)
+        return OfAsyncflow(self.trees(model, batch, hidden).trees, function, **options)
+
+
+SIZES: Final = Sizes()
 
 
 async def measure(
@@ -65,10 +119,7 @@ async def measure(
     batches: Sequence[int] = (1, 16),
     hiddens: Sequence[int] = (64, 256),
     at: tuple[int, int] = AT,
-    steps: int = 60,
-    leaves: int = 256,
-    files: int = 60,
-    by_node: int = 8200,
+    sizes: Sizes = SIZES,
 ) -> list[Result]:
     """us a sample.
 
@@ -79,26 +130,26 @@ async def measure(
         batches: samples.
         hiddens: hidden extents.
         at: the batch by which hidden extents are compared, and the hidden extent by which batches are.
-        steps: of Fixed-LSTM; Var-LSTM has 5 up to so many.
-        leaves: of each tree of Tree-FC.
-        files: how many files of the library the syntax trees of Tree-LSTM come from.
-        by_node: the most vertices for which the systems take part that go by them.
+        sizes: of the models.
     """
     results: list[Result] = []
     for model in models:
         for batch, hidden in dict.fromkeys([*((batch, at[1]) for batch in batches), *((at[0], n) for n in hiddens)]):
-            if model.startswith("Tree"):
-                trees, by_hand = of_trees(model, batch, hidden, leaves=leaves, files=files)
-                ours, trials = _tree_trials(peers, trees, by_hand, many=len(trees.xs) > by_node)
-            else:
-                each = sequences.sequences(batch, hidden, steps if model == MODELS[0] else min(5, steps), steps)
-                ours, trials = _sequence_trials(peers, each, many=len(each.rows) > by_node)
+            samples = sizes.samples(model, batch, hidden)
+            ours = sizes.ours(model, batch, hidden)
+            works = {ASYNCFLOW: ours.step, **peer_works(peers, samples, sizes)}
+            sessions, answer_of = [ours.session], None
+            if isinstance(samples, Sequences):
+                loops, answer_of = _loops(samples), partial(_of_weights, samples)
+                works |= {name: loop.run for name, loop in loops.items()}
+                sessions += [loop.session for loop in loops.values()]
+            trials = {name: timed_sample(batch, work, answer_of) for name, work in works.items()}
             try:
                 results += await compare(
                     NAME, case(model, batch, hidden), trials, repeats=repeats, lead_ins=1, tolerance=TOLERANCE
                 )
             finally:
-                for session in ours:
+                for session in sessions:
                     await session.aclose()
     return results
 
@@ -108,70 +159,37 @@ def case(model: str, batch: int, hidden: int) -> str:
     return f"{model}, batch {batch}, hidden {hidden}"
 
 
-# -- trees -----------------------------------------------------------------------------------------------------------
+# -- systems ---------------------------------------------------------------------------------------------------------
 
 
-def of_trees(
-    model: str, batch: int, hidden: int, *, leaves: int = 256, files: int = 60
-) -> tuple[Trees, TreeFcByHand | TreeLstmByHand]:
-    """A batch for Tree-FC or Tree-LSTM, and its step by hand."""
-    if model == "Tree-FC":
-        trees = batch_of([complete(leaves)] * batch, hidden)
-        return trees, TreeFcByHand(trees, hidden)
-    functions = [function for part in read_functions(files) for function in part]
-    chosen = np.random.default_rng(2).choice(len(functions), batch, replace=len(functions) < batch)
-    trees = batch_of([functions[place].tree for place in chosen], hidden)
-    return trees, TreeLstmByHand(trees, hidden)
+def peer_works(peers: Peers, samples: OfTrees | Sequences, sizes: Sizes = SIZES) -> dict[str, Callable[[], Any]]:
+    """A training step in NumPy and in each of the peers that take part."""
+    if isinstance(samples, Sequences):
+        return _sequence_works(peers, samples, many=len(samples.rows) > sizes.by_node)
+    return _tree_works(peers, *samples, many=len(samples.trees.xs) > sizes.by_node)
 
 
-def _tree_trials(
-    peers: Peers, trees: Trees, by_hand: TreeFcByHand | TreeLstmByHand, *, many: bool
-) -> tuple[list[Session], dict[str, Trial]]:
-    hidden = trees.xs.shape[1]
+def _tree_works(peers: Peers, trees: Trees, by_hand: Any, *, many: bool) -> dict[str, Callable[[], Any]]:
     is_fc = isinstance(by_hand, TreeFcByHand)
-    ours = OfAsyncflow(trees, tree_fc(hidden) if is_fc else tree_lstm(hidden), lift_parts=True)
     works: dict[str, Callable[[], Any]] = {NUMPY: by_hand.step}
     if (torch := peers.torch) is not None:
         works[BY_LEVEL] = torch_step(torch, trees, by_hand)
         if not many:
-            works[BY_NODE] = (
-                tree_peers.torch_by_node(torch, trees, by_hand)
-                if isinstance(by_hand, TreeFcByHand)
-                else tree_peers.torch_lstm_by_node(torch, trees, by_hand)
-            )
+            by_node: Callable[..., Any] = tree_peers.torch_by_node if is_fc else tree_peers.torch_lstm_by_node
+            works[BY_NODE] = by_node(torch, trees, by_hand)
     if (jax := peers.jax) is not None:
-        works[JAX] = (
-            tree_peers.jax_by_level(jax, trees, by_hand)
-            if isinstance(by_hand, TreeFcByHand)
-            else tree_peers.jax_lstm_by_level(jax, trees, by_hand)
-        )
+        by_level: Callable[..., Any] = tree_peers.jax_by_level if is_fc else tree_peers.jax_lstm_by_level
+        works[JAX] = by_level(jax, trees, by_hand)
     if (dy := peers.dynet) is not None and not many:
-        works[DYNET] = (
-            tree_peers.dynet(dy, trees, by_hand)
-            if isinstance(by_hand, TreeFcByHand)
-            else tree_peers.dynet_lstm(dy, trees, by_hand)
-        )
-    trials = {ASYNCFLOW: timed_sample(trees.count, ours.step)}
-    trials |= {name: timed_sample(trees.count, work) for name, work in works.items()}
-    return [ours.session], trials
+        batched: Callable[..., Any] = tree_peers.dynet if is_fc else tree_peers.dynet_lstm
+        works[DYNET] = batched(dy, trees, by_hand)
+    return works
 
 
-# -- sequences -------------------------------------------------------------------------------------------------------
-
-
-def _sequence_trials(peers: Peers, batch: Sequences, *, many: bool) -> tuple[list[Session], dict[str, Trial]]:
-    model, counts, outputs = batch.model, batch.counts, batch.outputs
-    last = np.array(len(model.xs), np.int32)
-    vertices, rnn = sequences.OfVertices(batch), sequences.OfDynamicRnn(batch)
-    is_fixed = batch.is_fixed
-    loop = AsyncflowStep(batch.locked, looped if is_fixed else sliced, outputs, [last] if is_fixed else [last, counts])
-    listed = None if is_fixed else counts.tolist()
-    works: dict[str, Callable[[], Any]] = {
-        ASYNCFLOW: vertices.run,
-        WHILE_LOOP: loop.run,
-        DYNAMIC_RNN: rnn.run,
-        NUMPY: ByHand(model, listed),
-    }
+def _sequence_works(peers: Peers, batch: Sequences, *, many: bool) -> dict[str, Callable[[], Any]]:
+    model, outputs, is_fixed = batch.model, batch.outputs, batch.is_fixed
+    listed = None if is_fixed else batch.counts.tolist()
+    works: dict[str, Callable[[], Any]] = {NUMPY: ByHand(model, listed)}
     if (torch := peers.torch) is not None:
         works[BY_LEVEL] = torch_loop(torch, model, outputs, listed)
         works[TORCH_MODULE] = torch_module(torch, model, outputs, None if is_fixed else batch.lengths.tolist())
@@ -181,13 +199,22 @@ def _sequence_trials(peers: Peers, batch: Sequences, *, many: bool) -> tuple[lis
         works[JAX] = jax_scan(jax, model, outputs) if is_fixed else sequences.jax_masked(jax, batch)
     if (dy := peers.dynet) is not None and not many:
         works[DYNET] = sequences.dynet(dy, batch)
+    return works
 
-    def of_weights(step: Step) -> Any:
-        loss, grads = step
-        return comparable((loss, list(grads)[: len(model.weights)]), outputs)
 
-    trials = {name: timed_sample(len(batch.lengths), work, of_weights) for name, work in works.items()}
-    return [vertices.session, rnn.session, loop.session], trials
+def _loops(batch: Sequences) -> dict[str, AsyncflowStep | sequences.OfDynamicRnn]:
+    """Other programs of asyncflow for the same sequences."""
+    last = np.array(len(batch.model.xs), np.int32)
+    program, fed = (looped, [last]) if batch.is_fixed else (sliced, [last, batch.counts])
+    return {
+        WHILE_LOOP: AsyncflowStep(batch.locked, program, batch.outputs, fed),
+        DYNAMIC_RNN: sequences.OfDynamicRnn(batch),
+    }
+
+
+def _of_weights(batch: Sequences, step: Step) -> Any:
+    loss, grads = step
+    return comparable((loss, list(grads)[: len(batch.model.weights)]), batch.outputs)
 
 
 def timed_sample(
@@ -196,7 +223,7 @@ def timed_sample(
     """A trial of a step of so many samples, awaited or not; `answer_of` gives what it computed in one array."""
 
     def joined(step: Any) -> Any:
-        return np.concatenate([np.ravel(part) for part in step])
+        return np.concatenate([np.ravel(part) for part in nest.flatten(step)[0]])
 
     async def trial() -> Sample:
         started = perf_counter()

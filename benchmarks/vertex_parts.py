@@ -2,29 +2,34 @@
 
 *All in the loop* leaves eager and lazy operations in the sets, *without regions* has each operation called by the
 executor, *without batched products* leaves gradients of weights in the loop, *two streams* cuts the batch in
-two, whose loops overlap. Kinds of work (tables 1 and 3) are read off the trace of a step without regions, in
-which each operation is timed by itself: *products*, other *arithmetic*, and *memory*, which moves rows and computes
-nothing but sums of gradients.
+two, whose loops overlap. Kinds of work (tables 1 and 3) are those of `work_kinds`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import asyncflow as af
-from benchmarks import sequences
-from benchmarks.harness import ASYNCFLOW, Figure, Result, Sample, Trial, compare
-from benchmarks.peers import NO_PEERS, Peers
+from benchmarks import work_kinds
+from benchmarks.harness import ASYNCFLOW, Result, Trial, compare
+from benchmarks.peers import JAX, NO_PEERS, NUMPY, Peers
 from benchmarks.plots import draw_bars
-from benchmarks.trees import OfAsyncflow, tree_fc, tree_lstm
-from benchmarks.vertex_models import MODELS, STEP, TOLERANCE, case, of_trees, timed_sample
+from benchmarks.vertex_models import (
+    BY_LEVEL,
+    BY_NODE,
+    MODELS,
+    SIZES,
+    STEP,
+    TOLERANCE,
+    Sizes,
+    case,
+    peer_works,
+    timed_sample,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
-
-    from benchmarks.lstm import Step
 
 NAME: Final = "vertex_parts"
 VARIANTS: Final[dict[str, dict[str, Any]]] = {
@@ -34,27 +39,6 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
     f"{ASYNCFLOW}, without batched products": {"without": ["batch_loops"]},
     f"{ASYNCFLOW}, two streams": {"streams": 2, "compute_streams": 2},
 }
-PRODUCTS: Final = frozenset({"matmul", "add_products", "sums", "pending_sums", "row_ahead", "rows_ahead"})
-MEMORY: Final = frozenset(
-    {
-        "add_parts",
-        "add_row_gradients",
-        "concat",
-        "part_of_sum",
-        "reduce_segments",
-        "row_gradients",
-        "row_store",
-        "row_store_append",
-        "row_store_slice",
-        "row_store_take",
-        "scatter_to",
-        "spread_segments",
-        "take",
-    }
-)
-SCHEDULING: Final = frozenset({"schedule", "check_rows"})
-WORK: Final = {kind: Figure(f"{kind}, a step", "ms") for kind in ("products", "arithmetic", "memory", "scheduling")}
-CALLS: Final = {kind: Figure(f"{kind}, calls a step", "") for kind in WORK}
 
 
 async def measure(
@@ -64,80 +48,48 @@ async def measure(
     models: Sequence[str] = MODELS[1:],
     batch: int = 16,
     hidden: int = 256,
-    leaves: int = 256,
-    steps: int = 60,
-    files: int = 60,
+    sizes: Sizes = SIZES,
 ) -> list[Result]:
     """us a sample with parts left out, and ms of each kind of work.
 
     Args:
-        peers: none takes part.
+        peers: whose kinds of work are measured as well; DyNet does not tell them apart.
         repeats: measured trials of each variant.
         models: some of those of `vertex_models`.
         batch: samples.
         hidden: extent.
-        leaves: of each tree of Tree-FC.
-        steps: most of Var-LSTM.
-        files: how many files of the library syntax trees come from.
+        sizes: of the models.
     """
     results: list[Result] = []
     for model in models:
-
-        def step(model: str = model, **options: Any) -> _Step:
-            return _Step(model, batch, hidden, leaves=leaves, steps=steps, files=files, **options)
-
-        ours = {name: step(**options) for name, options in VARIANTS.items()}
-        trials: dict[str, Trial] = {name: timed_sample(batch, each.run) for name, each in ours.items()}
-        traced = {name: step(regions=False, **options) for name, options in list(VARIANTS.items())[:2]}
-        kinds: dict[str, Trial] = {name: each.kinds for name, each in traced.items()}
+        ours = {name: sizes.ours(model, batch, hidden, **options) for name, options in VARIANTS.items()}
+        trials = {name: timed_sample(batch, each.step) for name, each in ours.items()}
+        plain = {
+            name: sizes.ours(model, batch, hidden, regions=False, **options)
+            for name, options in list(VARIANTS.items())[:2]
+        }
+        kinds = {name: work_kinds.of_asyncflow(each) for name, each in plain.items()}
+        kinds |= _peers_kinds(peers, sizes, model, batch, hidden)
         try:
             named = case(model, batch, hidden)
             results += await compare(NAME, named, trials, repeats=repeats, lead_ins=1, tolerance=TOLERANCE)
             results += await compare(NAME, named, kinds, repeats=repeats, lead_ins=1)
         finally:
-            for each in (*ours.values(), *traced.values()):
+            for each in (*ours.values(), *plain.values()):
                 await each.session.aclose()
     return results
 
 
-class _Step:
-    """A training step of one of the models."""
-
-    def __init__(
-        self, model: str, batch: int, hidden: int, *, leaves: int, steps: int, files: int, **options: Any
-    ) -> None:
-        options.setdefault("lift_parts", True)
-        if model.startswith("Tree"):
-            trees, _ = of_trees(model, batch, hidden, leaves=leaves, files=files)
-            ours = OfAsyncflow(trees, tree_fc(hidden) if model == "Tree-FC" else tree_lstm(hidden), **options)
-            self.session, self._run = ours.session, (ours.loss, ours.grads)
-            self._feeds = ours.feeds
-        else:
-            each = sequences.OfVertices(sequences.sequences(batch, hidden, min(5, steps), steps), **options)
-            self.session, self._run, self._feeds = each.session, each.fetches, each.feeds
-
-    async def run(self) -> tuple[Any, ...]:
-        """The loss, and its gradients of the weights."""
-        step: Step = await self.session.run(self._run, self._feeds)
-        return step[0], *step[1]
-
-    async def kinds(self) -> Sample:
-        """The time of each kind of work, and how many calls it takes."""
-        trace = af.Trace()
-        await self.session.run(self._run, self._feeds, trace=trace)
-        figures: dict[Figure, float] = defaultdict(float)
-        for firing in trace.firings:
-            kind = _kind(firing.op)
-            figures[WORK[kind]] += firing.computing_ns / 1e6
-            figures[CALLS[kind]] += 1
-        return Sample({figure: figures[figure] for figure in (*WORK.values(), *CALLS.values())})
-
-
-def _kind(op: str) -> str:
-    for kind, ops in (("products", PRODUCTS), ("memory", MEMORY), ("scheduling", SCHEDULING)):
-        if op in ops:
-            return kind
-    return "arithmetic"
+def _peers_kinds(peers: Peers, sizes: Sizes, model: str, batch: int, hidden: int) -> dict[str, Trial]:
+    works = peer_works(peers, sizes.samples(model, batch, hidden), sizes)
+    by_hand = peer_works(NO_PEERS, sizes.samples(model, batch, hidden), sizes)[NUMPY]
+    timed: dict[str, Callable[[Any], Iterable[tuple[str, float]]]] = {
+        JAX: partial(work_kinds.of_jax, peers.jax),
+        BY_LEVEL: partial(work_kinds.of_torch, peers.torch),
+        BY_NODE: partial(work_kinds.of_torch, peers.torch),
+    }
+    kinds = {name: work_kinds.trial_of(partial(of, works[name])) for name, of in timed.items() if name in works}
+    return {NUMPY: work_kinds.trial_of(partial(work_kinds.of_numpy, work_kinds.with_timed_arrays(by_hand))), **kinds}
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:

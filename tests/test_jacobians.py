@@ -98,13 +98,15 @@ async def test_jacobians_of_vertex_functions() -> None:
     with af.Graph() as graph:
         x = af.placeholder("float64", (4, 3))
         roots = af.vertex_map(function, af.InputGraph.from_parents([-1, 0, 0, 1]), x).roots
-        with pytest.raises(af.GraphError, match="how many of them is not known before the run"):
+        with pytest.raises(af.GraphError, match=r"not known before the run: say it by af\.reshape"):
             af.jacobian(roots, x)
+        of_reshaped = af.jacobian(af.reshape(roots, (1, 3)), x)
         root = roots[0]
         slopes = af.jacobian(root, x)
     at = np.concatenate([X, V])
     async with af.Session(graph) as session:
-        got = await session.run(slopes, {x: at})
+        got, reshaped = await session.run((slopes, of_reshaped), {x: at})
+        np.testing.assert_array_equal(reshaped[0], got)
         for place in np.ndindex(at.shape):
             step = np.zeros_like(at)
             step[place] = 1e-5

@@ -148,7 +148,8 @@ def _pieces(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequenc
 def _store_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
     """Each row of the store has a row axis in front."""
     if rows.extent is None:
-        raise CannotLift(f"{node.name} keeps rows in a store, and how many of them is not known before the run")
+        unknown = f"{node.name} keeps rows in a store, and how many of them is not known before the run"
+        raise CannotLift(f"{unknown}: say it by af.reshape, as in af.jacobian(af.reshape(y, (2, 3)), x)")
     grads, *given, first, second = inputs
     at = 1 if node.attrs["is_range"] else second.rank
     attrs = {**node.attrs, "row": Spec(node.attrs["row"].dtype, rows.shape(node.attrs["row"].shape))}

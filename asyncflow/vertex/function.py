@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Never
 
 from asyncflow.autodiff.recompute import RECOMPUTED
 from asyncflow.control.body import result_tensor, user_function
@@ -261,7 +261,7 @@ class VertexFunction:
 
 
 def vertex_function(
-    *, state: Nest, children: int | None = None
+    *function: Never, state: Nest = (), children: int | None = None
 ) -> Callable[[Callable[[Vertex], None]], VertexFunction]:
     """Declares what a vertex computes, once, for input graphs of any structure (Cavs, ATC '18).
 
@@ -271,6 +271,7 @@ def vertex_function(
     at once.
 
     Args:
+        function: nothing: the decorator is called with the state first.
         state: a `Spec`, or a nest of them: what a vertex scatters, and its parents gather.
         children: how many a vertex may have at most, told apart by number; None: any number, all alike.
 
@@ -287,4 +288,9 @@ def vertex_function(
     ...     af.vertex_map(total, tree, {"x": x}).roots
     <Tensor vertex_map/row_store_take:0 float64[?]>
     """
+    if function:
+        raise GraphError(
+            "vertex_function has to know the state of a vertex: write "
+            '@af.vertex_function(state=af.spec("float32", (n,))), and children=2 for children that are told apart'
+        )
     return lambda function: VertexFunction(function, state, children)

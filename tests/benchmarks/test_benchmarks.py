@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
     from pathlib import Path
 
+TINY_MODELS = vertex_models.Sizes(steps=4, leaves=4, files=12)
 TINY = {
     "loop_overhead": lambda: loop_overhead.measure(repeats=2, iterations=10),
     "nested_loop": lambda: nested_loop.measure(repeats=2, sequences=2),
@@ -92,13 +93,11 @@ TINY = {
         repeats=2, steps=2, batch=2, hidden=4, counts=(1, 2), batches=(2,), simulated_steps=2, simulated_hidden=4
     ),
     "trees": lambda: trees.measure(repeats=1, fc_sizes=((4, 2, 3),), lstm_sizes=((2, 3),), files=12),
-    "vertex_models": lambda: vertex_models.measure(
-        repeats=1, batches=(1,), hiddens=(3,), at=(2, 3), steps=4, leaves=4, files=12
-    ),
+    "vertex_models": lambda: vertex_models.measure(repeats=1, batches=(1,), hiddens=(3,), at=(2, 3), sizes=TINY_MODELS),
     "scheduling": lambda: scheduling.measure(
-        repeats=1, batches=(2,), hiddens=(3,), vertices=(100,), depth=5, files=12, steps=4, leaves=4
+        repeats=1, batches=(2,), hiddens=(3,), vertices=(100,), depth=5, sizes=TINY_MODELS
     ),
-    "vertex_parts": lambda: vertex_parts.measure(repeats=1, batch=2, hidden=3, leaves=4, steps=4, files=12),
+    "vertex_parts": lambda: vertex_parts.measure(repeats=1, batch=2, hidden=3, sizes=TINY_MODELS),
 }
 TINY_PIPELINES: dict[str, dict[str, int]] = {
     white_paper_pipelines.SYNCHRONOUS: {"batch": 4, "features": 8},

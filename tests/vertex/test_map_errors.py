@@ -128,6 +128,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: af.vertex_map(total, CHAINS, ROWS, initial=af.zeros(3, dtype="float32")),
         r"initial is float32, and the state of vertex function total float64\[3\]",
     ),
+    "no call of the decorator": (
+        lambda: af.vertex_function(total.__wrapped__),
+        r"has to know the state of a vertex: write @af.vertex_function\(state=af.spec",
+    ),
+    "no state": (lambda: af.vertex_function()(total.__wrapped__), "a state has at least one part"),
     "a state of no shape": (
         lambda: af.vertex_function(state=af.spec("float64", (None,)))(total.__wrapped__),
         "state is described by af.spec.*known in full",
