@@ -73,7 +73,7 @@ class _RowSum:
     def zeroed(self, start: int, stop: int) -> Array:
         """The rows of a range, once those for which nothing has come are 0."""
         found, untouched = self.array[start:stop], self._untouched[start:stop]
-        if untouched.any():
+        if np.count_nonzero(untouched):  # a tenth of the time of `any`
             found[untouched] = 0
             untouched[:] = False
         return found
@@ -92,9 +92,10 @@ class _RowSum:
         size, where, values = added
         rows, untouched = self.array[:size], self._untouched[:size]
         if isinstance(where, slice):
-            if len(untouched) and untouched[where].all():
+            own = untouched[where]
+            if len(own) and np.count_nonzero(own) == len(own):
                 rows[where] = values
-                untouched[where] = False
+                own[:] = False
             else:
                 self.zeroed(where.start, where.stop)
                 rows[where] += values
@@ -105,7 +106,7 @@ class _RowSum:
         where = where.reshape(-1)
         values = values.reshape(len(where), *self._kind.row_shape)
         first = untouched[where]
-        if first.all() and self._touch(untouched, where):
+        if np.count_nonzero(first) == len(first) and self._touch(untouched, where):
             rows[where] = values
             return
         untouched[where] = False
@@ -208,7 +209,7 @@ class RowGradient(StoreVersion[_Added]):
     def _total(self, rows: int, first: int) -> _RowSum:
         """The sum, in at least so many rows, of which those from `first` on are right; under the lock."""
         log, length = self.log, self.length
-        if any(entry.size > first for entry in log[length : log.folded]):
+        if log.folded > length and any(entry.size > first for entry in log[length : log.folded]):
             log.total, log.folded = None, 0
         wanted = max(rows, log.longest)
         total = _RowSum(self.xp, self.kind, wanted) if log.total is None else log.total.with_room(wanted)
