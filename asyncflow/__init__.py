@@ -271,6 +271,7 @@ from asyncflow.semantics.explore import Exploration as Exploration
 from asyncflow.semantics.explore import Outcome as Outcome
 from asyncflow.semantics.explore import explore as explore
 from asyncflow.state.containers import reset_container as reset_container
+from asyncflow.state.table import Table as Table
 from asyncflow.state.variable import Variable as Variable
 from asyncflow.vertex.function import Vertex as Vertex
 from asyncflow.vertex.function import VertexFunction as VertexFunction

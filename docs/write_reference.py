@@ -26,7 +26,7 @@ ROOMS: Final = {
     "graph": "Graphs",
     "control": "Control flow",
     "lift": "Control flow",
-    "state": "Variables",
+    "state": "Variables and tables",
     "semantics": "What programs may do",
     "autodiff": "Gradients",
     "jacobians": "Gradients",

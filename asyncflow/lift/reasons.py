@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncflow.control import row_store
 from asyncflow.control.case import CASE_INDEX
 from asyncflow.control.cond import COND
@@ -13,14 +15,22 @@ from asyncflow.control.primitives.merge import MERGE
 from asyncflow.control.primitives.next_iteration import NEXT_ITERATION
 from asyncflow.control.primitives.switch import SWITCH
 from asyncflow.control.while_loop import WHILE
+from asyncflow.graph.build import apply
 from asyncflow.graph.builtin import CONSTANT, NO_OP, PARAMETER, PLACEHOLDER
+from asyncflow.graph.ir import Node, Tensor
 from asyncflow.lift.branches import JOIN_ROWS, SPLIT_ROWS
 from asyncflow.ops.checks import PRINT
 from asyncflow.ops.rows.by_row import row_by_row
-from asyncflow.ops.rows.rule import no_row_rule, row_rule
-from asyncflow.state import variable
+from asyncflow.ops.rows.rule import LiftedValue, RowAxis, no_row_rule, row_rule
+from asyncflow.state import table, variable
 
 row_rule(CASE_INDEX)(row_by_row)
+
+
+@row_rule(table.TABLE_GATHER)
+def _gather_rows(node: Node, rows: RowAxis, inputs: Sequence[LiftedValue]) -> Sequence[Tensor]:
+    return apply(table.TABLE_GATHER, inputs[0].tensor, **node.attrs)
+
 
 no_row_rule(COND, WHILE, because="its bodies are lifted, by `lift/branches.py` and `lift/loops.py`")
 no_row_rule(CONSTANT, PARAMETER, PLACEHOLDER, CONTROL_TRIGGER, because="it has no inputs that could have rows")
@@ -34,6 +44,12 @@ no_row_rule(
     *(variable.ASSIGN, variable.ASSIGN_ADD, variable.ASSIGN_SUB, variable.UPDATE, variable.USER_UPDATE),
     because="rows would change one variable, in an order of theirs",
 )
+no_row_rule(table.TABLE_SIZE, because="it has no inputs that could have rows")
+no_row_rule(
+    *(table.TABLE_WRITE, table.TABLE_APPEND),
+    because="rows would change one table, in an order of theirs",
+)
+no_row_rule(table.TABLE_SAMPLE, because="rows would draw from one table; sample before, one for each of them")
 no_row_rule(PRINT, because="each row prints a line, in their order")
 no_row_rule(
     *(row_store.ROW_STORE, row_store.APPEND, row_store.TAKE, row_store.SLICE, row_store.SIZE),

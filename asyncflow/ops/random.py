@@ -55,7 +55,8 @@ def _tag_words(tag: tuple[int, ...]) -> tuple[int, int]:
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
-def _seed_of(name: str) -> int:
+def seed_of_name(name: str) -> int:
+    """The seed of an op that is given none, from the name of its node."""
     return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
@@ -79,7 +80,7 @@ def _apply(op: Op, *inputs: TensorLike, seed: int | None, name: str | None, **at
         return apply(op, *inputs, name=name, seed=static_int(seed, "seed"), **attrs)[0]
     (result,) = apply(op, *inputs, name=name, seed=0, **attrs)
     # Only now is it known what the node is called.
-    result.node.attrs["seed"] = _seed_of(result.node.name)
+    result.node.attrs["seed"] = seed_of_name(result.node.name)
     return result
 
 

@@ -152,7 +152,7 @@ def _has_rule(node: Node) -> bool:
 
 @pytest.mark.slow
 def test_every_rule_is_looked_at() -> None:
-    """But for stores, checks and random draws, which `test_lifting.py` has, and vertices, which `tests/vertex` has."""
+    """But for stores, checks, draws (`test_lifting.py`), tables and vertices, which tests of their rooms look at."""
     looked_at: set[str] = set()
     with np.errstate(all="ignore"):
         for build, arrays, known in PROGRAMS:
@@ -166,7 +166,9 @@ def test_every_rule_is_looked_at() -> None:
                     ):
                         looked_at.add(node.op.name)
     ruled = {op.name for op in registered_ops() if row_rule_of(op) is not None and not op.needs_context}
-    stores = {name for name in ruled if name.startswith(("tensor_array", "saved_value", "save_value", "store_"))}
+    stores = {
+        name for name in ruled if name.startswith(("tensor_array", "saved_value", "save_value", "store_", "table_"))
+    }
     stores |= {
         "add_row_gradients",
         "joined_gradients",
