@@ -270,6 +270,9 @@ from asyncflow.runtime.values.fetches import on_device as on_device
 from asyncflow.semantics.explore import Exploration as Exploration
 from asyncflow.semantics.explore import Outcome as Outcome
 from asyncflow.semantics.explore import explore as explore
+from asyncflow.semantics.races import Race as Race
+from asyncflow.semantics.races import allow_races as allow_races
+from asyncflow.semantics.races import find_races as find_races
 from asyncflow.state.containers import reset_container as reset_container
 from asyncflow.state.table import Table as Table
 from asyncflow.state.variable import Variable as Variable

@@ -117,6 +117,7 @@ class Op:
             binds it to NumPy, copies all inputs to host memory, and the outputs in.
         traits: what passes ask. One that is not pure, or runs on the host, need not say: nothing is taken for granted.
         node_type: what its nodes are.
+        commutes: writes of such ops to one resource leave the same behind in any order, if its values are integers.
         alone: whose state a user's kernel changes, where that is not safe on several threads: two firings of ops that
             name the same object are never under way on two threads at once. None: nobody's.
         is_pure: its outputs depend on its inputs and attributes alone, and making them shows in nothing else.
@@ -144,6 +145,7 @@ class Op:
     runs_on_host: bool = False
     traits: Traits = _UNSAID
     node_type: type[Node] = Node
+    commutes: bool = False
     alone: object = None
     is_pure: bool = field(init=False)
 

@@ -16,12 +16,19 @@ class Resource:
 
     A resource belongs to no graph: any graph may use it. Its state lives in the session, or, when `container` is
     given, in the container of that name, which all sessions of the process share. A copy is the resource itself.
+
+    Attributes:
+        name: for messages.
+        container: None for a state of each session's own.
+        serial: what tells it from others.
+        allows_races: whether its reads and writes are meant to have no order.
     """
 
     def __init__(self, name: str, container: str | None) -> None:
         self.name = name
         self.container = container
         self.serial = next(_serial)
+        self.allows_races = False
 
     @property
     def effect_key(self) -> Hashable:

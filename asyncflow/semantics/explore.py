@@ -8,7 +8,7 @@ may fail is searched a second time without the first of the two, for a failure s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -21,10 +21,10 @@ from asyncflow.graph.builtin import PARAMETER
 from asyncflow.graph.graph import Graph
 from asyncflow.graph.ir import Tensor
 from asyncflow.graph.resource import Resource
-from asyncflow.semantics.program import Fetch, NeededGraph, Touches, conflict
+from asyncflow.semantics.program import NeededGraph, Touches, conflict
 from asyncflow.semantics.rules import OutOfTime, Rules
 from asyncflow.semantics.state import Firing, ProgramState, digest
-from asyncflow.values import Array, Value
+from asyncflow.values import Array, Nest, Value
 
 _Order: TypeAlias = "tuple[_Order, Firing] | None"
 
@@ -64,7 +64,7 @@ class Exploration:
 
 def explore(
     graph: Graph,
-    fetches: Fetch | Sequence[Fetch] | None,
+    fetches: Nest,
     feeds: Mapping[Tensor, TensorLike] | None = None,
     *,
     variables: Mapping[Resource, Value] | None = None,
@@ -80,7 +80,7 @@ def explore(
 
     Args:
         graph: with ordered effects it has one outcome, if it does not fail. Nothing in it may be a coroutine.
-        fetches: a tensor, node or variable, or several of them; None for all effects of the graph.
+        fetches: any nest of tensors, nodes and variables, or names; None for all effects of the graph.
         feeds: values, by their tensors.
         variables: values before the runs; those left out have their initial values.
         runs: how many runs of it are in flight together in one session, with these feeds.
@@ -90,6 +90,7 @@ def explore(
 
     Raises:
         FeedError: a placeholder is needed and not fed.
+        FetchError: a fetch is nothing of the graph.
         GraphError: the program acts on the world outside, or has primitives written by hand.
 
     >>> import asyncflow as af
@@ -99,12 +100,11 @@ def explore(
     >>> sorted(int(outcome.variables[v]) for outcome in explore(graph, [each.node for each in writes]).outcomes)
     [1, 2, 3]
     """
-    listed = fetches if fetches is None or isinstance(fetches, Sequence) else (fetches,)
     for tensor in feeds or ():
         if getattr(tensor, "graph", None) is not graph:
             raise FeedError(f"explore feeds tensors of the graph, outside its branches and loops; got {tensor!r}")
     given = {tensor: as_array(value, tensor.dtype) for tensor, value in (feeds or {}).items()}
-    rules = Rules(NeededGraph(graph, listed, given), seed)
+    rules = Rules(NeededGraph(graph, fetches, given), seed)
     memory = {resource.effect_key: value for resource, value in (variables or {}).items()}
     search = _Exploring(rules, runs, max_states, max_seconds)
     with redirect_stdout(StringIO()):  # what the program prints, it would print in every order

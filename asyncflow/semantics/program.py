@@ -7,19 +7,20 @@ bring in no node. All this is found here anew, and not asked of the compiler, wh
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from functools import cache
 from typing import TypeAlias
 
-from asyncflow.errors import GraphError
-from asyncflow.graph.build import SupportsTensor
+from asyncflow.errors import FetchError, GraphError
+from asyncflow.graph import nest
 from asyncflow.graph.builtin import PARAMETER, PLACEHOLDER
 from asyncflow.graph.graph import Graph, has_side_effect
 from asyncflow.graph.ir import Node, Tensor
 from asyncflow.graph.op import Access
+from asyncflow.graph.resource import Resource
 from asyncflow.graph.structured import CondNode, StructuredNode, WhileNode, levels
+from asyncflow.values import Nest
 
-Fetch: TypeAlias = Tensor | Node | SupportsTensor
 Touches: TypeAlias = dict[Hashable, Access]
 """Resources by their keys; a write counts for more than a read."""
 
@@ -29,7 +30,8 @@ class NeededGraph:
 
     Args:
         graph: a root graph; not changed.
-        fetches: tensors, nodes to run, and variables to read; None for every effect of the graph.
+        fetches: any nest of tensors, nodes to run, variables to read, and names of the first two; None for every effect
+            of the graph.
         feeds: tensors of the root graph that get their values from the run.
 
     Attributes:
@@ -40,7 +42,7 @@ class NeededGraph:
         kept: of each loop the places of the variables that it needs.
     """
 
-    def __init__(self, graph: Graph, fetches: Sequence[Fetch] | None, feeds: Iterable[Tensor] = ()) -> None:
+    def __init__(self, graph: Graph, fetches: Nest, feeds: Iterable[Tensor] = ()) -> None:
         self.graph = graph
         self.feeds = frozenset(feeds)
         self.homes: dict[Node, tuple[StructuredNode, int]] = {}
@@ -56,7 +58,7 @@ class NeededGraph:
         self._tensors: set[Tensor] = set()
         self._pending: list[Tensor | Node] = []
         self._reads: list[Node] = []
-        asked = [node for node in graph.nodes if has_side_effect(node)] if fetches is None else fetches
+        asked = filter(has_side_effect, graph.nodes) if fetches is None else nest.flatten(fetches)[0]
         roots = [self._root(fetch) for fetch in asked]
         self.values = tuple(root for root in roots if isinstance(root, Tensor))
         self._find_needed(roots)
@@ -73,11 +75,15 @@ class NeededGraph:
                 f"say nothing; write cond or while_loop instead\n  built at {node.location}"
             )
 
-    def _root(self, fetch: Fetch) -> Tensor | Node:
-        if isinstance(fetch, Tensor | Node):
+    def _root(self, fetch: Nest) -> Tensor | Node:
+        if isinstance(fetch, str):
+            return self.graph.tensor(fetch) if ":" in fetch else self.graph.node(fetch)
+        if isinstance(fetch, Tensor | Node) and fetch.graph.root is self.graph:
             return fetch
+        if not isinstance(fetch, Resource) or not hasattr(fetch, "__asyncflow_tensor__"):
+            raise FetchError(f"a fetch is a tensor, node or variable of the graph, or a name; got {fetch!r}")
         with Graph():  # the user's graph gets no node of ours
-            read = fetch.__asyncflow_tensor__()
+            read: Tensor = fetch.__asyncflow_tensor__()
         self._reads.append(read.node)
         return read
 

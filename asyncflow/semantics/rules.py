@@ -214,7 +214,8 @@ class Rules:
             state.waiting[firing] = 0
             self._begin(state, node.predicate, (*tag, 0))
             return True
-        in_turn = self.program.graph.effects == "ordered" and bool(self.program.touches(node))
+        is_ordered = self.program.graph.effects == "ordered" or node.parallel_iterations == 1
+        in_turn = is_ordered and bool(self.program.touches(node))
         if in_turn and self._runs_inside(state, node, tag):
             return False
         iteration = (*tag, current)

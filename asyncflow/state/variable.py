@@ -248,7 +248,7 @@ def _arithmetic(name: str, ufunc: np.ufunc) -> Op:
     def kernel(xp: Namespace, *, variable: VariableState) -> Kernel:
         return partial(variable.apply, sealed(getattr(xp, ufunc.__name__)), xp=xp)
 
-    return define(name, _arithmetic_spec(ufunc), kernel, effects=_effects(Access.WRITE))
+    return define(name, _arithmetic_spec(ufunc), kernel, effects=_effects(Access.WRITE), commutes=True)
 
 
 def _update_spec(*inputs: Spec, variable: Variable, function: Subgraph) -> Spec:

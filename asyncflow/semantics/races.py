@@ -1,0 +1,196 @@
+"""Races: reads and writes of one resource that nothing orders, so that a program may have more than one outcome."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from asyncflow.errors import GraphError
+from asyncflow.graph.graph import Graph
+from asyncflow.graph.ir import Node, Tensor
+from asyncflow.graph.op import Access
+from asyncflow.graph.resource import Resource, resources_of
+from asyncflow.semantics.orders import AccessOrder
+from asyncflow.semantics.program import NeededGraph
+from asyncflow.values import Nest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Race:
+    """Two nodes that touch one resource, at least one of which writes it, in no order.
+
+    Attributes:
+        resource: what they touch, such as ``variable w``.
+        first: the one that was written first.
+        second: the other; or the same node, in another iteration or run.
+        between: what has no order: the two ``"nodes"`` wherever both fire, only firings in different ``"iterations"``
+            of a loop around them, or those of two ``"runs"``.
+    """
+
+    resource: str
+    first: Node
+    second: Node
+    between: Literal["nodes", "iterations", "runs"]
+
+    def __str__(self) -> str:
+        pair = _told(self.first) if self.first is self.second else f"{_told(self.first)} and {_told(self.second)}"
+        where = {"nodes": "", "iterations": " in different iterations", "runs": " in two runs"}[self.between]
+        verb = "has" if self.first is self.second else "have"
+        return f"race on {self.resource}: {pair} {verb} no order{where}"
+
+
+def find_races(
+    graph: Graph,
+    fetches: Nest,
+    feeds: Iterable[Tensor] = (),
+    *,
+    runs: int = 1,
+    most: int = 1000,
+) -> tuple[Race, ...]:
+    """Finds pairs of reads and writes of which nothing says which is first, and whose order can show.
+
+    Quick, for programs of any size: it tries no orders (that does `explore`), but asks of each pair whether a path or a
+    soft order leads from one to the other, through branches, and from iteration to iteration. So it may name pairs that
+    make no difference to the values at hand, and leaves out none that does. Two writes that commute are no race as
+    long as nobody looks at what they give: `assign_add` and `assign_sub` of integers.
+
+    Args:
+        graph: with ordered effects it has no races but those between runs.
+        fetches: any nest of tensors, nodes and variables, or names; None for all effects of the graph.
+        feeds: the tensors that runs get values for.
+        runs: 2 also looks for pairs in two runs of one session at once; that both are atomic is not asked.
+        most: stop after so many.
+
+    Returns:
+        Pairs, in the order in which the second of them was written.
+
+    Raises:
+        FetchError: a fetch is nothing of the graph.
+        GraphError: the program has primitives written by hand.
+
+    >>> import asyncflow as af
+    >>> with af.Graph(effects="unordered") as graph:
+    ...     v = af.Variable(0, name="v")
+    ...     write, read = v.assign(1), v.read()
+    >>> [race.between for race in find_races(graph, [write.node, read])]
+    ['nodes']
+    >>> with af.Graph() as graph:
+    ...     write, read = v.assign(1), v.read()
+    >>> find_races(graph, [write.node, read])
+    ()
+    """
+    orders = AccessOrder(NeededGraph(graph, fetches, feeds))
+    places = {node: place for place, node in enumerate(orders.nodes)}
+    races: list[Race] = []
+    if graph.effects == "unordered":
+        races += sorted(islice(_within(orders), most), key=lambda race: (places[race.second], places[race.first]))
+    if runs > 1:
+        races += islice(_between(orders), most - len(races))
+    return tuple(races)
+
+
+def allow_races(*resources: Resource) -> None:
+    """Says that races on these variables are meant, as in training without locks: none of them is reported again.
+
+    Args:
+        resources: variables, queues or tables, in whatever graphs they are used.
+
+    Raises:
+        GraphError: one is something else.
+    """
+    for resource in resources:
+        if not isinstance(resource, Resource):
+            raise GraphError(f"allow_races takes variables and other resources; got {resource!r}")
+        resource.allows_races = True
+
+
+class _Rivals:
+    """Of each access those that its order with can show, as bits."""
+
+    def __init__(self, program: NeededGraph, nodes: Sequence[Node]) -> None:
+        readers: dict[Hashable, int] = defaultdict(int)
+        writers: dict[Hashable, int] = defaultdict(int)
+        adders: dict[Hashable, int] = defaultdict(int)
+        self._kinds: list[list[tuple[Hashable, bool, bool]]] = []
+        for place, node in enumerate(nodes):
+            kinds = []
+            is_used = any(map(program.is_used, node.outputs))
+            for key, access in program.touches(node).items():
+                adds = node.op.commutes and not is_used and node.outputs[0].spec.dtype.kind in "biu"
+                if not _is_watched(node, key) or (access is Access.READ and not is_used):
+                    continue
+                kinds.append((key, access is Access.WRITE, adds))
+                (readers if access is Access.READ else adders if adds else writers)[key] |= 1 << place
+            self._kinds.append(kinds)
+        self._readers, self._writers, self._adders = readers, writers, adders
+
+    def of(self, place: int) -> Iterator[tuple[Hashable, int]]:
+        """The resources that the access at a place touches, and its rivals on each."""
+        for key, writes, adds in self._kinds[place]:
+            rivals = self._writers[key] | (self._readers[key] if writes else 0)
+            yield key, rivals if adds else rivals | self._adders[key]
+
+
+def _within(orders: AccessOrder) -> Iterator[Race]:
+    rivals, nodes, seen = _Rivals(orders.program, orders.nodes), orders.nodes, set[tuple[Hashable, int, int]]()
+    for place, before in enumerate(orders.before):
+        for key, against in rivals.of(place):
+            together = against & ((1 << place) - 1) & ~before & ~orders.excluded[place]
+            apart = 0
+            for depth, inside in enumerate(orders.loops[place], start=1):
+                apart |= against & inside & ~(before >> len(nodes) * depth)
+            for other in _places(together | apart):
+                first, second = sorted((place, other))
+                if (key, first, second) not in seen:
+                    seen.add((key, first, second))
+                    between: Literal["nodes", "iterations"] = (
+                        "nodes" if _is_free(orders, first, second) else "iterations"
+                    )
+                    yield Race(_name(nodes[place], key), nodes[first], nodes[second], between)
+
+
+def _is_free(orders: AccessOrder, first: int, second: int) -> bool:
+    """Whether two accesses have no order in one iteration."""
+    return first < second and not (orders.before[second] | orders.excluded[second]) >> first & 1
+
+
+def _between(orders: AccessOrder) -> Iterator[Race]:
+    rivals = _Rivals(orders.program, orders.nodes)
+    for place, node in enumerate(orders.nodes):
+        for key, against in rivals.of(place):
+            for other in _places(against & ((2 << place) - 1)):
+                yield Race(_name(node, key), orders.nodes[other], node, "runs")
+
+
+def _places(bits: int) -> Iterator[int]:
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
+
+
+def _resource(node: Node, key: Hashable) -> Resource | None:
+    return next((each for each in resources_of(node) if each.effect_key == key), None)
+
+
+def _is_watched(node: Node, key: Hashable) -> bool:
+    """Whether anybody is to be told of races on a resource; what only one node touches, in one firing, has none."""
+    resource = _resource(node, key)
+    return not isinstance(key, Node) and not (resource is not None and resource.allows_races)
+
+
+def _name(node: Node, key: Hashable) -> str:
+    resource = _resource(node, key)
+    return f"{type(resource).__name__.lower()} {resource.name}" if resource is not None else str(key)
+
+
+def _told(node: Node) -> str:
+    """The name of what a node does, and the user's line."""
+    place = node.location
+    file = Path(place.file)
+    here = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f"{node.op.name.removeprefix('variable_').removeprefix('user_')} ({here}:{place.line})"
